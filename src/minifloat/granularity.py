@@ -1,0 +1,52 @@
+"""How many elements share one scale.
+
+A granularity is the block of rows x columns of a weight ``[N, K]`` (or of activations ``[M, K]``) that one scale
+covers; None stands for the whole extent. A scale grid is always two-dimensional here, ``[ceil(N / rows), ceil(K /
+cols)]``; the layouts reshape it to what a server expects on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """The block of elements that shares one scale.
+
+    Attributes:
+        name: The field's name for it.
+        rows: Rows of a block, None for all rows.
+        cols: Columns of a block, None for all columns.
+    """
+
+    name: str
+    rows: int | None
+    cols: int | None
+
+    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of one block of a matrix of `shape` ``(N, K)``; never less than 1."""
+        return (self.rows or max(shape[0], 1), self.cols or max(shape[1], 1))
+
+    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """The scale grid of a matrix of `shape` ``(N, K)``: blocks at the edge may be partial."""
+        rows, cols = self.block(shape)
+        return (-(-shape[0] // rows), -(-shape[1] // cols))
+
+    @property
+    def row_multiple(self) -> int | None:
+        """Rows that must stay together when a matrix is cut into row slabs; None: the whole matrix."""
+        return self.rows
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TENSOR = Granularity("tensor", None, None)
+CHANNEL = Granularity("channel", 1, None)
+BLOCK_128 = Granularity("block 128x128", 128, 128)
+GROUP_128 = Granularity("group 1x128", 1, 128)
+GROUP_32 = Granularity("group 1x32", 1, 32)
+GROUP_16 = Granularity("group 1x16", 1, 16)
+#: Per token: one scale for each row of an activation ``[M, K]``; the same block as CHANNEL.
+TOKEN = Granularity("token", 1, None)

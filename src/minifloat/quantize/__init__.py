@@ -1,0 +1,1 @@
+"""BF16 weights to quantized weights: the numerics, the plan and the streaming writer."""
