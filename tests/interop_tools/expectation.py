@@ -1,0 +1,105 @@
+"""What a correct reader must make of a fixture: dequantized weights, facts and logits, next to the checkpoint.
+
+The generators share this file. It knows no quantization: the generators hand over weights that the tool itself
+(or a formula in the generator) has dequantized, and the logits come from plain transformers in float32 on those
+weights, with activations and KV cache left in float32 whatever the scheme says about them. It imports nothing from
+minifloat, so that an expectation cannot share a mistake with the reader under test.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Collection, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+INTEROP = Path(__file__).resolve().parent.parent / "data" / "interop"
+DATE = "2026-11-21"
+INPUT_IDS = torch.tensor([[3, 41, 17, 59, 8, 26, 33, 50]])
+
+#: Weights stored in full by default: rows above one block of 128, an all-zero row, and grouped-query attention.
+STORED = ("self_attn.k_proj", "layers.0.mlp.up_proj")
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The installed versions of `packages`, with torch's and transformers'."""
+    return {name: version(name) for name in (*packages, "torch", "transformers")}
+
+
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The config and all tensors of a one-file checkpoint."""
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def reference_logits(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Logits ``[8, vocab]`` of a float32 model with exactly these weights, on `INPUT_IDS`.
+
+    Args:
+        config: The model's config; a quantization_config in it is dropped.
+        weights: Every tensor of the unquantized model under its name on disk.
+    """
+    plain = {key: value for key, value in config.items() if key != "quantization_config"} | {"dtype": "float32"}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(plain))
+        contiguous = {name: tensor.float().contiguous() for name, tensor in weights.items()}
+        save_file(contiguous, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+    problems = {key: value for key, value in info.items() if value}
+    if problems:
+        raise RuntimeError(f"the reference model did not load exactly these weights: {problems}")
+    with torch.no_grad():
+        return model(INPUT_IDS).logits[0]
+
+
+def save(
+    folder: Path,
+    base: str,
+    weights: Mapping[str, torch.Tensor],
+    modules: Mapping[str, Mapping[str, Any]],
+    *,
+    tool: Mapping[str, str],
+    command: str,
+    dequantized_by: str,
+    stored: Collection[str] = STORED,
+    **facts: Any,
+) -> None:
+    """Write ``expected.safetensors`` and ``expected.json`` into `folder`.
+
+    Args:
+        folder: The fixture.
+        base: The folder of the BF16 model it was made from; the tensors outside `modules` must be its own.
+        weights: The dequantized weights of `modules`, float32, under ``<module>.weight``.
+        modules: What is known of each quantized module; see the README beside the fixtures.
+        tool: Package versions.
+        command: How to make this folder again.
+        dequantized_by: What computed `weights`.
+        stored: Ends of the module names whose weights are kept in full; the logits vouch for the others.
+        **facts: Further entries of ``expected.json``.
+    """
+    config, base_tensors = read(INTEROP / base)
+    absent = sorted(set(weights) - set(base_tensors))
+    if absent or set(weights) != {f"{name}.weight" for name in modules}:
+        raise RuntimeError(f"weights, modules and base disagree; not in the base: {absent}")
+    kept = {f"{name}.weight" for name in modules if name.endswith(tuple(stored))}
+    tensors = {name: weights[name].float().contiguous() for name in sorted(kept)}
+    tensors["logits"] = reference_logits(config, {**base_tensors, **weights}).contiguous()
+    tensors["input_ids"] = INPUT_IDS
+    save_file(tensors, folder / "expected.safetensors")
+    document = {
+        "made": DATE,
+        "command": command,
+        "versions": dict(tool),
+        "base": base,
+        "dequantized_by": dequantized_by,
+        "modules": {name: modules[name] for name in sorted(modules)},
+        **facts,
+    }
+    (folder / "expected.json").write_text(json.dumps(document, indent=1) + "\n")
