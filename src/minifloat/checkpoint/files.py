@@ -1,0 +1,217 @@
+"""Opening files that nobody vouches for, and turning the system's refusals into errors that say what to do.
+
+A model folder may come from anywhere: its links may point at a password file, a FIFO may pose as a shard and block
+the reader forever, a config may be a terabyte. Every file of a checkpoint is opened through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from minifloat.errors import CheckpointError, NotACheckpointError, StorageError, UnsafeFileError
+
+Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
+
+_CURES = {
+    errno.ENOSPC: "free some space or choose a destination on another disk, then run the same command again",
+    errno.EDQUOT: "your disk quota is used up: free some space, then run the same command again",
+    errno.EFBIG: "the file size limit of this system or of `ulimit -f` is too small for this file",
+    errno.EACCES: "check the permissions of the file and of its folder",
+    errno.EPERM: "check the permissions of the file and of its folder",
+    errno.EROFS: "this file system is read-only: choose a destination on another one",
+    errno.EIO: "the disk reports a fault: check it, or use another one",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENOLCK: "this file system has no locks: choose a destination on a local disk",
+    errno.ENOSYS: "this file system lacks an operation that is needed: choose a destination on a local disk",
+    errno.EOPNOTSUPP: "this file system lacks an operation that is needed: choose a destination on a local disk",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path, action: str) -> Iterator[None]:
+    """Raise what the operating system refuses inside as a StorageError: file, action, reason, cure."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        cure = _CURES.get(error.errno or 0, "see the reason given by the system")
+        raise StorageError(f"{path}: cannot {action}: {reason}; {cure}") from error
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether `name` is the bare name of a file: no folder, no `..`, no NUL, nothing that a system rewrites."""
+    return bool(name) and name not in (".", "..") and not any(char in name for char in "/\\\0")
+
+
+def resolve_inside(root: Path, name: str) -> Path:
+    """The path of `name` below `root`, after following its links, which must stay inside.
+
+    One layout of links that leave is known and safe: the hub cache, where `models--*/snapshots/REVISION/FILE` points
+    to `models--*/blobs/HASH` of the same model.
+
+    Args:
+        root: A resolved folder.
+        name: A relative name with `/` between its parts.
+
+    Raises:
+        UnsafeFileError: It leaves the folder.
+        StorageError: A link cannot be followed.
+    """
+    parts = PurePosixPath(name).parts
+    if not parts or not all(map(is_safe_name, parts)):
+        raise UnsafeFileError(root, f"file name {name!r} leaves the folder; only plain names are accepted")
+    path = root.joinpath(*parts)
+    with storage_errors(path, "follow the link"):
+        try:
+            target = path.resolve()
+        except RuntimeError:  # Python < 3.13 reports a loop of links this way
+            raise UnsafeFileError(path, "the link points to itself") from None
+    if target.is_relative_to(root):
+        return path
+    if _is_hub_snapshot(root) and target.parent == root.parent.parent / "blobs":
+        return path
+    raise UnsafeFileError(path, f"the link leaves the folder: it points to {target}; put the file itself there")
+
+
+def _is_hub_snapshot(root: Path) -> bool:
+    return root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
+
+
+def open_regular(path: Path) -> tuple[int, os.stat_result]:
+    """A read-only descriptor of a regular file, and its status.
+
+    Raises:
+        UnsafeFileError: A folder, FIFO, socket or device.
+        StorageError: The system refuses.
+        FileNotFoundError: There is none; the caller knows what its absence means.
+    """
+    try:
+        # O_NONBLOCK: opening a FIFO would otherwise wait for a writer that never comes.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ELOOP):  # a socket; links in a circle
+            raise UnsafeFileError(path, "not a regular file") from None
+        with storage_errors(path, "open it"):
+            raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise UnsafeFileError(path, "not a regular file")
+    return descriptor, status
+
+
+def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
+    """Fill `view` with the bytes of the file from `offset`; safe to call from many threads.
+
+    Raises:
+        StorageError: The system refuses, or the file ends early.
+    """
+    with storage_errors(path, "read"):
+        while view:
+            # A single call moves at most 2 GiB.
+            count = os.preadv(descriptor, [view], offset)
+            if count == 0:
+                raise StorageError(
+                    f"{path}: the file ends at byte {offset}, {len(view)} bytes early: it changed while it was read"
+                )
+            view, offset = view[count:], offset + count
+
+
+def read_small(root: Path, name: str, limit: int, error: type[CheckpointError]) -> bytes:
+    """A whole small file of a checkpoint.
+
+    Args:
+        root: The resolved folder.
+        name: Relative name.
+        limit: The most bytes that are credible.
+        error: What to raise if it is larger.
+
+    Raises:
+        CheckpointError: It is not a regular file, leaves the folder, or is too large.
+        FileNotFoundError: There is none.
+    """
+    path = resolve_inside(root, name)
+    descriptor, status = open_regular(path)
+    try:
+        if status.st_size > limit:
+            raise error(path, f"{status.st_size} bytes; at most {limit} are credible for this file")
+        data = bytearray(status.st_size)
+        read_exactly(descriptor, memoryview(data), 0, path)
+    finally:
+        os.close(descriptor)
+    return bytes(data)
+
+
+def parse_object(data: bytes, path: Path, error: type[CheckpointError], **hooks: Any) -> dict[str, Any]:
+    """The JSON object in `data`.
+
+    Args:
+        data: UTF-8.
+        path: Its file, for messages.
+        error: What to raise if it is none.
+        **hooks: For `json.loads`.
+    """
+    try:
+        loaded = json.loads(data.decode("utf-8"), **hooks)
+    except RecursionError:
+        raise error(path, "nested too deeply") from None
+    except ValueError as reason:  # UnicodeDecodeError and JSONDecodeError among them
+        raise error(path, f"not valid JSON: {reason}") from None
+    if not isinstance(loaded, dict):
+        raise error(path, f"expected a JSON object, found {type(loaded).__name__}")
+    return loaded
+
+
+def byte_view(buffer: Buffer) -> memoryview:
+    """The memory of a contiguous buffer as bytes."""
+    view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # a view without bytes cannot be cast
+
+
+def list_folder(path: Path) -> list[str]:
+    """The names in a folder, in no order."""
+    with storage_errors(path, "list the folder"):
+        return [entry.name for entry in path.iterdir()]
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    with storage_errors(path, "sync the folder"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def resolve_folder(path: str | os.PathLike[str]) -> Path:
+    """The resolved path of an existing folder.
+
+    Raises:
+        NotACheckpointError: Missing, or not a folder.
+    """
+    given = Path(path)
+    try:
+        root = given.resolve(strict=True)
+    except FileNotFoundError:
+        raise NotACheckpointError(
+            given, "no such folder; download the model first (`hf download ORG/NAME --local-dir FOLDER`)"
+        ) from None
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL
+        raise NotACheckpointError(given, f"not a usable path: {error}") from None
+    if not root.is_dir():
+        raise NotACheckpointError(given, "not a folder; give the folder that holds config.json")
+    return root

@@ -1,0 +1,329 @@
+"""The safetensors header: parsed as if an adversary wrote it, encoded the same way every time.
+
+A safetensors file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes without holes.
+The header alone decides which bytes are read as which tensor, so everything in it is checked against the file's size
+before any number in it is used. `TensorInfo` of a tensor that was parsed here can be read without further checks.
+
+Left out: the tensors' values. Nothing in the format detects a flipped bit among them.
+
+Source: https://github.com/huggingface/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minifloat.checkpoint.files import open_regular, read_exactly
+from minifloat.errors import HeaderError, UnknownNameError
+
+#: Bits per element of every dtype of the format, by the name it has in a header.
+DTYPES: dict[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "U8": 8,
+    "I8": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "C64": 64,
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+}
+
+LENGTH_BYTES = 8  #: the header's length, a little-endian unsigned integer, is the file's first field
+MAX_HEADER_BYTES = 100_000_000  #: the limit of the format's own reader
+MAX_RANK = 32  #: what numpy can hold
+_MIN_HEADER_BYTES = len(b"{}")
+_MAX_SIZE = 2**63 - 1
+_ALIGNMENT = 8
+_METADATA = "__metadata__"
+_LFS_MAGIC = b"version "
+_TORN = "the file is incomplete or corrupt: download or copy it again"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        dtype: The format's name for its dtype, a key of `DTYPES`.
+        shape: Its extents in elements; `()` is a scalar.
+        shard: Name of the file that holds it.
+        offset: First byte, counted from the start of that file.
+        nbytes: Number of bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor that will be written.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        dtype: The format's name for its dtype, a key of `DTYPES`.
+        shape: Its extents in elements.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return dtype_nbytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """A header that agrees with its file.
+
+    Attributes:
+        tensors: In the order of their bytes.
+        metadata: The free-form strings beside them.
+    """
+
+    tensors: tuple[TensorInfo, ...]
+    metadata: Mapping[str, str]
+
+
+def dtype_nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor of `shape`.
+
+    Raises:
+        UnknownNameError: No such dtype.
+        ValueError: The elements do not fill whole bytes (an odd number of 4-bit elements).
+        OverflowError: More bytes than a 64-bit offset can address.
+    """
+    if dtype not in DTYPES:
+        raise UnknownNameError("dtype", dtype, DTYPES)
+    bits = DTYPES[dtype]
+    for extent in shape:
+        bits *= extent
+        if bits > _MAX_SIZE:
+            raise OverflowError(f"shape {list(shape)} of {dtype} exceeds 2**63 bits")
+    if bits % 8:
+        raise ValueError(f"shape {list(shape)} of {dtype} does not fill whole bytes")
+    return bits // 8
+
+
+def read_header(path: Path) -> tuple[ShardHeader, os.stat_result]:
+    """The checked header of a file, and the status of the file it was read from.
+
+    Raises:
+        HeaderError: The header is not valid for this file.
+        UnsafeFileError: Not a regular file.
+        StorageError: The system refuses a read.
+        FileNotFoundError: There is none.
+    """
+    descriptor, status = open_regular(path)
+    try:
+        prefix = bytearray(min(LENGTH_BYTES, status.st_size))
+        read_exactly(descriptor, memoryview(prefix), 0, path)
+        text = bytearray(_header_length(bytes(prefix), path, status.st_size))
+        read_exactly(descriptor, memoryview(text), LENGTH_BYTES, path)
+    finally:
+        os.close(descriptor)
+    return parse_header(bytes(text), path=path, file_bytes=status.st_size), status
+
+
+def _header_length(prefix: bytes, path: Path, file_bytes: int) -> int:
+    """The length of the JSON, from the first `LENGTH_BYTES` of a file of `file_bytes`."""
+    if len(prefix) < LENGTH_BYTES or file_bytes < LENGTH_BYTES + _MIN_HEADER_BYTES:
+        raise HeaderError(path, f"{file_bytes} bytes are too few for a safetensors file; {_TORN}")
+    if prefix == _LFS_MAGIC:
+        raise HeaderError(path, "this is a Git LFS pointer, not the weights: run `git lfs pull` in its folder")
+    (length,) = struct.unpack("<Q", prefix)
+    if length < _MIN_HEADER_BYTES:
+        raise HeaderError(path, f"header length is {length} bytes, at least {_MIN_HEADER_BYTES} are needed; {_TORN}")
+    if length > MAX_HEADER_BYTES:
+        raise HeaderError(
+            path, f"header length is {length} bytes, the format allows {MAX_HEADER_BYTES}: not a safetensors file?"
+        )
+    if length > file_bytes - LENGTH_BYTES:
+        raise HeaderError(path, f"header length is {length} bytes, but the file has only {file_bytes}; {_TORN}")
+    return int(length)
+
+
+def parse_header(text: bytes, *, path: Path, file_bytes: int) -> ShardHeader:
+    """The tensors that a header declares, checked against each other and against the file's size.
+
+    Args:
+        text: The JSON.
+        path: The file, for messages; its name becomes `TensorInfo.shard`.
+        file_bytes: Size of the whole file.
+
+    Raises:
+        HeaderError: It is not JSON of the right form, declares a tensor twice, or its spans overlap, leave holes, or
+            do not end where the file ends.
+    """
+    declared = _load(text, path)
+    metadata = declared.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise HeaderError(path, f"{_METADATA} must map strings to strings")
+    data_start = LENGTH_BYTES + len(text)
+    infos = [_parse_tensor(name, entry, path, data_start) for name, entry in declared.items()]
+    infos.sort(key=lambda info: (info.offset, info.nbytes))
+    _check_tiling(infos, path, data_start, file_bytes)
+    return ShardHeader(tuple(infos), metadata)
+
+
+def encode_header(
+    tensors: Iterable[OutputTensor], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The first bytes of a file, and where each tensor goes in it.
+
+    The bytes depend on the arguments alone. Tensors are laid out by element size, the widest first, and in the given
+    order among equals: that aligns every tensor to its element, since each size is a multiple of the sizes after it
+    and the data starts at a multiple of 8.
+
+    Args:
+        tensors: Names must be unique.
+        metadata: Free-form strings; written only if there are any.
+
+    Returns:
+        The length field and the padded JSON; and for each name its absolute offset and its number of bytes.
+    """
+    entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    spans: dict[str, tuple[int, int]] = {}
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: -DTYPES[tensor.dtype]):
+        if not tensor.name or tensor.name == _METADATA or tensor.name in spans:
+            raise AssertionError(f"tensor name {tensor.name!r} is empty, reserved or given twice")
+        spans[tensor.name] = (end, tensor.nbytes)
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    data_start = LENGTH_BYTES + len(text)
+    return struct.pack("<Q", len(text)) + text, {name: (data_start + at, size) for name, (at, size) in spans.items()}
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` of JSON in which a repeated key is an error rather than the last one's victory.
+
+    Raises:
+        ValueError: A key occurs twice.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{repeated!r} is declared twice")
+    return found
+
+
+def _load(text: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object of a header."""
+    if not text.startswith(b"{"):
+        raise HeaderError(path, f"the header must start with '{{', found {text[:1]!r}; {_TORN}")
+    try:
+        loaded = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
+    except UnicodeDecodeError as error:
+        raise HeaderError(path, f"the header is not UTF-8 (byte {error.start}); {_TORN}") from None
+    except RecursionError:
+        raise HeaderError(path, "the header is nested too deeply: not a safetensors file") from None
+    except ValueError as error:
+        raise HeaderError(path, f"the header is not valid JSON: {error}; {_TORN}") from None
+    assert isinstance(loaded, dict), "JSON that starts with '{' is an object"
+    return loaded
+
+
+def _parse_tensor(name: str, entry: object, path: Path, data_start: int) -> TensorInfo:
+    """One entry of the header, checked by itself."""
+    if not name or "\0" in name:
+        raise HeaderError(path, f"tensor name {name!r} is empty or holds a NUL")
+    if not name.isprintable() and any("\ud800" <= char <= "\udfff" for char in name):
+        raise HeaderError(path, f"tensor name {name!r} is not valid Unicode")
+    if not isinstance(entry, dict):
+        raise HeaderError(path, f"tensor {name!r}: expected an object, found {_brief(entry)}")
+    missing = {"dtype", "shape", "data_offsets"} - entry.keys()
+    if missing:
+        raise HeaderError(path, f"tensor {name!r}: no {' and no '.join(sorted(missing))}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise HeaderError(path, f"tensor {name!r}: unknown dtype {_brief(dtype)}; known: {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or not all(map(_is_size, shape)) or len(shape) > MAX_RANK:
+        raise HeaderError(
+            path,
+            f"tensor {name!r}: shape must be a list of at most {MAX_RANK} integers from 0 to 2**63-1, "
+            f"found {_brief(shape)}",
+        )
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise HeaderError(
+            path,
+            f"tensor {name!r}: data_offsets must be a list of two integers from 0 to 2**63-1, found {_brief(offsets)}",
+        )
+    begin, end = offsets
+    if end < begin:
+        raise HeaderError(path, f"tensor {name!r}: data_offsets [{begin}, {end}] are reversed")
+    try:
+        nbytes = dtype_nbytes(dtype, shape)
+    except (OverflowError, ValueError) as error:
+        raise HeaderError(path, f"tensor {name!r}: {error}") from None
+    if nbytes != end - begin:
+        raise HeaderError(
+            path, f"tensor {name!r}: {dtype} {shape} needs {nbytes} bytes, data_offsets span {end - begin}"
+        )
+    return TensorInfo(name, dtype, tuple(shape), path.name, data_start + begin, nbytes)
+
+
+def _check_tiling(infos: Sequence[TensorInfo], path: Path, data_start: int, file_bytes: int) -> None:
+    """Raise unless the spans, sorted, cover the data without overlap or hole and end with the file."""
+    at = data_start
+    for before, info in zip((None, *infos), infos, strict=False):
+        if info.offset != at:
+            fault = "overlaps" if info.offset < at else "leaves a hole after"
+            neighbour = f"tensor {before.name!r}" if before else "the header"
+            raise HeaderError(
+                path,
+                f"tensor {info.name!r} {fault} {neighbour}: it starts at byte {info.offset - data_start} of the data, "
+                f"expected {at - data_start}",
+            )
+        at += info.nbytes
+        if at > file_bytes:
+            raise HeaderError(
+                path, f"tensor {info.name!r} ends at byte {at}, but the file has only {file_bytes}; {_TORN}"
+            )
+    if at != file_bytes:
+        raise HeaderError(path, f"the tensors end at byte {at}, but the file has {file_bytes}: {file_bytes - at} extra")
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_SIZE
+
+
+def _brief(value: object) -> str:
+    """`value` for a message: never longer than a line, whatever a file put there."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,75 @@
+"""model.safetensors.index.json: which shard holds which tensor.
+
+The index is a second statement of what the shards' headers say, so the two are held against each other: a tensor
+that only one of them knows would be dropped by one tool and loaded by another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from minifloat.checkpoint.files import is_safe_name, parse_object, read_small
+from minifloat.checkpoint.header import MAX_HEADER_BYTES, OutputTensor, TensorInfo, unique_keys
+from minifloat.checkpoint.layout import INDEX_FILE, SHARD_SUFFIX
+from minifloat.errors import ShardIndexError, UnsafeFileError
+
+
+def read_index(root: Path) -> dict[str, str] | None:
+    """The map from tensor to shard file, or None where the folder has no index.
+
+    Raises:
+        ShardIndexError: It is not JSON of the right form, or names a tensor twice.
+        UnsafeFileError: A shard's name is not the bare name of a safetensors file.
+    """
+    path = root / INDEX_FILE
+    try:
+        data = read_small(root, INDEX_FILE, MAX_HEADER_BYTES, ShardIndexError)
+    except FileNotFoundError:
+        return None
+    weight_map = parse_object(data, path, ShardIndexError, object_pairs_hook=unique_keys).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ShardIndexError(path, "no weight_map that names a tensor")
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise ShardIndexError(path, f"tensor {tensor!r}: expected a file name, found {type(shard).__name__}")
+    for shard in set(weight_map.values()):
+        if not is_safe_name(shard) or not shard.endswith(SHARD_SUFFIX):
+            raise UnsafeFileError(path, f"shard name {shard!r} is not the bare name of a *{SHARD_SUFFIX} file")
+    return weight_map
+
+
+def check_index(weight_map: Mapping[str, str], shards: Mapping[str, Sequence[TensorInfo]], path: Path) -> None:
+    """Raise unless the index and the headers of the shards say the same.
+
+    Args:
+        weight_map: What the index says.
+        shards: What each shard holds.
+        path: The index, for messages.
+
+    Raises:
+        ShardIndexError: A tensor that only one of them knows, or that they place differently.
+    """
+    for shard, infos in shards.items():
+        for info in infos:
+            claimed = weight_map.get(info.name)
+            if claimed != shard:
+                place = f"says it is in {claimed}" if claimed else "does not name it"
+                raise ShardIndexError(path, f"{shard} holds tensor {info.name!r}, but the index {place}")
+    held = {info.name for infos in shards.values() for info in infos}
+    for tensor, shard in weight_map.items():
+        if tensor not in held:
+            raise ShardIndexError(path, f"tensor {tensor!r} should be in {shard}, which does not hold it")
+
+
+def encode_index(shards: Mapping[str, Sequence[OutputTensor]]) -> bytes:
+    """The bytes of the index of these shards, the same for the same shards.
+
+    Args:
+        shards: What each shard file holds.
+    """
+    total = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors)
+    weight_map = {tensor.name: shard for shard, tensors in shards.items() for tensor in tensors}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()

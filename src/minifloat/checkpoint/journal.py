@@ -1,0 +1,67 @@
+"""The list of what is finished, one JSON line each, which survives being killed between any two bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from minifloat.checkpoint.files import storage_errors
+
+
+class Journal:
+    """An append-only file of JSON objects. Thread-safe.
+
+    Attributes:
+        entries: The objects that were in the file when it was opened. A line that was cut short, and anything after
+            it, is removed from the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        with storage_errors(path, "open the journal"):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            data = path.read_bytes()
+            self.entries, self._size = _whole_lines(data)
+            os.ftruncate(self._descriptor, self._size)
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Add an object; it is on the disk when this returns.
+
+        Raises:
+            StorageError: The system refuses; the journal is as it was.
+        """
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        with self._lock, storage_errors(self._path, "write the journal"):
+            try:
+                count = 0
+                while count < len(line):
+                    count += os.pwrite(self._descriptor, line[count:], self._size + count)
+                os.fsync(self._descriptor)
+            except OSError:
+                os.ftruncate(self._descriptor, self._size)
+                raise
+            self._size += len(line)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The objects before the first damaged line, and the number of bytes they take."""
+    entries: list[dict[str, Any]] = []
+    size = 0
+    for line in data.splitlines(keepends=True):
+        try:
+            entry = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(entry, dict):
+            break
+        entries.append(entry)
+        size += len(line)
+    return entries, size

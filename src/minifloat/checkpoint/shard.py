@@ -1,0 +1,135 @@
+"""Writing one safetensors file, by position and from many threads.
+
+The place of every tensor is known before the first byte is written, so tensors, and row slabs of them, arrive in any
+order. The header is written last: until then the file starts with a length of zero, which no reader accepts.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from minifloat.checkpoint.files import Buffer, byte_view, storage_errors
+from minifloat.checkpoint.header import OutputTensor, encode_header
+
+#: What a file system answers that cannot reserve space.
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
+
+
+class ShardWriter:
+    """One shard of an output that is being written; made by `CheckpointWriter.shard`. Thread-safe.
+
+    Attributes:
+        path: The file, in the work folder.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Sequence[OutputTensor],
+        metadata: Mapping[str, str],
+        journal: Callable[[int, dict[str, Any]], None],
+    ) -> None:
+        """Create the file at its full size.
+
+        Args:
+            path: Where.
+            tensors: What it will hold.
+            metadata: Free-form strings for its header.
+            journal: Called with the file's size and the caller's record once every byte is on the disk.
+
+        Raises:
+            StorageError: The system refuses; a full disk shows here rather than after the work.
+        """
+        self.path = path
+        self._header, self._spans = encode_header(tensors, metadata)
+        self._size = len(self._header) + sum(size for _, size in self._spans.values())
+        self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in self._spans}
+        self._journal = journal
+        self._lock = threading.Lock()
+        with storage_errors(path, f"create a file of {self._size} bytes"):
+            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                _reserve(self._descriptor, self._size)
+            except BaseException:
+                self.close()
+                path.unlink()
+                raise
+
+    def write(self, tensor: str, data: Buffer, start: int = 0) -> None:
+        """Write some bytes of a tensor.
+
+        Args:
+            tensor: Its name.
+            data: Contiguous; all of it is written.
+            start: First byte, counted from the start of the tensor.
+
+        Raises:
+            StorageError: The system refuses.
+        """
+        view = byte_view(data)
+        offset, size = self._spans[tensor]
+        if start < 0 or start + len(view) > size:
+            raise AssertionError(f"{tensor}: bytes {start} to {start + len(view)} of a tensor of {size}")
+        with self._lock:
+            self._written[tensor].append((start, start + len(view)))
+        self._write_at(view, offset + start)
+
+    def commit(self, record: dict[str, Any]) -> None:
+        """Finish the file: every byte was written once, all of it reaches the disk, then the journal.
+
+        Args:
+            record: JSON values; given back by `CheckpointWriter.finished` when the work is resumed.
+
+        Raises:
+            StorageError: The system refuses.
+        """
+        for tensor, (_, size) in self._spans.items():
+            end = 0
+            for start, stop in sorted(self._written[tensor]):
+                if start != end:
+                    raise AssertionError(f"{tensor}: byte {min(start, end)} was written twice or never")
+                end = stop
+            if end != size:
+                raise AssertionError(f"{tensor}: byte {end} was never written")
+        self._write_at(memoryview(self._header), 0)
+        with storage_errors(self.path, "sync"):
+            os.fsync(self._open_descriptor())
+        self.close()
+        self._journal(self._size, record)
+
+    def close(self) -> None:
+        """Close the file without finishing it."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _write_at(self, view: memoryview, offset: int) -> None:
+        descriptor = self._open_descriptor()
+        with storage_errors(self.path, "write"):
+            while view:
+                # A single call moves at most 2 GiB.
+                count = os.pwrite(descriptor, view, offset)
+                view, offset = view[count:], offset + count
+
+    def _open_descriptor(self) -> int:
+        if self._descriptor is None:
+            raise AssertionError(f"{self.path}: the shard is closed")
+        return self._descriptor
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Give the file its size and, where the system can, its space."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in _CANNOT_RESERVE:
+                raise
+        else:
+            return
+    os.ftruncate(descriptor, size)

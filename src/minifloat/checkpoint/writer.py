@@ -1,0 +1,364 @@
+"""An output folder that appears whole or not at all, and that continues where it was killed.
+
+Everything is written to `DESTINATION.minifloat-work`, beside the destination so that one rename, which the file system
+does at once, finishes the job:
+
+    DESTINATION.minifloat-work/
+        lock                    held by the process that is writing
+        minifloat-state.json    the fingerprint of what is being made
+        journal.jsonl           the shards that are finished, each with the caller's record
+        output/                 shards, under their final names; this folder becomes the destination
+        pending/                config.json, index and other small files: they join the shards at the very end
+        replaced/               the previous destination, during the instant of an overwrite
+
+Shards without a config.json are no checkpoint to any loader, and `Checkpoint.open` refuses these folders while the
+state file stands. What may be resumed is decided by the fingerprint alone: the caller puts everything into it that
+determines the result.
+
+Left out: sharing the work among processes, and file systems without `flock` or atomic renames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+
+from minifloat.checkpoint.files import is_safe_name, list_folder, storage_errors, sync_folder
+from minifloat.checkpoint.header import OutputTensor, read_header
+from minifloat.checkpoint.journal import Journal
+from minifloat.checkpoint.layout import CONFIG_FILE, SHARD_SUFFIX, STATE_FILE
+from minifloat.checkpoint.lock import FolderLock
+from minifloat.checkpoint.reader import Checkpoint
+from minifloat.checkpoint.shard import ShardWriter
+from minifloat.errors import CheckpointError, DestinationError, StorageError
+
+WORK_SUFFIX = ".minifloat-work"
+
+_STATE_VERSION = 1
+_STATE_DRAFT = f"{STATE_FILE}.draft"
+_LOCK = "lock"
+_JOURNAL = "journal.jsonl"
+_OUTPUT = "output"
+_PENDING = "pending"
+_REPLACED = "replaced"
+_OURS = {_LOCK, STATE_FILE, _STATE_DRAFT, _JOURNAL, _OUTPUT, _PENDING, _REPLACED}
+
+
+class CheckpointWriter:
+    """Writes a checkpoint as one transaction. A context manager; leaving it without `commit` keeps the work.
+
+    Attributes:
+        destination: The folder that `commit` creates.
+        work: The folder beside it.
+        finished: The shards that are finished, by this run or by an earlier one that it resumes, each with the record
+            that was given to `ShardWriter.commit`.
+        restarted_because: Why the work of an earlier run was thrown away; None if there was none or it is resumed.
+    """
+
+    def __init__(
+        self, destination: str | os.PathLike[str], *, fingerprint: str, total_bytes: int, overwrite: bool = False
+    ) -> None:
+        """Claim the destination, and take up what an interrupted run with the same fingerprint left.
+
+        Args:
+            destination: A folder that does not exist, in one that does.
+            fingerprint: A digest of everything that determines the result.
+            total_bytes: Size of the result; that much space must be free.
+            overwrite: Replace an existing checkpoint, at `commit`.
+
+        Raises:
+            DestinationError: It exists, its parent does not, or another process is writing it.
+            StorageError: Too little space, or the system refuses.
+        """
+        self.destination = Path(destination).absolute()
+        if self.destination.name in ("", "..") or not self.destination.parent.is_dir():
+            raise DestinationError(f"{destination}: the folder to create it in does not exist; create that one first")
+        self.work = self.destination.with_name(self.destination.name + WORK_SUFFIX)
+        self.finished: dict[str, dict[str, Any]] = {}
+        self.restarted_because: str | None = None
+        self._overwrite = overwrite
+        self._mutex = threading.Lock()
+        self._open_shards: dict[str, ShardWriter] = {}
+        self._journal: Journal | None = None
+        self._lock: FolderLock | None = None
+        try:
+            self._claim()
+            self._resume(fingerprint)
+            self._check_space(total_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop writing and let others in. Finished shards stay in the work folder, to be resumed."""
+        with self._mutex:
+            shards, self._open_shards = self._open_shards, {}
+            journal, self._journal = self._journal, None
+            lock, self._lock = self._lock, None
+        with contextlib.suppress(OSError, StorageError):
+            for shard in shards.values():
+                shard.close()
+                shard.path.unlink()  # it cannot be resumed, and may hold the space that was lacking
+            if journal and not self.finished:
+                self._remove_work()
+        if journal:
+            journal.close()
+        if lock:
+            lock.release(remove=not (self.work / STATE_FILE).exists())
+
+    def shard(self, file_name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> ShardWriter:
+        """Start a shard.
+
+        Args:
+            file_name: A bare `*.safetensors` name that is not in `finished`.
+            tensors: What it will hold. The file orders them by element size, then as given.
+            metadata: Free-form strings for its header.
+
+        Raises:
+            StorageError: The system refuses, or the disk is full.
+        """
+        if not is_safe_name(file_name) or not file_name.endswith(SHARD_SUFFIX) or file_name in self.finished:
+            raise AssertionError(f"{file_name!r} is not the name of a shard that is still to be written")
+
+        def journal(size: int, record: dict[str, Any]) -> None:
+            sync_folder(self.work / _OUTPUT)
+            self._require_journal().append({"file": file_name, "size": size, "record": record})
+            with self._mutex:
+                del self._open_shards[file_name]
+                self.finished[file_name] = record
+
+        shard = ShardWriter(self.work / _OUTPUT / file_name, tensors, metadata, journal)
+        with self._mutex:
+            self._open_shards[file_name] = shard
+        return shard
+
+    def discard(self, file_name: str) -> None:
+        """Forget a finished shard, because its source changed; it can be written again.
+
+        Raises:
+            StorageError: The system refuses.
+        """
+        del self.finished[file_name]
+        self._require_journal().append({"file": file_name, "discarded": True})
+        path = self.work / _OUTPUT / file_name
+        with storage_errors(path, "delete"):
+            path.unlink()
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """Write a small file; it is on the disk when this returns.
+
+        Args:
+            name: Relative, with `/` between its parts.
+            data: Its content.
+
+        Raises:
+            StorageError: The system refuses.
+        """
+        parts = PurePosixPath(name).parts
+        if not parts or not all(map(is_safe_name, parts)) or name.endswith(SHARD_SUFFIX):
+            raise AssertionError(f"{name!r} is not the relative name of a small file")
+        _write_synced(self.work.joinpath(_PENDING, *parts), data)
+
+    def commit(self) -> Path:
+        """Make the output appear at the destination, whole.
+
+        Returns:
+            The destination.
+
+        Raises:
+            DestinationError: Something has appeared there since the work began.
+            StorageError: The system refuses; the work is kept.
+        """
+        if self._open_shards:
+            raise AssertionError(f"unfinished shards: {', '.join(self._open_shards)}")
+        output = self.work / _OUTPUT
+        self._join_pending(output)
+        Checkpoint.open_unfinished(output).close()  # our own mistakes must not reach the destination
+        self._require_destination()
+        replaced = self.work / _REPLACED
+        with storage_errors(self.destination, "put the finished output in place"):
+            if os.path.lexists(self.destination):
+                self.destination.rename(replaced)
+            try:
+                output.rename(self.destination)
+            except OSError:
+                if replaced.exists():
+                    replaced.rename(self.destination)
+                raise
+        sync_folder(self.destination.parent)
+        self._remove_work()
+        self.close()
+        return self.destination
+
+    def _join_pending(self, output: Path) -> None:
+        """Move the small files to the shards, config.json last, and make all names durable."""
+        pending = self.work / _PENDING
+        with storage_errors(output, "complete the output"):
+            files = sorted(path.relative_to(pending) for path in pending.rglob("*") if path.is_file())
+            for name in sorted(files, key=lambda name: name == Path(CONFIG_FILE)):
+                (output / name).parent.mkdir(parents=True, exist_ok=True)
+                (pending / name).rename(output / name)
+            folders = [path for path in output.rglob("*") if path.is_dir()]
+        for folder in (*folders, output):
+            sync_folder(folder)
+
+    def _claim(self) -> None:
+        """Take the lock, undo or finish what a killed commit left half done, and check the destination."""
+        if os.path.lexists(self.work):
+            self._require_our_folder()
+            self._lock = FolderLock(self.work, _LOCK)
+            self._recover_commit()
+        self._require_destination()
+        if self._lock is None:
+            self._lock = FolderLock(self.work, _LOCK)
+
+    def _require_our_folder(self) -> None:
+        """Raise unless the work folder is one that this class made: what is in it may be deleted."""
+        if self.work.is_symlink() or not self.work.is_dir():
+            raise DestinationError(f"{self.work}: the work goes into a folder of this name; move that file away")
+        strange = sorted(name for name in list_folder(self.work) if name not in _OURS and not name.startswith("."))
+        if strange:
+            raise DestinationError(f"{self.work}: holds {strange[0]!r}, which is not ours; move the folder away")
+
+    def _recover_commit(self) -> None:
+        replaced = self.work / _REPLACED
+        if not os.path.lexists(self.destination):
+            if replaced.exists():
+                with storage_errors(self.destination, "undo an interrupted overwrite"):
+                    replaced.rename(self.destination)
+        elif not (self.work / _OUTPUT).exists():
+            self._remove_work()
+        elif replaced.exists():
+            raise DestinationError(
+                f"{replaced}: the former content of {self.destination}, from an interrupted overwrite, cannot go back "
+                "because something new is there; move it away"
+            )
+
+    def _require_destination(self) -> None:
+        """Raise unless the destination is free, or may be replaced."""
+        if not os.path.lexists(self.destination):
+            return
+        if not self._overwrite:
+            raise DestinationError(f"{self.destination}: exists already; choose another name or use --overwrite")
+        if self.destination.is_symlink() or not self.destination.is_dir():
+            raise DestinationError(f"{self.destination}: is not a folder and is not overwritten; choose another name")
+        names = list_folder(self.destination)
+        if names and CONFIG_FILE not in names:
+            raise DestinationError(
+                f"{self.destination}: holds files but no {CONFIG_FILE}, so it is no model and is not overwritten; "
+                "choose another name"
+            )
+
+    def _resume(self, fingerprint: str) -> None:
+        """Take up the finished shards of an earlier run, or start over."""
+        found = self._read_fingerprint()
+        output, pending = self.work / _OUTPUT, self.work / _PENDING
+        if found != fingerprint:
+            if found is not None or output.exists():
+                self.restarted_because = (
+                    "the interrupted run was of another source, scheme, option or version"
+                    if found is not None
+                    else "the state of the interrupted run cannot be read"
+                )
+            self._remove_work()
+            state = {"version": _STATE_VERSION, "fingerprint": fingerprint}
+            _write_synced(self.work / _STATE_DRAFT, json.dumps(state).encode())
+            with storage_errors(self.work, "begin"):
+                (self.work / _STATE_DRAFT).replace(self.work / STATE_FILE)
+        journal = Journal(self.work / _JOURNAL)
+        with storage_errors(self.work, "clear unfinished files"):
+            output.mkdir(exist_ok=True)
+            self.finished = _finished_shards(journal.entries, output)
+            for path in output.iterdir():
+                if path.name not in self.finished:
+                    _remove(path)
+            _remove(pending)
+            pending.mkdir()
+        sync_folder(self.work)
+        self._journal = journal
+
+    def _read_fingerprint(self) -> str | None:
+        """What the work in the folder is about; None if there is none, or it cannot be told."""
+        try:
+            state = json.loads((self.work / STATE_FILE).read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
+            return None
+        fingerprint = state.get("fingerprint")
+        return fingerprint if isinstance(fingerprint, str) else None
+
+    def _check_space(self, total_bytes: int) -> None:
+        with storage_errors(self.work, "ask for the free space"):
+            done = sum((self.work / _OUTPUT / name).stat().st_size for name in self.finished)
+            free = shutil.disk_usage(self.work).free
+        if total_bytes - done > free:
+            raise StorageError(
+                f"{self.destination}: the output needs {(total_bytes - done) / 1e9:.2f} GB, "
+                f"the disk has {free / 1e9:.2f} GB free; free some space or choose a destination on another disk"
+            )
+
+    def _remove_work(self) -> None:
+        """Delete everything in the work folder that is ours, but the lock; the state last."""
+        for name in (_OUTPUT, _PENDING, _REPLACED, _JOURNAL, _STATE_DRAFT, STATE_FILE):
+            path = self.work / name
+            with storage_errors(path, "delete"):
+                _remove(path)
+
+    def _require_journal(self) -> Journal:
+        if self._journal is None:
+            raise AssertionError("the writer is closed")
+        return self._journal
+
+
+def _finished_shards(entries: Sequence[Mapping[str, Any]], output: Path) -> dict[str, dict[str, Any]]:
+    """The journaled shards whose files are still as they were journaled."""
+    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    for entry in entries:
+        name, size, record = entry.get("file"), entry.get("size"), entry.get("record")
+        if not isinstance(name, str) or not is_safe_name(name):
+            continue
+        found.pop(name, None)
+        if isinstance(size, int) and isinstance(record, dict):
+            found[name] = (size, record)
+    return {name: record for name, (size, record) in found.items() if _is_whole(output / name, size)}
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    try:
+        _, status = read_header(path)
+    except (CheckpointError, StorageError, FileNotFoundError):
+        return False
+    return status.st_size == size
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with storage_errors(path, "write"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _remove(path: Path) -> None:
+    """Delete a file or a folder, whichever is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
