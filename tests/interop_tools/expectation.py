@@ -76,7 +76,7 @@ def save(
     Args:
         folder: The fixture.
         base: The folder of the BF16 model it was made from; the tensors outside `modules` must be its own.
-        weights: The dequantized weights of `modules`, float32, under ``<module>.weight``.
+        weights: The dequantized weights of `modules`, float32: by module name, in the shape of the base's tensor.
         modules: What is known of each quantized module; see the README beside the fixtures.
         tool: Package versions.
         command: How to make this folder again.
@@ -85,12 +85,13 @@ def save(
         **facts: Further entries of ``expected.json``.
     """
     config, base_tensors = read(INTEROP / base)
-    absent = sorted(set(weights) - set(base_tensors))
-    if absent or set(weights) != {f"{name}.weight" for name in modules}:
-        raise RuntimeError(f"weights, modules and base disagree; not in the base: {absent}")
-    kept = {f"{name}.weight" for name in modules if name.endswith(tuple(stored))}
-    tensors = {name: weights[name].float().contiguous() for name in sorted(kept)}
-    tensors["logits"] = reference_logits(config, {**base_tensors, **weights}).contiguous()
+    # Fused experts are tensors of their own; everything else is the `weight` of a module.
+    names = {module: module if module in base_tensors else f"{module}.weight" for module in weights}
+    if set(weights) != set(modules) or not set(names.values()) <= set(base_tensors):
+        raise RuntimeError(f"weights, modules and base disagree: {set(weights) ^ set(modules)}, {names}")
+    replaced = {names[module]: weight.float().contiguous() for module, weight in weights.items()}
+    tensors = {names[module]: replaced[names[module]] for module in sorted(weights) if module.endswith(tuple(stored))}
+    tensors["logits"] = reference_logits(config, {**base_tensors, **replaced}).contiguous()
     tensors["input_ids"] = INPUT_IDS
     save_file(tensors, folder / "expected.safetensors")
     document = {

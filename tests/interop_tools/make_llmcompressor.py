@@ -81,11 +81,16 @@ FIXTURES: dict[str, tuple[str, Callable[[], QuantizationModifier]]] = {
 
 SCALE_NAMES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.uint8: "E8M0", torch.float8_e4m3fn: "E4M3"}
 
-#: Weights that a fixture stores beside `STORED`: the columns of down_proj are a partial block or group row.
-ALSO_STORED = {
-    "llmc-fp8-block": ("mlp.down_proj",),
-    "llmc-mixed": ("mlp.down_proj",),
-    "llmc-moe-fp8-dynamic": ("experts.0.down_proj", "experts.1.up_proj"),
+#: Weights that a fixture stores in full, where not `STORED`: fewer for variants that share their tensors' layout.
+STORED_BY = {
+    "llmc-fp8-block": (*STORED, "mlp.down_proj"),
+    "llmc-fp8-kv": STORED[:1],
+    "llmc-fp8-w8a16": STORED[:1],
+    "llmc-mxfp4a16": STORED[:1],
+    "llmc-mxfp8a16": STORED[:1],
+    "llmc-nvfp4a16": STORED[:1],
+    "llmc-mixed": (*STORED, "mlp.down_proj"),
+    "llmc-moe-fp8-dynamic": ("layers.1.self_attn.k_proj", "experts.0.down_proj", "experts.1.up_proj"),
 }
 
 
@@ -190,12 +195,12 @@ def make(name: str) -> None:
     save(
         target,
         base,
-        {f"{module}.weight": decompress(parts, schemes[module]) for module, parts in per_module.items()},
+        {module: decompress(parts, schemes[module]) for module, parts in per_module.items()},
         {module: facts(parts, schemes[module]) for module, parts in per_module.items()},
         tool=versions("llmcompressor", "compressed-tensors"),
         command=f"python tests/interop_tools/make_llmcompressor.py {name}",
         dequantized_by="compressed-tensors, scales widened to float32",
-        stored=(*STORED, *ALSO_STORED.get(name, ())),
+        stored=STORED_BY.get(name, STORED),
         kv_scales=kv,
     )
 
