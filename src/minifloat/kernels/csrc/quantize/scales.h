@@ -1,0 +1,79 @@
+// From the amax of blocks to their scales: quantize/scale.py of the package, operation by operation.
+#pragma once
+
+#include "encode.h"
+
+namespace MINIFLOAT_ISA {
+
+// Blocks whose scales are chosen together: those of one chunk of columns.
+constexpr int kMaxBlocks = 64;
+constexpr int kMaxE8M0 = 2 * kBias;  // E8M0 has the exponent field and bias of float32; 255 is NaN
+
+struct BlockScales {
+    int32_t amax[kMaxBlocks];    // bits of a float32 magnitude
+    int32_t code[kMaxBlocks];    // what is stored, unless the scale itself is
+    float scale[kMaxBlocks];     // multiplies to dequantize
+    float inverse[kMaxBlocks];   // exact reciprocal, only of E8M0
+};
+
+inline float power_of_two(int32_t e8m0) {
+    const int32_t subnormal = 1 << (kMantissaBits - 1);  // 2**-127
+    return bit_cast<float>(e8m0 == 0 ? subnormal : e8m0 << kMantissaBits);
+}
+
+inline void set_e8m0(BlockScales& s, int block, int32_t code) {
+    s.code[block] = code;
+    s.scale[block] = power_of_two(code);
+    s.inverse[block] = power_of_two(kMaxE8M0 - code);
+}
+
+inline void float32_scales(BlockScales& s, int blocks, const minifloat_quantize_rows_args& a) {
+    for (int b = 0; b < blocks; ++b) {
+        const float smallest = bit_cast<float>(1 << kMantissaBits);
+        const float scale = max(bit_cast<float>(s.amax[b]) / a.element.max, smallest);
+        s.scale[b] = s.amax[b] == 0 ? a.zero_scale : scale;
+    }
+}
+
+inline void coded_scales(BlockScales& s, int blocks, const minifloat_quantize_rows_args& a) {
+    const Format fmt(a.scale);
+    const float smallest = bit_cast<float>(fmt.min_normal - (a.scale.mantissa_bits << kMantissaBits));
+    for (int b = 0; b < blocks; ++b) {
+        const float wanted = a.divisor * (bit_cast<float>(s.amax[b]) / a.element.max);
+        const float value = s.amax[b] == 0 ? a.zero_scale : wanted;
+        const int32_t magnitude = min(bit_cast<int32_t>(value), fmt.max_value);
+        const auto r = round_magnitude<float, int32_t>(magnitude, fmt);
+        const bool is_zero = r.code == 0;  // a block that is not zero keeps a scale that is not zero
+        s.code[b] = is_zero ? 1 : r.code;
+        s.scale[b] = (is_zero ? smallest : r.value) / a.divisor;
+    }
+}
+
+inline void e8m0_scales(BlockScales& s, int blocks, int scaling, const Format& element) {
+    const float element_max = bit_cast<float>(element.max_value);
+    const int32_t mantissa_mask = (1 << kMantissaBits) - 1;
+    const int32_t half = 1 << (element.mantissa_shift - 1);
+    for (int b = 0; b < blocks; ++b) {
+        int32_t code;
+        if (scaling == MINIFLOAT_SCALE_RCEIL) {
+            const int32_t bits = bit_cast<int32_t>(bit_cast<float>(s.amax[b]) / element_max);
+            code = (bits >> kMantissaBits) + ((bits & mantissa_mask) != 0);
+        } else {
+            const int32_t bits = s.amax[b] + (scaling == MINIFLOAT_SCALE_EVEN ? half : 0);
+            code = (bits >> kMantissaBits) - element.emax;
+        }
+        set_e8m0(s, b, min(max(code, 0), kMaxE8M0));
+    }
+}
+
+// SEARCH starts from FLOOR and refines it with the elements (search.h).
+inline void choose_scales(BlockScales& s, int blocks, const minifloat_quantize_rows_args& a, const Format& element) {
+    if (a.scaling == MINIFLOAT_SCALE_FLOAT32)
+        float32_scales(s, blocks, a);
+    else if (a.scaling == MINIFLOAT_SCALE_CODED)
+        coded_scales(s, blocks, a);
+    else
+        e8m0_scales(s, blocks, a.scaling, element);
+}
+
+}  // namespace MINIFLOAT_ISA

@@ -1,0 +1,182 @@
+"""Finds and loads the C++ kernels, once per process.
+
+They are one shared library beside this file, built with the package when there was a C++ compiler; it holds the same
+code for several instruction sets, and the processor decides which runs. The environment variable ``MINIFLOAT_ISA``
+forces one, for tests and for finding out what an instruction set is worth. Calls go through ctypes, which releases
+the GIL. What the functions mean is declared in ``csrc/api.h``; the ops wrap them and validate for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from minifloat.errors import KernelUnavailable
+
+_ABI_VERSION = 1
+_FILES = ("libminifloat_native.so", "libminifloat_native.dylib")
+_REBUILD = "install a C++ compiler (g++ or clang++) and reinstall minifloat"
+
+
+class Format(ctypes.Structure):
+    """``struct minifloat_format``."""
+
+    _fields_ = [
+        ("bits", ctypes.c_int32),
+        ("mantissa_bits", ctypes.c_int32),
+        ("emin", ctypes.c_int32),
+        ("max", ctypes.c_float),
+    ]
+
+
+class QuantizeRowsArgs(ctypes.Structure):
+    """``struct minifloat_quantize_rows_args``."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("block_rows", ctypes.c_int64),
+        ("block_cols", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("scaling", ctypes.c_int32),
+        ("element", Format),
+        ("scale", Format),
+        ("divisor", ctypes.c_float),
+        ("zero_scale", ctypes.c_float),
+        ("one_scale", ctypes.c_int32),
+        ("tensor_amax", ctypes.c_float),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("signal", ctypes.c_double),
+        ("noise", ctypes.c_double),
+        ("saturated", ctypes.c_int64),
+        ("flushed", ctypes.c_int64),
+        ("nonfinite", ctypes.c_int64),
+    ]
+
+
+class AmaxArgs(ctypes.Structure):
+    """``struct minifloat_amax_args``."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("amax", ctypes.c_float),
+        ("nonfinite", ctypes.c_int64),
+    ]
+
+
+class Library:
+    """The loaded library, bound to one instruction set.
+
+    Attributes:
+        isas: The instruction sets that this processor can run, fastest first.
+        isa: The one that calls go to.
+    """
+
+    def __init__(self, cdll: ctypes.CDLL, isa: str | None = None) -> None:
+        """Bind.
+
+        Args:
+            cdll: The library, its version checked.
+            isa: Instruction set; by default the fastest.
+
+        Raises:
+            KernelUnavailable: `isa` is unknown, or the processor does not have it.
+        """
+        self._cdll = cdll
+        names = [cdll.minifloat_isa_name(i).decode() for i in range(cdll.minifloat_isa_count())]
+        self.isas = tuple(name for i, name in enumerate(names) if cdll.minifloat_isa_supported(i))
+        self.isa = self.isas[0] if isa is None else isa
+        if self.isa not in names:
+            raise KernelUnavailable(f"unknown instruction set {self.isa!r}; this build has: {', '.join(names)}")
+        if self.isa not in self.isas:
+            raise KernelUnavailable(f"this processor has no {self.isa}; it can run: {', '.join(self.isas)}")
+        self._index = names.index(self.isa)
+
+    def with_isa(self, isa: str) -> Library:
+        """The same library bound to another instruction set.
+
+        Raises:
+            KernelUnavailable: `isa` is unknown, or the processor does not have it.
+        """
+        return Library(self._cdll, isa)
+
+    def quantize_rows(self, args: QuantizeRowsArgs) -> None:
+        """Run ``minifloat_quantize_rows``; the results are in `args`.
+
+        Raises:
+            ValueError: The library refused the arguments (a bug of the caller, which validates them).
+        """
+        _check(self._cdll.minifloat_quantize_rows(self._index, ctypes.byref(args)))
+
+    def amax(self, args: AmaxArgs) -> None:
+        """Run ``minifloat_amax``; the results are in `args`.
+
+        Raises:
+            ValueError: The library refused the arguments (a bug of the caller, which validates them).
+        """
+        _check(self._cdll.minifloat_amax(self._index, ctypes.byref(args)))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    library: Library | None
+    reason: str
+
+
+_lock = threading.Lock()
+_outcome: _Outcome | None = None
+
+
+def load() -> Library | None:
+    """The library, or None where it was not built or cannot be loaded (`why_unavailable` tells).
+
+    Raises:
+        KernelUnavailable: ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
+    """
+    return _load().library
+
+
+def why_unavailable() -> str:
+    """Why `load` gave None and what to do about it; empty where the library is loaded."""
+    return _load().reason
+
+
+def isa() -> str:
+    """The instruction set that the kernels run with, or ``"none"`` without the library."""
+    library = load()
+    return "none" if library is None else library.isa
+
+
+def _load() -> _Outcome:
+    global _outcome
+    with _lock:
+        if _outcome is None:
+            _outcome = _open(Path(__file__).parent)
+        return _outcome
+
+
+def _open(folder: Path) -> _Outcome:
+    path = next((folder / name for name in _FILES if (folder / name).exists()), None)
+    if path is None:
+        return _Outcome(None, f"the native library was not built (none in {folder}); {_REBUILD}")
+    try:
+        cdll = ctypes.CDLL(str(path))
+        cdll.minifloat_isa_name.restype = ctypes.c_char_p
+        version = cdll.minifloat_abi_version()
+    except (OSError, AttributeError) as error:
+        return _Outcome(None, f"the native library does not load ({error}); {_REBUILD}")
+    if version != _ABI_VERSION:
+        return _Outcome(None, f"{path} is of another version of minifloat ({version}, not {_ABI_VERSION}); {_REBUILD}")
+    return _Outcome(Library(cdll, os.environ.get("MINIFLOAT_ISA") or None), "")
+
+
+def _check(status: int) -> None:
+    if status:
+        raise ValueError(f"minifloat_native refused its arguments (status {status}; see enum minifloat_status)")

@@ -1,0 +1,186 @@
+"""The op of the streaming quantizer: a slab of rows in, codes, scales and error statistics out.
+
+Works on raw bytes as they lie in a checkpoint and on numpy arrays, because the streaming writer has no need of torch
+(and a memory-mapped BF16 tensor has no numpy dtype). One call uses one thread and releases the GIL; the caller runs
+several. Numerics are those of `minifloat.quantize.scale` and `.cast`, bit for bit in every implementation; the float
+sums of the statistics agree to 1e-5 relative. Refusing tensors with NaN or Inf is left to the caller, who knows their
+names and gets the count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError, UsageError
+from minifloat.formats import BFLOAT16, FLOAT16, FLOAT32, ElementFormat
+from minifloat.kernels.quantize import cpu
+from minifloat.quantize.stats import CastStats
+from minifloat.scheme import WeightSpec
+
+#: Source dtypes, by their names in safetensors.
+SOURCE_FORMATS: dict[str, ElementFormat] = {"BF16": BFLOAT16, "F16": FLOAT16, "F32": FLOAT32}
+
+IMPLEMENTATIONS = ("auto", "reference", "cpu")
+
+_BYTE_BITS = 8
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """What became of a slab ``[R, K]``.
+
+    Attributes:
+        codes: uint8 ``[R, K]``, or ``[R, K / 2]`` where two elements share a byte (even column in the low nibble).
+        scales: The grid of ``spec.granularity``: float32 values for FLOAT32 scales, uint8 codes otherwise.
+        stats: What the cast did, summed over the slab; slabs add up.
+        nonfinite: NaN and Inf in the slab. Where it is not 0, everything else is unspecified.
+    """
+
+    codes: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.float32] | npt.NDArray[np.uint8]
+    stats: CastStats
+    nonfinite: int
+
+
+def amax(data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, int], *, impl: str = "auto") -> tuple[float, int]:
+    """The largest magnitude of a slab, and whether it holds NaN or Inf.
+
+    Args:
+        data: uint8, contiguous: the little-endian bytes of the slab, row after row, at any alignment.
+        dtype: ``"BF16"``, ``"F16"`` or ``"F32"``.
+        shape: ``(R, K)`` of the slab.
+        impl: ``"auto"`` (the native library where it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
+
+    Returns:
+        The amax over the finite elements (exact; 0.0 where there are none) and the number of NaN and Inf.
+
+    Raises:
+        ShapeError: `data` does not have the bytes that `dtype` and `shape` ask for.
+        UnsupportedTensorError: Another dtype.
+        UnknownNameError: Another `impl`.
+        KernelUnavailable: ``impl="cpu"`` cannot run here.
+    """
+    _check_source(data, dtype, shape)
+    if data.size == 0:
+        _check_impl(impl)
+        return 0.0, 0
+    if _use_cpu(impl, None):
+        return cpu.amax(data, dtype)
+    from minifloat.kernels.quantize import reference  # imports torch
+
+    return reference.amax(data, dtype)
+
+
+def quantize_rows(
+    data: npt.NDArray[np.uint8],
+    dtype: str,
+    shape: tuple[int, int],
+    spec: WeightSpec,
+    *,
+    tensor_amax: float | None = None,
+    impl: str = "auto",
+    out_codes: npt.NDArray[np.uint8] | None = None,
+    out_scales: npt.NDArray[np.float32] | npt.NDArray[np.uint8] | None = None,
+) -> QuantizedRows:
+    """Quantize a slab of rows of a weight.
+
+    Slabs are independent of each other where the caller cuts at multiples of ``spec.granularity.rows`` and passes
+    `tensor_amax`: quantized one by one they give the codes and scales of the whole.
+
+    Args:
+        data: uint8, contiguous: the little-endian bytes of the slab, row after row, at any alignment.
+        dtype: ``"BF16"``, ``"F16"`` or ``"F32"``.
+        shape: ``(R, K)`` of the slab.
+        spec: How the weight is stored. Blocks at the right and bottom edge may be partial.
+        tensor_amax: The amax of the whole tensor (or of all tensors that share it), where
+            ``spec.needs_tensor_amax``; otherwise not used.
+        impl: ``"auto"`` (the native library where it is loaded and covers `spec`, else the reference),
+            ``"reference"`` or ``"cpu"``.
+        out_codes: Filled and returned instead of a new array.
+        out_scales: Filled and returned instead of a new array.
+
+    Returns:
+        Codes, scales and statistics. Rounding is to nearest, ties to even, clamped to the format's largest value.
+
+    Raises:
+        ShapeError: `data` does not have the bytes that `dtype` and `shape` ask for, or an odd number of columns is to
+            be packed in pairs.
+        UnsupportedTensorError: Another dtype.
+        UsageError: `tensor_amax` is missing or no finite number >= 0.
+        UnknownNameError: Another `impl`.
+        KernelUnavailable: ``impl="cpu"`` cannot run here, or not this `spec`.
+        ValueError: An output array of another shape, dtype or layout, or a `spec` whose scale format and rule do not
+            go together.
+    """
+    _check_source(data, dtype, shape)
+    packed = spec.element.bits * 2 == _BYTE_BITS
+    rows, cols = shape
+    if packed and cols % 2:
+        raise ShapeError("weight", f"two {spec.element.name} elements share a byte: expected an even K, got {shape}")
+    needed = _needed_amax(spec, tensor_amax)
+    codes = _output("out_codes", out_codes, (rows, cols // 2 if packed else cols), np.dtype(np.uint8))
+    scale_dtype = np.dtype(np.float32 if spec.scale is FLOAT32 else np.uint8)
+    scales = _output("out_scales", out_scales, spec.granularity.scale_shape(shape), scale_dtype)
+    if data.size == 0:
+        _check_impl(impl)
+        return QuantizedRows(codes, scales, CastStats(), 0)
+    if _use_cpu(impl, spec):
+        stats, nonfinite = cpu.quantize_rows(data, dtype, shape, spec, needed, codes, scales)
+    else:
+        from minifloat.kernels.quantize import reference  # imports torch
+
+        stats, nonfinite = reference.quantize_rows(data, dtype, shape, spec, needed, codes, scales)
+    return QuantizedRows(codes, scales, stats, nonfinite)
+
+
+def _use_cpu(impl: str, spec: WeightSpec | None) -> bool:
+    """Whether the native library runs; the choice of ``auto`` is made here and nowhere else."""
+    _check_impl(impl)
+    if impl == "reference":
+        return False
+    reason = cpu.why_not(spec)
+    if impl == "cpu" and reason:
+        raise KernelUnavailable(f"quantize_rows(impl='cpu') cannot run: {reason}")
+    return not reason
+
+
+def _check_impl(impl: str) -> None:
+    if impl not in IMPLEMENTATIONS:
+        raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
+
+
+def _check_source(data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, int]) -> None:
+    if dtype not in SOURCE_FORMATS:
+        raise UnsupportedTensorError("weight", f"dtype {dtype}; expected one of {', '.join(SOURCE_FORMATS)}")
+    if len(shape) != 2 or min(shape) < 0:
+        raise ShapeError("weight", f"expected a matrix (R, K), got the shape {shape}")
+    if data.dtype != np.uint8 or not data.flags.c_contiguous:
+        raise ValueError(f"data must be contiguous uint8, got {data.dtype} with strides {data.strides}")
+    expected = shape[0] * shape[1] * SOURCE_FORMATS[dtype].bits // _BYTE_BITS
+    if data.nbytes != expected:
+        raise ShapeError("weight", f"{shape} of {dtype} are {expected} bytes, got {data.nbytes}")
+
+
+def _needed_amax(spec: WeightSpec, tensor_amax: float | None) -> float | None:
+    if not spec.needs_tensor_amax:
+        return None
+    if tensor_amax is None:
+        raise UsageError(
+            f"{spec.granularity} scales in {spec.scale.name} need tensor_amax, the amax of the whole tensor"
+        )
+    if not (isfinite(tensor_amax) and tensor_amax >= 0.0):
+        raise UsageError(f"tensor_amax must be finite and not negative, got {tensor_amax}")
+    return tensor_amax
+
+
+def _output(name: str, out: npt.NDArray[Any] | None, shape: tuple[int, int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    if out is None:
+        return np.empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"{name} must be a writable, contiguous {dtype} {shape}, got {out.dtype} {out.shape}")
+    return out
