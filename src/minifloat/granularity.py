@@ -50,3 +50,19 @@ GROUP_32 = Granularity("group 1x32", 1, 32)
 GROUP_16 = Granularity("group 1x16", 1, 16)
 #: Per token: one scale for each row of an activation ``[M, K]``; the same block as CHANNEL.
 TOKEN = Granularity("token", 1, None)
+
+_NAMED = (BLOCK_128, GROUP_128, GROUP_32, GROUP_16)
+
+
+def block_granularity(rows: int, cols: int) -> Granularity:
+    """The granularity of blocks of that size: the one declared above, or a new one for other tools' sizes.
+
+    Raises:
+        ValueError: A size below 1.
+    """
+    if rows < 1 or cols < 1:
+        raise ValueError(f"a block is at least 1x1, got {rows}x{cols}")
+    for known in _NAMED:
+        if (known.rows, known.cols) == (rows, cols):
+            return known
+    return Granularity(f"{'group' if rows == 1 else 'block'} {rows}x{cols}", rows, cols)

@@ -7,7 +7,7 @@ add a row to `SCHEMES` (CONTRIBUTING.md shows the three places that a new combin
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minifloat.errors import UnknownNameError
 from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
@@ -157,3 +157,8 @@ def get_scheme(name: str) -> Scheme:
         return SCHEMES[name]
     except KeyError:
         raise UnknownNameError("scheme", name, SCHEMES) from None
+
+
+def weight_only(scheme: Scheme) -> Scheme:
+    """The same weights with activations left in 16 bits."""
+    return replace(scheme, activation=None)

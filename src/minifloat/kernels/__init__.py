@@ -1,1 +1,1 @@
-"""Compute kernels, one folder per op: the public function, `reference.py` (plain PyTorch) and fast versions beside it."""
+"""Compute kernels, one folder per op: the public function, plain PyTorch beside it, and the fast versions."""

@@ -1,0 +1,194 @@
+"""How reports look on a terminal: tables, grouped by layer, and the progress bar. No computation here."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from minifloat.doctor import Diagnosis
+from minifloat.inspection import Inspection
+from minifloat.quantize.report import QuantizeReport, TensorReport
+
+if TYPE_CHECKING:
+    from minifloat.compare import Comparison
+    from minifloat.quantize.model import Progress as ProgressCallback
+
+_MEBI = 1 << 20
+
+
+def _console() -> Console:
+    """Standard output; a pipe gets enough columns that no row is cut."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
+
+
+@contextlib.contextmanager
+def progress_bar(enabled: bool) -> Iterator[ProgressCallback | None]:
+    """A bar on standard error while a command runs; None where it is not wanted or nobody would see it."""
+    console = Console(stderr=True)
+    if not enabled or not console.is_terminal:
+        yield None
+        return
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("")
+
+        def advance(done: int, total: int, message: str) -> None:
+            bar.update(task, completed=done, total=total, description=message)
+
+        yield advance
+
+
+def layer_pattern(name: str) -> str:
+    """A name with its layer and expert numbers as ``*``: one row stands for all layers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _table(*columns: str, right: Iterable[str] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+    return table
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / _MEBI:,.2f} MiB"
+
+
+def _shape(shapes: set[tuple[int, ...]]) -> str:
+    return "x".join(map(str, next(iter(shapes)))) if len(shapes) == 1 else "various"
+
+
+# ------------------------------------------------------------------------------------------------- quantize
+
+
+def print_quantize_report(report: QuantizeReport, *, verbose: bool) -> None:
+    """Every tensor is in a row; unless `verbose`, the same tensor of all layers shares one."""
+    console = _console()
+    groups: dict[tuple[str, str, str], list[TensorReport]] = {}
+    for tensor in report.tensors:
+        name = tensor.name if verbose else layer_pattern(tensor.name)
+        groups.setdefault((name, tensor.action, tensor.detail), []).append(tensor)
+    numbers = ("count", "bytes", "SQNR dB", "worst dB", "saturated", "flushed")
+    table = _table("tensor", "count", "shape", "becomes", "bytes", *numbers[2:], right=numbers)
+    for (name, action, detail), tensors in groups.items():
+        table.add_row(
+            name,
+            str(len(tensors)),
+            _shape({tensor.shape for tensor in tensors}),
+            detail if action == "quantized" else f"copied ({detail})",
+            _size(sum(tensor.output_bytes for tensor in tensors)),
+            *_error_cells(tensors),
+        )
+    console.print(table)
+    total = report.total
+    console.print(
+        f"\n{len(report.tensors)} tensors: {len(report.quantized)} quantized, "
+        f"{len(report.tensors) - len(report.quantized)} copied. "
+        f"{_size(report.source_bytes)} -> {_size(report.output_bytes)} "
+        f"({report.source_bytes / max(report.output_bytes, 1):.2f}x smaller). "
+        f"SQNR {total.sqnr_db:.2f} dB. {report.seconds:.2f} s."
+    )
+    if report.resumed_shards:
+        console.print(f"{report.resumed_shards} shards were taken over from an interrupted run.")
+    for note in report.notes:
+        console.print(f"Note: {note}")
+    console.print(f"Written to {report.destination}")
+
+
+def _error_cells(tensors: list[TensorReport]) -> tuple[str, str, str, str]:
+    stats = [tensor.stats for tensor in tensors if tensor.stats is not None]
+    if not stats:
+        return ("", "", "", "")
+    total = sum(stats[1:], stats[0])
+    worst = min(one.sqnr_db for one in stats)
+    return (
+        f"{total.sqnr_db:.2f}",
+        f"{worst:.2f}",
+        f"{total.saturated_fraction:.1e}" if total.saturated else "0",
+        f"{total.flushed_fraction:.1e}" if total.flushed else "0",
+    )
+
+
+# ------------------------------------------------------------------------------------------------- inspect
+
+
+def print_inspection(inspection: Inspection, *, verbose: bool) -> None:
+    """What the checkpoint is, bytes by kind and by format, then the tensors."""
+    console = _console()
+    console.print(f"{inspection.path}: {inspection.architecture}, {inspection.shards} file(s)")
+    layout = inspection.layout or "not quantized"
+    kv_cache = f", KV cache {inspection.kv_cache}" if inspection.kv_cache else ""
+    console.print(f"layout: {layout}{kv_cache}")
+    bits = inspection.quantized_bits_per_weight
+    quantized = "" if math.isnan(bits) else f"; quantized weights alone {bits:.2f}"
+    console.print(
+        f"{inspection.elements:,} weights, {_size(inspection.nbytes)}, "
+        f"{inspection.bits_per_weight:.2f} bits per weight{quantized}\n"
+    )
+    for attribute in ("kind", "format"):
+        table = _table(
+            attribute, "tensors", "weights", "bytes", "share", right=("tensors", "weights", "bytes", "share")
+        )
+        for key, (count, elements, nbytes) in inspection.by(attribute).items():
+            share = f"{nbytes / max(inspection.nbytes, 1):.1%}"
+            table.add_row(key, str(count), f"{elements:,}", _size(nbytes), share)
+        console.print(table)
+        console.print()
+    groups: dict[tuple[str, str, str], list[Any]] = {}
+    for row in inspection.rows:
+        name = row.name if verbose else layer_pattern(row.name)
+        groups.setdefault((name, row.kind, row.format), []).append(row)
+    table = _table("tensor", "count", "shape", "kind", "format", "bytes", right=("count", "bytes"))
+    for (name, kind, form), rows in groups.items():
+        size = _size(sum(row.nbytes for row in rows))
+        table.add_row(name, str(len(rows)), _shape({row.shape for row in rows}), kind, form, size)
+    console.print(table)
+    if inspection.ignored_files:
+        console.print(f"\nNot named by the index, ignored: {', '.join(inspection.ignored_files)}")
+
+
+# ------------------------------------------------------------------------------------------------- compare
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """One row per text and one for all."""
+    console = _console()
+    numbers = ("tokens", "ppl base", "ppl", "change", "bits/byte", "KL mean", "KL p99", "KL max", "top-1")
+    table = _table("text", *numbers, right=numbers)
+    for row in comparison.rows():
+        table.add_row(*row)
+    console.print(table)
+    console.print(
+        f"\nweights: {_size(comparison.baseline_bytes)} -> {_size(comparison.candidate_bytes)} "
+        f"({comparison.baseline_bytes / max(comparison.candidate_bytes, 1):.2f}x smaller); KL in nats per token"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- doctor
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    """Versions, cores, kernels, advice."""
+    console = _console()
+    table = _table("what", "found")
+    for name, version in diagnosis.versions.items():
+        table.add_row(name, version)
+    table.add_row("cores", str(diagnosis.cores))
+    table.add_row("native kernels", diagnosis.instruction_set or "none")
+    console.print(table)
+    for line in diagnosis.advice:
+        console.print(f"\n{line}")

@@ -1,0 +1,78 @@
+"""Layouts: how quantized weights are named, shaped and announced on disk, for each server family.
+
+    compressed_tensors.py   vLLM, SGLang, transformers; every scheme; written and read
+    fp8.py                  `quant_method: fp8` (DeepSeek blocks: written and read; per tensor and SGLang's mxfp8: read)
+    gpt_oss.py              `quant_method: mxfp4` (fused experts): read
+    modelopt.py             NVIDIA ModelOpt's unified export: read
+
+`describe` recognises a checkpoint from its config and headers alone; `WRITERS` are the layouts that `quantize` offers.
+"""
+
+from __future__ import annotations
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import ConfigError, UnknownNameError, UnsupportedTensorError
+from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
+from minifloat.layouts.stored import Description, StoredWeight, read_weight
+from minifloat.layouts.writing import WeightTensors, WriteLayout
+
+__all__ = ["READERS", "WRITERS", "Description", "StoredWeight", "WeightTensors", "WriteLayout"]
+__all__ += ["describe", "get_writer", "read_weight"]
+
+#: `quant_method` of a config -> the function that describes such a checkpoint.
+READERS = {
+    "compressed-tensors": compressed_tensors.describe,
+    "fp8": fp8.describe,
+    "mxfp8": fp8.describe,
+    "mxfp4": gpt_oss.describe,
+    "modelopt": modelopt.describe,
+    "modelopt_fp4": modelopt.describe,
+}
+
+#: Layouts that `quantize` writes, by the name on the command line; the first is the default.
+WRITERS: dict[str, WriteLayout] = {layout.name: layout for layout in (compressed_tensors.WRITER, fp8.WRITER)}
+
+
+def get_writer(name: str) -> WriteLayout:
+    """The layout of that name.
+
+    Raises:
+        UnknownNameError: No such layout; the message lists the valid names.
+    """
+    try:
+        return WRITERS[name]
+    except KeyError:
+        raise UnknownNameError("layout", name, WRITERS) from None
+
+
+def describe(checkpoint: Checkpoint) -> Description:
+    """Which weights of a checkpoint are quantized, and how; reads headers and config only.
+
+    A checkpoint without a quantization_config is described as not quantized.
+
+    Raises:
+        ConfigError: A quant_method that is in no table here, or a config that contradicts the tensors.
+        UnsupportedTensorError: A tensor with 8-bit float or packed codes that belongs to no weight.
+    """
+    config = checkpoint.quantization_config
+    if config is None:
+        description = Description(layout=None)
+    else:
+        method = str(config.get("quant_method") or ("modelopt" if "quantization" in config else "compressed-tensors"))
+        if method not in READERS:
+            raise ConfigError(
+                checkpoint.path / "config.json", f"quant_method {method!r} is not one of: {', '.join(READERS)}"
+            )
+        description = READERS[method](checkpoint, config)
+    _refuse_orphans(checkpoint, description)
+    return description
+
+
+def _refuse_orphans(checkpoint: Checkpoint, description: Description) -> None:
+    """Codes without a scale must not be taken for weights."""
+    known = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
+    for name, info in checkpoint.tensors.items():
+        if info.dtype.startswith(("F8_", "F4")) and name not in known:
+            raise UnsupportedTensorError(
+                name, f"{info.dtype} codes without a scale that the {description.layout or 'unquantized'} layout names"
+            )

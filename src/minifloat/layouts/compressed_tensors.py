@@ -1,0 +1,207 @@
+"""The compressed-tensors layout: the one that vLLM, SGLang and transformers all read, for every scheme.
+
+Source: compressed-tensors 0.20, `QuantizationConfig` and the compressors of each format; llm-compressor 0.14 for
+what its checkpoints hold (bf16 scales, recorded observers, "dynamic": "local").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minifloat.checkpoint import Checkpoint, OutputTensor
+from minifloat.errors import ConfigError
+from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.granularity import BLOCK_128, CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
+from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
+from minifloat.layouts.writing import WeightTensors
+from minifloat.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
+
+NAME = "compressed-tensors"
+#: Version of compressed-tensors whose `model_dump` the written config follows.
+SPEC_VERSION = "0.20.0"
+
+_AUXILIARY = re.compile(r"\.([kqv]_scale|weight_shape|input_global_scale|[kqv]_zero_point)$")
+_ELEMENTS = {4: E2M1, 8: E4M3}
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class CompressedTensorsWriter:
+    """Writes every scheme."""
+
+    name: str = NAME
+
+    def check(self, scheme: Scheme) -> None:
+        """Every scheme can be expressed."""
+
+    def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
+        """``weight`` and ``weight_scale``; 4-bit codes as ``weight_packed``; NVFP4 adds ``weight_global_scale``."""
+        rows, cols = shape
+        if spec.element is E2M1:
+            codes = OutputTensor(f"{module}.weight_packed", "U8", (rows, cols * E2M1.bits // 8))
+        else:
+            codes = OutputTensor(f"{module}.weight", "F8_E4M3", shape)
+        grid: tuple[int, ...] = spec.granularity.scale_shape(shape)
+        if spec.granularity == TENSOR:
+            grid = (1,)
+        scale_dtype = {FLOAT32: "F32", E8M0: "U8", E4M3: "F8_E4M3"}[spec.scale]
+        scale = OutputTensor(f"{module}.weight_scale", scale_dtype, grid)
+        if not spec.has_global_scale:
+            return WeightTensors(codes, scale)
+        return WeightTensors(codes, scale, OutputTensor(f"{module}.weight_global_scale", "F32", (1,)))
+
+    def quantization_config(self, modules: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+        """One config group per scheme; with several schemes each group lists its modules, so that none overlap."""
+        schemes = sorted(set(modules.values()), key=lambda scheme: scheme.name)
+        groups = {}
+        for number, scheme in enumerate(schemes):
+            members = [module for module, its_scheme in modules.items() if its_scheme == scheme]
+            groups[f"group_{number}"] = {
+                "targets": ["Linear"] if len(schemes) == 1 else members,
+                "format": _format_name(scheme),
+                "weights": _weight_args(scheme.weight),
+                "input_activations": _activation_args(scheme.activation),
+                "output_activations": None,
+            }
+        formats = {group["format"] for group in groups.values()}
+        return {
+            "quant_method": NAME,
+            "version": SPEC_VERSION,
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "global_compression_ratio": None,
+            "config_groups": groups,
+            "ignore": list(kept),
+            "kv_cache_scheme": None,
+            "sparsity_config": {},
+            "transform_config": {},
+        }
+
+
+WRITER = CompressedTensorsWriter()
+
+
+def _format_name(scheme: Scheme) -> str:
+    """The compressor that reads a scheme; "float-quantized" requires quantized activations."""
+    if scheme.weight.has_global_scale:
+        return "nvfp4-pack-quantized"
+    if scheme.weight.scale is E8M0:
+        return "mxfp4-pack-quantized" if scheme.weight.element is E2M1 else "mxfp8-quantized"
+    return "naive-quantized" if scheme.activation is None else "float-quantized"
+
+
+def _weight_args(spec: WeightSpec) -> dict[str, Any]:
+    args = _float_args(spec.element, spec.granularity, dynamic=False)
+    if spec.scale is E8M0:
+        args["scale_dtype"] = "torch.uint8"
+    elif spec.scale is E4M3:
+        args |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    return args
+
+
+def _activation_args(spec: ActivationSpec | None) -> dict[str, Any] | None:
+    return None if spec is None else _float_args(spec.element, spec.granularity, spec.dynamic)
+
+
+def _float_args(element: ElementFormat, granularity: Granularity, dynamic: bool) -> dict[str, Any]:
+    """`QuantizationArgs` of a symmetric float format."""
+    args: dict[str, Any] = {"num_bits": element.bits, "type": "float", "symmetric": True, "dynamic": dynamic}
+    strategies = {TENSOR: "tensor", CHANNEL: "channel", TOKEN: "token", BLOCK_128: "block"}
+    args["strategy"] = strategies.get(granularity, "group")
+    args["group_size"] = granularity.cols if args["strategy"] == "group" else None
+    if granularity == BLOCK_128:
+        args["block_structure"] = [granularity.rows, granularity.cols]
+    return args
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
+    """Describe a compressed-tensors checkpoint of any writer.
+
+    Raises:
+        ConfigError: A quantized weight that no config group covers, or a group that is not a float format.
+    """
+    config_path = checkpoint.path / "config.json"
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise ConfigError(config_path, "quantization_config.config_groups is not an object of groups")
+    weights = {}
+    for name, scale in checkpoint.tensors.items():
+        if not name.endswith(".weight_scale"):
+            continue
+        module = name.removesuffix(".weight_scale")
+        codes = checkpoint.tensors.get(f"{module}.weight_packed") or checkpoint.tensors.get(f"{module}.weight")
+        if codes is None:
+            raise ConfigError(config_path, f"{name} has no {module}.weight or {module}.weight_packed beside it")
+        group = _group_of(module, groups, config_path)
+        element, granularity = _parse_args(group.get("weights"), config_path)
+        shape = weight_shape(codes, element)
+        spec = stored_spec(shape, scale, element, granularity)
+        weights[module] = StoredWeight(
+            module=module,
+            spec=spec,
+            shape=shape,
+            codes=codes.name,
+            scale=name,
+            global_scale=_present(checkpoint, f"{module}.weight_global_scale"),
+            activation=_parse_activation(group.get("input_activations"), config_path),
+            input_scale=_present(checkpoint, f"{module}.input_scale"),
+        )
+    auxiliary = frozenset(name for name in checkpoint.tensors if _AUXILIARY.search(name))
+    kv = config.get("kv_cache_scheme")
+    kv_spec = KVSpec(*_parse_args(kv, config_path)) if kv else None
+    return Description(NAME, weights, auxiliary, kv_spec)
+
+
+def _present(checkpoint: Checkpoint, name: str) -> str | None:
+    return name if name in checkpoint.tensors else None
+
+
+def _group_of(module: str, groups: Mapping[str, Any], config_path: Any) -> dict[str, Any]:
+    """The config group of a module: exact names first, then patterns, then module classes, as the library matches."""
+    by_class: dict[str, Any] | None = None
+    by_pattern: dict[str, Any] | None = None
+    for group in groups.values():
+        for target in group.get("targets") or ():
+            if target == module:
+                return dict(group)
+            if target.startswith("re:"):
+                if by_pattern is None and re.match(target.removeprefix("re:"), module):
+                    by_pattern = group
+            elif by_class is None and "." not in target:
+                by_class = group
+    found = by_pattern or by_class
+    if found is None:
+        raise ConfigError(config_path, f"no config group of quantization_config targets {module}, which has a scale")
+    return dict(found)
+
+
+def _parse_args(args: Any, config_path: Any) -> tuple[ElementFormat, Granularity]:
+    """Element and granularity of a `QuantizationArgs`."""
+    if not isinstance(args, dict) or args.get("type") != "float" or args.get("num_bits") not in _ELEMENTS:
+        raise ConfigError(config_path, f"expected float weights of 4 or 8 bits in quantization_config, found {args!r}")
+    strategy, size = args.get("strategy"), args.get("group_size")
+    simple = {"tensor": TENSOR, "channel": CHANNEL, "token": TOKEN, "attn_head": CHANNEL}
+    element = _ELEMENTS[args["num_bits"]]
+    if strategy in simple:
+        return element, simple[strategy]
+    if strategy in ("group", "tensor_group") and isinstance(size, int) and size > 0:
+        return element, block_granularity(1, size)
+    structure = args.get("block_structure")
+    if strategy == "block" and isinstance(structure, list) and len(structure) == 2:
+        return element, block_granularity(*structure)
+    raise ConfigError(config_path, f"strategy {strategy!r} with group_size {size!r}, block_structure {structure!r}")
+
+
+def _parse_activation(args: Any, config_path: Any) -> ActivationSpec | None:
+    if not args:
+        return None
+    element, granularity = _parse_args(args, config_path)
+    return ActivationSpec(element, granularity, dynamic=bool(args.get("dynamic")))

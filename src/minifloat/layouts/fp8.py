@@ -1,0 +1,137 @@
+"""`quant_method: fp8`: DeepSeek's 128x128 blocks, vLLM's per-tensor form, and SGLang's `mxfp8`.
+
+DeepSeek's block form is written and read; the others are read. "weight_scale_inv" multiplies, whatever its name says.
+
+Source: DeepSeek-V3 weight documentation; transformers' finegrained_fp8 and vLLM's fp8 quantization config.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
+from minifloat.errors import ConfigError, UsageError
+from minifloat.formats import E4M3, FLOAT32
+from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN, Granularity, block_granularity
+from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
+from minifloat.layouts.writing import WeightTensors
+from minifloat.scheme import ActivationSpec, Scheme, WeightSpec
+
+NAME = "fp8"
+
+#: Names under which writers store the scale of a weight and of its input.
+_WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
+
+
+@dataclass(frozen=True)
+class Fp8Writer:
+    """Writes E4M3 in 128x128 blocks."""
+
+    name: str = NAME
+
+    def check(self, scheme: Scheme) -> None:
+        """Only E4M3 in 128x128 blocks with float32 scales can be expressed.
+
+        Raises:
+            UsageError: Any other scheme.
+        """
+        if (scheme.weight.element, scheme.weight.granularity, scheme.weight.scale) != (E4M3, BLOCK_128, FLOAT32):
+            raise UsageError(f"layout {NAME!r} holds fp8-block only, not {scheme.name!r}; use compressed-tensors")
+
+    def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
+        """``weight`` and ``weight_scale_inv``; blocks at the edge are partial, nothing is padded."""
+        grid = spec.granularity.scale_shape(shape)
+        return WeightTensors(
+            OutputTensor(f"{module}.weight", "F8_E4M3", shape), OutputTensor(f"{module}.weight_scale_inv", "F32", grid)
+        )
+
+    def quantization_config(self, modules: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+        """DeepSeek's config; the linears that are kept are listed under the key that each reader looks for."""
+        return {
+            "quant_method": NAME,
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK_128.rows, BLOCK_128.cols],
+            "modules_to_not_convert": list(kept),
+        }
+
+
+WRITER = Fp8Writer()
+
+
+def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
+    """Describe a `quant_method: fp8` or `mxfp8` checkpoint.
+
+    Raises:
+        ConfigError: A weight_block_size that is not two positive numbers.
+    """
+    block = _block_size(checkpoint, config)
+    dynamic = config.get("activation_scheme", "dynamic") != "static"
+    weights = {}
+    for name, codes in checkpoint.tensors.items():
+        if not name.endswith(".weight") or codes.dtype != "F8_E4M3":
+            continue
+        module = name.removesuffix(".weight")
+        scale = _first_present(checkpoint, module, _WEIGHT_SCALES)
+        if scale is None:
+            continue
+        shape = weight_shape(codes, E4M3)
+        granularity = granularity_of(scale, shape, block)
+        spec = stored_spec(shape, scale, E4M3, granularity)
+        input_scale = _first_present(checkpoint, module, _INPUT_SCALES)
+        weights[module] = StoredWeight(
+            module=module,
+            spec=spec,
+            shape=shape,
+            codes=name,
+            scale=scale.name,
+            activation=_activation(block, dynamic),
+            input_scale=None if input_scale is None else input_scale.name,
+        )
+    auxiliary = frozenset(name for name in checkpoint.tensors if name.endswith(_KV_SCALES))
+    return Description(str(config.get("quant_method", NAME)), weights, auxiliary)
+
+
+def granularity_of(scale: TensorInfo, shape: tuple[int, int], block: Granularity | None) -> Granularity:
+    """What a scale covers, from its size: the block that the config declares, one tensor, or one output channel.
+
+    A size that fits none is left as the declared block (or TENSOR), for the shape check to refuse by name.
+    """
+    entries = math.prod(scale.shape)
+    if block is not None and entries == math.prod(block.scale_shape(shape)):
+        return block
+    if entries == 1:
+        return TENSOR
+    return CHANNEL if entries == shape[0] else block or TENSOR
+
+
+def _block_size(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Granularity | None:
+    size = config.get("weight_block_size")
+    if size is None:
+        return None
+    try:
+        rows, cols = (int(extent) for extent in size)
+        return block_granularity(rows, cols)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            checkpoint.path / "config.json", f"weight_block_size is two positive numbers, found {size!r}"
+        ) from error
+
+
+def _activation(block: Granularity | None, dynamic: bool) -> ActivationSpec:
+    if block is not None:
+        return ActivationSpec(E4M3, GROUP_128 if block == BLOCK_128 else block, dynamic=True)
+    return ActivationSpec(E4M3, TOKEN if dynamic else TENSOR, dynamic)
+
+
+def _first_present(checkpoint: Checkpoint, module: str, suffixes: Sequence[str]) -> TensorInfo | None:
+    for suffix in suffixes:
+        info = checkpoint.tensors.get(f"{module}.{suffix}")
+        if info is not None:
+            return info
+    return None

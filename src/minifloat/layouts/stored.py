@@ -1,0 +1,177 @@
+"""What every layout is translated to: which tensors of a checkpoint together are one quantized weight.
+
+A `StoredWeight` is made from headers and config alone, so `inspect` can describe a checkpoint of any size without
+reading a weight; `read_weight` reads one of them into the form that kernels use.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minifloat.checkpoint import Checkpoint, TensorInfo
+from minifloat.errors import NonFiniteError, ShapeError, UnsupportedTensorError
+from minifloat.formats import E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.granularity import Granularity
+from minifloat.scheme import ActivationSpec, KVSpec, WeightSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from minifloat.quantize.tensor import QuantizedTensor
+
+#: Safetensors dtype of a stored scale -> the format of the scales. Scales that are 16-bit on disk widen exactly.
+SCALE_FORMATS: dict[str, ElementFormat] = {
+    "F32": FLOAT32,
+    "BF16": FLOAT32,
+    "F16": FLOAT32,
+    "U8": E8M0,
+    "F8_E8M0": E8M0,
+    "F8_E4M3": E4M3,
+}
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One quantized weight ``[N, K]`` as it lies in a checkpoint.
+
+    Attributes:
+        module: Name of the linear, without ``.weight``; experts of a fused tensor end in ``.<index>``.
+        spec: Element format, granularity and scale format. The scale rule is not known from a checkpoint.
+        shape: ``(N, K)`` of the weight.
+        codes: Tensor that holds the codes.
+        scale: Tensor that holds the block scales.
+        global_scale: Tensor that holds the scale above the block scales (NVFP4), if any.
+        global_divides: Whether the global scale divides (compressed-tensors) or multiplies (ModelOpt).
+        activation: How the checkpoint says that inputs are quantized; None for weight-only.
+        input_scale: Tensor that holds the static scale of the inputs, if any.
+        expert: Index into the first dimension of `codes` and `scale` where experts are fused (gpt-oss).
+    """
+
+    module: str
+    spec: WeightSpec
+    shape: tuple[int, int]
+    codes: str
+    scale: str
+    global_scale: str | None = None
+    global_divides: bool = True
+    activation: ActivationSpec | None = None
+    input_scale: str | None = None
+    expert: int | None = None
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Every tensor of the checkpoint that belongs to this weight."""
+        names = (self.codes, self.scale, self.global_scale, self.input_scale)
+        return tuple(name for name in names if name is not None)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is quantized in a checkpoint.
+
+    Attributes:
+        layout: Name of the layout, None for a checkpoint that is not quantized.
+        weights: Quantized weights by module name.
+        auxiliary: Tensors that are neither a parameter of the model nor part of a weight (scales of the KV cache,
+            recorded shapes).
+        kv: How the KV cache is quantized, if the checkpoint says so.
+    """
+
+    layout: str | None
+    weights: dict[str, StoredWeight] = field(default_factory=dict)
+    auxiliary: frozenset[str] = frozenset()
+    kv: KVSpec | None = None
+
+
+def weight_shape(codes: TensorInfo, element: ElementFormat) -> tuple[int, int]:
+    """``(N, K)`` of the weight whose codes are stored as a matrix, two to a byte where the element has 4 bits.
+
+    Raises:
+        ShapeError: The codes are not a matrix.
+    """
+    if len(codes.shape) != 2:
+        raise ShapeError(codes.name, f"expected a matrix of codes, found shape {list(codes.shape)}")
+    rows, stored_cols = codes.shape
+    return (rows, stored_cols * codes.nbytes * 8 // (element.bits * math.prod(codes.shape)) if codes.nbytes else 0)
+
+
+def stored_spec(
+    shape: tuple[int, int], scale: TensorInfo, element: ElementFormat, granularity: Granularity, experts: int = 1
+) -> WeightSpec:
+    """The spec of a stored weight; what the scales are is read off the dtype of their tensor.
+
+    Args:
+        shape: ``(N, K)`` of one weight.
+        scale: The tensor of its block scales.
+        element: Format of the codes.
+        granularity: What the config says that a scale covers.
+        experts: How many weights share the scale tensor, along its first dimension.
+
+    Raises:
+        UnsupportedTensorError: A dtype that no layout uses for scales.
+        ShapeError: The scale's size is not that of the granularity's grid.
+    """
+    try:
+        scale_format = SCALE_FORMATS[scale.dtype]
+    except KeyError:
+        known = ", ".join(SCALE_FORMATS)
+        raise UnsupportedTensorError(scale.name, f"scales are stored as one of {known}; found {scale.dtype}") from None
+    grid = granularity.scale_shape(shape)
+    if math.prod(scale.shape) != math.prod(grid) * experts:
+        raise ShapeError(
+            scale.name,
+            f"{granularity} scales of a {shape[0]}x{shape[1]} weight are a grid of {grid[0]}x{grid[1]}; "
+            f"found shape {list(scale.shape)}",
+        )
+    return WeightSpec(element, granularity, scale_format)
+
+
+def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor:
+    """Read one quantized weight: codes as they are, scales as the grid that kernels use.
+
+    Raises:
+        NonFiniteError: A scale is NaN or Inf; the weight would be too.
+        CheckpointError: The file ends early.
+    """
+    from minifloat.quantize.tensor import QuantizedTensor
+
+    rows, cols = stored.shape
+    bits = stored.spec.element.bits
+    codes = _read(checkpoint, stored.codes, "U8", stored.expert).reshape(rows, cols * bits // 8)
+    scale_info = checkpoint.tensors[stored.scale]
+    scale_dtype = scale_info.dtype if stored.spec.scale is FLOAT32 else "U8"
+    scale = _read(checkpoint, stored.scale, scale_dtype, stored.expert)
+    scale = scale.reshape(stored.spec.granularity.scale_shape(stored.shape))
+    if stored.spec.scale is FLOAT32:
+        scale = scale.float()
+        bad = ~scale.isfinite()
+    else:
+        nan_code = stored.spec.scale.nan_code or 0
+        bad = (scale & nan_code) == nan_code
+    if bad.any():
+        raise NonFiniteError(stored.scale, f"{int(bad.sum())} of {bad.numel()} scales are NaN or Inf")
+    global_scale = None
+    if stored.global_scale is not None:
+        info = checkpoint.tensors[stored.global_scale]
+        global_scale = _read(checkpoint, stored.global_scale, info.dtype).float().reshape(())
+        if not global_scale.isfinite():
+            raise NonFiniteError(stored.global_scale, f"the global scale is {global_scale.item()}")
+    return QuantizedTensor(stored.spec, stored.shape, codes, scale, global_scale, stored.global_divides)
+
+
+def _read(checkpoint: Checkpoint, name: str, dtype: str, expert: int | None = None) -> torch.Tensor:
+    """A tensor of the checkpoint, viewed as `dtype`; one slice of the first dimension where `expert` is given."""
+    import torch
+
+    torch_dtypes = {"U8": torch.uint8, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    if dtype not in torch_dtypes:
+        raise UnsupportedTensorError(name, f"expected one of {', '.join(torch_dtypes)}; found {dtype}")
+    info = checkpoint.tensors[name]
+    nbytes = info.nbytes if expert is None else info.nbytes // info.shape[0]
+    data = np.empty(nbytes, np.uint8)
+    checkpoint.read_into(info, data, (expert or 0) * nbytes)
+    return torch.from_numpy(data).view(torch_dtypes[dtype])

@@ -1,0 +1,54 @@
+"""What a layout that can be written provides: names and shapes of tensors, and the config that announces them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from minifloat.checkpoint import OutputTensor
+from minifloat.scheme import Scheme, WeightSpec
+
+
+@dataclass(frozen=True)
+class WeightTensors:
+    """The tensors that one quantized weight becomes.
+
+    Their bytes are those of `QuantizedTensor`'s fields; a layout chooses names, dtypes and shapes.
+
+    Attributes:
+        codes: The elements.
+        scale: The block scales.
+        global_scale: The divisor above the block scales, where the scheme has one.
+    """
+
+    codes: OutputTensor
+    scale: OutputTensor
+    global_scale: OutputTensor | None = None
+
+    @property
+    def all(self) -> tuple[OutputTensor, ...]:
+        """The tensors in the order in which they are written."""
+        return (self.codes, self.scale) + (() if self.global_scale is None else (self.global_scale,))
+
+
+class WriteLayout(Protocol):
+    """A layout that `quantize` can write."""
+
+    @property
+    def name(self) -> str:
+        """Name on the command line."""
+
+    def check(self, scheme: Scheme) -> None:
+        """Raises UsageError where the layout cannot express the scheme."""
+
+    def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
+        """Names, dtypes and shapes of the tensors of one weight ``[N, K]``."""
+
+    def quantization_config(self, modules: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` for config.json.
+
+        Args:
+            modules: Quantized modules and their schemes.
+            kept: Linears that stay in the model's precision, by name.
+        """

@@ -1,0 +1,344 @@
+"""`quantize_checkpoint`: a checkpoint in, a quantized checkpoint out, without ever holding the model.
+
+The plan is made first; then shards are streamed through a bounded set of threads (the casts and the file system both
+release the interpreter lock), each output shard is synced and recorded as soon as it is complete, and the folder is
+renamed into place at the very end. An interrupted run is taken up from its last complete shard, after the source
+files of the finished shards were hashed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minifloat._version import __version__
+from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, encode_index
+from minifloat.checkpoint.shard import ShardWriter
+from minifloat.checkpoint.writer import CheckpointWriter
+from minifloat.errors import CheckpointError, StorageError, TensorError, UsageError
+from minifloat.layouts import compressed_tensors, get_writer
+from minifloat.quantize.card import model_card
+from minifloat.quantize.plan import Override, Plan, TensorPlan, make_plan
+from minifloat.quantize.report import QuantizeReport, TensorReport
+from minifloat.quantize.stats import CastStats
+from minifloat.quantize.stream import copy_tensor, part_amax, quantize_part
+from minifloat.scheme import DEFAULT_SCHEME, Scheme, get_scheme, weight_only
+
+REPORT_FILE = "minifloat.json"
+CARD_FILE = "README.md"
+
+#: Called with bytes of source done, bytes in all, and what is being done.
+Progress = Callable[[int, int, str], None]
+
+#: Shards that are open for writing at a time: one being synced while the next is computed.
+_SHARDS_IN_FLIGHT = 2
+
+
+def quantize_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    scheme: str | Scheme = DEFAULT_SCHEME,
+    *,
+    layout: str = compressed_tensors.NAME,
+    overrides: Sequence[str | Override] = (),
+    workers: int | None = None,
+    overwrite: bool = False,
+    impl: str = "auto",
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Quantize a checkpoint folder into a new one.
+
+    Args:
+        source: Hugging Face layout, safetensors, BF16 / F16 / F32 weights.
+        destination: A folder that does not exist yet, in one that does.
+        scheme: A name of `SCHEMES`, or a `Scheme`.
+        layout: A name of `layouts.WRITERS`.
+        overrides: ``REGEX=SCHEME`` or ``REGEX=bf16``; the last that matches a module wins.
+        workers: Threads; by default one per core that this process may use, at most 8.
+        overwrite: Replace an existing destination, at the end.
+        impl: Implementation of the cast: "auto", "cpu" or "reference".
+        progress: Called from this thread as work completes.
+
+    Returns:
+        What became of every tensor, with the error of every cast.
+
+    Raises:
+        UsageError: The request is wrong; nothing was written.
+        CheckpointError: The source is not what it claims to be.
+        TensorError: A tensor cannot be quantized; it is named and nothing is left behind.
+        StorageError: The system refused; the work folder stays, and the same call continues.
+    """
+    started = time.perf_counter()
+    chosen = get_scheme(scheme) if isinstance(scheme, str) else scheme
+    writer_layout = get_writer(layout)
+    parsed = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
+    threads = workers or min(len(os.sched_getaffinity(0)), 8)
+    if threads < 1:
+        raise UsageError(f"workers is at least 1, got {threads}")
+    chosen, notes = _without_calibration(chosen)
+    with Checkpoint.open(source) as checkpoint:
+        _refuse_inside(checkpoint.path, Path(destination))
+        plan = make_plan(checkpoint, chosen, writer_layout, parsed)
+        recipe = _recipe(plan)
+        with (
+            CheckpointWriter(
+                destination,
+                fingerprint=_fingerprint(checkpoint, recipe),
+                total_bytes=plan.output_bytes,
+                overwrite=overwrite,
+            ) as writer,
+            ThreadPoolExecutor(threads, thread_name_prefix="minifloat-quantize") as pool,
+        ):
+            job = _Job(checkpoint, plan, writer, pool, impl, progress)
+            try:
+                records = job.run()
+            except (TensorError, CheckpointError):
+                job.forget("the source cannot be quantized")
+                raise
+            if writer.restarted_because:
+                notes = (*notes, f"An earlier, unfinished run was not continued: {writer.restarted_because}.")
+            report = QuantizeReport(
+                source=str(source),
+                destination=str(destination),
+                recipe=recipe,
+                provenance=_provenance(checkpoint, records, recipe),
+                tensors=tuple(TensorReport.from_dict(entry) for record in records for entry in record["tensors"]),
+                notes=notes,
+                seconds=time.perf_counter() - started,
+                resumed_shards=job.resumed,
+            )
+            _write_small_files(checkpoint, plan, writer, report)
+            writer.commit()
+    return report
+
+
+def _without_calibration(scheme: Scheme) -> tuple[Scheme, tuple[str, ...]]:
+    """Static activation scales come from calibration; without it the weights are written alone, and it is said."""
+    if scheme.activation is None or scheme.activation.dynamic:
+        return scheme, ()
+    note = (
+        f"{scheme.name}: no calibration was given, so no activation scales are written and servers run these weights "
+        "weight-only (W8A16)."
+    )
+    return weight_only(scheme), (note,)
+
+
+def _refuse_inside(source: Path, destination: Path) -> None:
+    if destination.resolve() == source.resolve() or source.resolve() in destination.resolve().parents:
+        raise UsageError(f"{destination} is the source or lies inside it; name a folder outside {source}")
+
+
+def _recipe(plan: Plan) -> dict[str, Any]:
+    """What was asked, as JSON: enough to do it again."""
+    weight = plan.scheme.weight
+    return {
+        "scheme": plan.scheme.name,
+        "activations": plan.scheme.activation is not None,
+        "layout": plan.layout.name,
+        "element": weight.element.name,
+        "granularity": str(weight.granularity),
+        "scale": weight.scale.name,
+        "scale_rule": weight.rule.value,
+        "overrides": [
+            f"{override.pattern}={override.scheme.name if override.scheme else 'bf16'}" for override in plan.overrides
+        ],
+    }
+
+
+def _fingerprint(checkpoint: Checkpoint, recipe: dict[str, Any]) -> str:
+    """A digest of everything that determines the output, the bytes of the weights aside: those are hashed per shard."""
+    tensors = [
+        (info.name, info.dtype, info.shape, info.shard, info.offset, info.nbytes)
+        for info in checkpoint.tensors.values()
+    ]
+    sidecars = {name: _sha256(checkpoint.path / name) for name in checkpoint.sidecars()}
+    facts = [__version__, recipe, checkpoint.config, tensors, sidecars]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _provenance(checkpoint: Checkpoint, records: Iterable[dict[str, Any]], recipe: dict[str, Any]) -> dict[str, Any]:
+    overrides = "".join(f" --override '{override}'" for override in recipe["overrides"])
+    layout = "" if recipe["layout"] == compressed_tensors.NAME else f" --layout {recipe['layout']}"
+    return {
+        "minifloat": __version__,
+        "command": f"minifloat quantize {checkpoint.path.name} OUT --scheme {recipe['scheme']}{layout}{overrides}",
+        "source_sha256": {record["shard"]: record["source_sha256"] for record in records},
+    }
+
+
+def _write_small_files(checkpoint: Checkpoint, plan: Plan, writer: CheckpointWriter, report: QuantizeReport) -> None:
+    """Everything that is not a shard: config, index, tokenizer and the like, the report and the model card."""
+    for name in checkpoint.sidecars():
+        try:
+            writer.write_file(name, (checkpoint.path / name).read_bytes())
+        except OSError as error:
+            raise StorageError(f"{checkpoint.path / name}: cannot be read: {error.strerror}") from error
+    if len(checkpoint.shards) > 1:
+        weight_map = {output.name: shard for shard, group in plan.by_shard() for t in group for output in t.outputs}
+        writer.write_file(INDEX_FILE, encode_index(weight_map, plan.output_bytes))
+    config = checkpoint.config | {
+        "quantization_config": plan.layout.quantization_config(plan.modules, plan.kept),
+    }
+    writer.write_file(REPORT_FILE, _json(report.to_dict()))
+    writer.write_file(CARD_FILE, model_card(checkpoint, report).encode())
+    writer.write_file(CONFIG_FILE, _json(config))
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+@dataclass
+class _Job:
+    """One run over all shards."""
+
+    checkpoint: Checkpoint
+    plan: Plan
+    writer: CheckpointWriter
+    pool: ThreadPoolExecutor
+    impl: str
+    progress: Progress | None
+    resumed: int = 0
+    done_bytes: int = 0
+
+    def run(self) -> list[dict[str, Any]]:
+        """Write every shard that is not finished; the records of all shards, in order."""
+        shards = list(self.plan.by_shard())
+        self._check_finished_sources()
+        amaxes = self._group_amaxes(shards)
+        if any(
+            amaxes.get(group, amax) != amax for r in self.writer.finished.values() for group, amax in r["amax"].items()
+        ):
+            self.forget("layers that share a scale changed")
+            amaxes = self._group_amaxes(shards)
+        self.resumed = len(self.writer.finished)
+        in_flight: deque[_OpenShard] = deque()
+        try:
+            for shard, group in shards:
+                if shard in self.writer.finished:
+                    self._advance(sum(tensor.source.nbytes for tensor in group), shard)
+                    continue
+                in_flight.append(self._start(shard, group, amaxes))
+                if len(in_flight) >= _SHARDS_IN_FLIGHT:
+                    self._finish(in_flight.popleft())
+            while in_flight:
+                self._finish(in_flight.popleft())
+        except BaseException:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+            raise
+        return [self.writer.finished[shard] for shard, _ in shards]
+
+    # ------------------------------------------------------------------------------------------ resuming
+
+    def _check_finished_sources(self) -> None:
+        """A finished shard stands only while the file that it was made from is the same, byte for byte."""
+        hashes = {shard: self.pool.submit(_sha256, self.checkpoint.shard_path(shard)) for shard in self.writer.finished}
+        for shard, digest in hashes.items():
+            if digest.result() != self.writer.finished[shard]["source_sha256"]:
+                self.forget(f"{shard} of the source changed")
+                return
+
+    def forget(self, reason: str) -> None:
+        """Throw finished shards away: what they were made from no longer stands."""
+        for shard in list(self.writer.finished):
+            self.writer.discard(shard)
+        self.writer.restarted_because = reason
+
+    # ------------------------------------------------------------------------------------------ one pass for amax
+
+    def _group_amaxes(self, shards: Sequence[tuple[str, list[TensorPlan]]]) -> dict[str, float]:
+        """The common amax of each group that shares a scale and has a member yet to be written."""
+        unfinished = {
+            part.group
+            for shard, group in shards
+            if shard not in self.writer.finished
+            for tensor in group
+            for part in tensor.parts
+        }
+        futures = [
+            (part.group, self.pool.submit(part_amax, self.checkpoint, tensor.source, part, self.impl))
+            for tensor in self.plan.tensors
+            for part in tensor.parts
+            if part.scheme.weight.needs_tensor_amax and part.group in unfinished
+        ]
+        amaxes: dict[str, float] = {}
+        for group, future in futures:
+            amaxes[group] = max(amaxes.get(group, 0.0), future.result())
+            self._advance(0, "measuring amax")
+        return amaxes
+
+    def _amaxes_of(self, tensors: Sequence[TensorPlan], amaxes: dict[str, float]) -> dict[str, float]:
+        return {part.group: amaxes[part.group] for t in tensors for part in t.parts if part.group in amaxes}
+
+    # ------------------------------------------------------------------------------------------ one shard
+
+    def _start(self, name: str, tensors: list[TensorPlan], amaxes: dict[str, float]) -> _OpenShard:
+        """Open an output shard and hand its work to the pool."""
+        outputs = [output for tensor in tensors for output in tensor.outputs]
+        metadata = {"format": "pt", "minifloat": __version__, "scale_rule": self.plan.scheme.weight.rule.value}
+        shard = self.writer.shard(name, outputs, metadata)
+        digest = self.pool.submit(_sha256, self.checkpoint.shard_path(name))
+        work: list[tuple[TensorPlan, list[Future[CastStats]] | Future[None]]] = []
+        for tensor in tensors:
+            info = tensor.source
+            if not tensor.parts:
+                work.append((tensor, self.pool.submit(copy_tensor, self.checkpoint, info, shard, self.impl)))
+                continue
+            futures = [
+                self.pool.submit(quantize_part, self.checkpoint, info, part, amaxes.get(part.group), shard, self.impl)
+                for part in tensor.parts
+            ]
+            work.append((tensor, futures))
+        return _OpenShard(name, shard, digest, work, self._amaxes_of(tensors, amaxes))
+
+    def _finish(self, shard: _OpenShard) -> None:
+        """Wait for a shard's work and record it."""
+        reports = []
+        for tensor, pending in shard.work:
+            if isinstance(pending, list):
+                reports += [
+                    TensorReport.quantized(tensor, part, future.result())
+                    for part, future in zip(tensor.parts, pending, strict=True)
+                ]
+            else:
+                pending.result()
+                reports.append(TensorReport.copied(tensor))
+            self._advance(tensor.source.nbytes, tensor.source.name)
+        shard.writer.commit(
+            {
+                "shard": shard.name,
+                "source_sha256": shard.source_sha256.result(),
+                "amax": shard.amaxes,
+                "tensors": [report.to_dict() for report in reports],
+            }
+        )
+
+    def _advance(self, nbytes: int, message: str) -> None:
+        self.done_bytes += nbytes
+        if self.progress is not None:
+            total = sum(tensor.source.nbytes for tensor in self.plan.tensors)
+            self.progress(self.done_bytes, total, message)
+
+
+@dataclass
+class _OpenShard:
+    """A shard whose work is in the pool."""
+
+    name: str
+    writer: ShardWriter
+    source_sha256: Future[str]
+    work: list[tuple[TensorPlan, list[Future[CastStats]] | Future[None]]]
+    amaxes: dict[str, float]

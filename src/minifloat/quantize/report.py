@@ -1,0 +1,138 @@
+"""What was done to every tensor: the record that `quantize` prints, saves and puts on the model card."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from minifloat.quantize.plan import Part, TensorPlan
+from minifloat.quantize.stats import CastStats
+
+#: Version of the JSON that `QuantizeReport.to_dict` gives.
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One source tensor, or one weight of a tensor that was split.
+
+    Attributes:
+        name: Tensor of the source, or module of the output where it was split.
+        action: ``"quantized"`` or ``"copied"``.
+        detail: Name of the scheme, or why it was copied.
+        shape: Of the weight.
+        source_bytes: Before.
+        output_bytes: After, scales included.
+        stats: Error of the cast; None for a copy.
+    """
+
+    name: str
+    action: str
+    detail: str
+    shape: tuple[int, ...]
+    source_bytes: int
+    output_bytes: int
+    stats: CastStats | None = None
+
+    @classmethod
+    def copied(cls, plan: TensorPlan) -> TensorReport:
+        """The report of a tensor that was copied."""
+        info = plan.source
+        return cls(info.name, "copied", plan.reason, info.shape, info.nbytes, info.nbytes)
+
+    @classmethod
+    def quantized(cls, plan: TensorPlan, part: Part, stats: CastStats) -> TensorReport:
+        """The report of one quantized weight."""
+        info = plan.source
+        name = info.name if len(plan.parts) == 1 else part.module
+        elements = part.shape[0] * part.shape[1]
+        source_bytes = info.nbytes * elements // math.prod(info.shape)
+        output_bytes = sum(tensor.nbytes for tensor in part.tensors.all)
+        return cls(name, "quantized", part.scheme.name, part.shape, source_bytes, output_bytes, stats)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TensorReport:
+        """The inverse of `to_dict`."""
+        stats = data.get("stats")
+        return cls(**{**data, "shape": tuple(data["shape"]), "stats": CastStats(**stats) if stats else None})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """The result of `quantize_checkpoint`.
+
+    Attributes:
+        source: Path of the source, as given.
+        destination: Path of the output.
+        recipe: What was asked: scheme, layout, overrides, scale rule.
+        provenance: What it was made from and with: hashes, versions, command.
+        tensors: One entry per tensor, in the source's order.
+        notes: What a user should know, in sentences.
+        seconds: Wall time of this run.
+        resumed_shards: Shards that an earlier, interrupted run had finished.
+    """
+
+    source: str
+    destination: str
+    recipe: dict[str, Any]
+    provenance: dict[str, Any]
+    tensors: tuple[TensorReport, ...]
+    notes: tuple[str, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
+    resumed_shards: int = field(default=0, compare=False)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of all tensors before."""
+        return sum(tensor.source_bytes for tensor in self.tensors)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all tensors after."""
+        return sum(tensor.output_bytes for tensor in self.tensors)
+
+    @property
+    def quantized(self) -> tuple[TensorReport, ...]:
+        """The tensors that were quantized."""
+        return tuple(tensor for tensor in self.tensors if tensor.stats is not None)
+
+    @property
+    def total(self) -> CastStats:
+        """The error of all casts together."""
+        return sum((tensor.stats for tensor in self.tensors if tensor.stats is not None), CastStats())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values: what is saved beside the weights. No times in it, so that equal runs write equal files."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "recipe": self.recipe,
+            "provenance": self.provenance,
+            "notes": list(self.notes),
+            "bytes": {"source": self.source_bytes, "output": self.output_bytes},
+            "total": asdict(self.total) | {"sqnr_db": finite_or_none(self.total.sqnr_db)},
+            "tensors": [_with_sqnr(tensor) for tensor in self.tensors],
+        }
+
+
+def _with_sqnr(tensor: TensorReport) -> dict[str, Any]:
+    data = tensor.to_dict()
+    if tensor.stats is not None:
+        data["stats"]["sqnr_db"] = finite_or_none(tensor.stats.sqnr_db)
+    return data
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no infinity: an exact cast has no finite SQNR."""
+    return round(value, 3) if math.isfinite(value) else None
+
+
+def worst(tensors: Sequence[TensorReport], count: int) -> list[TensorReport]:
+    """The quantized tensors with the lowest SQNR, lowest first."""
+    with_stats = [(tensor.stats.sqnr_db, tensor) for tensor in tensors if tensor.stats is not None]
+    return [tensor for _, tensor in sorted(with_stats, key=lambda pair: pair[0])[:count]]
