@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
@@ -50,7 +50,7 @@ def storage_errors(path: Path, action: str) -> Iterator[None]:
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether `name` is the bare name of a file: no folder, no `..`, no NUL, nothing that a system rewrites."""
+    """Whether `name` is the bare name of a file: no folder, no `..`, no NUL."""
     return bool(name) and name not in (".", "..") and not any(char in name for char in "/\\\0")
 
 
@@ -155,17 +155,19 @@ def read_small(root: Path, name: str, limit: int, error: type[CheckpointError]) 
     return bytes(data)
 
 
-def parse_object(data: bytes, path: Path, error: type[CheckpointError], **hooks: Any) -> dict[str, Any]:
+def parse_object(
+    data: bytes, path: Path, error: type[CheckpointError], loads: Callable[[str], Any] = json.loads
+) -> dict[str, Any]:
     """The JSON object in `data`.
 
     Args:
         data: UTF-8.
         path: Its file, for messages.
         error: What to raise if it is none.
-        **hooks: For `json.loads`.
+        loads: Parses the text.
     """
     try:
-        loaded = json.loads(data.decode("utf-8"), **hooks)
+        loaded = loads(data.decode("utf-8"))
     except RecursionError:
         raise error(path, "nested too deeply") from None
     except ValueError as reason:  # UnicodeDecodeError and JSONDecodeError among them

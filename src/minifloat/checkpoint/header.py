@@ -20,84 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from minifloat.checkpoint.files import open_regular, read_exactly
-from minifloat.errors import HeaderError, UnknownNameError
-
-#: Bits per element of every dtype of the format, by the name it has in a header.
-DTYPES: dict[str, int] = {
-    "BOOL": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U8": 8,
-    "I8": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "C64": 64,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-}
+from minifloat.checkpoint.tensors import DTYPES, MAX_SIZE, OutputTensor, TensorInfo, dtype_nbytes
+from minifloat.errors import HeaderError
 
 LENGTH_BYTES = 8  #: the header's length, a little-endian unsigned integer, is the file's first field
 MAX_HEADER_BYTES = 100_000_000  #: the limit of the format's own reader
 MAX_RANK = 32  #: what numpy can hold
 _MIN_HEADER_BYTES = len(b"{}")
-_MAX_SIZE = 2**63 - 1
 _ALIGNMENT = 8
 _METADATA = "__metadata__"
 _LFS_MAGIC = b"version "
 _TORN = "the file is incomplete or corrupt: download or copy it again"
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where one tensor lies.
-
-    Attributes:
-        name: Its name in the checkpoint.
-        dtype: The format's name for its dtype, a key of `DTYPES`.
-        shape: Its extents in elements; `()` is a scalar.
-        shard: Name of the file that holds it.
-        offset: First byte, counted from the start of that file.
-        nbytes: Number of bytes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    shard: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class OutputTensor:
-    """A tensor that will be written.
-
-    Attributes:
-        name: Its name in the checkpoint.
-        dtype: The format's name for its dtype, a key of `DTYPES`.
-        shape: Its extents in elements.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return dtype_nbytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -111,26 +44,6 @@ class ShardHeader:
 
     tensors: tuple[TensorInfo, ...]
     metadata: Mapping[str, str]
-
-
-def dtype_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of `shape`.
-
-    Raises:
-        UnknownNameError: No such dtype.
-        ValueError: The elements do not fill whole bytes (an odd number of 4-bit elements).
-        OverflowError: More bytes than a 64-bit offset can address.
-    """
-    if dtype not in DTYPES:
-        raise UnknownNameError("dtype", dtype, DTYPES)
-    bits = DTYPES[dtype]
-    for extent in shape:
-        bits *= extent
-        if bits > _MAX_SIZE:
-            raise OverflowError(f"shape {list(shape)} of {dtype} exceeds 2**63 bits")
-    if bits % 8:
-        raise ValueError(f"shape {list(shape)} of {dtype} does not fill whole bytes")
-    return bits // 8
 
 
 def read_header(path: Path) -> tuple[ShardHeader, os.stat_result]:
@@ -229,12 +142,17 @@ def encode_header(
     return struct.pack("<Q", len(text)) + text, {name: (data_start + at, size) for name, (at, size) in spans.items()}
 
 
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The `object_pairs_hook` of JSON in which a repeated key is an error rather than the last one's victory.
+def strict_json(text: str) -> Any:
+    """`json.loads` without its leniencies: a repeated key, NaN and Infinity are errors.
 
     Raises:
-        ValueError: A key occurs twice.
+        ValueError: Not JSON, or one of these.
+        RecursionError: Nested too deeply.
     """
+    return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -243,14 +161,20 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
 def _load(text: bytes, path: Path) -> dict[str, Any]:
     """The JSON object of a header."""
     if not text.startswith(b"{"):
         raise HeaderError(path, f"the header must start with '{{', found {text[:1]!r}; {_TORN}")
     try:
-        loaded = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
-    except UnicodeDecodeError as error:
-        raise HeaderError(path, f"the header is not UTF-8 (byte {error.start}); {_TORN}") from None
+        loaded = strict_json(text.decode("utf-8"))
+        if b"\\u" in text:
+            json.dumps(loaded, ensure_ascii=False).encode()  # an escape can spell half a surrogate pair
+    except UnicodeError as error:
+        raise HeaderError(path, f"the header is not UTF-8: {error}; {_TORN}") from None
     except RecursionError:
         raise HeaderError(path, "the header is nested too deeply: not a safetensors file") from None
     except ValueError as error:
@@ -263,8 +187,6 @@ def _parse_tensor(name: str, entry: object, path: Path, data_start: int) -> Tens
     """One entry of the header, checked by itself."""
     if not name or "\0" in name:
         raise HeaderError(path, f"tensor name {name!r} is empty or holds a NUL")
-    if not name.isprintable() and any("\ud800" <= char <= "\udfff" for char in name):
-        raise HeaderError(path, f"tensor name {name!r} is not valid Unicode")
     if not isinstance(entry, dict):
         raise HeaderError(path, f"tensor {name!r}: expected an object, found {_brief(entry)}")
     missing = {"dtype", "shape", "data_offsets"} - entry.keys()
@@ -320,7 +242,7 @@ def _check_tiling(infos: Sequence[TensorInfo], path: Path, data_start: int, file
 
 
 def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_SIZE
+    return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 def _brief(value: object) -> str:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minifloat.checkpoint.files import is_safe_name, parse_object, read_small
-from minifloat.checkpoint.header import MAX_HEADER_BYTES, OutputTensor, TensorInfo, unique_keys
+from minifloat.checkpoint.header import MAX_HEADER_BYTES, strict_json
 from minifloat.checkpoint.layout import INDEX_FILE, SHARD_SUFFIX
+from minifloat.checkpoint.tensors import OutputTensor, TensorInfo
 from minifloat.errors import ShardIndexError, UnsafeFileError
 
 
@@ -28,7 +29,7 @@ def read_index(root: Path) -> dict[str, str] | None:
         data = read_small(root, INDEX_FILE, MAX_HEADER_BYTES, ShardIndexError)
     except FileNotFoundError:
         return None
-    weight_map = parse_object(data, path, ShardIndexError, object_pairs_hook=unique_keys).get("weight_map")
+    weight_map = parse_object(data, path, ShardIndexError, strict_json).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ShardIndexError(path, "no weight_map that names a tensor")
     for tensor, shard in weight_map.items():

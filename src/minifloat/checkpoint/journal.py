@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minifloat.checkpoint.files import storage_errors
+from minifloat.checkpoint.files import is_safe_name, storage_errors
+from minifloat.checkpoint.header import read_header
+from minifloat.errors import CheckpointError, StorageError
 
 
 class Journal:
@@ -65,3 +68,24 @@ def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
         entries.append(entry)
         size += len(line)
     return entries, size
+
+
+def finished_shards(entries: Sequence[Mapping[str, Any]], output: Path) -> dict[str, dict[str, Any]]:
+    """The journaled shards whose files are still as they were journaled."""
+    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    for entry in entries:
+        name, size, record = entry.get("file"), entry.get("size"), entry.get("record")
+        if not isinstance(name, str) or not is_safe_name(name):
+            continue
+        found.pop(name, None)
+        if isinstance(size, int) and isinstance(record, dict):
+            found[name] = (size, record)
+    return {name: record for name, (size, record) in found.items() if _is_whole(output / name, size)}
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    try:
+        _, status = read_header(path)
+    except (CheckpointError, StorageError, FileNotFoundError):
+        return False
+    return status.st_size == size

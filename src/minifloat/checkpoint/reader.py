@@ -31,7 +31,7 @@ from minifloat.checkpoint.files import (
     resolve_inside,
     storage_errors,
 )
-from minifloat.checkpoint.header import ShardHeader, TensorInfo, read_header
+from minifloat.checkpoint.header import ShardHeader, read_header
 from minifloat.checkpoint.index import check_index, read_index
 from minifloat.checkpoint.layout import (
     CONFIG_FILE,
@@ -45,6 +45,7 @@ from minifloat.checkpoint.layout import (
     is_sidecar,
     is_weights,
 )
+from minifloat.checkpoint.tensors import TensorInfo
 from minifloat.errors import ConfigError, NotACheckpointError, ShardIndexError, StorageError, UnsafeFileError
 
 _CONFIG_LIMIT = 16 * 2**20
@@ -105,7 +106,9 @@ class Checkpoint:
             StorageError: The system refuses a read.
         """
         root = resolve_folder(path)
-        if (root / STATE_FILE).exists() or (root.parent / STATE_FILE).exists():
+        with storage_errors(root, "look into the folder"):
+            unfinished = (root / STATE_FILE).exists() or (root.parent / STATE_FILE).exists()
+        if unfinished:
             raise NotACheckpointError(
                 root, "interrupted minifloat output; run the same command again to finish it, or delete the folder"
             )
@@ -137,7 +140,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close the files; reading afterwards is an error."""
+        """Close the files. No thread may be reading; reading afterwards is an error."""
         with self._lock:
             self._closed = True
             while self._descriptors:
@@ -174,15 +177,20 @@ class Checkpoint:
     def sidecars(self) -> tuple[str, ...]:
         """Files to carry over to a quantized model unchanged: tokenizer, templates, custom code, licence.
 
-        The rule is `layout.SIDECAR_PATTERNS`. Names in a subfolder have a `/`.
+        The rule is `layout.SIDECAR_PATTERNS`. Names in a subfolder have a `/`. Ask before the work begins: a file that
+        will be refused is refused here.
 
         Raises:
+            UnsafeFileError: One of them leaves the folder, or is not a regular file.
             StorageError: The system refuses to list a folder.
         """
-        names = [name for name in list_folder(self.path) if is_sidecar(name) and not (self.path / name).is_dir()]
+        names = [name for name in list_folder(self.path) if is_sidecar(name)]
         folder = self.path / SIDECAR_FOLDER
         if folder.is_dir():
             names += [f"{SIDECAR_FOLDER}/{name}" for name in list_folder(folder) if not name.startswith(".")]
+        for name in names:
+            if not resolve_inside(self.path, name).is_file():
+                raise UnsafeFileError(self.path / name, "not a regular file")
         return tuple(sorted(names))
 
     def read_file(self, name: str) -> bytes:
@@ -253,7 +261,7 @@ def _shard_names(root: Path, names: list[str], weight_map: dict[str, str] | None
         if missing:
             raise ShardIndexError(
                 root / INDEX_FILE,
-                f"{len(missing)} of {len(claimed)} shards are missing, the first is {missing[0]}; download it again",
+                f"{len(missing)} of {len(claimed)} shards are missing, the first is {missing[0]!r}; download it again",
             )
         if SINGLE_FILE in present and SINGLE_FILE not in claimed:
             raise ShardIndexError(

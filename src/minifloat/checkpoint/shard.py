@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from minifloat.checkpoint.files import Buffer, byte_view, storage_errors
-from minifloat.checkpoint.header import OutputTensor, encode_header
+from minifloat.checkpoint.header import encode_header
+from minifloat.checkpoint.tensors import OutputTensor
 
 #: What a file system answers that cannot reserve space.
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
@@ -75,9 +76,9 @@ class ShardWriter:
         offset, size = self._spans[tensor]
         if start < 0 or start + len(view) > size:
             raise AssertionError(f"{tensor}: bytes {start} to {start + len(view)} of a tensor of {size}")
+        self._write_at(view, offset + start)
         with self._lock:
             self._written[tensor].append((start, start + len(view)))
-        self._write_at(view, offset + start)
 
     def commit(self, record: dict[str, Any]) -> None:
         """Finish the file: every byte was written once, all of it reaches the disk, then the journal.
@@ -104,16 +105,18 @@ class ShardWriter:
 
     def close(self) -> None:
         """Close the file without finishing it."""
-        descriptor, self._descriptor = self._descriptor, None
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
     def _write_at(self, view: memoryview, offset: int) -> None:
-        descriptor = self._open_descriptor()
-        with storage_errors(self.path, "write"):
+        # The lock costs no speed, the kernel lets one writer at a time into a file; and without it a thread could
+        # write to a descriptor that was closed meanwhile and is another file by now.
+        with self._lock, storage_errors(self.path, "write"):
             while view:
                 # A single call moves at most 2 GiB.
-                count = os.pwrite(descriptor, view, offset)
+                count = os.pwrite(self._open_descriptor(), view, offset)
                 view, offset = view[count:], offset + count
 
     def _open_descriptor(self) -> int:

@@ -31,13 +31,13 @@ from types import TracebackType
 from typing import Any
 
 from minifloat.checkpoint.files import is_safe_name, list_folder, storage_errors, sync_folder
-from minifloat.checkpoint.header import OutputTensor, read_header
-from minifloat.checkpoint.journal import Journal
+from minifloat.checkpoint.journal import Journal, finished_shards
 from minifloat.checkpoint.layout import CONFIG_FILE, SHARD_SUFFIX, STATE_FILE
 from minifloat.checkpoint.lock import FolderLock
 from minifloat.checkpoint.reader import Checkpoint
 from minifloat.checkpoint.shard import ShardWriter
-from minifloat.errors import CheckpointError, DestinationError, StorageError
+from minifloat.checkpoint.tensors import OutputTensor
+from minifloat.errors import DestinationError, StorageError
 
 WORK_SUFFIX = ".minifloat-work"
 
@@ -87,6 +87,7 @@ class CheckpointWriter:
         self._mutex = threading.Lock()
         self._open_shards: dict[str, ShardWriter] = {}
         self._journal: Journal | None = None
+        self._resumed = False
         self._lock: FolderLock | None = None
         try:
             self._claim()
@@ -114,7 +115,7 @@ class CheckpointWriter:
             for shard in shards.values():
                 shard.close()
                 shard.path.unlink()  # it cannot be resumed, and may hold the space that was lacking
-            if journal and not self.finished:
+            if self._resumed and lock and not self.finished:
                 self._remove_work()
         if journal:
             journal.close()
@@ -188,7 +189,9 @@ class CheckpointWriter:
             raise AssertionError(f"unfinished shards: {', '.join(self._open_shards)}")
         output = self.work / _OUTPUT
         self._join_pending(output)
-        Checkpoint.open_unfinished(output).close()  # our own mistakes must not reach the destination
+        unused = Checkpoint.open_unfinished(output).ignored_files  # our own mistakes must not reach the destination
+        if unused:
+            raise AssertionError(f"shards that the index does not name: {', '.join(unused)}")
         self._require_destination()
         replaced = self.work / _REPLACED
         with storage_errors(self.destination, "put the finished output in place"):
@@ -280,17 +283,17 @@ class CheckpointWriter:
             _write_synced(self.work / _STATE_DRAFT, json.dumps(state).encode())
             with storage_errors(self.work, "begin"):
                 (self.work / _STATE_DRAFT).replace(self.work / STATE_FILE)
-        journal = Journal(self.work / _JOURNAL)
+        self._journal = Journal(self.work / _JOURNAL)
         with storage_errors(self.work, "clear unfinished files"):
             output.mkdir(exist_ok=True)
-            self.finished = _finished_shards(journal.entries, output)
+            self.finished = finished_shards(self._journal.entries, output)
             for path in output.iterdir():
                 if path.name not in self.finished:
                     _remove(path)
             _remove(pending)
             pending.mkdir()
         sync_folder(self.work)
-        self._journal = journal
+        self._resumed = True
 
     def _read_fingerprint(self) -> str | None:
         """What the work in the folder is about; None if there is none, or it cannot be told."""
@@ -324,27 +327,6 @@ class CheckpointWriter:
         if self._journal is None:
             raise AssertionError("the writer is closed")
         return self._journal
-
-
-def _finished_shards(entries: Sequence[Mapping[str, Any]], output: Path) -> dict[str, dict[str, Any]]:
-    """The journaled shards whose files are still as they were journaled."""
-    found: dict[str, tuple[int, dict[str, Any]]] = {}
-    for entry in entries:
-        name, size, record = entry.get("file"), entry.get("size"), entry.get("record")
-        if not isinstance(name, str) or not is_safe_name(name):
-            continue
-        found.pop(name, None)
-        if isinstance(size, int) and isinstance(record, dict):
-            found[name] = (size, record)
-    return {name: record for name, (size, record) in found.items() if _is_whole(output / name, size)}
-
-
-def _is_whole(path: Path, size: int) -> bool:
-    try:
-        _, status = read_header(path)
-    except (CheckpointError, StorageError, FileNotFoundError):
-        return False
-    return status.st_size == size
 
 
 def _write_synced(path: Path, data: bytes) -> None:
