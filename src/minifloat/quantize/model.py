@@ -187,8 +187,8 @@ def _write_small_files(checkpoint: Checkpoint, plan: Plan, writer: CheckpointWri
         except OSError as error:
             raise StorageError(f"{checkpoint.path / name}: cannot be read: {error.strerror}") from error
     if len(checkpoint.shards) > 1:
-        weight_map = {output.name: shard for shard, group in plan.by_shard() for t in group for output in t.outputs}
-        writer.write_file(INDEX_FILE, encode_index(weight_map, plan.output_bytes))
+        shards = {shard: [output for tensor in group for output in tensor.outputs] for shard, group in plan.by_shard()}
+        writer.write_file(INDEX_FILE, encode_index(shards))
     config = checkpoint.config | {
         "quantization_config": plan.layout.quantization_config(plan.modules, plan.kept),
     }

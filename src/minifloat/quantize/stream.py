@@ -16,8 +16,9 @@ import numpy.typing as npt
 from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import NonFiniteError
+from minifloat.formats import E2M1, E4M3
 from minifloat.kernels.quantize import amax as slab_amax
-from minifloat.kernels.quantize import global_divisor, quantize_rows
+from minifloat.kernels.quantize import quantize_rows
 from minifloat.quantize.plan import Part
 from minifloat.quantize.roles import is_dense_float
 from minifloat.quantize.stats import CastStats
@@ -126,7 +127,7 @@ def quantize_part(
         stats += result.stats
     shard.write(part.tensors.scale.name, scales)
     if part.tensors.global_scale is not None:
-        shard.write(part.tensors.global_scale.name, np.float32(global_divisor(amax or 0.0)).reshape(1))
+        shard.write(part.tensors.global_scale.name, global_divisor(amax or 0.0).reshape(1))
     return stats
 
 
@@ -153,3 +154,11 @@ def _refuse(info: TensorInfo, nonfinite: int, start: int, stop: int) -> None:
         raise NonFiniteError(
             info.name, f"{nonfinite} values in rows {start} to {stop - 1} are NaN or Inf; the checkpoint is damaged"
         )
+
+
+def global_divisor(amax: float) -> np.float32:
+    """The float32 that NVFP4's block scales are divided by: `quantize.scale.global_divisor`, without torch."""
+    clamped = max(np.float32(amax), np.finfo(np.float32).tiny)
+    with np.errstate(over="ignore"):
+        quotient = np.float32(1.0) / clamped * np.float32(E4M3.max * E2M1.max)
+    return quotient if np.isfinite(quotient) else np.float32(1.0)
