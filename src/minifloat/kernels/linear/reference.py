@@ -1,0 +1,43 @@
+"""The plain PyTorch `linear` that every faster one is held to: dequantize a slab of rows, multiply, forget it.
+
+The slab bounds the memory: a weight of any size needs `SLAB_BYTES` of float32 for its values, and a few times that
+while it is decoded. It is not meant to be fast; each call decodes the whole weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.quantize.tensor import QuantizedTensor
+
+#: Bytes of float32 that one slab of a dequantized weight takes.
+SLAB_BYTES = 16 * 2**20
+
+
+def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, slab_bytes: int = SLAB_BYTES) -> Tensor:
+    """``x @ weight.T + bias``; arguments and numerics as in `minifloat.kernels.linear.linear`.
+
+    Each output is one dot product over all of K whatever the slab, so cutting the rows changes no result by more than
+    the order of summation that torch picks for a matrix of that height.
+
+    Args:
+        x: ``[..., K]``, floating.
+        weight: A weight ``[N, K]``.
+        bias: ``[N]`` or None.
+        slab_bytes: float32 bytes of a slab; at least one row of blocks is always taken.
+    """
+    parts = []
+    for rows in _slabs(weight, slab_bytes):
+        slab_bias = None if bias is None else bias[rows]
+        parts.append(torch.nn.functional.linear(x, weight.dequantize(x.dtype, rows), slab_bias))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _slabs(weight: QuantizedTensor, slab_bytes: int) -> list[slice]:
+    """Row ranges that cover the weight, in multiples of the rows of a block (one block of all rows is cut anywhere)."""
+    rows, cols = weight.shape
+    multiple = weight.spec.granularity.row_multiple or 1
+    fitting = slab_bytes // (cols * torch.float32.itemsize) if cols else rows
+    step = max(fitting // multiple * multiple, multiple)
+    return [slice(start, min(start + step, rows)) for start in range(0, max(rows, 1), step)]

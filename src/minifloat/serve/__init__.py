@@ -1,0 +1,1 @@
+"""Serving: checkpoints become models whose weights stay quantized, and models become text."""

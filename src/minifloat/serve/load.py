@@ -1,0 +1,283 @@
+"""A checkpoint becomes a transformers model whose linears hold the quantized weights.
+
+transformers builds the empty model and says how names map; everything read from disk goes through `Checkpoint`, which
+has validated every shard before, one tensor at a time, so that at no moment a 16-bit copy of the quantized weights
+exists. Plain checkpoints take the same way and serve as the baseline.
+
+Left out: quantized activations and KV caches (a W8A8 checkpoint is computed weight-only, in the model's precision).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import CheckpointError, MinifloatError, ShapeError, UnsupportedTensorError, UsageError
+from minifloat.layouts import Description, StoredWeight, describe, read_weight
+from minifloat.serve.build import config_dtype, empty_model, load_generation_config
+from minifloat.serve.experts import QuantizedExperts, indexes_experts
+from minifloat.serve.linear import QuantizedLinear
+from minifloat.serve.names import Assignment, assign, keeps_float32, split_ignorable
+
+_LOG = logging.getLogger(__name__)
+
+#: Safetensors dtype of a tensor that belongs to no quantized weight -> torch dtype.
+_TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def load(
+    path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> PreTrainedModel:
+    """Load a checkpoint, quantized or not, as a transformers model in eval mode.
+
+    Quantized linears become `QuantizedLinear`, quantized experts `QuantizedExperts`; every layout that
+    `minifloat.layouts.describe` knows is read. The forward is weight-only: scales of activations and of the KV cache
+    are passed over, and inputs stay in the model's dtype. A quantized weight that something other than a plain
+    `torch.nn.Linear` or indexed experts uses is dequantized here, and a warning names it.
+
+    Args:
+        path: A folder in Hugging Face layout.
+        dtype: Dtype of all that is not quantized, and of the activations; by default that of config.json.
+        device: Where the model goes, tensor by tensor.
+
+    Returns:
+        The model; its parameters want no gradient.
+
+    Raises:
+        CheckpointError: A file is not what it claims to be, a parameter has no tensor, or a tensor no place.
+        ConfigError: transformers cannot build the model, or only with the checkpoint's own code.
+        TensorError: A tensor does not fit its parameter, or a scale is NaN or Inf.
+    """
+    with Checkpoint.open(path) as checkpoint:
+        description = describe(checkpoint)
+        model = empty_model(checkpoint, dtype or config_dtype(checkpoint) or _stored_dtype(checkpoint, description))
+        _Loader(model, checkpoint, description, torch.device(device)).run()
+        load_generation_config(model, checkpoint)
+    model.train(False)
+    if description.weights:
+        model.save_pretrained = _refuse_saving  # type: ignore[method-assign]
+    nn.Module.to(model, device)  # the buffers that the model computed itself
+    return model
+
+
+def _stored_dtype(checkpoint: Checkpoint, description: Description) -> torch.dtype:
+    """The dtype of the first floating tensor that belongs to no quantized weight."""
+    known = _tensors_of(description)
+    found = (_TORCH_DTYPES.get(info.dtype) for name, info in checkpoint.tensors.items() if name not in known)
+    return next((dtype for dtype in found if dtype is not None and dtype.is_floating_point), torch.float32)
+
+
+def _tensors_of(description: Description) -> set[str]:
+    """Tensors that are not parameters of the plain model."""
+    return {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
+
+
+def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
+    raise UsageError(
+        "transformers cannot save a model with quantized linears (nothing would say how to read them); "
+        "copy the folder it was loaded from"
+    )
+
+
+class _Loader:
+    """Fills an empty model; lives as long as one `load`."""
+
+    def __init__(
+        self, model: PreTrainedModel, checkpoint: Checkpoint, description: Description, device: torch.device
+    ) -> None:
+        self.model, self.checkpoint, self.device = model, checkpoint, device
+        self.expected: dict[str, Tensor] = model.state_dict()
+        self.missing = set(self.expected)
+        self.float32 = keeps_float32(model, model.dtype)
+        self.quantized = _by_plain_name(description)
+        known = _tensors_of(description)
+        self.plain = [name for name in checkpoint.tensors if name not in known]
+        self.dequantized: list[str] = []
+
+    def run(self) -> None:
+        """Place every tensor, tie what is tied, and account for the rest."""
+        assignments, homeless = assign(self.model, [*self.plain, *self.quantized])
+        self._account_for_homeless(homeless)
+        for assignment in assignments:
+            if not (self._place_linear(assignment) or self._place_experts(assignment)):
+                self._place_tensors(assignment)
+        if self.dequantized:
+            _LOG.warning(
+                "%d quantized weights are held dequantized, because no quantized module can take their place: %s",
+                len(self.dequantized),
+                _listing(self.dequantized),
+            )
+        if any(isinstance(module, QuantizedExperts) for module in self.model.modules()):
+            self.model.set_experts_implementation("eager")
+        self._tie()
+        self._account_for_missing()
+
+    def _place_linear(self, assignment: Assignment) -> bool:
+        """Swap a linear for one with the quantized weight; False if that is not what this is."""
+        stored = self.quantized.get(assignment.sources[0], [])
+        path, _, name = assignment.target.rpartition(".")
+        owner = self.model.get_submodule(path)
+        if type(owner) is not nn.Linear or name != "weight":
+            return False
+        if assignment.converter is not None or len(assignment.sources) != 1 or len(stored) != 1:
+            return False
+        self._check_shape(assignment.target, torch.Size(stored[0].shape))
+        swapped = QuantizedLinear(read_weight(self.checkpoint, stored[0]), self._dtype_of(assignment.target))
+        swapped.to(self.device).register_parameter("bias", owner._parameters["bias"])
+        self.model.set_submodule(path, swapped)
+        self.missing.discard(assignment.target)
+        return True
+
+    def _place_experts(self, assignment: Assignment) -> bool:
+        """Put a `QuantizedExperts` in the place of a parameter ``[E, ...]``; False if that is not what this is."""
+        stored = [self.quantized.get(source, []) for source in assignment.sources]
+        path, _, name = assignment.target.rpartition(".")
+        owner = self.model.get_submodule(path)
+        if self.expected[assignment.target].ndim != 3 or not all(stored) or not indexes_experts(type(owner), name):
+            return False
+        if assignment.converter is None:
+            experts, transposed = [[weight] for weight in stored[0]], _is_transposed(owner)
+        else:
+            parts = assignment.expert_parts()
+            if parts is None:
+                return False
+            experts, transposed = [[self.quantized[source][0] for source in expert] for expert in parts], False
+        stack = QuantizedExperts(
+            [[read_weight(self.checkpoint, part) for part in expert] for expert in experts],
+            transposed,
+            self._dtype_of(assignment.target),
+        ).to(self.device)
+        self._check_shape(assignment.target, stack.shape)
+        delattr(owner, name)
+        setattr(owner, name, stack)
+        self.missing.discard(assignment.target)
+        return True
+
+    def _place_tensors(self, assignment: Assignment) -> None:
+        """Make ordinary parameters or buffers, by transformers' conversion where it has one."""
+        sources = _listing(assignment.sources)
+        if assignment.converter is None and len(assignment.sources) > 1:
+            raise self._error(f"{sources} are all the parameter {assignment.target}; expected one of them")
+        self.dequantized += [source for source in assignment.sources if source in self.quantized]
+        dtype = self._dtype_of(assignment.target)
+        try:
+            made = assignment.convert(lambda source: self._read(source, dtype), self.model)
+        except MinifloatError:
+            raise
+        except Exception as error:  # the operations check little: a wrong shape can be any error
+            raise self._error(f"transformers cannot make {assignment.target} of {sources}: {error}") from error
+        for name, tensor in made.items():
+            if name not in self.expected:
+                raise self._error(f"{sources}: transformers makes {name} of it, which the model does not have")
+            self._check_shape(name, tensor.shape)
+            path, _, leaf = name.rpartition(".")
+            owner = self.model.get_submodule(path)
+            is_parameter = leaf in owner._parameters
+            setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+            self.missing.discard(name)
+
+    def _read(self, source: str, dtype: torch.dtype) -> Tensor:
+        """A tensor as the plain checkpoint would hold it, in `dtype`."""
+        stored = self.quantized.get(source)
+        if stored is None:
+            return self._read_plain(source).to(self.device, dtype)
+        weights = [read_weight(self.checkpoint, weight).dequantize(dtype) for weight in stored]
+        if stored[0].expert is None:
+            return weights[0].to(self.device)
+        owner = self.model.get_submodule(source.rpartition(".")[0])
+        return torch.stack([weight.T if _is_transposed(owner) else weight for weight in weights]).to(self.device)
+
+    def _read_plain(self, name: str) -> Tensor:
+        info = self.checkpoint.tensors[name]
+        if info.dtype not in _TORCH_DTYPES:
+            known = ", ".join(_TORCH_DTYPES)
+            raise UnsupportedTensorError(name, f"parameters are stored as one of {known}; found {info.dtype}")
+        return torch.from_numpy(self.checkpoint.read(name)).view(_TORCH_DTYPES[info.dtype]).reshape(info.shape)
+
+    def _tie(self) -> None:
+        """Tie as the config says, except to what is stored quantized: that is a weight of its own."""
+        tied = self.model.all_tied_weights_keys
+        for target, source in list(tied.items()):
+            if any(
+                isinstance(self.model.get_submodule(n.rpartition(".")[0]), QuantizedLinear) for n in (target, source)
+            ):
+                _LOG.warning("config.json ties %s to %s, but one of them is stored quantized: not tied", target, source)
+                del tied[target]
+        self.model.tie_weights(missing_keys=self.missing, recompute_mapping=False)
+
+    def _account_for_homeless(self, names: Sequence[str]) -> None:
+        """Refuse tensors that the model has no place for, except those that it says it ignores."""
+        droppable, lost = split_ignorable(self.model, names)
+        if lost:
+            raise self._error(
+                f"{len(lost)} tensors have no place in {type(self.model).__name__}: {_listing(lost)}; "
+                "the config is of another model, or transformers is too old for this one"
+            )
+        if droppable:
+            _LOG.warning("%d tensors are not used by the model: %s", len(droppable), _listing(droppable))
+
+    def _account_for_missing(self) -> None:
+        """Refuse a model with a parameter that nothing filled."""
+        optional = re.compile("|".join(f"({p})" for p in self.model._keys_to_ignore_on_load_missing or ()) or r"(?!)")
+        unfilled = [
+            name
+            for name in sorted(self.missing)
+            if not optional.search(name) or self.expected[name].device.type == "meta"
+        ]
+        if unfilled:
+            raise self._error(
+                f"{len(unfilled)} parameters of {type(self.model).__name__} have no tensor: {_listing(unfilled)}"
+            )
+
+    def _dtype_of(self, target: str) -> torch.dtype:
+        """The dtype that transformers would give a parameter."""
+        own = self.expected[target].dtype
+        return torch.float32 if self.float32 is not None and self.float32.search(target) else own
+
+    def _check_shape(self, target: str, found: torch.Size) -> None:
+        expected = self.expected[target].shape
+        if found != expected:
+            raise ShapeError(
+                target, f"the config expects {list(expected)}, the checkpoint holds {list(found)}: not the same model"
+            )
+
+    def _error(self, problem: str) -> CheckpointError:
+        return CheckpointError(self.checkpoint.path, problem)
+
+
+def _by_plain_name(description: Description) -> dict[str, list[StoredWeight]]:
+    """Quantized weights by the name that the tensor has in the plain checkpoint; several for fused experts."""
+    weights: dict[str, list[StoredWeight]] = {}
+    for stored in sorted(description.weights.values(), key=lambda weight: weight.expert or 0):
+        name = f"{stored.module}.weight" if stored.expert is None else stored.module.rpartition(".")[0]
+        weights.setdefault(name, []).append(stored)
+    return weights
+
+
+def _is_transposed(owner: nn.Module) -> bool:
+    """Whether an experts module keeps ``[E, in, out]``, where fused codes are always ``[E, out, in]``."""
+    return bool(getattr(owner, "is_transposed", False))
+
+
+def _listing(names: Sequence[str], shown: int = 4) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
