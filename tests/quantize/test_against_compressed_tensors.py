@@ -21,7 +21,7 @@ ct_utils = pytest.importorskip("compressed_tensors.quantization.utils", reason=R
 lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward", reason=REASON)
 compressors = pytest.importorskip("compressed_tensors.compressors", reason=REASON)
 
-FP8_ARGS = {
+FP8_ARGS: dict[Granularity, dict[str, Any]] = {
     TENSOR: {"strategy": "tensor"},
     CHANNEL: {"strategy": "channel"},
     BLOCK_128: {"strategy": "block", "block_structure": [128, 128]},

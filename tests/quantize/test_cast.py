@@ -48,7 +48,8 @@ def float32_bits(x: torch.Tensor) -> np.ndarray:
 def encode_with_ml_dtypes(x: torch.Tensor, fmt: ElementFormat) -> np.ndarray:
     """ml_dtypes does not saturate, so clamp first; its E2M1 has no NaN either."""
     clamped = np.clip(x.to(torch.float32).numpy(), -fmt.max, fmt.max)
-    return clamped.astype(ML_DTYPES[fmt]).view(np.uint8)
+    codes: np.ndarray = clamped.astype(ML_DTYPES[fmt]).view(np.uint8)
+    return codes
 
 
 def encode_exactly(x: float, fmt: ElementFormat) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
-from minifloat.errors import ConfigError, UsageError
+from minifloat.errors import ConfigError, ShapeError, UsageError
 from minifloat.formats import E4M3, FLOAT32
 from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
@@ -44,7 +44,19 @@ class Fp8Writer:
             raise UsageError(f"layout {NAME!r} holds fp8-block only, not {scheme.name!r}; use compressed-tensors")
 
     def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
-        """``weight`` and ``weight_scale_inv``; blocks at the edge are partial, nothing is padded."""
+        """``weight`` and ``weight_scale_inv``.
+
+        Raises:
+            ShapeError: Blocks at the edge would be partial. The format allows them and vLLM reads them, but
+                transformers (5.23) takes the block size from the shapes and decodes such weights wrongly, in silence.
+        """
+        rows, cols = spec.granularity.block(shape)
+        if shape[0] % rows or shape[1] % cols:
+            raise ShapeError(
+                f"{module}.weight",
+                f"{shape[0]}x{shape[1]} is not made of whole {rows}x{cols} blocks, which transformers misreads in "
+                f"layout {NAME!r}; use --layout compressed-tensors or keep it with --exclude",
+            )
         grid = spec.granularity.scale_shape(shape)
         return WeightTensors(
             OutputTensor(f"{module}.weight", "F8_E4M3", shape), OutputTensor(f"{module}.weight_scale_inv", "F32", grid)

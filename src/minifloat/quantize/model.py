@@ -80,7 +80,7 @@ def quantize_checkpoint(
     chosen = get_scheme(scheme) if isinstance(scheme, str) else scheme
     writer_layout = get_writer(layout)
     parsed = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
-    threads = workers or min(len(os.sched_getaffinity(0)), 8)
+    threads = min(len(os.sched_getaffinity(0)), 8) if workers is None else workers
     if threads < 1:
         raise UsageError(f"workers is at least 1, got {threads}")
     chosen, notes = _without_calibration(chosen)

@@ -277,24 +277,22 @@ def _expert_parts(checkpoint: Checkpoint, info: TensorInfo, scheme: Scheme, layo
             info.name,
             "gpt-oss interleaves gate and up and ships its experts as MXFP4 already; keep them with --exclude",
         )
-    experts, first, second = info.shape
-    base, _, projection = info.name.removesuffix(".weight").rpartition(".")
+    stem, _, projection = _module(info).rpartition(".")
     hidden = config.get("hidden_size")
-    wide = projection == "gate_up_proj"
     inner = next((config[key] for key in ("moe_intermediate_size", "intermediate_size") if config.get(key)), None)
-    as_linear = ((2 * inner, hidden) if wide else (hidden, inner)) if inner and hidden else None
-    if as_linear is None or as_linear[0] == as_linear[1] or sorted(as_linear) != sorted((first, second)):
+    transposed = _are_transposed(checkpoint, stem, hidden, inner)
+    if transposed is None:
         raise UnsupportedTensorError(
             info.name,
             f"fused experts {list(info.shape)}: hidden_size {hidden} and moe_intermediate_size {inner} of the config "
             "do not tell rows from columns; keep them with --exclude",
         )
-    transposed = (first, second) != as_linear
-    rows, cols = as_linear
+    wide = projection == "gate_up_proj"
+    experts, rows, cols = (info.shape[0], *info.shape[:0:-1]) if transposed else info.shape
     names = (("gate_proj", 0), ("up_proj", rows // 2)) if wide else (("down_proj", 0),)
     return tuple(
         _part(
-            f"{base}.{expert}.{name}",
+            f"{stem}.{expert}.{name}",
             scheme,
             (rows // len(names), cols),
             layout,
@@ -306,6 +304,26 @@ def _expert_parts(checkpoint: Checkpoint, info: TensorInfo, scheme: Scheme, layo
         for expert in range(experts)
         for name, first_row in names
     )
+
+
+def _are_transposed(checkpoint: Checkpoint, stem: str, hidden: int | None, inner: int | None) -> bool | None:
+    """Whether fused experts are stored ``[E, in, out]``; None where the sizes do not tell.
+
+    One of the two projections may be square, never both, so the other one decides for both.
+    """
+    if not hidden or not inner:
+        return None
+    answers = set()
+    for projection, as_linear in (("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))):
+        for suffix in ("", ".weight"):
+            info = checkpoint.tensors.get(f"{stem}.{projection}{suffix}")
+            if info is None:
+                continue
+            if info.shape[1:] not in (as_linear, as_linear[::-1]):
+                return None
+            if as_linear[0] != as_linear[1]:
+                answers.add(info.shape[1:] != as_linear)
+    return answers.pop() if len(answers) == 1 else None
 
 
 def _kept(tensors: Sequence[TensorPlan]) -> tuple[str, ...]:
@@ -321,7 +339,8 @@ def _kept(tensors: Sequence[TensorPlan]) -> tuple[str, ...]:
 
 def _check_groups(plan: Plan) -> None:
     """Modules that servers run as one must be stored alike."""
-    modules: Mapping[str, Scheme | None] = dict.fromkeys(plan.kept, None) | plan.modules
+    fused_and_kept = [_module(t.source) for t in plan.tensors if t.role is Role.EXPERTS and not t.parts]
+    modules: Mapping[str, Scheme | None] = dict.fromkeys([*plan.kept, *fused_and_kept], None) | plan.modules
     first: dict[str, str] = {}
     for module in modules:
         for group in {fused_group(module), expert_group(module) or module}:

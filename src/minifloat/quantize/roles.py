@@ -80,7 +80,7 @@ _FUSED_SIBLINGS = (
     ("qkv_a", ("q_a_proj", "kv_a_proj_with_mqa")),
 )
 _SIBLINGS = {name: (family, names) for family, names in _FUSED_SIBLINGS for name in names}
-_EXPERT = re.compile(r"^(?P<parent>.*\.experts)\.\d+\.\w+$")
+_EXPERT = re.compile(r"^(?P<parent>.*\.experts)(\.\d+)?\.\w+$")
 
 
 def fused_group(module: str) -> str:

@@ -1,0 +1,203 @@
+"""Killed at any moment, a run leaves nothing that loads; repeated, it gives the same bytes as one never interrupted."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import CheckpointError, StorageError
+from minifloat.quantize import model, stream
+from minifloat.quantize.model import quantize_checkpoint
+
+Make = Callable[..., Path]
+
+# The child slows every slab down, so that a kill lands inside the work and not before or after it.
+CHILD = """
+import sys, time
+from minifloat.quantize import stream
+from minifloat.quantize.model import quantize_checkpoint
+plain = stream.quantize_rows
+def slow(*args, **kwargs):
+    time.sleep(0.004)
+    return plain(*args, **kwargs)
+stream.quantize_rows = slow
+stream.SLAB_BYTES = 4096
+print("started", flush=True)
+quantize_checkpoint(sys.argv[1], sys.argv[2], sys.argv[3], workers=2)
+"""
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def no_checkpoint_below(folder: Path) -> bool:
+    """Whether nothing in the work folder opens as a checkpoint."""
+    for candidate in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        try:
+            Checkpoint.open(candidate).close()
+        except CheckpointError:
+            continue
+        return False
+    return True
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "nvfp4"])
+def test_killed_at_twenty_random_moments_and_resumed_the_result_is_bit_identical(
+    make_checkpoint: Make, tmp_path: Path, scheme: str
+) -> None:
+    source = make_checkpoint(shards=6)
+    whole = tmp_path / "whole" / "out"
+    whole.parent.mkdir()
+    quantize_checkpoint(source, whole, scheme)
+    expected = digests(whole)
+    moments = random.Random(2026)
+    destination = tmp_path / "out"
+    kills = finished_early = resumed = 0
+    while kills < 20:
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(source), str(destination), scheme],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(moments.uniform(0.0, 0.35))
+        child.send_signal(signal.SIGKILL)
+        child.stdout.close()
+        if child.wait() == 0:
+            finished_early += 1
+        kills += 1
+        work = tmp_path / "out.minifloat-work"
+        if destination.exists():
+            assert digests(destination) == expected
+            shutil.rmtree(destination)
+        else:
+            resumed += len(list((work / "output").glob("*"))) if work.exists() else 0
+            assert no_checkpoint_below(work)
+    report = quantize_checkpoint(source, destination, scheme)
+    assert digests(destination) == expected
+    assert finished_early < 20
+    assert resumed or report.resumed_shards, "no kill left finished work: the delays are wrong for this machine"
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
+    """Let that many shards finish, then fail like a full disk."""
+    plain = model._Job._finish
+    done = [0]
+
+    def finish(self: model._Job, shard: model._OpenShard) -> None:
+        if done[0] == shards:
+            raise StorageError("disk full")
+        plain(self, shard)
+        done[0] += 1
+
+    monkeypatch.setattr(model._Job, "_finish", finish)
+
+
+def test_a_run_that_failed_is_continued_and_says_so(
+    make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_checkpoint(shards=4)
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(StorageError):
+            quantize_checkpoint(source, tmp_path / "out", "fp8")
+    assert not (tmp_path / "out").exists()
+    report = quantize_checkpoint(source, tmp_path / "out", "fp8")
+    assert report.resumed_shards == 2
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize("change", ["weights", "scheme", "version", "config"])
+def test_a_changed_source_scheme_or_version_starts_over_and_says_so(
+    make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    source = make_checkpoint(shards=4)
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(StorageError):
+            quantize_checkpoint(source, tmp_path / "out", "fp8")
+    scheme = "fp8"
+    if change == "weights":
+        flip_last_byte(source / "model-00001-of-00004.safetensors")
+    elif change == "scheme":
+        scheme = "mxfp8"
+    elif change == "version":
+        monkeypatch.setattr(model, "__version__", "999")
+    else:
+        (source / "tokenizer_config.json").write_text('{"changed": true}')
+    report = quantize_checkpoint(source, tmp_path / "out", scheme)
+    assert report.resumed_shards == 0
+    assert "not continued" in report.notes[-1]
+    quantize_checkpoint(source, tmp_path / "fresh", scheme)
+    same = [name for name in digests(tmp_path / "fresh") if name.endswith((".safetensors", "config.json"))]
+    assert all(digests(tmp_path / "out")[name] == digests(tmp_path / "fresh")[name] for name in same)
+
+
+def test_a_changed_shared_scale_starts_over(
+    make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Callable[[], dict[str, np.ndarray]]
+) -> None:
+    """q in a finished shard was written with an amax that k, in an unfinished one, no longer has."""
+    tensors = llama()
+    source = make_checkpoint(tensors=tensors, shards=4)
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 1)
+        with pytest.raises(StorageError):
+            quantize_checkpoint(source, tmp_path / "out", "fp8-static")
+    with Checkpoint.open(source) as checkpoint:
+        first = {name for name, info in checkpoint.tensors.items() if info.shard == checkpoint.shards[0]}
+    family = [f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in range(2) for name in "qkv"]
+    later = next(
+        name
+        for name in family
+        if name not in first and any(other in first for other in family if other[:14] == name[:14])
+    )
+    tensors[later] *= 8
+    make_checkpoint("changed", tensors, shards=4)
+    for file in (tmp_path / "changed").glob("*.safetensors"):
+        shutil.copy(file, source / file.name)
+    report = quantize_checkpoint(source, tmp_path / "out", "fp8-static")
+    assert report.resumed_shards == 0
+    quantize_checkpoint(source, tmp_path / "fresh", "fp8-static")
+    weights = [name for name in digests(tmp_path / "fresh") if name.endswith(".safetensors")]
+    assert all(digests(tmp_path / "out")[name] == digests(tmp_path / "fresh")[name] for name in weights)
+
+
+def test_ctrl_c_keeps_the_finished_work(make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_checkpoint(shards=4)
+    plain, calls = stream.quantize_rows, [0]
+
+    def interrupt_late(*args: object, **kwargs: object) -> object:
+        calls[0] += 1
+        if calls[0] == 10:
+            raise KeyboardInterrupt
+        return plain(*args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stream, "quantize_rows", interrupt_late)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_checkpoint(source, tmp_path / "out", "fp8", workers=1)
+    assert quantize_checkpoint(source, tmp_path / "out", "fp8").resumed_shards >= 1
+
+
+def flip_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
