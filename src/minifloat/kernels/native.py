@@ -14,10 +14,12 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import minifloat.kernels
 from minifloat.errors import KernelUnavailable
 
-_ABI_VERSION = 1
-_FILES = ("libminifloat_native.so", "libminifloat_native.dylib")
+#: ``MINIFLOAT_ABI_VERSION`` of ``csrc/api.h``.
+ABI_VERSION = 1
+FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
 _REBUILD = "install a C++ compiler (g++ or clang++) and reinstall minifloat"
 
 
@@ -125,13 +127,15 @@ class Library:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
+    """What became of loading: a library, or the reason why there is none."""
+
     library: Library | None
-    reason: str
+    reason: str = ""
 
 
 _lock = threading.Lock()
-_outcome: _Outcome | None = None
+_outcome: Outcome | None = None
 
 
 def load() -> Library | None:
@@ -154,27 +158,44 @@ def isa() -> str:
     return "none" if library is None else library.isa
 
 
-def _load() -> _Outcome:
+def _load() -> Outcome:
     global _outcome
     with _lock:
         if _outcome is None:
-            _outcome = _open(Path(__file__).parent)
+            _outcome = open_library(folders())
         return _outcome
 
 
-def _open(folder: Path) -> _Outcome:
-    path = next((folder / name for name in _FILES if (folder / name).exists()), None)
+def folders() -> list[Path]:
+    """Where the library may lie: beside this file, or where an editable install put what it built."""
+    return [Path(folder) for folder in minifloat.kernels.__path__]
+
+
+def open_library(candidates: list[Path]) -> Outcome:
+    """Load the library from the first folder that has it.
+
+    Args:
+        candidates: Folders to look into.
+
+    Returns:
+        The library, or what is wrong and the cure.
+
+    Raises:
+        KernelUnavailable: ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
+    """
+    files = [folder / name for folder in candidates for name in FILE_NAMES]
+    path = next((file for file in files if file.exists()), None)
     if path is None:
-        return _Outcome(None, f"the native library was not built (none in {folder}); {_REBUILD}")
+        return Outcome(None, f"the native library was not built; {_REBUILD}")
     try:
         cdll = ctypes.CDLL(str(path))
         cdll.minifloat_isa_name.restype = ctypes.c_char_p
         version = cdll.minifloat_abi_version()
     except (OSError, AttributeError) as error:
-        return _Outcome(None, f"the native library does not load ({error}); {_REBUILD}")
-    if version != _ABI_VERSION:
-        return _Outcome(None, f"{path} is of another version of minifloat ({version}, not {_ABI_VERSION}); {_REBUILD}")
-    return _Outcome(Library(cdll, os.environ.get("MINIFLOAT_ISA") or None), "")
+        return Outcome(None, f"the native library does not load ({error}); {_REBUILD}")
+    if version != ABI_VERSION:
+        return Outcome(None, f"{path} is of another version of minifloat ({version}, not {ABI_VERSION}); {_REBUILD}")
+    return Outcome(Library(cdll, os.environ.get("MINIFLOAT_ISA") or None))
 
 
 def _check(status: int) -> None:

@@ -56,22 +56,40 @@ inline void store(int32_t* p, I32 v) { __builtin_memcpy(p, &v, sizeof v); }
 inline F32 broadcast(float x) { return x - F32{}; }
 inline I32 broadcast(int32_t x) { return x - I32{}; }
 
-// The fixed tree: the upper half onto the lower half until one number is left.
-template <class T, class Vector>
-inline T sum_lanes(const Vector (&parts)[kParts]) {
-    T lane[kLanes];
-    __builtin_memcpy(lane, parts, sizeof lane);
-    for (int half = kLanes / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-    return lane[0];
+// Folds the upper half of the lanes onto the lower half until one is left. For sums this order is part of the result.
+template <int kCount, class T, class Vector, class Combine>
+inline T fold(Vector v, Combine combine) {
+    if constexpr (kCount == 4) {
+        return combine(combine(v[0], v[2]), combine(v[1], v[3]));
+    } else {
+        typedef T Half __attribute__((vector_size(sizeof(Vector) / 2)));
+        Half halves[2];
+        __builtin_memcpy(halves, &v, sizeof v);
+        return fold<kCount / 2, T>(combine(halves[0], halves[1]), combine);
+    }
 }
 
-inline int32_t max_lanes(I32 v) {
-    int32_t lane[kWidth];
-    __builtin_memcpy(lane, &v, sizeof lane);
-    for (int half = kWidth / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) lane[i] = max(lane[i], lane[i + half]);
-    return lane[0];
+struct Add {
+    template <class T>
+    T operator()(T a, T b) const {
+        return a + b;
+    }
+};
+
+struct Max {
+    template <class T>
+    T operator()(T a, T b) const {
+        return max(a, b);
+    }
+};
+
+template <class T, class Vector>
+inline T sum_lanes(const Vector (&parts)[kParts]) {
+    if constexpr (kParts == 1) return fold<kWidth, T>(parts[0], Add());
+    if constexpr (kParts == 2) return fold<kWidth, T>(parts[0] + parts[1], Add());
+    if constexpr (kParts == 4) return fold<kWidth, T>((parts[0] + parts[2]) + (parts[1] + parts[3]), Add());
 }
+
+inline int32_t max_lanes(I32 v) { return fold<kWidth, int32_t>(v, Max()); }
 
 }  // namespace MINIFLOAT_ISA

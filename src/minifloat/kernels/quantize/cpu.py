@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.errors import KernelUnavailable
-from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.formats import E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.granularity import TENSOR
 from minifloat.kernels import native
 from minifloat.quantize.stats import CastStats

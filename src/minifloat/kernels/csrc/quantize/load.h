@@ -29,7 +29,7 @@ struct F16 {
         const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
         const uint32_t rebias = (kBias - 15) << kMantissaBits;
         uint32_t bits = (magnitude << 13) + rebias;
-        bits += magnitude >= 0x7c00u ? rebias + (1u << kMantissaBits) : 0u;  // Inf and NaN: exponent 31 becomes 255
+        bits += magnitude >= 0x7c00u ? rebias : 0u;  // Inf and NaN: exponent 31 becomes 255
         const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
         bits = magnitude < 0x400u ? bit_cast<uint32_t>(subnormal) : bits;
         return bit_cast<float>(bits | sign);

@@ -28,24 +28,26 @@ inline void set_e8m0(BlockScales& s, int block, int32_t code) {
 }
 
 inline void float32_scales(BlockScales& s, int blocks, const minifloat_quantize_rows_args& a) {
+    const float element_max = a.element.max, zero_scale = a.zero_scale;
+    const float smallest = bit_cast<float>(1 << kMantissaBits);
     for (int b = 0; b < blocks; ++b) {
-        const float smallest = bit_cast<float>(1 << kMantissaBits);
-        const float scale = max(bit_cast<float>(s.amax[b]) / a.element.max, smallest);
-        s.scale[b] = s.amax[b] == 0 ? a.zero_scale : scale;
+        const float scale = max(bit_cast<float>(s.amax[b]) / element_max, smallest);
+        s.scale[b] = s.amax[b] == 0 ? zero_scale : scale;
     }
 }
 
 inline void coded_scales(BlockScales& s, int blocks, const minifloat_quantize_rows_args& a) {
     const Format fmt(a.scale);
     const float smallest = bit_cast<float>(fmt.min_normal - (a.scale.mantissa_bits << kMantissaBits));
+    const float element_max = a.element.max, zero_scale = a.zero_scale, divisor = a.divisor;
     for (int b = 0; b < blocks; ++b) {
-        const float wanted = a.divisor * (bit_cast<float>(s.amax[b]) / a.element.max);
-        const float value = s.amax[b] == 0 ? a.zero_scale : wanted;
+        const float wanted = divisor * (bit_cast<float>(s.amax[b]) / element_max);
+        const float value = s.amax[b] == 0 ? zero_scale : wanted;
         const int32_t magnitude = min(bit_cast<int32_t>(value), fmt.max_value);
         const auto r = round_magnitude<float, int32_t>(magnitude, fmt);
         const bool is_zero = r.code == 0;  // a block that is not zero keeps a scale that is not zero
         s.code[b] = is_zero ? 1 : r.code;
-        s.scale[b] = (is_zero ? smallest : r.value) / a.divisor;
+        s.scale[b] = (is_zero ? smallest : r.value) / divisor;
     }
 }
 

@@ -1,0 +1,100 @@
+"""Finding, loading and choosing the instruction set of the native library."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minifloat.errors import KernelUnavailable
+from minifloat.kernels import native
+
+LIBRARY = native.load()
+needs_library = pytest.mark.skipif(LIBRARY is None, reason=native.why_unavailable())
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if key != "MINIFLOAT_ISA"}
+    path = os.pathsep.join(sys.path)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=inherited | {"PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@needs_library
+def test_every_instruction_set_of_this_processor_can_be_forced() -> None:
+    assert LIBRARY is not None
+    for isa in LIBRARY.isas:
+        result = run("from minifloat.kernels import native; print(native.isa())", MINIFLOAT_ISA=isa)
+        assert result.stdout.strip() == isa, result.stderr
+
+
+@needs_library
+def test_the_fastest_instruction_set_is_the_default() -> None:
+    assert LIBRARY is not None
+    assert run("from minifloat.kernels import native; print(native.isa())").stdout.strip() == LIBRARY.isas[0]
+
+
+@needs_library
+def test_an_unknown_instruction_set_is_an_error_that_lists_the_valid_ones() -> None:
+    result = run("from minifloat.kernels import native; native.load()", MINIFLOAT_ISA="avx9")
+    assert "KernelUnavailable: unknown instruction set 'avx9'; this build has: " in result.stderr
+    assert "baseline" in result.stderr
+
+
+@needs_library
+def test_an_instruction_set_that_the_processor_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OldProcessor:
+        """The library as a processor without vector extensions would see it."""
+
+        def minifloat_isa_count(self) -> int:
+            return 2
+
+        def minifloat_isa_name(self, index: int) -> bytes:
+            return (b"avx512", b"baseline")[index]
+
+        def minifloat_isa_supported(self, index: int) -> int:
+            return index
+
+    with pytest.raises(KernelUnavailable, match="no avx512; it can run: baseline"):
+        native.Library(OldProcessor(), "avx512")  # type: ignore[arg-type]
+
+
+@needs_library
+def test_the_library_needs_neither_torch_nor_numpy() -> None:
+    result = run("import sys; from minifloat.kernels import native; native.load(); print('numpy' in sys.modules)")
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_the_op_imports_no_torch() -> None:
+    result = run("import sys, minifloat.kernels.quantize; print('torch' in sys.modules)")
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_a_missing_library_says_what_to_do(tmp_path: Path) -> None:
+    outcome = native.open_library([tmp_path])
+    assert outcome.library is None
+    assert "not built" in outcome.reason
+    assert "C++ compiler" in outcome.reason
+
+
+def test_a_file_that_is_no_library_says_so(tmp_path: Path) -> None:
+    (tmp_path / native.FILE_NAMES[0]).write_bytes(b"not a library")
+    outcome = native.open_library([tmp_path])
+    assert outcome.library is None
+    assert "does not load" in outcome.reason
+
+
+@needs_library
+def test_a_library_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "ABI_VERSION", -1)
+    outcome = native.open_library(native.folders())
+    assert outcome.library is None
+    assert "another version" in outcome.reason
