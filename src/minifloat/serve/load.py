@@ -160,7 +160,10 @@ class _Loader:
             parts = assignment.expert_parts()
             if parts is None:
                 return False
-            experts, transposed = [[self.quantized[source][0] for source in expert] for expert in parts], False
+            experts = [[self.quantized[source][0] for source in expert] for expert in parts]
+            rows, cols = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
+            fits = self.expected[assignment.target].shape[1:] == (rows, cols)
+            transposed = assignment.may_transpose and not fits
         stack = QuantizedExperts(
             [[read_weight(self.checkpoint, part) for part in expert] for expert in experts],
             transposed,

@@ -20,11 +20,27 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
 )
+
+_STACK: list[tuple[type, int | None]] = [(MergeModulelist, 0)]
+_STACK_AND_JOIN = [*_STACK, (Concatenate, 1)]
+_TRANSPOSE_TO_FIT = Transpose(1, 2, check_dims=True)
+
+#: For models whose plain checkpoints have fused experts, so that transformers has no conversion from single ones
+#: (Llama 4): quantized checkpoints have single ones all the same, because servers read them so.
+_SINGLE_EXPERTS = [
+    WeightConverter(
+        [".experts.*.gate_proj.weight", ".experts.*.up_proj.weight"],
+        ".experts.gate_up_proj",
+        [MergeModulelist(dim=0), Concatenate(dim=1), _TRANSPOSE_TO_FIT],
+    ),
+    WeightConverter(".experts.*.down_proj.weight", ".experts.down_proj", [MergeModulelist(dim=0), _TRANSPOSE_TO_FIT]),
+]
 
 
 @dataclass
@@ -34,7 +50,7 @@ class Assignment:
     Attributes:
         target: Name of the parameter or buffer; of the first one where there are several.
         sources: Names of the tensors, experts in the order of their index.
-        patterns: Which source pattern of the converter each of them matched; empty without a converter.
+        patterns: Which source pattern of the converter each of them matched; without a converter, its name.
         converter: transformers' conversion, None where the tensor is taken as it is.
     """
 
@@ -45,7 +61,7 @@ class Assignment:
 
     def expert_parts(self) -> list[list[str]] | None:
         """Of each expert the sources that follow each other along its rows; None where that is not the conversion."""
-        if self.converter is None or not _stacks_experts(self.converter.operations):
+        if self.converter is None or _operations(self.converter) not in (_STACK, _STACK_AND_JOIN):
             return None
         columns = [
             [source for source, matched in zip(self.sources, self.patterns, strict=True) if matched == pattern]
@@ -54,6 +70,11 @@ class Assignment:
         if len({len(column) for column in columns}) != 1:
             return None
         return [list(parts) for parts in zip(*columns, strict=True)]
+
+    @property
+    def may_transpose(self) -> bool:
+        """Whether the conversion transposes each matrix where the parameter's shape asks for it."""
+        return self.converter is not None and self.converter.operations[-1:] == [_TRANSPOSE_TO_FIT]
 
     def convert(self, read: Callable[[str], Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
         """The parameters by name, made from tensors that `read` returns for the names in `sources`.
@@ -75,10 +96,10 @@ def _reader(read: Callable[[str], Tensor], source: str) -> Any:
     return lambda: read(source)
 
 
-def _stacks_experts(operations: list[Any]) -> bool:
-    """Whether a conversion stacks experts along dimension 0 and then at most joins their parts along the rows."""
-    kinds = [(type(operation), getattr(operation, "dim", None)) for operation in operations]
-    return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+def _operations(converter: WeightConverter) -> list[tuple[type, int | None]]:
+    """The operations as class and dimension, without a transpose at their end."""
+    operations = [operation for operation in converter.operations if operation is not _TRANSPOSE_TO_FIT]
+    return [(type(operation), getattr(operation, "dim", None)) for operation in operations]
 
 
 def assign(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Assignment], list[str]]:
@@ -95,22 +116,21 @@ def assign(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Assignmen
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix = model.base_model_prefix
+    # As transformers does: its tables; else the name as it is, of a model saved in its own names. Then ours.
+    attempts = [(renamings, converters), ([], []), (renamings, _SINGLE_EXPERTS)]
     assignments: dict[str, Assignment] = {}
     homeless = []
     for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
-        if target not in expected and name in expected:
-            target, pattern = rename_source_key(name, [], [], prefix, expected)
-        if target not in expected:
+        for attempt in attempts:
+            target, pattern = rename_source_key(name, *attempt, model.base_model_prefix, expected)
+            if target in expected:
+                converter = next((entry for entry in reversed(attempt[1]) if pattern in entry.source_patterns), None)
+                entry = assignments.setdefault(target, Assignment(target, converter))
+                entry.sources.append(name)
+                entry.patterns.append(pattern or name)
+                break
+        else:
             homeless.append(name)
-            continue
-        converter = None if pattern is None else by_pattern[pattern]
-        entry = assignments.setdefault(target, Assignment(target, converter))
-        entry.sources.append(name)
-        if pattern is not None:
-            entry.patterns.append(pattern)
     return list(assignments.values()), homeless
 
 
