@@ -342,7 +342,14 @@ def test_a_single_file_of_any_name_is_the_model(model, shard):
 
 def test_several_files_without_an_index_are_refused(model, shard):
     with pytest.raises(ShardIndexError, match=r"2 \.safetensors files but no model\.safetensors\.index\.json"):
-        Checkpoint.open(model({"model.safetensors": shard("a"), "other.safetensors": shard("b")}))
+        Checkpoint.open(model({"some.safetensors": shard("a"), "other.safetensors": shard("b")}))
+
+
+def test_without_an_index_model_safetensors_is_the_model_and_other_files_are_ignored(model, shard):
+    folder = model({"model.safetensors": shard("a"), "consolidated.safetensors": shard("b")})
+    with Checkpoint.open(folder) as checkpoint:
+        assert checkpoint.shards == ("model.safetensors",)
+        assert checkpoint.ignored_files == ("consolidated.safetensors",)
 
 
 def test_a_single_file_beside_an_index_of_other_shards_is_two_models(model, shard):

@@ -270,6 +270,8 @@ def _shard_names(root: Path, names: list[str], weight_map: dict[str, str] | None
                 "move one of them away",
             )
         return claimed
+    if SINGLE_FILE in present:
+        return [SINGLE_FILE]  # what every loader takes; other files are adapters, originals of the same model, ...
     if len(present) > 1:
         raise ShardIndexError(
             root, f"{len(present)} {SHARD_SUFFIX} files but no {INDEX_FILE}: which of them are the model is unknown"

@@ -15,7 +15,7 @@ from typing import Any
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.errors import ConfigError, ShapeError, UsageError
 from minifloat.formats import E4M3, FLOAT32
-from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN, Granularity, block_granularity
+from minifloat.granularity import BLOCK_128, CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
 from minifloat.layouts.writing import WeightTensors
 from minifloat.scheme import ActivationSpec, Scheme, WeightSpec
@@ -137,7 +137,8 @@ def _block_size(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Granularit
 
 def _activation(block: Granularity | None, dynamic: bool) -> ActivationSpec:
     if block is not None:
-        return ActivationSpec(E4M3, GROUP_128 if block == BLOCK_128 else block, dynamic=True)
+        _, cols = block.block((1, 1))
+        return ActivationSpec(E4M3, block_granularity(1, cols), dynamic=True)
     return ActivationSpec(E4M3, TOKEN if dynamic else TENSOR, dynamic)
 
 

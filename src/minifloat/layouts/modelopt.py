@@ -17,7 +17,7 @@ from minifloat.formats import E2M1, E4M3, ElementFormat
 from minifloat.granularity import BLOCK_128, GROUP_16, GROUP_32, TENSOR, TOKEN, Granularity
 from minifloat.layouts.fp8 import granularity_of
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
-from minifloat.scheme import ActivationSpec, KVSpec
+from minifloat.scheme import ActivationSpec, KVSpec, WeightSpec
 
 NAME = "modelopt"
 
@@ -50,7 +50,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             scale=name,
             global_scale=f"{module}.weight_scale_2" if spec.has_global_scale else None,
             global_divides=False,
-            activation=_activation(element, input_scale in checkpoint.tensors),
+            activation=_activation(spec, input_scale in checkpoint.tensors),
             input_scale=input_scale if input_scale in checkpoint.tensors else None,
         )
     auxiliary = frozenset(name for name in checkpoint.tensors if name.endswith(_AUXILIARY))
@@ -65,11 +65,13 @@ def _granularity(scale: TensorInfo, shape: tuple[int, int], element: ElementForm
         return GROUP_16
     if scale.dtype in ("U8", "F8_E8M0") or element is E2M1:
         return GROUP_32
-    return granularity_of(scale, shape, BLOCK_128)
+    return granularity_of(scale, shape, BLOCK_128 if len(scale.shape) > 1 else None)
 
 
-def _activation(element: ElementFormat, has_input_scale: bool) -> ActivationSpec | None:
-    """A static input scale means W8A8 or W4A4; without one, FP8 inputs are quantized per token at run time."""
-    if element is E2M1:
+def _activation(spec: WeightSpec, has_input_scale: bool) -> ActivationSpec | None:
+    """A static input scale means W8A8 or W4A4; without one, 8-bit inputs are quantized as they come."""
+    if spec.element is E2M1:
         return ActivationSpec(E2M1, GROUP_16, dynamic=False) if has_input_scale else None
-    return ActivationSpec(E4M3, TENSOR, dynamic=False) if has_input_scale else ActivationSpec(E4M3, TOKEN, dynamic=True)
+    if has_input_scale:
+        return ActivationSpec(E4M3, TENSOR, dynamic=False)
+    return ActivationSpec(E4M3, GROUP_32 if spec.granularity == GROUP_32 else TOKEN, dynamic=True)
