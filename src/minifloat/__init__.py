@@ -1,6 +1,12 @@
 """minifloat: post-training FP8 / MXFP4 quantization of language models, with proof.
 
-Importing this package imports no torch: the names below are resolved on first use.
+    quantize_checkpoint(source, destination, "fp8-block")   -> QuantizeReport
+    load(path)                                              -> a transformers model that holds the quantized weights
+    compare_models(baseline, candidate, [text])             -> Comparison
+    generate(path, prompt)                                  -> pieces of text
+    inspect_checkpoint(path)                                -> Inspection
+
+Importing this package imports no torch: the names are resolved on first use.
 """
 
 from __future__ import annotations
@@ -12,18 +18,51 @@ from minifloat._version import __version__
 
 if TYPE_CHECKING:
     from minifloat.checkpoint import Checkpoint
+    from minifloat.compare import Comparison, compare_models
     from minifloat.errors import MinifloatError
+    from minifloat.inspection import Inspection, inspect_checkpoint
+    from minifloat.quantize.model import quantize_checkpoint
+    from minifloat.quantize.report import QuantizeReport
+    from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
     from minifloat.scheme import SCHEMES, Scheme
+    from minifloat.serve.load import load
+    from minifloat.serve.text import generate
 
 #: Public name -> the module that defines it.
 _EXPORTS = {
     "Checkpoint": "minifloat.checkpoint",
+    "Comparison": "minifloat.compare",
+    "Inspection": "minifloat.inspection",
     "MinifloatError": "minifloat.errors",
+    "QuantizeReport": "minifloat.quantize.report",
+    "QuantizedTensor": "minifloat.quantize.tensor",
     "SCHEMES": "minifloat.scheme",
     "Scheme": "minifloat.scheme",
+    "compare_models": "minifloat.compare",
+    "generate": "minifloat.serve.text",
+    "inspect_checkpoint": "minifloat.inspection",
+    "load": "minifloat.serve.load",
+    "quantize_checkpoint": "minifloat.quantize.model",
+    "quantize_tensor": "minifloat.quantize.tensor",
 }
 
-__all__ = ["SCHEMES", "Checkpoint", "MinifloatError", "Scheme", "__version__"]
+__all__ = [
+    "SCHEMES",
+    "Checkpoint",
+    "Comparison",
+    "Inspection",
+    "MinifloatError",
+    "QuantizeReport",
+    "QuantizedTensor",
+    "Scheme",
+    "__version__",
+    "compare_models",
+    "generate",
+    "inspect_checkpoint",
+    "load",
+    "quantize_checkpoint",
+    "quantize_tensor",
+]
 
 
 def __getattr__(name: str) -> Any:

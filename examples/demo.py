@@ -1,0 +1,76 @@
+"""Quantize the example model, compare it with BF16, let each version tell a story, and sum up.
+
+    python examples/demo.py [OUT]
+
+The same with the command line:
+
+    minifloat quantize examples/storybook-4m OUT/mxfp4 --scheme mxfp4
+    minifloat compare  examples/storybook-4m OUT/mxfp4 --text examples/texts/stories_eval.txt
+    minifloat generate OUT/mxfp4 "Once upon a time"
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import minifloat
+from minifloat.display import print_comparison, print_quantize_report
+
+HERE = Path(__file__).parent
+MODEL = HERE / "storybook-4m"
+TEXTS = [HERE / "texts" / "stories_eval.txt", HERE / "texts" / "prose_eval.txt"]
+SCHEMES = ("fp8-block", "mxfp4")
+PROMPT = "Once upon a time, there was a little girl named Lily."
+
+
+def heading(text: str) -> None:
+    """A line that stands out."""
+    print(f"\n=== {text} {'=' * (100 - len(text))}\n", flush=True)
+
+
+def story(model: Path) -> None:
+    """Stream a continuation of the prompt."""
+    print(PROMPT, end="", flush=True)
+    for piece in minifloat.generate(model, PROMPT, max_new_tokens=80):
+        print(piece, end="", flush=True)
+    print()
+
+
+def main(out: Path) -> None:
+    """Run the demo into a folder."""
+    heading("The BF16 model tells a story")
+    story(MODEL)
+    rows = []
+    for scheme in SCHEMES:
+        heading(f"minifloat quantize storybook-4m {scheme} --scheme {scheme}")
+        report = minifloat.quantize_checkpoint(MODEL, out / scheme, scheme, overwrite=True)
+        print_quantize_report(report, verbose=False)
+        heading(f"minifloat compare storybook-4m {scheme}")
+        comparison = minifloat.compare_models(MODEL, out / scheme, TEXTS)
+        print_comparison(comparison)
+        heading(f"The {scheme} model tells a story")
+        story(out / scheme)
+        rows.append((scheme, report, comparison.overall))
+    heading("Summary")
+    print(f"{'scheme':<10} {'weights':>10} {'smaller':>8} {'SQNR dB':>8} {'perplexity':>11} {'KL':>8} {'top-1':>7}")
+    baseline = rows[0][2].baseline_perplexity
+    source = rows[0][1].source_bytes
+    print(f"{'bf16':<10} {source / 2**20:>6.2f} MiB {1:>7.2f}x {'':>8} {baseline:>11.3f} {'':>8} {'':>7}")
+    for scheme, report, overall in rows:
+        print(
+            f"{scheme:<10} {report.output_bytes / 2**20:>6.2f} MiB {source / report.output_bytes:>7.2f}x "
+            f"{report.total.sqnr_db:>8.2f} {overall.candidate_perplexity:>11.3f} {overall.kl_mean:>8.5f} "
+            f"{overall.top1_agreement:>7.2%}"
+        )
+    print(f"\nThe checkpoints are in {out}; each has a README.md (model card) and minifloat.json (every tensor).")
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(tempfile.gettempdir()) / "minifloat-demo"
+    if len(sys.argv) == 1:
+        shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True, exist_ok=True)
+    main(target)

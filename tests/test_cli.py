@@ -1,0 +1,124 @@
+"""The command line: one line and status 2 for a user's mistake, tables and JSON for everything else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from minifloat.cli import main
+
+BASE = Path(__file__).parent / "data" / "interop" / "base-llama"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_help_lists_the_commands_in_the_order_of_use() -> None:
+    output = run("--help").output
+    positions = [output.index(f"\n  {name}") for name in ("quantize", "inspect", "compare", "generate", "doctor")]
+    assert positions == sorted(positions)
+
+
+def test_help_of_quantize_lists_the_schemes() -> None:
+    output = run("quantize", "--help").output
+    for name in ("fp8-block", "fp8-static", "mxfp4", "nvfp4"):
+        assert name in output
+
+
+def test_quantize_prints_a_row_for_every_kind_of_tensor_and_where_it_went(tmp_path: Path) -> None:
+    result = run("quantize", BASE, tmp_path / "out", "--scheme", "fp8")
+    assert result.exit_code == 0, result.output
+    for word in ("self_attn.q_proj.weight", "copied (embedding)", "copied (norm or bias)", "SQNR", "Written to"):
+        assert word in result.output
+
+
+def test_quantize_prints_json_that_parses(tmp_path: Path) -> None:
+    result = run("quantize", BASE, tmp_path / "out", "--json")
+    report = json.loads(result.stdout)
+    assert report["recipe"]["scheme"] == "fp8-block"
+    assert report == json.loads((tmp_path / "out" / "minifloat.json").read_text())
+
+
+def test_quiet_prints_nothing(tmp_path: Path) -> None:
+    assert run("quantize", BASE, tmp_path / "out", "-q").output == ""
+
+
+def test_exclude_is_an_override_to_bf16(tmp_path: Path) -> None:
+    run("quantize", BASE, tmp_path / "out", "-q", "--exclude", "down_proj")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ignored = config["quantization_config"]["ignore"]
+    assert {name.rsplit(".", 1)[-1] for name in ignored} == {"down_proj", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize", "{base}", "{tmp}/out", "--scheme", "fp4"], "unknown scheme 'fp4'; valid: fp8-block"),
+        (["quantize", "{base}", "{tmp}/out", "--layout", "gguf"], "unknown layout 'gguf'"),
+        (["quantize", "{base}", "{tmp}/out", "--override", "nothing=fp8"], "'nothing' matches no weight"),
+        (["quantize", "{base}", "{tmp}/no/out"], "does not exist"),
+        (["quantize", "{base}", "{tmp}"], "--overwrite"),
+        (["quantize", "{tmp}", "{tmp}/out"], "config.json"),
+        (["inspect", "{tmp}/missing"], "missing"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = run(*(text.format(base=BASE, tmp=tmp_path) for text in arguments))
+    assert result.exit_code == 2
+    assert result.output.startswith("minifloat: error: ")
+    assert message in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = run("--debug", "inspect", tmp_path / "missing")
+    assert type(result.exception).__name__ == "NotACheckpointError"
+
+
+def test_inspect_shows_layout_formats_and_bits(tmp_path: Path) -> None:
+    run("quantize", BASE, tmp_path / "out", "-q", "--scheme", "mxfp4")
+    result = run("inspect", tmp_path / "out")
+    assert result.exit_code == 0
+    for word in ("layout: compressed-tensors", "quantized weights alone 4.25", "mxfp4", "model.layers.*.mlp.down_proj"):
+        assert word in result.output
+    assert json.loads(run("inspect", tmp_path / "out", "--json").stdout)["quantized_bits_per_weight"] == 4.25
+
+
+def test_doctor_names_the_kernels_and_versions() -> None:
+    result = run("doctor")
+    assert result.exit_code == 0
+    for word in ("minifloat", "torch", "native kernels"):
+        assert word in result.output
+
+
+def test_importing_the_package_and_asking_for_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, minifloat, minifloat.cli\n"
+        "from click.testing import CliRunner\n"
+        "assert CliRunner().invoke(minifloat.cli.main, ['quantize', '--help']).exit_code == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'safetensors'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_quantizing_and_inspecting_load_no_torch_where_the_kernels_are_native(tmp_path: Path) -> None:
+    from minifloat.kernels import native
+
+    if native.load() is None:
+        pytest.skip(native.why_unavailable())
+    code = (
+        "import sys\n"
+        "from minifloat.inspection import inspect_checkpoint\n"
+        "from minifloat.quantize.model import quantize_checkpoint\n"
+        f"quantize_checkpoint({str(BASE)!r}, {str(tmp_path / 'out')!r}, 'mxfp4')\n"
+        f"inspect_checkpoint({str(tmp_path / 'out')!r})\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
