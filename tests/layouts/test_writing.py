@@ -1,0 +1,189 @@
+"""What `quantize` writes is what the servers' own libraries accept: names, dtypes, shapes and config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minifloat.checkpoint import Checkpoint, OutputTensor
+from minifloat.errors import ConfigError, ShapeError, UnsupportedTensorError
+from minifloat.layouts import WRITERS, describe, get_writer
+from minifloat.quantize.model import quantize_checkpoint
+from minifloat.scheme import SCHEMES
+
+BASE = Path(__file__).parents[1] / "data" / "interop" / "base-llama"
+SHAPE = (160, 64)
+
+#: Scheme -> the tensors of a [160, 64] linear named "m", from the table of compressed-tensors' formats.
+TENSORS = {
+    "fp8-block": [("m.weight", "F8_E4M3", (160, 64)), ("m.weight_scale", "F32", (2, 1))],
+    "fp8": [("m.weight", "F8_E4M3", (160, 64)), ("m.weight_scale", "F32", (160, 1))],
+    "fp8-static": [("m.weight", "F8_E4M3", (160, 64)), ("m.weight_scale", "F32", (1,))],
+    "fp8-dynamic": [("m.weight", "F8_E4M3", (160, 64)), ("m.weight_scale", "F32", (160, 1))],
+    "mxfp8": [("m.weight", "F8_E4M3", (160, 64)), ("m.weight_scale", "U8", (160, 2))],
+    "mxfp4": [("m.weight_packed", "U8", (160, 32)), ("m.weight_scale", "U8", (160, 2))],
+    "nvfp4": [
+        ("m.weight_packed", "U8", (160, 32)),
+        ("m.weight_scale", "F8_E4M3", (160, 4)),
+        ("m.weight_global_scale", "F32", (1,)),
+    ],
+}
+
+#: Scheme -> (format, weight strategy, input strategy).
+CONFIGS = {
+    "fp8-block": ("float-quantized", "block", "group"),
+    "fp8": ("naive-quantized", "channel", None),
+    "fp8-static": ("float-quantized", "tensor", "tensor"),
+    "fp8-dynamic": ("float-quantized", "channel", "token"),
+    "mxfp8": ("mxfp8-quantized", "group", None),
+    "mxfp4": ("mxfp4-pack-quantized", "group", None),
+    "nvfp4": ("nvfp4-pack-quantized", "tensor_group", None),
+}
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_compressed_tensors_names_dtypes_and_shapes(scheme: str) -> None:
+    tensors = get_writer("compressed-tensors").weight_tensors("m", SCHEMES[scheme].weight, SHAPE)
+    assert list(tensors.all) == [OutputTensor(*facts) for facts in TENSORS[scheme]]
+
+
+def test_fp8_names_dtypes_and_shapes() -> None:
+    tensors = get_writer("fp8").weight_tensors("m", SCHEMES["fp8-block"].weight, (256, 384))
+    assert list(tensors.all) == [
+        OutputTensor("m.weight", "F8_E4M3", (256, 384)),
+        OutputTensor("m.weight_scale_inv", "F32", (2, 3)),
+    ]
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_the_config_is_what_compressed_tensors_itself_would_dump(scheme: str) -> None:
+    compressed_tensors = pytest.importorskip("compressed_tensors.quantization")
+    config = get_writer("compressed-tensors").quantization_config({"m": SCHEMES[scheme]}, ["lm_head"])
+    parsed = compressed_tensors.QuantizationConfig.model_validate(config)
+    group = parsed.config_groups["group_0"]
+    form, weights, inputs = CONFIGS[scheme]
+    assert (parsed.format, group.format) == (form, form)
+    assert group.weights.strategy == weights
+    assert (group.input_activations.strategy if group.input_activations else None) == inputs
+    assert parsed.ignore == ["lm_head"]
+    assert parsed.quantization_status == "compressed"
+    dumped = parsed.model_dump()["config_groups"]["group_0"]
+    ours = config["config_groups"]["group_0"]
+    for part in ("weights", "input_activations"):
+        assert _given(ours[part]) == _given(dumped[part])
+
+
+def _given(arguments: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Arguments with a value; None and absent mean the same."""
+    return None if arguments is None else {key: value for key, value in arguments.items() if value not in (None, {})}
+
+
+def test_several_schemes_become_groups_that_name_their_modules() -> None:
+    modules = {"a.q_proj": SCHEMES["fp8"], "a.up_proj": SCHEMES["mxfp4"], "b.q_proj": SCHEMES["fp8"]}
+    config = get_writer("compressed-tensors").quantization_config(modules, ["lm_head"])
+    assert config["format"] == "mixed-precision"
+    assert [group["targets"] for group in config["config_groups"].values()] == [["a.q_proj", "b.q_proj"], ["a.up_proj"]]
+
+
+def test_the_fp8_config_names_what_is_kept() -> None:
+    config = get_writer("fp8").quantization_config({"m": SCHEMES["fp8-block"]}, ["lm_head", "model.layers.0.mlp.gate"])
+    assert config == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
+    }
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_what_is_written_is_read_back_as_the_same_scheme(tmp_path: Path, scheme: str) -> None:
+    quantize_checkpoint(BASE, tmp_path / "out", scheme)
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        weights = describe(checkpoint).weights
+    spec = SCHEMES[scheme].weight
+    assert len(weights) == 7
+    for stored in weights.values():
+        assert (stored.spec.element, stored.spec.granularity, stored.spec.scale) == (
+            spec.element,
+            spec.granularity,
+            spec.scale,
+        )
+
+
+def test_a_mixed_checkpoint_is_read_back_as_it_was_asked_for(tmp_path: Path) -> None:
+    quantize_checkpoint(BASE, tmp_path / "out", "mxfp4", overrides=["down_proj=nvfp4", "self_attn=fp8", "o_proj=bf16"])
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        weights = describe(checkpoint).weights
+    elements = {name.rsplit(".", 1)[-1]: stored.spec.granularity.name for name, stored in weights.items()}
+    assert elements == {
+        "down_proj": "group 1x16",
+        "gate_proj": "group 1x32",
+        "up_proj": "group 1x32",
+        "q_proj": "channel",
+        "k_proj": "channel",
+        "v_proj": "channel",
+    }
+
+
+# -------------------------------------------------------------------------- checkpoints that contradict themselves
+
+
+def edited(tmp_path: Path, scheme: str, edit: Any) -> Path:
+    """A checkpoint of ours with a changed quantization_config."""
+    quantize_checkpoint(BASE, tmp_path / "out", scheme)
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    edit(config["quantization_config"])
+    path.write_text(json.dumps(config))
+    return tmp_path / "out"
+
+
+def describe_folder(path: Path) -> None:
+    with Checkpoint.open(path) as checkpoint:
+        describe(checkpoint)
+
+
+def test_an_unknown_method_lists_the_known_ones(tmp_path: Path) -> None:
+    path = edited(tmp_path, "fp8", lambda config: config.update(quant_method="awq"))
+    with pytest.raises(ConfigError, match=r"'awq' is not one of: compressed-tensors, fp8"):
+        describe_folder(path)
+
+
+def test_integer_weights_are_refused(tmp_path: Path) -> None:
+    path = edited(tmp_path, "fp8", lambda config: config["config_groups"]["group_0"]["weights"].update(type="int"))
+    with pytest.raises(ConfigError, match="float weights of 4 or 8 bits"):
+        describe_folder(path)
+
+
+def test_a_granularity_that_the_scales_contradict_is_refused_by_name(tmp_path: Path) -> None:
+    path = edited(
+        tmp_path, "fp8", lambda config: config["config_groups"]["group_0"]["weights"].update(strategy="tensor")
+    )
+    with pytest.raises(ShapeError, match=r"weight_scale: tensor scales .* grid of 1x1; found shape \[\d+, 1\]"):
+        describe_folder(path)
+
+
+def test_a_weight_that_no_group_targets_is_refused(tmp_path: Path) -> None:
+    path = edited(tmp_path, "fp8", lambda config: config["config_groups"]["group_0"].update(targets=["re:nothing"]))
+    with pytest.raises(ConfigError, match=r"no config group .* targets model\.layers\.0"):
+        describe_folder(path)
+
+
+def test_codes_without_a_scale_are_refused_by_name(tmp_path: Path) -> None:
+    path = edited(tmp_path, "fp8", lambda config: config.clear())
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedTensorError, match=r"_proj\.weight: F8_E4M3 codes without a scale"):
+        describe_folder(path)
+
+
+def test_every_writer_is_known_by_its_name() -> None:
+    assert {name: writer.name for name, writer in WRITERS.items()} == {
+        "compressed-tensors": "compressed-tensors",
+        "fp8": "fp8",
+    }
