@@ -163,7 +163,8 @@ def e8m0_scales(amax_grid: Tensor, element: ElementFormat, rule: ScaleRule) -> T
 def search_e8m0_scales(w: Tensor, granularity: Granularity, element: ElementFormat) -> Tensor:
     """The power of two with the smallest squared error, for every block.
 
-    The offsets k of `SEARCH_OFFSETS` are tried in order on top of the FLOOR code f, skipping codes outside 0..254.
+    The offsets k of `SEARCH_OFFSETS` are tried in order on top of the FLOOR code f, skipping codes below 0
+    (none is above 254, because FLOOR subtracts the element's emax).
     With ``y = w * 2**-(f - 127)`` and ``q = decode(encode(y * 2**-k))``, the error of an element is ``d * d`` with
     ``d = y - q * 2**k``, and that of the block is their sum. A later k wins only when its sum is strictly smaller.
 
@@ -200,7 +201,7 @@ def search_e8m0_scales(w: Tensor, granularity: Granularity, element: ElementForm
     for offset in SEARCH_OFFSETS[1:]:
         code = floor + offset
         error = _block_error(y, offset, element)
-        better = (error < best_error) & (code >= 0) & (code <= E8M0.max_code)
+        better = (error < best_error) & (code >= 0)
         best_code = torch.where(better, code, best_code)
         best_error = torch.where(better, error, best_error)
     return best_code.to(torch.uint8)
