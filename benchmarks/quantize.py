@@ -1,0 +1,95 @@
+"""Time and memory of `minifloat quantize` beside `cp` of the same files, interleaved in one run.
+
+    python benchmarks/make_checkpoint.py /tmp/1b
+    python benchmarks/quantize.py /tmp/1b --scheme fp8-block --scheme mxfp4
+
+Whole processes are timed, start-up included. `cp` reads and writes every byte once and does not wait for the disk;
+`cp, synced` does wait, as `minifloat quantize` does for every shard before it records it. Peak memory is that of the
+process, from the kernel's accounting. Every round starts from the same state: outputs deleted, dirty pages written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+from minifloat.doctor import diagnose
+
+
+def measure(command: list[str]) -> tuple[float, float, int]:
+    """Wall seconds, CPU seconds and peak bytes of one process."""
+    started = time.perf_counter()
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    seconds = time.perf_counter() - started
+    if os.waitstatus_to_exitcode(status):
+        raise SystemExit(f"failed: {' '.join(command)}")
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+
+def commands(source: Path, out: Path, schemes: tuple[str, ...]) -> dict[str, list[str]]:
+    """What is measured, by name; `cp` first."""
+    copy = ["cp", "-r", str(source), str(out)]
+    synced = ["sh", "-c", f'cp -r "{source}" "{out}" && sync "{out}"/*']
+    quantize = [sys.executable, "-m", "minifloat", "quantize", str(source), str(out), "--quiet", "--scheme"]
+    return {"cp": copy, "cp, synced": synced} | {scheme: [*quantize, scheme] for scheme in schemes}
+
+
+@click.command()
+@click.argument("source", type=click.Path(exists=True, path_type=Path))
+@click.option("--scheme", "schemes", multiple=True, default=("fp8-block", "mxfp4"), show_default=True)
+@click.option("--rounds", default=5, show_default=True)
+@click.option(
+    "--folder", type=click.Path(exists=True, path_type=Path), help="Where outputs go.  [default: a temporary]"
+)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here too.")
+def main(source: Path, schemes: tuple[str, ...], rounds: int, folder: Path | None, json_path: Path | None) -> None:
+    """Measure SOURCE."""
+    work = Path(tempfile.mkdtemp(dir=folder))
+    out = work / "out"
+    todo = commands(source, out, schemes)
+    results: dict[str, list[tuple[float, float, int]]] = {name: [] for name in todo}
+    try:
+        for round_number in range(rounds + 1):
+            for name, command in todo.items():
+                shutil.rmtree(out, ignore_errors=True)
+                os.sync()
+                figures = measure(command)
+                if round_number:
+                    results[name].append(figures)
+    finally:
+        shutil.rmtree(work)
+    diagnosis = diagnose()
+    total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    click.echo(f"{source.name}: {total:,} bytes, {rounds} rounds after one to warm up")
+    click.echo(f"{platform.processor() or platform.machine()}, {diagnosis.cores} cores, {diagnosis.instruction_set}")
+    click.echo(
+        f"{'':<12} {'median s':>9} {'min s':>7} {'max s':>7} {'CPU s':>7} {'/ cp':>6} {'/ synced':>8} {'peak MiB':>9}"
+    )
+    for name, runs in results.items():
+        walls = [run[0] for run in runs]
+        ratios = [
+            statistics.median(one[0] / other[0] for one, other in zip(runs, results[base], strict=True))
+            for base in ("cp", "cp, synced")
+        ]
+        click.echo(
+            f"{name:<12} {statistics.median(walls):>9.2f} {min(walls):>7.2f} {max(walls):>7.2f} "
+            f"{statistics.median(run[1] for run in runs):>7.2f} {ratios[0]:>5.2f}x {ratios[1]:>7.2f}x "
+            f"{max(run[2] for run in runs) / 2**20:>9.1f}"
+        )
+    if json_path:
+        json_path.write_text(json.dumps({"bytes": total, "rounds": rounds, "runs": results}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
