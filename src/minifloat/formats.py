@@ -2,7 +2,7 @@
 
 A format is its field widths, its bias and what its all-ones exponent means; every other fact (largest value,
 smallest subnormal, the value of each code) is derived here, so that no other module spells out 448 or 6. This
-module is plain Python: it imports no torch, and `dtypes.py` of the quantizer maps records to torch dtypes.
+module is plain Python: it imports no torch, and `quantize.cast.torch_dtype` maps records to torch dtypes.
 
 Source: OCP 8-bit Floating Point Specification (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX)
 Specification 1.0, sections 5.3 and 5.4, for E2M1 and E8M0.
