@@ -375,7 +375,7 @@ def test_a_damaged_line_of_the_journal_finishes_nothing(tmp_path, line):
         assert list(writer.finished) == ["m-1.safetensors"]
 
 
-@pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "header", "fifo"])
+@pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "header", "another file", "fifo"])
 def test_a_journaled_shard_that_is_not_whole_is_written_again(tmp_path, damage):
     path = interrupted(tmp_path / "out") / "output" / "m-2.safetensors"
     data = path.read_bytes()
@@ -383,7 +383,9 @@ def test_a_journaled_shard_that_is_not_whole_is_written_again(tmp_path, damage):
     if damage == "fifo":
         os.mkfifo(path)
     elif damage != "missing":
-        path.write_bytes({"shorter": data[:-1], "longer": data + b"\0", "header": bytes(8) + data[8:]}[damage])
+        another = safetensors.numpy.save({"c": np.zeros(3)})
+        damaged = {"shorter": data[:-1], "longer": data + b"\0", "header": bytes(8) + data[8:], "another file": another}
+        path.write_bytes(damaged[damage])
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
         assert list(writer.finished) == ["m-1.safetensors"]
         write_shard(writer, "m-2.safetensors")
@@ -562,6 +564,22 @@ def test_a_refused_folder_is_an_error_with_the_cure(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(StorageError, match=r"out\.minifloat-work.*Permission denied; check the permissions"):
         CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1)
+
+
+def test_an_interrupt_between_the_two_renames_puts_the_old_checkpoint_back(tmp_path, monkeypatch):
+    old = contents(write_model(tmp_path / "out"))
+    rename = Path.rename
+
+    def interrupt(self, target):
+        renamed = rename(self, target)
+        if self.name == "out":
+            raise KeyboardInterrupt
+        return renamed
+
+    monkeypatch.setattr(Path, "rename", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_model(tmp_path / "out", overwrite=True)
+    assert contents(tmp_path / "out") == old
 
 
 def test_a_destination_that_cannot_be_renamed_keeps_the_old_one_and_the_work(tmp_path, monkeypatch):

@@ -140,7 +140,7 @@ class CheckpointWriter:
             sync_folder(self.work / _OUTPUT)
             self._require_journal().append({"file": file_name, "size": size, "record": record})
             with self._mutex:
-                del self._open_shards[file_name]
+                self._open_shards.pop(file_name, None)
                 self.finished[file_name] = record
 
         shard = ShardWriter(self.work / _OUTPUT / file_name, tensors, metadata, journal)
@@ -195,12 +195,12 @@ class CheckpointWriter:
         self._require_destination()
         replaced = self.work / _REPLACED
         with storage_errors(self.destination, "put the finished output in place"):
-            if os.path.lexists(self.destination):
-                self.destination.rename(replaced)
             try:
+                if os.path.lexists(self.destination):
+                    self.destination.rename(replaced)
                 output.rename(self.destination)
-            except OSError:
-                if replaced.exists():
+            except BaseException:  # Ctrl-C among them
+                if replaced.exists() and not os.path.lexists(self.destination):
                     replaced.rename(self.destination)
                 raise
         sync_folder(self.destination.parent)
@@ -293,6 +293,7 @@ class CheckpointWriter:
             _remove(pending)
             pending.mkdir()
         sync_folder(self.work)
+        sync_folder(self.work.parent)
         self._resumed = True
 
     def _read_fingerprint(self) -> str | None:

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import fcntl
+import os
+
+import pytest
+
+from minifloat.checkpoint.lock import FolderLock
+from minifloat.errors import DestinationError, StorageError
+
+
+def test_a_lock_makes_its_folder_and_removes_it_when_nothing_is_left(tmp_path):
+    lock = FolderLock(tmp_path / "work", "lock")
+    assert (tmp_path / "work" / "lock").read_text() == f"{os.getpid()}\n"
+    lock.release(remove=True)
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_folder_with_something_in_it_is_left(tmp_path):
+    lock = FolderLock(tmp_path / "work", "lock")
+    (tmp_path / "work" / "file").touch()
+    lock.release(remove=True)
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["file"]
+
+
+def test_a_released_lock_is_taken_by_the_next(tmp_path):
+    FolderLock(tmp_path, "lock").release()
+    FolderLock(tmp_path, "lock").release()
+
+
+def test_only_one_holds_the_lock(tmp_path):
+    lock = FolderLock(tmp_path, "lock")
+    with pytest.raises(DestinationError, match=f"process {os.getpid()} is writing here"):
+        FolderLock(tmp_path, "lock")
+    lock.release()
+
+
+@pytest.mark.parametrize("remove_folder", [False, True])
+def test_a_lock_that_its_owner_removes_at_that_moment_is_not_taken_for_ours(tmp_path, monkeypatch, remove_folder):
+    """Two writers would otherwise hold locks on two files of the same name."""
+    folder = tmp_path / "work"
+    flock = fcntl.flock
+    calls = []
+
+    def flock_too_late(descriptor, operation):
+        if not calls:
+            (folder / "lock").unlink()
+            if remove_folder:
+                folder.rmdir()
+        calls.append(operation)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_too_late)
+    lock = FolderLock(folder, "lock")
+    assert len(calls) == 2
+    with pytest.raises(DestinationError):
+        FolderLock(folder, "lock")
+    lock.release()
+
+
+def test_a_file_system_without_locks_is_an_error_with_the_cure(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StorageError, match="choose a destination on a local disk"):
+        FolderLock(tmp_path, "lock")
