@@ -127,7 +127,7 @@ def inspect(model: Path, verbose: bool, as_json: bool) -> None:
 @click.option("--text", "texts", multiple=True, required=True, type=click.Path(path_type=Path), help="UTF-8 text file.")
 @click.option("--window", type=click.IntRange(min=2), help="Tokens per window.  [default: 256]")
 @click.option("--max-tokens", type=click.IntRange(min=2), help="Stop after this many tokens of each text.")
-@click.option("--dtype", default="bfloat16", show_default=True, type=click.Choice(["bfloat16", "float32"]))
+@click.option("--dtype", help="bfloat16, float16 or float32, for both.  [default: that of each config.json]")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def compare(
     baseline: Path,
@@ -135,11 +135,11 @@ def compare(
     texts: tuple[Path, ...],
     window: int | None,
     max_tokens: int | None,
-    dtype: str,
+    dtype: str | None,
     as_json: bool,
 ) -> None:
     """Compare CANDIDATE with BASELINE on the same tokens: perplexity, KL divergence, top-1 agreement."""
-    from minifloat.compare import compare as compare_models
+    from minifloat.compare import compare_models
     from minifloat.display import print_comparison, progress_bar
 
     with progress_bar(enabled=not as_json) as progress:

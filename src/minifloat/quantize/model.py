@@ -23,7 +23,7 @@ from minifloat._version import __version__
 from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, encode_index
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
-from minifloat.errors import CheckpointError, StorageError, TensorError, UsageError
+from minifloat.errors import CheckpointError, TensorError, UsageError
 from minifloat.layouts import compressed_tensors, get_writer
 from minifloat.quantize.card import model_card
 from minifloat.quantize.plan import Override, Plan, TensorPlan, make_plan
@@ -159,7 +159,7 @@ def _fingerprint(checkpoint: Checkpoint, recipe: dict[str, Any]) -> str:
         (info.name, info.dtype, info.shape, info.shard, info.offset, info.nbytes)
         for info in checkpoint.tensors.values()
     ]
-    sidecars = {name: _sha256(checkpoint.path / name) for name in checkpoint.sidecars()}
+    sidecars = {name: hashlib.sha256(checkpoint.read_file(name)).hexdigest() for name in checkpoint.sidecars()}
     facts = [__version__, recipe, checkpoint.config, tensors, sidecars]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -182,10 +182,7 @@ def _provenance(checkpoint: Checkpoint, records: Iterable[dict[str, Any]], recip
 def _write_small_files(checkpoint: Checkpoint, plan: Plan, writer: CheckpointWriter, report: QuantizeReport) -> None:
     """Everything that is not a shard: config, index, tokenizer and the like, the report and the model card."""
     for name in checkpoint.sidecars():
-        try:
-            writer.write_file(name, (checkpoint.path / name).read_bytes())
-        except OSError as error:
-            raise StorageError(f"{checkpoint.path / name}: cannot be read: {error.strerror}") from error
+        writer.write_file(name, checkpoint.read_file(name))
     if len(checkpoint.shards) > 1:
         shards = {shard: [output for tensor in group for output in tensor.outputs] for shard, group in plan.by_shard()}
         writer.write_file(INDEX_FILE, encode_index(shards))
