@@ -1,0 +1,222 @@
+"""Text from a model, as it is made: the simplest consumer of `load`, for looking at a quantized model by eye.
+
+transformers' `generate` runs the model, one prompt at a time, in a thread of its own, so that the caller gets an
+ordinary iterator and can walk away from it at any token. No batching and no paging: that is an engine's work.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from minifloat.errors import CheckpointError, UsageError
+from minifloat.serve.load import load
+
+#: Tokens that one character may be spread over: a byte each.
+_LONGEST_CHARACTER = 4
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder; code in the folder is not run.
+
+    Raises:
+        CheckpointError: transformers finds none, or cannot load it.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(path), trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # tokenizers raises bare Exception for a tokenizer.json that it cannot use
+        raise CheckpointError(os.fspath(path), f"transformers cannot load a tokenizer from it: {error}") from error
+    return tokenizer
+
+
+def generate(
+    model: PreTrainedModel | str | os.PathLike[str],
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+) -> Iterator[str]:
+    """Continue a text.
+
+    Generation ends at an end-of-sequence token, after `max_new_tokens`, or where the model's positions end. Closing the
+    iterator, as a KeyboardInterrupt in a loop over it does, ends it after the token at work.
+
+    Args:
+        model: A folder, or a model made by `minifloat.serve.load.load`.
+        prompt: Taken as it is; no chat template.
+        max_new_tokens: At most so many.
+        temperature: 0 takes the most probable token; otherwise the logits are divided by it and a token is drawn.
+        top_p: Draw from the smallest set of most probable tokens that together have this probability.
+        seed: Makes draws repeatable on one machine; by default they are not. The global random state is not touched.
+
+    Returns:
+        An iterator over pieces of the continuation, without the prompt and without special tokens. A character whose
+        bytes are spread over tokens comes whole.
+
+    Raises:
+        UsageError: An argument is out of range, or the prompt does not fit the model.
+        CheckpointError: The folder cannot be loaded.
+    """
+    if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
+        raise UsageError(
+            "expected max_new_tokens >= 1, temperature >= 0 and 0 < top_p <= 1; "
+            f"got {max_new_tokens}, {temperature} and {top_p}"
+        )
+    if not isinstance(model, PreTrainedModel):
+        model = load(model)
+    tokenizer = load_tokenizer(str(model.config.name_or_path))
+    ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id]
+    if ids == [None]:
+        raise UsageError("the prompt is empty, and the tokenizer has no token to begin a text with")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    room = max_new_tokens if limit is None else limit - len(ids)
+    if room < 1:
+        raise UsageError(f"the prompt has {len(ids)} tokens; the model attends to {limit}")
+    options = {"max_new_tokens": min(max_new_tokens, room), "do_sample": False, **_end_tokens(model, tokenizer)}
+    if temperature > 0:
+        options["logits_processor"] = LogitsProcessorList([_Draw(temperature, top_p, seed)])
+    return _stream(model, tokenizer, ids, options)
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The tokens to stop at: the model's own, else the tokenizer's; and one to pad with, which is never used."""
+    config = model.generation_config
+    end = tokenizer.eos_token_id if config is None or config.eos_token_id is None else config.eos_token_id
+    first = end[0] if isinstance(end, list) else end
+    return {"eos_token_id": end, "pad_token_id": 0 if first is None else first}
+
+
+def _stream(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], options: dict[str, Any]
+) -> Iterator[str]:
+    """Run `generate` in a thread and decode what it puts into a queue."""
+    feed = _Feed(len(prompt))
+    ids = torch.tensor([prompt], device=model.device)
+    runner: Any = model
+    arguments = {"attention_mask": torch.ones_like(ids), "streamer": feed, **options}
+    arguments["stopping_criteria"] = StoppingCriteriaList([_Stop(feed.abandoned)])
+
+    def run() -> None:
+        try:
+            runner.generate(ids, **arguments)
+        except BaseException as error:  # handed to the caller, who raises it
+            feed.tokens.put(error)
+        feed.tokens.put(None)
+
+    worker = threading.Thread(target=run, name="minifloat-generate", daemon=True)
+    worker.start()
+    try:
+        decoder = _Decoder(tokenizer, prompt)
+        while (item := feed.tokens.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            if piece := decoder.add(item):
+                yield piece
+        if piece := decoder.rest():
+            yield piece
+    finally:
+        feed.abandoned.set()
+        worker.join()
+
+
+class _Feed(BaseStreamer):  # type: ignore[misc, no-any-unimported, unused-ignore]
+    """Takes tokens from `generate`, which hands over the prompt first."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
+        self.abandoned = threading.Event()
+        self._skip = prompt_tokens
+
+    def put(self, value: Tensor) -> None:
+        for token in value.flatten().tolist():
+            if self._skip:
+                self._skip -= 1
+            else:
+                self.tokens.put(token)
+
+    def end(self) -> None:
+        """Nothing: the thread says when it is done."""
+
+
+class _Stop(StoppingCriteria):
+    """Stops once nobody listens."""
+
+    def __init__(self, abandoned: threading.Event) -> None:
+        self.abandoned = abandoned
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), self.abandoned.is_set(), dtype=torch.bool, device=input_ids.device)
+
+
+class _Draw(LogitsProcessor):
+    """Draws a token with a generator of its own and leaves no other to choose."""
+
+    def __init__(self, temperature: float, top_p: float, seed: int | None) -> None:
+        self.temperature, self.top_p = temperature, top_p
+        self.generator = torch.Generator()
+        if seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(seed)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        probabilities, order = (scores.float().cpu() / self.temperature).softmax(-1).sort(-1, descending=True)
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= self.top_p, 0)
+        drawn = order.gather(-1, torch.multinomial(probabilities, 1, generator=self.generator))
+        return torch.full_like(scores, -torch.inf).scatter(-1, drawn.to(scores.device), 0)
+
+
+class _Decoder:
+    """Turns tokens into text one by one.
+
+    What a token adds is the text with it minus the text without it, both decoded from a few tokens back, since the
+    first token of a text may be decoded differently (a leading space). Text that ends inside a character waits.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> None:
+        self.tokenizer = tokenizer
+        self.ids = list(prompt)
+        self.start = max(len(prompt) - _LONGEST_CHARACTER, 0)
+        self.said = len(prompt)
+
+    def add(self, token: int) -> str:
+        """The text that is certain with one more token; it may be empty."""
+        self.ids.append(token)
+        piece = self._pending()
+        if piece.endswith(_INCOMPLETE) and len(self.ids) - self.said < _LONGEST_CHARACTER:
+            return ""
+        self.start, self.said = self.said, len(self.ids)
+        return piece
+
+    def rest(self) -> str:
+        """What still waits at the end."""
+        return self._pending()
+
+    def _pending(self) -> str:
+        before, after = (self._decode(self.ids[self.start : end]) for end in (self.said, len(self.ids)))
+        return after[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
