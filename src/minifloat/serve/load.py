@@ -202,19 +202,22 @@ class _Loader:
         """A tensor as the plain checkpoint would hold it, in `dtype`."""
         stored = self.quantized.get(source)
         if stored is None:
-            return self._read_plain(source).to(self.device, dtype)
+            return self._read_plain(source, dtype).to(self.device, dtype)
         weights = [read_weight(self.checkpoint, weight).dequantize(dtype) for weight in stored]
         if stored[0].expert is None:
             return weights[0].to(self.device)
         owner = self.model.get_submodule(source.rpartition(".")[0])
         return torch.stack([weight.T if _is_transposed(owner) else weight for weight in weights]).to(self.device)
 
-    def _read_plain(self, name: str) -> Tensor:
+    def _read_plain(self, name: str, target: torch.dtype) -> Tensor:
         info = self.checkpoint.tensors[name]
-        if info.dtype not in _TORCH_DTYPES:
-            known = ", ".join(_TORCH_DTYPES)
-            raise UnsupportedTensorError(name, f"parameters are stored as one of {known}; found {info.dtype}")
-        return torch.from_numpy(self.checkpoint.read(name)).view(_TORCH_DTYPES[info.dtype]).reshape(info.shape)
+        stored = _TORCH_DTYPES.get(info.dtype)
+        if stored is None or stored.is_floating_point != target.is_floating_point:
+            fitting = [
+                key for key, dtype in _TORCH_DTYPES.items() if dtype.is_floating_point == target.is_floating_point
+            ]
+            raise UnsupportedTensorError(name, f"the model has {target} here; expected {fitting}, found {info.dtype}")
+        return torch.from_numpy(self.checkpoint.read(name)).view(stored).reshape(info.shape)
 
     def _tie(self) -> None:
         """Tie as the config says, except to what is stored quantized: that is a weight of its own."""

@@ -6,6 +6,7 @@ ordinary iterator and can walk away from it at any token. No batching and no pag
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -78,9 +79,9 @@ def generate(
         UsageError: An argument is out of range, or the prompt does not fit the model.
         CheckpointError: The folder cannot be loaded.
     """
-    if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
+    if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise UsageError(
-            "expected max_new_tokens >= 1, temperature >= 0 and 0 < top_p <= 1; "
+            "expected max_new_tokens >= 1, a finite temperature >= 0 and 0 < top_p <= 1; "
             f"got {max_new_tokens}, {temperature} and {top_p}"
         )
     if not isinstance(model, PreTrainedModel):

@@ -1,0 +1,193 @@
+"""Streaming text: what arrives, when it ends, and that nothing is left running."""
+
+import itertools
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from minifloat.errors import CheckpointError, UsageError
+from minifloat.quantize.model import quantize_checkpoint
+from minifloat.serve.load import load
+from minifloat.serve.text import _Decoder, generate, load_tokenizer
+
+PROMPT = "Once upon"
+
+
+@pytest.fixture(scope="module")
+def model(llama_folder: Path) -> PreTrainedModel:
+    return load(llama_folder, dtype=torch.float32)
+
+
+def force(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
+    """Let the model find these tokens the most probable, one after the other."""
+    forward, coming = model.forward, itertools.chain(tokens, itertools.repeat(0))
+
+    def forced(*args: object, **kwargs: object) -> object:
+        output = forward(*args, **kwargs)
+        output.logits.zero_()[:, -1, next(coming)] = 1
+        return output
+
+    monkeypatch.setattr(model, "forward", forced)
+
+
+def test_greedy_text_is_that_of_transformers(model: PreTrainedModel, llama_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(llama_folder)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    reference = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
+    with torch.no_grad():
+        output = reference.generate(ids, max_new_tokens=20, do_sample=False)
+    expected = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    assert "".join(generate(model, PROMPT, max_new_tokens=20)) == expected
+
+
+def test_text_comes_piece_by_piece(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(model, monkeypatch, list(load_tokenizer(model.config.name_or_path)("abc def").input_ids))
+    assert list(generate(model, PROMPT, max_new_tokens=7)) == list("abc def")
+
+
+@pytest.mark.parametrize("text", ["naïve", "日本語", "a🙂b🙂", "e\u0301"])
+def test_a_character_spread_over_tokens_comes_whole(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    tokens = list(load_tokenizer(model.config.name_or_path)(text).input_ids)
+    assert len(tokens) == len(text.encode())
+    force(model, monkeypatch, tokens)
+    assert list(generate(model, PROMPT, max_new_tokens=len(tokens))) == list(text)
+
+
+def test_a_replacement_character_that_the_model_means_is_shown(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a\N{REPLACEMENT CHARACTER}b"
+    force(model, monkeypatch, list(load_tokenizer(model.config.name_or_path)(text).input_ids))
+    assert "".join(generate(model, PROMPT, max_new_tokens=5)) == text
+
+
+def test_bytes_that_are_no_character_are_not_held_back(llama_folder: Path) -> None:
+    tokenizer = load_tokenizer(llama_folder)
+    start_of_four = tokenizer("🙂").input_ids[0]
+    decoder = _Decoder(tokenizer, tokenizer("x").input_ids)
+    pieces = [decoder.add(token) for token in [start_of_four] * 8]
+    assert len("".join(pieces)) >= 4
+    assert decoder.add(tokenizer("y").input_ids[0]) + decoder.rest() != ""
+
+
+def test_an_unfinished_character_at_the_end_is_shown(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(model, monkeypatch, list(load_tokenizer(model.config.name_or_path)("a日").input_ids)[:2])
+    assert "".join(generate(model, PROMPT, max_new_tokens=2)) == "a\N{REPLACEMENT CHARACTER}"
+
+
+def test_it_stops_at_the_end_token_and_does_not_show_it(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(model.config.name_or_path)
+    force(model, monkeypatch, [*tokenizer("ab").input_ids, tokenizer.eos_token_id, *tokenizer("cd").input_ids])
+    assert "".join(generate(model, PROMPT, max_new_tokens=20)) == "ab"
+
+
+def test_it_stops_where_the_positions_end(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(model, monkeypatch, [5] * 500)
+    prompt = "x" * (model.config.max_position_embeddings - 3)
+    assert len("".join(generate(model, prompt, max_new_tokens=100))) == 3
+
+
+def test_a_seed_repeats_a_draw_and_leaves_the_global_state_alone(model: PreTrainedModel) -> None:
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    draws = ["".join(generate(model, PROMPT, max_new_tokens=12, temperature=1.5, seed=seed)) for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_small_top_p_is_greedy(model: PreTrainedModel) -> None:
+    greedy = "".join(generate(model, PROMPT, max_new_tokens=12))
+    assert "".join(generate(model, PROMPT, max_new_tokens=12, temperature=1.0, top_p=1e-6, seed=0)) == greedy
+
+
+def test_draws_follow_the_probabilities(model: PreTrainedModel) -> None:
+    from minifloat.serve.text import _Draw
+
+    scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[None]
+    draw = _Draw(temperature=1.0, top_p=0.75, seed=0)
+    drawn = torch.tensor([int(draw(torch.zeros(1, 1), scores).argmax()) for _ in range(2000)])
+    counts = torch.bincount(drawn, minlength=4) / 2000
+    torch.testing.assert_close(counts, torch.tensor([0.625, 0.375, 0, 0]), rtol=0, atol=0.04)
+
+
+def test_closing_the_iterator_ends_the_thread(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    force(model, monkeypatch, [5] * 500)
+    before = threading.active_count()
+    stream = generate(model, PROMPT, max_new_tokens=100)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
+
+
+def test_an_interrupt_in_a_loop_over_it_ends_the_thread(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(model, monkeypatch, [5] * 500)
+    before = threading.active_count()
+
+    def reader() -> None:
+        for _ in generate(model, PROMPT, max_new_tokens=100):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reader()
+    assert threading.active_count() == before
+
+
+def test_an_error_in_the_model_reaches_the_reader(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("the kernel broke")
+
+    monkeypatch.setattr(model, "forward", broken)
+    with pytest.raises(RuntimeError, match="the kernel broke"):
+        list(generate(model, PROMPT))
+
+
+def test_an_empty_prompt_begins_with_the_begin_token(model: PreTrainedModel) -> None:
+    assert "".join(generate(model, "", max_new_tokens=5)) != ""
+
+
+def test_it_takes_a_folder_with_quantized_weights(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    text = "".join(generate(tmp_path / "q", PROMPT, temperature=1.0, seed=0))
+    assert text == "".join(generate(load(tmp_path / "q"), PROMPT, temperature=1.0, seed=0)) != ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")}],
+)
+def test_arguments_out_of_range_are_refused_before_anything_runs(
+    model: PreTrainedModel, wrong: dict[str, float]
+) -> None:
+    with pytest.raises(UsageError, match="finite temperature >= 0"):
+        generate(model, PROMPT, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_is_too_long_is_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(UsageError, match="has 200 tokens; the model attends to 128"):
+        generate(model, "x" * 200)
+
+
+def test_a_folder_without_a_tokenizer_is_named(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(CheckpointError, match="cannot load a tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_a_broken_tokenizer_is_named(llama_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama_folder, tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot load a tokenizer"):
+        load_tokenizer(tmp_path / "m")
