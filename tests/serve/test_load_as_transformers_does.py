@@ -26,9 +26,9 @@ def as_transformers_loads(folder: Path, layout: str) -> PreTrainedModel:
     config = CompressedTensorsConfig(run_compressed=False) if compressed else FineGrainedFP8Config(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
     for module in model.modules():
-        if hasattr(module, "quantization_enabled"):
+        if hasattr(module, "quantization_scheme"):  # older transformers quantize the inputs of decompressed modules
             module.quantization_enabled = False
-    return model.float().eval()  # the FP8 integration loads the rest as it is stored, in BF16
+    return torch.nn.Module.float(model).eval()  # the FP8 integration loads the rest as it is stored, in BF16
 
 
 @pytest.fixture(scope="module")
