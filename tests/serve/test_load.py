@@ -306,6 +306,13 @@ def test_code_beside_a_known_model_type_is_left_alone(folder: Path) -> None:
     assert torch.equal(logits(load(folder)), expected)
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_config_does_not_choose_kernels_from_the_hub(folder: Path, key: str) -> None:
+    expected = load(folder).config._attn_implementation
+    edit_config(folder, **{key: "somebody/kernels"})
+    assert load(folder).config._attn_implementation == expected
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -34,6 +34,21 @@ def test_the_logits_are_those_of_an_independent_dequantization(name: str) -> Non
     torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["gpt-oss-mxfp4", "llmc-moe-fp8-dynamic", "modelopt-moe-nvfp4"])
+def test_experts_that_must_be_dequantized_give_the_same_logits(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("minifloat.serve.load.indexes_experts", lambda *_: False)
+    expected = load_file(INTEROP / name / "expected.safetensors")
+    model = load(INTEROP / name, dtype=torch.float32)
+    assert not any(isinstance(module, QuantizedExperts) for module in model.modules())
+    assert "held dequantized" in caplog.text
+    with torch.no_grad():
+        logits = model(expected["input_ids"]).logits[0]
+    tolerance = 1e-5 * float(expected["logits"].abs().max())
+    torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("name", FIXTURES)
 def test_the_weights_are_those_of_an_independent_dequantization(name: str) -> None:
     expected = load_file(INTEROP / name / "expected.safetensors")

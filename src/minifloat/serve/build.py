@@ -17,7 +17,16 @@ from minifloat.checkpoint import CONFIG_FILE, Checkpoint
 from minifloat.errors import ConfigError
 
 _GENERATION_FILE = "generation_config.json"
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+#: What `describe` reads, and what could have transformers fetch kernels, which are code, from the hub.
+_DROPPED_KEYS = (
+    "quantization_config",
+    "compression_config",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+    "auto_map",
+)
 
 
 def empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
@@ -91,15 +100,13 @@ def _named_class(checkpoint: Checkpoint, config: PreTrainedConfig) -> type[PreTr
 
 
 def _plain_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """The config of the unquantized model: what it says about quantization is for `describe`, not for transformers."""
+    """The config of the unquantized model."""
     path = checkpoint.path / CONFIG_FILE
-    values = _without(checkpoint.config, _QUANTIZATION_KEYS)
-    if isinstance(values.get("text_config"), dict):
-        values["text_config"] = _without(values["text_config"], _QUANTIZATION_KEYS)
+    values = _trusted(checkpoint.config)
     model_type = str(values.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         cure = f"transformers {transformers.__version__} does not have it; install a version that does"
-        if values.get("auto_map"):
+        if checkpoint.config.get("auto_map"):
             cure = "it needs the Python code that comes with the checkpoint, which is not run here"
         raise ConfigError(path, f"model_type {model_type}: {cure}")
     try:
@@ -110,5 +117,8 @@ def _plain_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     return config
 
 
-def _without(values: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in keys}
+def _trusted(value: Any) -> Any:
+    """A config without the dropped keys, in its sub-configs neither."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _trusted(item) for key, item in value.items() if key not in _DROPPED_KEYS}

@@ -7,6 +7,7 @@ with `__getitem__` is enough and no forward is rewritten. Whether a class keeps 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Sequence
@@ -61,7 +62,8 @@ class QuantizedExperts(nn.Module):
         return weight.T if self.transposed else weight
 
 
-def indexes_experts(cls: type[nn.Module], name: str) -> bool:
+@functools.cache
+def indexes_experts(cls: type, name: str) -> bool:
     """Whether the code of a module class reads ``self.<name>`` only as ``self.<name>[...]``.
 
     Llama 4 multiplies with the whole parameter, for one: there a `QuantizedExperts` cannot stand in for it.
