@@ -11,6 +11,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,8 +63,7 @@ class QuantizedExperts(nn.Module):
         return weight.T if self.transposed else weight
 
 
-@functools.cache
-def indexes_experts(cls: type, name: str) -> bool:
+def indexes_experts(cls: type[nn.Module], name: str) -> bool:
     """Whether the code of a module class reads ``self.<name>`` only as ``self.<name>[...]``.
 
     Llama 4 multiplies with the whole parameter, for one: there a `QuantizedExperts` cannot stand in for it.
@@ -79,9 +79,8 @@ def indexes_experts(cls: type, name: str) -> bool:
     for base in cls.__mro__:
         if base is nn.Module:
             break
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):
+        tree = _parsed(base)
+        if tree is None:
             return False
         subscripted = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
         for node in ast.walk(tree):
@@ -90,3 +89,12 @@ def indexes_experts(cls: type, name: str) -> bool:
                     return False
                 indexed = True
     return indexed
+
+
+@functools.cache  # finding a class in its file takes milliseconds, and every layer asks
+def _parsed(cls: Any) -> ast.Module | None:
+    """The syntax tree of a class, None where there is no source."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):
+        return None
