@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from minifloat.compare import Comparison
     from minifloat.quantize.model import Progress as ProgressCallback
 
-_MEBI = 1 << 20
+_KIBI, _MEBI = 1 << 10, 1 << 20
 
 
 def _console() -> Console:
@@ -65,7 +65,7 @@ def _table(*columns: str, right: Iterable[str] = ()) -> Table:
 
 
 def _size(nbytes: float) -> str:
-    return f"{nbytes / _MEBI:,.2f} MiB"
+    return f"{nbytes / _KIBI:.1f} KiB" if nbytes < _MEBI else f"{nbytes / _MEBI:,.2f} MiB"
 
 
 def _shape(shapes: set[tuple[int, ...]]) -> str:

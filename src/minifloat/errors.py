@@ -25,8 +25,9 @@ it as one line and exits with status 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 
 class MinifloatError(Exception):
@@ -49,6 +50,21 @@ class UnknownNameError(UsageError):
     def __init__(self, kind: str, name: str, valid: Iterable[str]) -> None:
         self.kind, self.name, self.valid = kind, name, tuple(valid)
         super().__init__(f"unknown {kind} {name!r}; valid: {', '.join(self.valid)}")
+
+
+_Entry = TypeVar("_Entry")
+
+
+def lookup(kind: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
+    """The entry of a table.
+
+    Raises:
+        UnknownNameError: No entry of that name; the message lists the names that exist.
+    """
+    try:
+        return table[name]
+    except KeyError:
+        raise UnknownNameError(kind, name, table) from None
 
 
 class PatternError(UsageError):

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from minifloat.errors import UnknownNameError
+from minifloat.errors import lookup
 
 
 class Special(enum.Enum):
@@ -147,7 +147,4 @@ def get_format(name: str) -> ElementFormat:
     Raises:
         UnknownNameError: No such format; the message lists the valid names.
     """
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise UnknownNameError("format", name, FORMATS) from None
+    return lookup("format", name, FORMATS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from minifloat.errors import UnknownNameError
+from minifloat.errors import lookup
 from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, GROUP_128, TENSOR, TOKEN, Granularity
 
@@ -153,10 +153,7 @@ def get_scheme(name: str) -> Scheme:
     Raises:
         UnknownNameError: No such scheme; the message lists the valid names.
     """
-    try:
-        return SCHEMES[name]
-    except KeyError:
-        raise UnknownNameError("scheme", name, SCHEMES) from None
+    return lookup("scheme", name, SCHEMES)
 
 
 def weight_only(scheme: Scheme) -> Scheme:

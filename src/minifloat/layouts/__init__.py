@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import ConfigError, UnknownNameError, UnsupportedTensorError
+from minifloat.errors import ConfigError, UnsupportedTensorError, lookup
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
 from minifloat.layouts.stored import Description, StoredWeight, read_weight
 from minifloat.layouts.writing import WeightTensors, WriteLayout
@@ -39,10 +39,7 @@ def get_writer(name: str) -> WriteLayout:
     Raises:
         UnknownNameError: No such layout; the message lists the valid names.
     """
-    try:
-        return WRITERS[name]
-    except KeyError:
-        raise UnknownNameError("layout", name, WRITERS) from None
+    return lookup("layout", name, WRITERS)
 
 
 def describe(checkpoint: Checkpoint) -> Description:
