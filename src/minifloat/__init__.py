@@ -18,8 +18,7 @@ from minifloat._version import __version__
 
 if TYPE_CHECKING:
     from minifloat.checkpoint import Checkpoint
-    from minifloat.compare import Comparison
-    from minifloat.compare import compare as compare_models
+    from minifloat.compare import Comparison, compare_models
     from minifloat.errors import MinifloatError
     from minifloat.inspection import Inspection, inspect_checkpoint
     from minifloat.quantize.model import quantize_checkpoint
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from minifloat.serve.load import load
     from minifloat.serve.text import generate
 
-#: Public name -> the module that defines it, and its name there where that is another (a subpackage has the short one).
+#: Public name -> the module that defines it.
 _EXPORTS = {
     "Checkpoint": "minifloat.checkpoint",
     "Comparison": "minifloat.compare",
@@ -39,7 +38,7 @@ _EXPORTS = {
     "QuantizedTensor": "minifloat.quantize.tensor",
     "SCHEMES": "minifloat.scheme",
     "Scheme": "minifloat.scheme",
-    "compare_models": "minifloat.compare:compare",
+    "compare_models": "minifloat.compare",
     "generate": "minifloat.serve.text",
     "inspect_checkpoint": "minifloat.inspection",
     "load": "minifloat.serve.load",
@@ -69,8 +68,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _EXPORTS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute or name)
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

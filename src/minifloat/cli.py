@@ -139,7 +139,7 @@ def compare(
     as_json: bool,
 ) -> None:
     """Compare CANDIDATE with BASELINE on the same tokens: perplexity, KL divergence, top-1 agreement."""
-    from minifloat.compare import compare as compare_models
+    from minifloat.compare import compare_models
     from minifloat.display import print_comparison, progress_bar
 
     with progress_bar(enabled=not as_json) as progress:
