@@ -122,3 +122,18 @@ def test_quantizing_and_inspecting_load_no_torch_where_the_kernels_are_native(tm
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_compare_prints_a_row_per_text_and_generate_continues_the_prompt(llama_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 20)
+    assert run("quantize", llama_folder, tmp_path / "out", "-q", "--scheme", "fp8").exit_code == 0
+    result = run("compare", llama_folder, tmp_path / "out", "--text", text, "--window", "32")
+    assert result.exit_code == 0, result.output
+    assert "text.txt" in result.output
+    assert "top-1" in result.output
+    as_json = run("compare", llama_folder, llama_folder, "--text", text, "--window", "32", "--json")
+    assert json.loads(as_json.stdout)["overall"]["kl_max"] == 0.0
+    generated = run("generate", tmp_path / "out", "the cat", "-n", "4")
+    assert generated.exit_code == 0
+    assert generated.stdout.startswith("the cat")
