@@ -20,7 +20,9 @@ from minifloat.errors import KernelUnavailable
 #: ``MINIFLOAT_ABI_VERSION`` of ``csrc/api.h``.
 ABI_VERSION = 1
 FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
-_REBUILD = "install a C++ compiler (g++ or clang++) and reinstall minifloat"
+_REBUILD = (
+    "install a C++ compiler (g++ or clang++) and reinstall minifloat, or in a checkout run what CMakeLists.txt says"
+)
 
 
 class Format(ctypes.Structure):

@@ -63,16 +63,22 @@ bool known_format(const minifloat_format& f) {
 bool valid(const minifloat_quantize_rows_args& a) {
     const int lanes = 16;
     const bool whole_row = a.one_scale || a.block_cols >= a.cols;
-    if (a.rows < 0 || a.cols < 0 || a.block_rows < 1 || a.block_cols < 1 || !known_dtype(a.dtype)) return false;
+    if (a.rows < 0 || a.cols < 1 || a.block_rows < 1 || a.block_cols < 1 || !known_dtype(a.dtype)) return false;
     if (!whole_row && a.block_cols % lanes != 0) return false;
-    if (a.scaling < MINIFLOAT_SCALE_FLOAT32 || a.scaling > MINIFLOAT_SCALE_SEARCH || !known_format(a.element)) return false;
+    if (a.scaling < MINIFLOAT_SCALE_FLOAT32 || a.scaling > MINIFLOAT_SCALE_SEARCH) return false;
+    if (!known_format(a.element)) return false;
     if (a.scaling == MINIFLOAT_SCALE_CODED && !known_format(a.scale)) return false;
     if (a.element.bits == 4 && a.cols % 2 != 0) return false;
     const bool searchable = a.block_rows == 1 && (a.block_cols == lanes || a.block_cols == 2 * lanes) && !a.one_scale;
     return a.scaling != MINIFLOAT_SCALE_SEARCH || searchable;
 }
 
-bool runs_here(int32_t isa) { return isa >= 0 && isa < kIsaCount && kIsas[isa].supported(); }
+bool runs_here(int32_t isa) {
+#if defined(MINIFLOAT_X86)
+    __builtin_cpu_init();  // not every compiler's runtime does it when the library is loaded
+#endif
+    return isa >= 0 && isa < kIsaCount && kIsas[isa].supported();
+}
 
 }  // namespace
 

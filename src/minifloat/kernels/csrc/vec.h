@@ -23,6 +23,8 @@ namespace MINIFLOAT_ISA {
 
 typedef float F32 __attribute__((vector_size(MINIFLOAT_VECTOR_BYTES)));
 typedef int32_t I32 __attribute__((vector_size(MINIFLOAT_VECTOR_BYTES)));
+// At most kLanes of them, so that the narrowest block fills a vector.
+typedef int16_t I16 __attribute__((vector_size(MINIFLOAT_VECTOR_BYTES < 32 ? MINIFLOAT_VECTOR_BYTES : 32)));
 
 // Sums are kept in this many lanes on every instruction set, so that they come out the same everywhere.
 constexpr int kLanes = 16;
@@ -89,7 +91,5 @@ inline T sum_lanes(const Vector (&parts)[kParts]) {
     if constexpr (kParts == 2) return fold<kWidth, T>(parts[0] + parts[1], Add());
     if constexpr (kParts == 4) return fold<kWidth, T>((parts[0] + parts[2]) + (parts[1] + parts[3]), Add());
 }
-
-inline int32_t max_lanes(I32 v) { return fold<kWidth, int32_t>(v, Max()); }
 
 }  // namespace MINIFLOAT_ISA

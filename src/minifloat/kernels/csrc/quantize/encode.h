@@ -2,8 +2,8 @@
 //
 // One formula for normal and subnormal results. Let E be the power of two below |z|, at least the format's smallest
 // normal. Adding 2**(23 - mantissa_bits) * E makes the float32 adder round |z| to the format's step in that binade:
-// subtracting it again gives the rounded value, and the difference of the bit patterns the number of steps, which is
-// the code but for the exponent.
+// subtracting it again gives the rounded value, and the low bits of the sum are the number of steps, which is the code
+// but for the exponent.
 #pragma once
 
 #include "../api.h"
@@ -38,7 +38,7 @@ struct Format {
 template <class F, class I>
 struct Rounded {
     F value;  // magnitude, exactly representable
-    I code;   // without sign
+    I code;   // without sign, in the low kMantissaBits bits; those above are left dirty
 };
 
 // `magnitude`: the bits of |z|, already at most the bits of `fmt.max` shifted by `exponent_offset`, where
@@ -48,8 +48,8 @@ inline Rounded<F, I> round_magnitude(I magnitude, const Format& fmt, int32_t exp
     const I exponent = max(magnitude & kInfinity, I{} + (fmt.min_normal + exponent_offset));
     const F anchor = bit_cast<F>(exponent + fmt.magic);
     const F sum = bit_cast<F>(magnitude) + anchor;
-    const I steps = bit_cast<I>(sum) - bit_cast<I>(anchor);
-    return {sum - anchor, steps + ((exponent - (fmt.min_normal + exponent_offset)) >> fmt.mantissa_shift)};
+    const I exponent_code = (exponent - (fmt.min_normal + exponent_offset)) >> fmt.mantissa_shift;
+    return {sum - anchor, bit_cast<I>(sum) + exponent_code};
 }
 
 // Error statistics. Within a chunk they are kept in kLanes lanes of float32, between chunks in double: a chunk is so
@@ -68,17 +68,20 @@ inline void add_lanes(const F32 (&parts)[kParts], double factor, double* __restr
 // Casts one row of blocks.
 //
 // w: `count` floats, a multiple of kLanes; codes: as many. Block b covers the columns from b * block_cols on.
-// unit: a power of two that brings w near 1, so that squares neither overflow nor underflow.
-template <bool kPowerOfTwo>
+// unit: a power of two that brings w near 1, so that squares neither overflow nor underflow. kPowerOfTwo: the scales
+// are, so that multiplying by `inverses` is the division. kClips: some element may saturate.
+template <bool kPowerOfTwo, bool kClips>
 inline void encode_chunk(const float* __restrict w, int count, int block_cols, const float* __restrict scales,
                          const float* __restrict inverses, float unit, const Format& fmt, int32_t* __restrict codes,
                          Sums& sums) {
     F32 signal[kParts] = {}, noise[kParts] = {};
     I32 saturated[kParts] = {}, flushed[kParts] = {};
+    const float largest_float = bit_cast<float>(kInfinity - 1);
     for (int begin = 0, block = 0; begin < count; begin += block_cols, ++block) {
         const int end = min(begin + block_cols, count);
         const F32 factor = broadcast(kPowerOfTwo ? inverses[block] : scales[block]);
-        const F32 unit_scale = broadcast(scales[block] * unit);
+        // Overflows only where the scale is so far above the weights that all of them become zeros.
+        const F32 unit_scale = broadcast(min(scales[block] * unit, largest_float));
         for (int i = begin; i < end; i += kLanes) {
             for (int part = 0; part < kParts; ++part) {
                 const F32 x = load(w + i + part * kWidth);
@@ -93,8 +96,8 @@ inline void encode_chunk(const float* __restrict w, int count, int block_cols, c
                 const F32 error = reduced - r.value * unit_scale;
                 signal[part] += reduced * reduced;
                 noise[part] += error * error;
-                saturated[part] -= magnitude > fmt.saturation;
-                flushed[part] -= (r.code == 0) & (x_magnitude != 0);
+                if (kClips) saturated[part] -= magnitude > fmt.saturation;
+                flushed[part] -= (r.value == 0.0f) & (x_magnitude != 0);
             }
         }
     }

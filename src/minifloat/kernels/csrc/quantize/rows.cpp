@@ -15,18 +15,6 @@ struct Scratch {
     BlockScales blocks;
 };
 
-inline int32_t amax_bits(const float* w, int count) {
-    I32 largest = {};
-    for (int i = 0; i < count; i += kWidth) largest = max(largest, bit_cast<I32>(load(w + i)) & kMagnitude);
-    return max_lanes(largest);
-}
-
-int64_t count_nonfinite(const float* w, int count) {
-    int64_t total = 0;
-    for (int i = 0; i < count; ++i) total += (bit_cast<int32_t>(w[i]) & kMagnitude) >= kInfinity;
-    return total;
-}
-
 struct Panel {
     int64_t row_begin, row_end, col_begin, col_end;
 };
@@ -63,39 +51,47 @@ class Slab {
         BlockScales& s = scratch_.blocks;
         const int blocks = static_cast<int>((p.col_end - p.col_begin + block_cols_ - 1) / block_cols_);
         for (int b = 0; b < blocks; ++b) s.amax[b] = 0;
-        for (int64_t row = p.row_begin; row < p.row_end; ++row)
-            for (int64_t col = p.col_begin; col < p.col_end; col += kChunk) measure(p, row, col);
-        if (a_.one_scale) s.amax[0] = bit_cast<int32_t>(a_.tensor_amax);
-        choose_scales(s, blocks, a_, element_);
-        if (searches_ && padding_ == kLanes) search_scales<1>(scratch_.w, blocks, element_, s);
-        if (searches_ && padding_ == 2 * kLanes) search_scales<2>(scratch_.w, blocks, element_, s);
+        for (int64_t row = p.row_begin; row < p.row_end; ++row) measure(p, row, blocks);
+        scale(p, blocks);
         store_scales(p, blocks);
         const float unit = common_unit(blocks);
-        const bool in_scratch = p.row_end - p.row_begin == 1 && p.col_end - p.col_begin <= kChunk;
+        const bool clips = some_clip(blocks);
         for (int64_t row = p.row_begin; row < p.row_end; ++row)
-            for (int64_t col = p.col_begin; col < p.col_end; col += kChunk) encode(p, row, col, unit, in_scratch);
+            for (int64_t col = p.col_begin; col < p.col_end; col += kChunk) encode(p, row, col, unit, clips);
     }
 
-    int chunk_columns(const Panel& p, int64_t col) const {
-        return static_cast<int>(min<int64_t>(kChunk, p.col_end - col));
-    }
+    const uint8_t* source(int64_t row, int64_t col) const { return a_.data + (row * a_.cols + col) * Source::kBytes; }
 
-    int load(const Panel& p, int64_t row, int64_t col) {
-        const uint8_t* src = a_.data + (row * a_.cols + col) * Source::kBytes;
-        return load_chunk<Source>(src, chunk_columns(p, col), padding_, scratch_.w);
-    }
-
-    // Raises the amax of the blocks that this chunk of a row belongs to.
-    void measure(const Panel& p, int64_t row, int64_t col) {
-        const int count = load(p, row, col);
-        const int step = static_cast<int>(min<int64_t>(block_cols_, kChunk));
+    // Raises the amax of the blocks by one row.
+    void measure(const Panel& p, int64_t row, int blocks) {
         int32_t largest = 0;
-        for (int begin = 0, block = 0; begin < count; begin += step, ++block) {
-            const int32_t bits = amax_bits(scratch_.w + begin, min(step, count - begin));
-            scratch_.blocks.amax[block] = max(scratch_.blocks.amax[block], bits);
+        for (int b = 0; b < blocks; ++b) {
+            const int64_t col = p.col_begin + b * block_cols_;
+            const int32_t bits = Source::amax_bits(source(row, col), min(block_cols_, p.col_end - col));
+            scratch_.blocks.amax[b] = max(scratch_.blocks.amax[b], bits);
             largest = max(largest, bits);
         }
-        if (largest >= kInfinity) nonfinite_ += count_nonfinite(scratch_.w, count);
+        if (largest < kInfinity) return;
+        nonfinite_ += count_nonfinite<Source>(source(row, p.col_begin), p.col_end - p.col_begin);
+    }
+
+    void scale(const Panel& p, int blocks) {
+        BlockScales& s = scratch_.blocks;
+        const int32_t measured = s.amax[0];
+        if (a_.one_scale) s.amax[0] = bit_cast<int32_t>(a_.tensor_amax);
+        choose_scales(s, blocks, a_, element_);
+        s.amax[0] = measured;
+        if (!searches_) return;
+        load(p, p.row_begin, p.col_begin);
+        if (padding_ == kLanes) search_scales<1>(scratch_.w, blocks, element_, s);
+        if (padding_ == 2 * kLanes) search_scales<2>(scratch_.w, blocks, element_, s);
+    }
+
+    // A chunk of columns as float32, padded with zeros; returns their number without padding.
+    int load(const Panel& p, int64_t row, int64_t col) {
+        const int columns = static_cast<int>(min<int64_t>(kChunk, p.col_end - col));
+        load_chunk<Source>(source(row, col), columns, padding_, scratch_.w);
+        return columns;
     }
 
     void store_scales(const Panel& p, int blocks) {
@@ -108,23 +104,32 @@ class Slab {
             store_bytes(s.code, blocks, static_cast<uint8_t*>(a_.scales) + first);
     }
 
-    // The power of two that brings the largest of weights and scales of a panel near 1.
+    // The power of two that brings the largest weight of a panel near 1. Weights more than about 2**60 below it then
+    // count as zeros in the sums.
     float common_unit(int blocks) const {
-        const BlockScales& s = scratch_.blocks;
         int32_t largest = 0;
-        for (int b = 0; b < blocks; ++b) largest = max(largest, max(s.amax[b], bit_cast<int32_t>(s.scale[b])));
+        for (int b = 0; b < blocks; ++b) largest = max(largest, scratch_.blocks.amax[b]);
         return bit_cast<float>(max(kMaxE8M0 - (largest >> kMantissaBits), 1) << kMantissaBits);
     }
 
-    void encode(const Panel& p, int64_t row, int64_t col, float unit, bool in_scratch) {
-        const int columns = chunk_columns(p, col);
-        const int count = in_scratch ? (columns + kLanes - 1) / kLanes * kLanes : load(p, row, col);
+    // Whether an element may saturate: the largest of each block tells.
+    bool some_clip(int blocks) const {
+        const BlockScales& s = scratch_.blocks;
+        int32_t largest = 0;
+        for (int b = 0; b < blocks; ++b)
+            largest = max(largest, bit_cast<int32_t>(bit_cast<float>(s.amax[b]) / s.scale[b]));
+        return largest > element_.saturation;
+    }
+
+    void encode(const Panel& p, int64_t row, int64_t col, float unit, bool clips) {
+        const int columns = load(p, row, col);
+        const int count = (columns + kLanes - 1) / kLanes * kLanes;
         const int step = static_cast<int>(min<int64_t>(block_cols_, kChunk));
         const BlockScales& s = scratch_.blocks;
-        if (a_.scaling >= MINIFLOAT_SCALE_FLOOR)
-            encode_chunk<true>(scratch_.w, count, step, s.scale, s.inverse, unit, element_, scratch_.codes, sums_);
-        else
-            encode_chunk<false>(scratch_.w, count, step, s.scale, s.scale, unit, element_, scratch_.codes, sums_);
+        const bool power_of_two = a_.scaling >= MINIFLOAT_SCALE_FLOOR;
+        const auto cast_chunk = power_of_two ? (clips ? encode_chunk<true, true> : encode_chunk<true, false>)
+                                             : (clips ? encode_chunk<false, true> : encode_chunk<false, false>);
+        cast_chunk(scratch_.w, count, step, s.scale, s.inverse, unit, element_, scratch_.codes, sums_);
         const int64_t index = row * a_.cols + col;
         if (a_.element.bits == 4)
             store_nibbles(scratch_.codes, columns, a_.codes + index / 2);
@@ -143,21 +148,26 @@ class Slab {
 };
 
 template <class Source>
+int32_t finite_amax_bits(const uint8_t* src, int64_t count) {
+    int32_t largest = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const int32_t magnitude = bit_cast<int32_t>(Source::to_float(src + i * Source::kBytes)) & kMagnitude;
+        largest = max(largest, magnitude < kInfinity ? magnitude : 0);
+    }
+    return largest;
+}
+
+template <class Source>
 void measure_all(minifloat_amax_args& a) {
-    alignas(64) float w[kChunk];
     int32_t largest = 0;
     a.nonfinite = 0;
     for (int64_t begin = 0; begin < a.count; begin += kChunk) {
-        const int columns = static_cast<int>(min<int64_t>(kChunk, a.count - begin));
-        const int count = load_chunk<Source>(a.data + begin * Source::kBytes, columns, kLanes, w);
-        int32_t bits = amax_bits(w, count);
+        const int64_t count = min<int64_t>(kChunk, a.count - begin);
+        const uint8_t* src = a.data + begin * Source::kBytes;
+        int32_t bits = Source::amax_bits(src, count);
         if (bits >= kInfinity) {
-            bits = 0;
-            for (int i = 0; i < count; ++i) {
-                const int32_t magnitude = bit_cast<int32_t>(w[i]) & kMagnitude;
-                bits = max(bits, magnitude < kInfinity ? magnitude : 0);
-            }
-            a.nonfinite += count_nonfinite(w, count);
+            bits = finite_amax_bits<Source>(src, count);
+            a.nonfinite += count_nonfinite<Source>(src, count);
         }
         largest = max(largest, bits);
     }
@@ -170,13 +180,13 @@ void measure_all(minifloat_amax_args& a) {
 void quantize_rows(minifloat_quantize_rows_args& args) {
     if (args.dtype == MINIFLOAT_BF16) Slab<Bf16>(args).run();
     if (args.dtype == MINIFLOAT_F16) Slab<F16>(args).run();
-    if (args.dtype == MINIFLOAT_F32) Slab<F32Source>(args).run();
+    if (args.dtype == MINIFLOAT_F32) Slab<Float32>(args).run();
 }
 
 void amax(minifloat_amax_args& args) {
     if (args.dtype == MINIFLOAT_BF16) measure_all<Bf16>(args);
     if (args.dtype == MINIFLOAT_F16) measure_all<F16>(args);
-    if (args.dtype == MINIFLOAT_F32) measure_all<F32Source>(args);
+    if (args.dtype == MINIFLOAT_F32) measure_all<Float32>(args);
 }
 
 }  // namespace MINIFLOAT_ISA

@@ -11,7 +11,7 @@ constexpr int kMaxE8M0 = 2 * kBias;  // E8M0 has the exponent field and bias of 
 
 struct BlockScales {
     int32_t amax[kMaxBlocks];    // bits of a float32 magnitude
-    int32_t code[kMaxBlocks];    // what is stored, unless the scale itself is
+    int32_t code[kMaxBlocks];    // its low byte is stored, unless the scale itself is
     float scale[kMaxBlocks];     // multiplies to dequantize
     float inverse[kMaxBlocks];   // exact reciprocal, only of E8M0
 };
@@ -45,8 +45,8 @@ inline void coded_scales(BlockScales& s, int blocks, const minifloat_quantize_ro
         const float value = s.amax[b] == 0 ? zero_scale : wanted;
         const int32_t magnitude = min(bit_cast<int32_t>(value), fmt.max_value);
         const auto r = round_magnitude<float, int32_t>(magnitude, fmt);
-        const bool is_zero = r.code == 0;  // a block that is not zero keeps a scale that is not zero
-        s.code[b] = is_zero ? 1 : r.code;
+        const bool is_zero = r.value == 0.0f;  // a block that is not zero keeps a scale that is not zero
+        s.code[b] = is_zero ? 1 : r.code;      // the low byte is stored
         s.scale[b] = (is_zero ? smallest : r.value) / divisor;
     }
 }
@@ -61,7 +61,7 @@ inline void e8m0_scales(BlockScales& s, int blocks, int scaling, const Format& e
             const int32_t bits = bit_cast<int32_t>(bit_cast<float>(s.amax[b]) / element_max);
             code = (bits >> kMantissaBits) + ((bits & mantissa_mask) != 0);
         } else {
-            const int32_t bits = s.amax[b] + (scaling == MINIFLOAT_SCALE_EVEN ? half : 0);
+            const int32_t bits = min(s.amax[b], kInfinity) + (scaling == MINIFLOAT_SCALE_EVEN ? half : 0);
             code = (bits >> kMantissaBits) - element.emax;
         }
         set_e8m0(s, b, min(max(code, 0), kMaxE8M0));
