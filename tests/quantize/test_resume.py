@@ -28,15 +28,27 @@ CHILD = """
 import sys, time
 from minifloat.quantize import stream
 from minifloat.quantize.model import quantize_checkpoint
-plain = stream.quantize_rows
-def slow(*args, **kwargs):
-    time.sleep(0.004)
-    return plain(*args, **kwargs)
-stream.quantize_rows = slow
+def slow(function):
+    def call(*args, **kwargs):
+        time.sleep(0.004)
+        return function(*args, **kwargs)
+    return call
+stream.quantize_rows = slow(stream.quantize_rows)
 stream.SLAB_BYTES = 4096
 print("started", flush=True)
 quantize_checkpoint(sys.argv[1], sys.argv[2], sys.argv[3], workers=2)
 """
+
+
+def start_child(source: Path, destination: Path, scheme: str) -> subprocess.Popen[bytes]:
+    """A slowed run in a process of its own; returns when it has imported everything and begins."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", CHILD, str(source), str(destination), scheme]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+    assert child.stdout is not None
+    with child.stdout as output:
+        output.readline()
+    return child
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -67,20 +79,17 @@ def test_killed_at_twenty_random_moments_and_resumed_the_result_is_bit_identical
     whole.parent.mkdir()
     quantize_checkpoint(source, whole, scheme)
     expected = digests(whole)
+    undisturbed = start_child(source, tmp_path / "timed", scheme)
+    started = time.perf_counter()
+    assert undisturbed.wait() == 0
+    duration = time.perf_counter() - started
     moments = random.Random(2026)
     destination = tmp_path / "out"
     kills = finished_early = resumed = 0
     while kills < 20:
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(source), str(destination), scheme],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(moments.uniform(0.0, 0.35))
+        child = start_child(source, destination, scheme)
+        time.sleep(moments.uniform(0.0, duration))
         child.send_signal(signal.SIGKILL)
-        child.stdout.close()
         if child.wait() == 0:
             finished_early += 1
         kills += 1
