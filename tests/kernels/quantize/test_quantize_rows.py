@@ -54,8 +54,20 @@ DTYPES_AND_SPECS = [("BF16", name) for name in SPECS] + [
     (dtype, name) for dtype in ("F16", "F32") for name in ("fp8-block", "fp8", "fp8-static", "mxfp4", "nvfp4")
 ]
 
-#: Rows and columns around the sizes of blocks (16, 32, 128) and of the kernel's chunks (1024).
-SHAPES = ((1, 1), (1, 16), (2, 30), (3, 33), (7, 100), (1, 1024), (2, 1025), (3, 2050), (129, 127), (300, 513))
+#: Rows and columns around the sizes of blocks (16, 32, 128) and of the kernel's chunks (1024) and panels (4096).
+SHAPES = (
+    (1, 1),
+    (1, 16),
+    (2, 30),
+    (3, 33),
+    (7, 100),
+    (1, 1024),
+    (2, 1025),
+    (3, 2050),
+    (3, 4500),
+    (129, 127),
+    (300, 513),
+)
 
 
 @contextmanager

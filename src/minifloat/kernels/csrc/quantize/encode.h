@@ -12,14 +12,14 @@
 namespace MINIFLOAT_ISA {
 
 struct Format {
-    int32_t min_normal;   // bits of the smallest normal value
-    int32_t max_value;    // bits of the largest finite value
-    int32_t saturation;   // bits of max plus half its step: above it, more was lost than by rounding
-    int32_t magic;        // added to the bits of E
-    int mantissa_shift;   // float32 mantissa bits that are dropped
-    int sign_shift;       // from bit 31 to the code's sign bit
-    int32_t sign;         // the code's sign bit
-    int emax;
+    int32_t min_normal;  // bits of the smallest normal value
+    int32_t max_value;   // bits of the largest finite value
+    int32_t saturation;  // bits of max plus half its step: above it, more was lost than by rounding
+    int32_t magic;       // added to the bits of E
+    int mantissa_shift;  // float32 mantissa bits that are dropped
+    int sign_shift;      // from bit 31 to the code's sign bit
+    int32_t sign;        // the code's sign bit
+    int emax;            // exponent of the largest finite value
 
     explicit Format(const minifloat_format& f)
         : min_normal((f.emin + kBias) << kMantissaBits),
@@ -68,8 +68,8 @@ inline void add_lanes(const F32 (&parts)[kParts], double factor, double* __restr
 // Casts one row of blocks.
 //
 // w: `count` floats, a multiple of kLanes; codes: as many. Block b covers the columns from b * block_cols on.
-// unit: a power of two that brings w near 1, so that squares neither overflow nor underflow. kPowerOfTwo: the scales
-// are, so that multiplying by `inverses` is the division. kClips: some element may saturate.
+// unit: a power of two that brings w near 1, so that squares neither overflow nor underflow.
+// kPowerOfTwo: multiplying by `inverses` divides by `scales` exactly. kClips: some element may saturate.
 template <bool kPowerOfTwo, bool kClips>
 inline void encode_chunk(const float* __restrict w, int count, int block_cols, const float* __restrict scales,
                          const float* __restrict inverses, float unit, const Format& fmt, int32_t* __restrict codes,

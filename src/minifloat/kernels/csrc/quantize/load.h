@@ -1,4 +1,5 @@
-// Source elements to float32 (exact), and codes to bytes: plain loops that the compiler vectorises.
+// Reading source elements and writing codes: plain loops that the compiler vectorises, and amax, which needs no
+// conversion.
 #pragma once
 
 #include "../vec.h"
@@ -84,13 +85,12 @@ inline int64_t count_nonfinite(const uint8_t* src, int64_t count) {
     return total;
 }
 
-// Reads `count` elements; zeros follow up to the next multiple of `multiple`, whose end is returned.
+// Reads `count` elements; zeros follow up to the next multiple of `multiple`.
 template <class Source>
-inline int load_chunk(const uint8_t* __restrict src, int count, int multiple, float* __restrict out) {
+inline void load_chunk(const uint8_t* __restrict src, int count, int multiple, float* __restrict out) {
     for (int i = 0; i < count; ++i) out[i] = Source::to_float(src + static_cast<int64_t>(i) * Source::kBytes);
     const int padded = (count + multiple - 1) / multiple * multiple;
     for (int i = count; i < padded; ++i) out[i] = 0.0f;
-    return padded;
 }
 
 // The low byte of each code.

@@ -1,13 +1,17 @@
 // Casts a slab of rows: amax of each block, its scale, then codes and error statistics, while the data is in cache.
 //
-// The slab is cut into panels: one row of blocks high, and as wide as fits a chunk of scratch memory (or one block).
-// A panel is read twice, once for amax and once for the codes; the second time from L1 or L2.
+// The slab is cut into panels, one row of blocks high. A panel is read once for amax and once for the codes, the second
+// time from L1 or L2; each row of it is converted and cast in chunks of columns that fit L1.
 #include "search.h"
 
 namespace MINIFLOAT_ISA {
 namespace {
 
-constexpr int kChunk = kMaxBlocks * kLanes;  // columns converted to float32 at a time
+// Columns converted to float32 at a time; bounds the float32 sums of encode.h.
+constexpr int kChunk = kMaxBlocks * kLanes;
+// Columns of a panel of several rows: long enough runs for the processor to prefetch (measured: 1.3 times the speed
+// of runs of 2 KiB), and 128 rows of 16-bit weights still fit an L2 cache.
+constexpr int kPanel = 4096;
 
 struct Scratch {
     alignas(64) float w[kChunk];
@@ -28,7 +32,10 @@ class Slab {
         const bool whole_row = a_.one_scale || (a_.block_cols >= a_.cols && !searches_);
         block_rows_ = a_.one_scale ? 1 : a_.block_rows;
         block_cols_ = whole_row ? (a_.cols + kLanes - 1) / kLanes * kLanes : a_.block_cols;
-        panel_cols_ = block_cols_ <= kChunk ? kChunk / block_cols_ * block_cols_ : block_cols_;
+        chunk_cols_ = block_cols_ <= kChunk ? kChunk / block_cols_ * block_cols_ : kChunk;
+        panel_cols_ = max(block_cols_, chunk_cols_);
+        if (block_rows_ > 1 && block_cols_ <= kChunk)
+            panel_cols_ = max(min<int64_t>(kPanel, kMaxBlocks * block_cols_) / chunk_cols_, int64_t{1}) * chunk_cols_;
         grid_cols_ = (a_.cols + block_cols_ - 1) / block_cols_;
     }
 
@@ -52,12 +59,12 @@ class Slab {
         const int blocks = static_cast<int>((p.col_end - p.col_begin + block_cols_ - 1) / block_cols_);
         for (int b = 0; b < blocks; ++b) s.amax[b] = 0;
         for (int64_t row = p.row_begin; row < p.row_end; ++row) measure(p, row, blocks);
-        scale(p, blocks);
+        choose(p, blocks);
         store_scales(p, blocks);
         const float unit = common_unit(blocks);
         const bool clips = some_clip(blocks);
         for (int64_t row = p.row_begin; row < p.row_end; ++row)
-            for (int64_t col = p.col_begin; col < p.col_end; col += kChunk) encode(p, row, col, unit, clips);
+            for (int64_t col = p.col_begin; col < p.col_end; col += chunk_cols_) encode(p, row, col, unit, clips);
     }
 
     const uint8_t* source(int64_t row, int64_t col) const { return a_.data + (row * a_.cols + col) * Source::kBytes; }
@@ -75,7 +82,7 @@ class Slab {
         nonfinite_ += count_nonfinite<Source>(source(row, p.col_begin), p.col_end - p.col_begin);
     }
 
-    void scale(const Panel& p, int blocks) {
+    void choose(const Panel& p, int blocks) {
         BlockScales& s = scratch_.blocks;
         const int32_t measured = s.amax[0];
         if (a_.one_scale) s.amax[0] = bit_cast<int32_t>(a_.tensor_amax);
@@ -89,7 +96,7 @@ class Slab {
 
     // A chunk of columns as float32, padded with zeros; returns their number without padding.
     int load(const Panel& p, int64_t row, int64_t col) {
-        const int columns = static_cast<int>(min<int64_t>(kChunk, p.col_end - col));
+        const int columns = static_cast<int>(min<int64_t>(chunk_cols_, p.col_end - col));
         load_chunk<Source>(source(row, col), columns, padding_, scratch_.w);
         return columns;
     }
@@ -125,11 +132,13 @@ class Slab {
         const int columns = load(p, row, col);
         const int count = (columns + kLanes - 1) / kLanes * kLanes;
         const int step = static_cast<int>(min<int64_t>(block_cols_, kChunk));
-        const BlockScales& s = scratch_.blocks;
+        const int64_t first = (col - p.col_begin) / block_cols_;
+        const float* scales = scratch_.blocks.scale + first;
+        const float* inverses = scratch_.blocks.inverse + first;
         const bool power_of_two = a_.scaling >= MINIFLOAT_SCALE_FLOOR;
         const auto cast_chunk = power_of_two ? (clips ? encode_chunk<true, true> : encode_chunk<true, false>)
                                              : (clips ? encode_chunk<false, true> : encode_chunk<false, false>);
-        cast_chunk(scratch_.w, count, step, s.scale, s.inverse, unit, element_, scratch_.codes, sums_);
+        cast_chunk(scratch_.w, count, step, scales, inverses, unit, element_, scratch_.codes, sums_);
         const int64_t index = row * a_.cols + col;
         if (a_.element.bits == 4)
             store_nibbles(scratch_.codes, columns, a_.codes + index / 2);
@@ -139,7 +148,7 @@ class Slab {
 
     minifloat_quantize_rows_args& a_;
     const Format element_;
-    int64_t block_rows_, block_cols_, panel_cols_, grid_cols_;
+    int64_t block_rows_, block_cols_, chunk_cols_, panel_cols_, grid_cols_;
     bool searches_;
     int padding_;
     Scratch scratch_;

@@ -10,10 +10,10 @@ constexpr int kMaxBlocks = 64;
 constexpr int kMaxE8M0 = 2 * kBias;  // E8M0 has the exponent field and bias of float32; 255 is NaN
 
 struct BlockScales {
-    int32_t amax[kMaxBlocks];    // bits of a float32 magnitude
-    int32_t code[kMaxBlocks];    // its low byte is stored, unless the scale itself is
-    float scale[kMaxBlocks];     // multiplies to dequantize
-    float inverse[kMaxBlocks];   // exact reciprocal, only of E8M0
+    int32_t amax[kMaxBlocks];   // bits of a float32 magnitude
+    int32_t code[kMaxBlocks];   // its low byte is stored, unless the scale itself is
+    float scale[kMaxBlocks];    // multiplies to dequantize
+    float inverse[kMaxBlocks];  // exact reciprocal, only of E8M0
 };
 
 inline float power_of_two(int32_t e8m0) {
@@ -46,7 +46,7 @@ inline void coded_scales(BlockScales& s, int blocks, const minifloat_quantize_ro
         const int32_t magnitude = min(bit_cast<int32_t>(value), fmt.max_value);
         const auto r = round_magnitude<float, int32_t>(magnitude, fmt);
         const bool is_zero = r.value == 0.0f;  // a block that is not zero keeps a scale that is not zero
-        s.code[b] = is_zero ? 1 : r.code;      // the low byte is stored
+        s.code[b] = is_zero ? 1 : r.code;
         s.scale[b] = (is_zero ? smallest : r.value) / divisor;
     }
 }
