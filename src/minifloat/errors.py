@@ -10,11 +10,13 @@
     │   ├── UnsafeFileError           pickle files; names that leave the folder
     │   ├── HeaderError               a safetensors header that lies
     │   ├── ShardIndexError           the shard index disagrees with the shards
-    │   └── ConfigError               config.json or its quantization_config cannot be read
+    │   ├── ConfigError               config.json or its quantization_config cannot be read
+    │   └── StatsError                activation statistics: damaged, of another version or of another model
     ├── TensorError                   one tensor cannot be handled; `.tensor` names it
     │   ├── NonFiniteError            NaN or Inf where a finite number is needed
     │   ├── ShapeError                the size does not fit the scheme
     │   └── UnsupportedTensorError    dtype or role that this operation does not cover
+    ├── NotCalibratedError            calibration saw too little of a module to give it a scale; names it
     ├── AlreadyQuantizedError         the source carries a quantization_config already
     ├── KernelUnavailable             an implementation was named that cannot run here
     └── StorageError                  the operating system refused: disk full, no permission, a failed read
@@ -108,6 +110,10 @@ class ConfigError(CheckpointError):
     """config.json, or the quantization_config in it, cannot be understood."""
 
 
+class StatsError(CheckpointError):
+    """Activation statistics that are damaged, of another version, or of another model."""
+
+
 class TensorError(MinifloatError):
     """One tensor cannot be handled.
 
@@ -131,6 +137,24 @@ class ShapeError(TensorError):
 
 class UnsupportedTensorError(TensorError):
     """A dtype or a role that the operation does not cover."""
+
+
+_SHOWN_MODULES = 8  #: a message stays readable when a whole model is at fault
+
+
+class NotCalibratedError(MinifloatError):
+    """Calibration saw too little of these modules to give them a scale.
+
+    Args:
+        modules: Their names in the checkpoint.
+        problem: What is missing, and the cure.
+    """
+
+    def __init__(self, modules: Iterable[str], problem: str) -> None:
+        self.modules = tuple(modules)
+        shown = ", ".join(self.modules[:_SHOWN_MODULES])
+        more = len(self.modules) - _SHOWN_MODULES
+        super().__init__(f"{shown}{f' and {more} more' if more > 0 else ''}: {problem}")
 
 
 class AlreadyQuantizedError(MinifloatError):
