@@ -1,0 +1,323 @@
+"""What calibration saw, as pure data: arrays that can be merged, saved and turned into scales by any rule.
+
+Statistics are kept per sequence and not reduced on the way: one pass over the data then serves every rule of
+`calibration.rules`, and runs on several machines add up. How activations are watched is `observe`'s business, how a
+file is laid out that of `stats_file`; nothing here imports torch.
+
+Histograms count magnitudes by their float bits: a bin is the exponent and the first three mantissa bits, so that a bin
+spans an eighth of an octave and the count is exact and the same on every device, for BF16, FP16 and FP32 alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from minifloat.calibration.identity import ModelIdentity
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import StatsError
+from minifloat.formats import BFLOAT16, FLOAT32
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+Counts: TypeAlias = npt.NDArray[np.int64]
+
+#: Version of what `ActivationStats` holds; a file of another version is refused.
+SCHEMA_VERSION = 1
+
+MANTISSA_BITS = 3  #: of a magnitude, that choose its bin, below all of its exponent
+BINS_PER_OCTAVE = 1 << MANTISSA_BITS
+BINS = BINS_PER_OCTAVE << BFLOAT16.exponent_bits
+#: Bins below this one hold finite numbers; those from it on (the all-ones exponent) stay empty.
+FINITE_BINS = BINS - BINS_PER_OCTAVE
+
+
+def bin_edges() -> npt.NDArray[np.float64]:
+    """The borders of the bins, float64 `[BINS + 1]`: bin `i` holds the magnitudes in `[edges[i], edges[i + 1])`.
+
+    Bin 0 holds zeros and the subnormals below `edges[1]`, which count as zeros.
+    """
+    index = np.arange(BINS + 1)
+    exponent, mantissa = index >> MANTISSA_BITS, index & (BINS_PER_OCTAVE - 1)
+    significand = mantissa + np.where(exponent > 0, BINS_PER_OCTAVE, 0)
+    edges: npt.NDArray[np.float64] = np.ldexp(
+        significand.astype(np.float64), np.maximum(exponent, 1) - BFLOAT16.bias - MANTISSA_BITS
+    )
+    return edges
+
+
+def count_magnitudes(values: Floats) -> Counts:
+    """The histogram of `|values|`, int64 `[BINS]`: what every implementation must agree with.
+
+    Args:
+        values: float32 of any shape.
+    """
+    bits = np.ascontiguousarray(values).view(np.uint32).ravel()
+    magnitude = bits & ((1 << (FLOAT32.bits - 1)) - 1)
+    return np.bincount(magnitude >> (FLOAT32.mantissa_bits - MANTISSA_BITS), minlength=BINS).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleStats:
+    """The input of one linear, sequence by sequence.
+
+    Attributes:
+        amax: Largest magnitude in each sequence, float32 `[S]`; 0 where the module saw no token of it.
+        tokens: Tokens it saw of each sequence, int64 `[S]`; an expert sees few.
+        histogram: Magnitudes of all sequences, int64 `[BINS]`; None: not observed.
+        channel_amax: Largest magnitude of each input channel, float32 `[K]`; None: not observed.
+    """
+
+    amax: Floats
+    tokens: Counts
+    histogram: Counts | None = None
+    channel_amax: Floats | None = None
+
+    def __post_init__(self) -> None:
+        """Check the arrays.
+
+        Raises:
+            ValueError: A wrong dtype or shape, a value that is not finite, or a negative one.
+        """
+        _check("amax", self.amax, np.float32, 1)
+        _check("tokens", self.tokens, np.int64, 1)
+        if self.amax.shape != self.tokens.shape:
+            raise ValueError(f"amax of {len(self.amax)} sequences, tokens of {len(self.tokens)}")
+        if self.amax[self.tokens == 0].any():
+            raise ValueError("an amax above 0 of a sequence without tokens")
+        if self.histogram is not None:
+            _check("histogram", self.histogram, np.int64, 1)
+            if self.histogram.shape != (BINS,) or self.histogram[FINITE_BINS:].any():
+                raise ValueError(f"a histogram has {BINS} bins, the last {BINS - FINITE_BINS} of them empty")
+        if self.channel_amax is not None:
+            _check("channel_amax", self.channel_amax, np.float32, 1)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all arrays are the same to the bit."""
+        return isinstance(other, ModuleStats) and all(
+            _same(mine, theirs) for mine, theirs in zip(self._arrays(), other._arrays(), strict=True)
+        )
+
+    @property
+    def max(self) -> float:
+        """The largest magnitude of all sequences; 0 where no token was seen."""
+        return float(self.amax.max(initial=0.0))
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens seen in all sequences."""
+        return int(self.tokens.sum())
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[ModuleStats]) -> ModuleStats:
+        """One after the other: sequences are appended, histograms added, channels take the larger amax.
+
+        Args:
+            parts: At least one; of the same module, observed with the same options.
+
+        Raises:
+            ValueError: Only some of them have a histogram or channels, or the numbers of channels differ.
+        """
+        histograms = _all_or_none("histogram", [part.histogram for part in parts])
+        channels = _all_or_none("channel_amax", [part.channel_amax for part in parts])
+        if channels and len({len(channel) for channel in channels}) > 1:
+            raise ValueError(f"channel_amax of {sorted({len(channel) for channel in channels})} channels")
+        return cls(
+            np.concatenate([part.amax for part in parts]),
+            np.concatenate([part.tokens for part in parts]),
+            np.sum(histograms, axis=0) if histograms else None,
+            np.max(channels, axis=0) if channels else None,
+        )
+
+    def _arrays(self) -> tuple[npt.NDArray[Any] | None, ...]:
+        return self.amax, self.tokens, self.histogram, self.channel_amax
+
+
+@dataclass(frozen=True, eq=False)
+class KVStats:
+    """What an attention puts into its cache, after rotary embedding.
+
+    Attributes:
+        k_amax: Largest magnitude of K in each sequence and KV head, float32 `[S, num_kv_heads]`.
+        v_amax: The same of V.
+    """
+
+    k_amax: Floats
+    v_amax: Floats
+
+    def __post_init__(self) -> None:
+        """Check the arrays.
+
+        Raises:
+            ValueError: A wrong dtype or shape, a value that is not finite, or a negative one.
+        """
+        _check("k_amax", self.k_amax, np.float32, 2)
+        _check("v_amax", self.v_amax, np.float32, 2)
+        if self.k_amax.shape != self.v_amax.shape:
+            raise ValueError(f"k_amax is {self.k_amax.shape}, v_amax {self.v_amax.shape}")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both arrays are the same to the bit."""
+        return isinstance(other, KVStats) and _same(self.k_amax, other.k_amax) and _same(self.v_amax, other.v_amax)
+
+    @property
+    def heads(self) -> int:
+        """Number of KV heads."""
+        return int(self.k_amax.shape[1])
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[KVStats]) -> KVStats:
+        """The sequences of all parts, one part after the other.
+
+        Raises:
+            ValueError: The numbers of heads differ.
+        """
+        return cls(np.concatenate([part.k_amax for part in parts]), np.concatenate([part.v_amax for part in parts]))
+
+
+@dataclass(frozen=True)
+class ActivationStats:
+    """What a model's linears and caches saw of a calibration set.
+
+    Every module that was watched has an entry, also one that no token reached: what was not seen must be visible.
+
+    Attributes:
+        model: The model that ran.
+        sequences: Number of sequences, `S`.
+        tokens: Number of tokens in them.
+        data: Record of the calibration set, JSON values; after a merge ``{"merged": [record, ...]}``.
+        inputs: By the linear's name in the checkpoint (``model.layers.0.mlp.down_proj``, one per expert); linears that
+            share an input have an entry each.
+        kv: By the name of the attention module (``model.layers.0.self_attn``).
+    """
+
+    model: ModelIdentity
+    sequences: int
+    tokens: int
+    data: Mapping[str, Any]
+    inputs: Mapping[str, ModuleStats]
+    kv: Mapping[str, KVStats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that all modules saw the same sequences.
+
+        Raises:
+            ValueError: They did not, or a count is negative.
+        """
+        if self.sequences < 0 or self.tokens < 0:
+            raise ValueError(f"{self.sequences} sequences of {self.tokens} tokens")
+        lengths = {name: len(stats.amax) for name, stats in self.inputs.items()}
+        lengths |= {name: len(stats.k_amax) for name, stats in self.kv.items()}
+        for name, length in lengths.items():
+            if length != self.sequences:
+                raise ValueError(f"{name}: {length} sequences, expected {self.sequences}")
+
+    def check_model(self, checkpoint: Checkpoint) -> None:
+        """Raise unless these are the statistics of that model.
+
+        Raises:
+            StatsError: They are not; the message says what differs.
+            StorageError: The system refuses a read.
+        """
+        differences = self.model.differences(ModelIdentity.of(checkpoint))
+        if differences:
+            raise StatsError(
+                checkpoint.path,
+                f"the activation statistics are of another model: {' and '.join(differences)} differ; "
+                "calibrate this model, from this folder",
+            )
+
+    def merge(self, other: ActivationStats) -> ActivationStats:
+        """Both runs as one: sequences are appended, histograms added, channels take the larger amax.
+
+        Associative: ``a.merge(b).merge(c) == a.merge(b.merge(c))``.
+
+        Raises:
+            StatsError: The runs are of two models, or were observed with other options.
+        """
+        problem = self._mismatch(other)
+        if problem:
+            raise StatsError(f"statistics of {self.model.architecture}", f"cannot be merged: {problem}")
+        try:
+            inputs = {name: ModuleStats.concatenate([stats, other.inputs[name]]) for name, stats in self.inputs.items()}
+            kv = {name: KVStats.concatenate([stats, other.kv[name]]) for name, stats in self.kv.items()}
+        except ValueError as error:
+            raise StatsError(f"statistics of {self.model.architecture}", f"cannot be merged: {error}") from None
+        return ActivationStats(
+            self.model,
+            self.sequences + other.sequences,
+            self.tokens + other.tokens,
+            {"merged": [*_records(self.data), *_records(other.data)]},
+            inputs,
+            kv,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one file, whole or not at all; equal statistics give equal bytes. An existing file is replaced.
+
+        Raises:
+            StorageError: The system refuses.
+        """
+        from minifloat.calibration.stats_file import write_stats
+
+        write_stats(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ActivationStats:
+        """The statistics in a file that `save` wrote. The arrays are read-only.
+
+        Raises:
+            StatsError: No such file, not of this version, or damaged: any changed byte is noticed.
+            CheckpointError: It is no safetensors file.
+            StorageError: The system refuses a read.
+        """
+        from minifloat.calibration.stats_file import read_stats
+
+        return read_stats(path)
+
+    def _mismatch(self, other: ActivationStats) -> str | None:
+        differences = self.model.differences(other.model)
+        if differences:
+            return f"{' and '.join(differences)} differ"
+        for kind, mine, theirs in (("inputs", self.inputs, other.inputs), ("attentions", self.kv, other.kv)):
+            odd = sorted(mine.keys() ^ theirs.keys())
+            if odd:
+                return f"only one of the runs watched {odd[0]} (of {len(odd)} {kind} in all); use the same options"
+        return None
+
+
+def _records(data: Mapping[str, Any]) -> list[Any]:
+    """The records of the runs in a record."""
+    return list(data["merged"]) if data.keys() == {"merged"} else [data]
+
+
+def _check(name: str, array: npt.NDArray[Any], dtype: type, dimensions: int) -> None:
+    if array.dtype != dtype or array.ndim != dimensions:
+        raise ValueError(
+            f"{name}: expected {np.dtype(dtype)} of {dimensions} dimensions, found {array.dtype} {array.shape}"
+        )
+    if array.size and not (array.min() >= 0 and array.max() < math.inf):
+        raise ValueError(f"{name}: a value that is negative or not finite")
+
+
+def _same(mine: npt.NDArray[Any] | None, theirs: npt.NDArray[Any] | None) -> bool:
+    if mine is None or theirs is None:
+        return mine is theirs
+    return np.array_equal(mine, theirs)
+
+
+def _all_or_none(name: str, arrays: Sequence[npt.NDArray[Any] | None]) -> list[npt.NDArray[Any]]:
+    """The arrays, or an empty list where all are None.
+
+    Raises:
+        ValueError: Only some are None.
+    """
+    present = [array for array in arrays if array is not None]
+    if present and len(present) != len(arrays):
+        raise ValueError(f"only some have {name}; observe all runs with the same options")
+    return present
