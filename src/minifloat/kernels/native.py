@@ -18,7 +18,7 @@ import minifloat.kernels
 from minifloat.errors import KernelUnavailable
 
 #: ``MINIFLOAT_ABI_VERSION`` of ``csrc/api.h``.
-ABI_VERSION = 1
+ABI_VERSION = 2
 FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
 _REBUILD = (
     "install a C++ compiler (g++ or clang++) and reinstall minifloat, or in a checkout run what CMakeLists.txt says"
@@ -75,6 +75,17 @@ class AmaxArgs(ctypes.Structure):
     ]
 
 
+class HistogramArgs(ctypes.Structure):
+    """``struct minifloat_histogram_args``."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("bins", ctypes.c_void_p),
+    ]
+
+
 class Library:
     """The loaded library, bound to one instruction set.
 
@@ -126,6 +137,14 @@ class Library:
             ValueError: The library refused the arguments (a bug of the caller, which validates them).
         """
         _check(self._cdll.minifloat_amax(self._index, ctypes.byref(args)))
+
+    def histogram(self, args: HistogramArgs) -> None:
+        """Run ``minifloat_histogram``, which adds to the bins of `args`.
+
+        Raises:
+            ValueError: The library refused the arguments (a bug of the caller, which validates them).
+        """
+        _check(self._cdll.minifloat_histogram(self._index, ctypes.byref(args)))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Raised whenever a struct or the meaning of a field changes, so that a stale library is noticed and not called.
-#define MINIFLOAT_ABI_VERSION 1
+#define MINIFLOAT_ABI_VERSION 2
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -71,6 +71,16 @@ struct minifloat_amax_args {
     int64_t nonfinite;  // NaN and Inf
 };
 
+// Bins of minifloat_histogram: one for each of the leading 11 bits of a float32 without its sign.
+#define MINIFLOAT_HISTOGRAM_BINS 2048
+
+struct minifloat_histogram_args {
+    const uint8_t* data;  // `count` elements of `dtype`, any alignment
+    int64_t count;
+    int32_t dtype;
+    int64_t* bins;  // [MINIFLOAT_HISTOGRAM_BINS], added to; Inf and NaN fill the last 8
+};
+
 MINIFLOAT_API int32_t minifloat_abi_version(void);
 
 // The instruction sets of this build, fastest first: index 0 .. count - 1.
@@ -80,6 +90,7 @@ MINIFLOAT_API int32_t minifloat_isa_supported(int32_t isa);
 
 MINIFLOAT_API int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args* args);
 MINIFLOAT_API int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args);
+MINIFLOAT_API int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args);
 
 #ifdef __cplusplus
 }

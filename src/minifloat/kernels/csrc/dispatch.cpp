@@ -7,6 +7,7 @@
     namespace isa {                                             \
     void quantize_rows(minifloat_quantize_rows_args& args);     \
     void amax(minifloat_amax_args& args);                       \
+    void histogram(minifloat_histogram_args& args);             \
     }
 
 MINIFLOAT_DECLARE(baseline)
@@ -22,6 +23,7 @@ struct Isa {
     bool (*supported)();
     void (*quantize_rows)(minifloat_quantize_rows_args&);
     void (*amax)(minifloat_amax_args&);
+    void (*histogram)(minifloat_histogram_args&);
 };
 
 // Fastest first. The features are those that CMakeLists.txt compiles the object file with.
@@ -32,10 +34,10 @@ const Isa kIsas[] = {
          return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
      },
-     avx512::quantize_rows, avx512::amax},
-    {"avx2", [] { return __builtin_cpu_supports("avx2") != 0; }, avx2::quantize_rows, avx2::amax},
+     avx512::quantize_rows, avx512::amax, avx512::histogram},
+    {"avx2", [] { return __builtin_cpu_supports("avx2") != 0; }, avx2::quantize_rows, avx2::amax, avx2::histogram},
 #endif
-    {"baseline", [] { return true; }, baseline::quantize_rows, baseline::amax},
+    {"baseline", [] { return true; }, baseline::quantize_rows, baseline::amax, baseline::histogram},
 };
 constexpr int32_t kIsaCount = sizeof kIsas / sizeof kIsas[0];
 
@@ -105,6 +107,14 @@ int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args) {
     if (args->count < 0 || !known_dtype(args->dtype)) return MINIFLOAT_BAD_ARGUMENT;
     const DefaultFloatEnvironment environment;
     kIsas[isa].amax(*args);
+    return MINIFLOAT_OK;
+}
+
+int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (args->count < 0 || !known_dtype(args->dtype)) return MINIFLOAT_BAD_ARGUMENT;
+    const DefaultFloatEnvironment environment;
+    kIsas[isa].histogram(*args);
     return MINIFLOAT_OK;
 }
 

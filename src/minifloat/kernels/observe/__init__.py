@@ -1,0 +1,100 @@
+"""The op of calibration: the largest magnitude of a tensor in memory, and optionally a histogram of all magnitudes.
+
+Made for activations while a model runs: nothing is copied, and a large tensor is shared out to a few threads that wait
+between calls (the library releases the GIL). Results do not depend on the number of threads. Left out: tensors on a
+GPU, which `minifloat.calibration.measure` handles in plain torch, and amax per channel, which torch is fast at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minifloat.calibration.stats import BINS
+from minifloat.errors import KernelUnavailable, UnknownNameError, UnsupportedTensorError
+from minifloat.kernels.observe import cpu, reference
+
+__all__ = ["DTYPES", "IMPLEMENTATIONS", "observe"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+IMPLEMENTATIONS = ("auto", "reference", "cpu")
+
+#: Elements per thread from which another thread is worth waking: a few hundred microseconds of work.
+_SHARE_AMAX = 1 << 20
+_SHARE_HISTOGRAM = 1 << 18
+
+
+def observe(
+    x: Tensor, histogram: npt.NDArray[np.int64] | None = None, *, impl: str = "auto", threads: int | None = None
+) -> tuple[float, int]:
+    """Measure a tensor.
+
+    Args:
+        x: bfloat16, float16 or float32 of any shape, contiguous, on the CPU, at any alignment.
+        histogram: int64 ``[BINS]``, contiguous: the magnitudes of `x` are added to it (`calibration.stats` says which
+            bin holds what; NaN and Inf are in the last ones).
+        impl: ``"auto"`` (the native library where it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
+        threads: How many at most; by default as many as torch uses. Small tensors get one.
+
+    Returns:
+        The amax over the finite elements (exact; 0.0 where there are none) and the number of NaN and Inf.
+
+    Raises:
+        UnsupportedTensorError: Another dtype or device, or not contiguous.
+        UnknownNameError: Another `impl`.
+        KernelUnavailable: ``impl="cpu"`` cannot run here.
+        ValueError: A `histogram` of another shape, dtype or layout.
+    """
+    _check(x, histogram)
+    if impl not in IMPLEMENTATIONS:
+        raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
+    reason = cpu.why_not()
+    if impl == "cpu" and reason:
+        raise KernelUnavailable(f"observe(impl='cpu') cannot run: {reason}")
+    if x.numel() == 0:
+        return 0.0, 0
+    if impl == "reference" or reason:
+        return reference.observe(x, histogram)
+    flat = x.detach().view(-1)
+    share = _SHARE_AMAX if histogram is None else _SHARE_HISTOGRAM
+    parts = min(threads or torch.get_num_threads(), max(flat.numel() // share, 1))
+    if parts == 1:
+        return cpu.observe(flat, histogram)
+    return _observe_parts(flat.tensor_split(parts), histogram)
+
+
+def _observe_parts(parts: Sequence[Tensor], histogram: npt.NDArray[np.int64] | None) -> tuple[float, int]:
+    """The first part in this thread, each of the others in one of the pool."""
+    counts = [None if histogram is None else np.zeros_like(histogram) for _ in parts]
+    running: list[Future[tuple[float, int]]] = [
+        _pool(os.getpid()).submit(cpu.observe, part, count) for part, count in zip(parts[1:], counts[1:], strict=True)
+    ]
+    results = [cpu.observe(parts[0], counts[0]), *(future.result() for future in running)]
+    for count in counts:
+        if histogram is not None and count is not None:
+            histogram += count
+    return max(amax for amax, _ in results), sum(nonfinite for _, nonfinite in results)
+
+
+@cache
+def _pool(_process: int) -> ThreadPoolExecutor:
+    """Threads that live as long as the process; a forked process, which has none of them, makes its own."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="minifloat-observe")
+
+
+def _check(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> None:
+    if x.dtype not in DTYPES or x.device.type != "cpu" or not x.is_contiguous():
+        raise UnsupportedTensorError(
+            "x", f"expected a contiguous 16- or 32-bit float tensor on the CPU, got {x.dtype} on {x.device}"
+        )
+    if histogram is None:
+        return
+    if histogram.shape != (BINS,) or histogram.dtype != np.int64 or not histogram.flags.c_contiguous:
+        raise ValueError(f"histogram must be contiguous int64 [{BINS}], got {histogram.dtype} {histogram.shape}")

@@ -1,0 +1,39 @@
+"""`observe` by the native library (``csrc/observe``, and the amax of ``csrc/quantize``), in the calling thread.
+
+Arguments are validated by the caller, `minifloat.kernels.observe`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minifloat.errors import KernelUnavailable
+from minifloat.kernels import native
+
+#: ``enum minifloat_dtype``.
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def why_not() -> str:
+    """Why the native library cannot run here; empty where it can.
+
+    Raises:
+        KernelUnavailable: ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
+    """
+    return native.why_unavailable()
+
+
+def observe(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> tuple[float, int]:
+    """See `minifloat.kernels.observe.observe`; `x` is not empty."""
+    library = native.load()
+    if library is None:
+        raise KernelUnavailable(native.why_unavailable())
+    data, count, dtype = x.data_ptr(), x.numel(), _DTYPES[x.dtype]
+    args = native.AmaxArgs(data=data, count=count, dtype=dtype)
+    library.amax(args)
+    if histogram is not None:
+        library.histogram(native.HistogramArgs(data=data, count=count, dtype=dtype, bins=histogram.ctypes.data))
+    return args.amax, args.nonfinite
