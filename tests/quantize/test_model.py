@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -189,9 +190,19 @@ def test_config_sidecars_card_and_provenance_are_written(make_checkpoint: Make, 
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\nlicense_link: x\nbase_model: source\n")
     assert "minifloat quantize source OUT --scheme mxfp4 --override 'down_proj=fp8'" in card
-    provenance = json.loads((out / "minifloat.json").read_text())["provenance"]
-    assert set(provenance["source_sha256"]) == {file.name for file in source.glob("*.safetensors")}
     assert set(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]) == set(load_source(out))
+
+
+def test_the_digests_are_those_of_the_source_bytes_however_sharded(make_checkpoint: Make, tmp_path: Path) -> None:
+    sources = [make_checkpoint("one"), make_checkpoint("many", shards=3)]
+    reports = [quantize_checkpoint(source, tmp_path / f"{source.name}.out", "fp8") for source in sources]
+    assert reports[0].provenance["source_digest"] == reports[1].provenance["source_digest"]
+    tensors = load_source(sources[0])
+    for tensor in reports[0].tensors:
+        algorithm, digest = tensor.source_digest.split(":")
+        hasher = hashlib.sha256() if algorithm == "sha256" else pytest.importorskip("blake3").blake3()
+        hasher.update(tensors[tensor.name].view(torch.uint8).numpy().tobytes())
+        assert digest == hasher.hexdigest()
 
 
 def test_static_activations_without_calibration_are_written_weight_only_and_said(

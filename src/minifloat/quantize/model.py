@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +26,11 @@ from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.errors import CheckpointError, TensorError, UsageError
 from minifloat.layouts import compressed_tensors, get_writer
 from minifloat.quantize.card import model_card
+from minifloat.quantize.digest import combine
 from minifloat.quantize.plan import Override, Plan, TensorPlan, make_plan
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.stats import CastStats
-from minifloat.quantize.stream import copy_tensor, part_amax, quantize_part
+from minifloat.quantize.stream import copy_digest, copy_tensor, part_amax, part_digest, quantize_part
 from minifloat.scheme import DEFAULT_SCHEME, Scheme, get_scheme, weight_only
 
 REPORT_FILE = "minifloat.json"
@@ -99,7 +100,7 @@ def quantize_checkpoint(
         ):
             job = _Job(checkpoint, plan, writer, pool, impl, progress)
             try:
-                records = job.run()
+                tensors = job.run()
             except (TensorError, CheckpointError):
                 job.forget("the source cannot be quantized")
                 raise
@@ -109,8 +110,8 @@ def quantize_checkpoint(
                 source=str(source),
                 destination=str(destination),
                 recipe=recipe,
-                provenance=_provenance(checkpoint, records, recipe),
-                tensors=tuple(TensorReport.from_dict(entry) for record in records for entry in record["tensors"]),
+                provenance=_provenance(checkpoint, tensors, recipe),
+                tensors=tensors,
                 notes=notes,
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
@@ -164,18 +165,15 @@ def _fingerprint(checkpoint: Checkpoint, recipe: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _provenance(checkpoint: Checkpoint, records: Iterable[dict[str, Any]], recipe: dict[str, Any]) -> dict[str, Any]:
+def _provenance(checkpoint: Checkpoint, tensors: Sequence[TensorReport], recipe: dict[str, Any]) -> dict[str, Any]:
+    """What the output was made from and with; the same for the same weights, however they were sharded."""
     overrides = "".join(f" --override '{override}'" for override in recipe["overrides"])
     layout = "" if recipe["layout"] == compressed_tensors.NAME else f" --layout {recipe['layout']}"
     return {
         "minifloat": __version__,
         "command": f"minifloat quantize {checkpoint.path.name} OUT --scheme {recipe['scheme']}{layout}{overrides}",
-        "source_sha256": {record["shard"]: record["source_sha256"] for record in records},
+        "source": checkpoint.path.name,
+        "source_digest": combine((tensor.name, tensor.source_digest) for tensor in tensors),
     }
 
 
@@ -211,10 +209,10 @@ class _Job:
     resumed: int = 0
     done_bytes: int = 0
 
-    def run(self) -> list[dict[str, Any]]:
-        """Write every shard that is not finished; the records of all shards, in order."""
+    def run(self) -> tuple[TensorReport, ...]:
+        """Write every shard that is not finished; the reports of all tensors, in order."""
         shards = list(self.plan.by_shard())
-        self._check_finished_sources()
+        self._check_finished_sources(shards)
         amaxes = self._group_amaxes(shards)
         if any(
             amaxes.get(group, amax) != amax for r in self.writer.finished.values() for group, amax in r["amax"].items()
@@ -236,15 +234,28 @@ class _Job:
         except BaseException:
             self.pool.shutdown(wait=True, cancel_futures=True)
             raise
-        return [self.writer.finished[shard] for shard, _ in shards]
+        records = [self.writer.finished[shard] for shard, _ in shards]
+        return tuple(TensorReport.from_dict(entry) for record in records for entry in record["tensors"])
 
     # ------------------------------------------------------------------------------------------ resuming
 
-    def _check_finished_sources(self) -> None:
-        """A finished shard stands only while the file that it was made from is the same, byte for byte."""
-        hashes = {shard: self.pool.submit(_sha256, self.checkpoint.shard_path(shard)) for shard in self.writer.finished}
-        for shard, digest in hashes.items():
-            if digest.result() != self.writer.finished[shard]["source_sha256"]:
+    def _check_finished_sources(self, shards: Sequence[tuple[str, list[TensorPlan]]]) -> None:
+        """A finished shard stands only while the tensors that it was made from are the same, byte for byte."""
+        finished = [(shard, tensors) for shard, tensors in shards if shard in self.writer.finished]
+        digests = {
+            shard: [
+                future
+                for tensor in tensors
+                for future in (
+                    [self.pool.submit(part_digest, self.checkpoint, tensor.source, part) for part in tensor.parts]
+                    or [self.pool.submit(copy_digest, self.checkpoint, tensor.source)]
+                )
+            ]
+            for shard, tensors in finished
+        }
+        for shard, futures in digests.items():
+            recorded = [entry["source_digest"] for entry in self.writer.finished[shard]["tensors"]]
+            if [future.result() for future in futures] != recorded:
                 self.forget(f"{shard} of the source changed")
                 return
 
@@ -287,8 +298,7 @@ class _Job:
         outputs = [output for tensor in tensors for output in tensor.outputs]
         metadata = {"format": "pt", "minifloat": __version__, "scale_rule": self.plan.scheme.weight.rule.value}
         shard = self.writer.shard(name, outputs, metadata)
-        digest = self.pool.submit(_sha256, self.checkpoint.shard_path(name))
-        work: list[tuple[TensorPlan, list[Future[CastStats]] | Future[None]]] = []
+        work: list[tuple[TensorPlan, list[Future[tuple[CastStats, str]]] | Future[str]]] = []
         for tensor in tensors:
             info = tensor.source
             if not tensor.parts:
@@ -299,7 +309,7 @@ class _Job:
                 for part in tensor.parts
             ]
             work.append((tensor, futures))
-        return _OpenShard(name, shard, digest, work, self._amaxes_of(tensors, amaxes))
+        return _OpenShard(shard, work, self._amaxes_of(tensors, amaxes))
 
     def _finish(self, shard: _OpenShard) -> None:
         """Wait for a shard's work and record it."""
@@ -307,21 +317,13 @@ class _Job:
         for tensor, pending in shard.work:
             if isinstance(pending, list):
                 reports += [
-                    TensorReport.quantized(tensor, part, future.result())
+                    TensorReport.quantized(tensor, part, *future.result())
                     for part, future in zip(tensor.parts, pending, strict=True)
                 ]
             else:
-                pending.result()
-                reports.append(TensorReport.copied(tensor))
+                reports.append(TensorReport.copied(tensor, pending.result()))
             self._advance(tensor.source.nbytes, tensor.source.name)
-        shard.writer.commit(
-            {
-                "shard": shard.name,
-                "source_sha256": shard.source_sha256.result(),
-                "amax": shard.amaxes,
-                "tensors": [report.to_dict() for report in reports],
-            }
-        )
+        shard.writer.commit({"amax": shard.amaxes, "tensors": [report.to_dict() for report in reports]})
 
     def _advance(self, nbytes: int, message: str) -> None:
         self.done_bytes += nbytes
@@ -334,8 +336,6 @@ class _Job:
 class _OpenShard:
     """A shard whose work is in the pool."""
 
-    name: str
     writer: ShardWriter
-    source_sha256: Future[str]
-    work: list[tuple[TensorPlan, list[Future[CastStats]] | Future[None]]]
+    work: list[tuple[TensorPlan, list[Future[tuple[CastStats, str]]] | Future[str]]]
     amaxes: dict[str, float]

@@ -25,6 +25,7 @@ class TensorReport:
         shape: Of the weight.
         source_bytes: Before.
         output_bytes: After, scales included.
+        source_digest: Content hash of the source's bytes, with its algorithm.
         stats: Error of the cast; None for a copy.
     """
 
@@ -34,23 +35,24 @@ class TensorReport:
     shape: tuple[int, ...]
     source_bytes: int
     output_bytes: int
+    source_digest: str
     stats: CastStats | None = None
 
     @classmethod
-    def copied(cls, plan: TensorPlan) -> TensorReport:
+    def copied(cls, plan: TensorPlan, digest: str) -> TensorReport:
         """The report of a tensor that was copied."""
         info = plan.source
-        return cls(info.name, "copied", plan.reason, info.shape, info.nbytes, info.nbytes)
+        return cls(info.name, "copied", plan.reason, info.shape, info.nbytes, info.nbytes, digest)
 
     @classmethod
-    def quantized(cls, plan: TensorPlan, part: Part, stats: CastStats) -> TensorReport:
+    def quantized(cls, plan: TensorPlan, part: Part, stats: CastStats, digest: str) -> TensorReport:
         """The report of one quantized weight."""
         info = plan.source
         name = info.name if len(plan.parts) == 1 else part.module
         elements = part.shape[0] * part.shape[1]
         source_bytes = info.nbytes * elements // math.prod(info.shape)
         output_bytes = sum(tensor.nbytes for tensor in part.tensors.all)
-        return cls(name, "quantized", part.scheme.name, part.shape, source_bytes, output_bytes, stats)
+        return cls(name, "quantized", part.scheme.name, part.shape, source_bytes, output_bytes, digest, stats)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TensorReport:

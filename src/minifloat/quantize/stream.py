@@ -19,6 +19,7 @@ from minifloat.errors import NonFiniteError
 from minifloat.formats import E2M1, E4M3
 from minifloat.kernels.quantize import amax as slab_amax
 from minifloat.kernels.quantize import quantize_rows
+from minifloat.quantize.digest import name_digest, new_hasher
 from minifloat.quantize.plan import Part
 from minifloat.quantize.roles import is_dense_float
 from minifloat.quantize.stats import CastStats
@@ -87,9 +88,25 @@ def part_amax(checkpoint: Checkpoint, info: TensorInfo, part: Part, impl: str) -
     return largest
 
 
+def part_digest(checkpoint: Checkpoint, info: TensorInfo, part: Part) -> str:
+    """The digest of a weight's source, without doing anything else: what `quantize_part` returns."""
+    hasher = new_hasher()
+    for _, _, slab in _slabs(checkpoint, info, part):
+        hasher.update(slab)
+    return name_digest(hasher)
+
+
+def copy_digest(checkpoint: Checkpoint, info: TensorInfo) -> str:
+    """The digest of a tensor, without doing anything else: what `copy_tensor` returns."""
+    hasher = new_hasher()
+    for _, slab in _chunks(checkpoint, info):
+        hasher.update(slab)
+    return name_digest(hasher)
+
+
 def quantize_part(
     checkpoint: Checkpoint, info: TensorInfo, part: Part, amax: float | None, shard: ShardWriter, impl: str
-) -> CastStats:
+) -> tuple[CastStats, str]:
     """Quantize one weight into a shard.
 
     Args:
@@ -100,6 +117,9 @@ def quantize_part(
         shard: Where the codes and scales are written.
         impl: Implementation of the cast.
 
+    Returns:
+        The error of the cast, and the digest of the bytes that were read.
+
     Raises:
         NonFiniteError: NaN or Inf in the weight.
     """
@@ -109,8 +129,9 @@ def quantize_part(
     step, _ = spec.granularity.block(part.shape)
     grid = spec.granularity.scale_shape(part.shape)
     scales = np.empty(grid, np.float32 if spec.scale.bits > 8 else np.uint8)
-    stats = CastStats()
+    stats, hasher = CastStats(), new_hasher()
     for start, stop, slab in _slabs(checkpoint, info, part):
+        hasher.update(slab)
         codes = _buffer("codes", (stop - start) * row_bytes)
         result = quantize_rows(
             slab,
@@ -128,25 +149,33 @@ def quantize_part(
     shard.write(part.tensors.scale.name, scales)
     if part.tensors.global_scale is not None:
         shard.write(part.tensors.global_scale.name, global_divisor(amax or 0.0).reshape(1))
-    return stats
+    return stats, name_digest(hasher)
 
 
-def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, impl: str) -> None:
-    """Copy a tensor bit for bit; a floating-point one is checked on the way.
+def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, impl: str) -> str:
+    """Copy a tensor bit for bit; a floating-point one is checked on the way. Returns the digest of its bytes.
 
     Raises:
         NonFiniteError: NaN or Inf in it.
     """
-    checked = is_dense_float(info)
-    for start in range(0, info.nbytes, SLAB_BYTES):
-        slab = _buffer("source", min(SLAB_BYTES, info.nbytes - start))
-        checkpoint.read_into(info, slab, start)
-        if checked:
+    hasher = new_hasher()
+    for start, slab in _chunks(checkpoint, info):
+        hasher.update(slab)
+        if is_dense_float(info):
             elements = slab.nbytes // _itemsize(info)
             _, nonfinite = slab_amax(slab, info.dtype, (1, elements), impl=impl)
             if nonfinite:
                 raise NonFiniteError(info.name, f"{nonfinite} values are NaN or Inf; the checkpoint is damaged")
         shard.write(info.name, slab, start)
+    return name_digest(hasher)
+
+
+def _chunks(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[int, Bytes]]:
+    """A tensor as ``(first byte, bytes)``; the bytes are valid until the next step."""
+    for start in range(0, info.nbytes, SLAB_BYTES):
+        slab = _buffer("source", min(SLAB_BYTES, info.nbytes - start))
+        checkpoint.read_into(info, slab, start)
+        yield start, slab
 
 
 def _refuse(info: TensorInfo, nonfinite: int, start: int, stop: int) -> None:
