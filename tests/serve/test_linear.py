@@ -10,7 +10,7 @@ from minifloat.errors import ShapeError
 from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
 from minifloat.scheme import SCHEMES
 from minifloat.serve.experts import QuantizedExperts, indexes_experts
-from minifloat.serve.linear import QuantizedLinear
+from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
 
 
 def quantized(scheme: str, rows: int = 48, cols: int = 64, seed: int = 0) -> QuantizedTensor:
@@ -77,7 +77,8 @@ def test_the_repr_names_the_format() -> None:
 def experts(transposed: bool) -> tuple[QuantizedExperts, list[torch.Tensor]]:
     parts = [[quantized("mxfp4", 16, 64, seed), quantized("mxfp4", 16, 64, seed + 10)] for seed in range(3)]
     full = [torch.cat([part.dequantize() for part in expert]) for expert in parts]
-    return QuantizedExperts(parts, transposed, torch.bfloat16), full
+    weights = [[QuantizedWeight(part, torch.bfloat16) for part in expert] for expert in parts]
+    return QuantizedExperts(weights, transposed), full
 
 
 @pytest.mark.parametrize("index", [2, torch.tensor(2), torch.tensor([2])])
@@ -106,7 +107,7 @@ def test_experts_refuse_an_index_that_is_not_one_integer(index: torch.Tensor) ->
 
 def test_experts_of_different_shapes_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"rows \{16, 48\}"):
-        QuantizedExperts([[quantized("fp8", 16)], [quantized("fp8", 48)]], False, torch.float32)
+        QuantizedExperts([[QuantizedWeight(quantized("fp8", rows), torch.float32)] for rows in (16, 48)], False)
 
 
 def test_the_source_of_a_class_tells_whether_it_indexes_its_experts() -> None:

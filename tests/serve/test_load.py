@@ -140,7 +140,7 @@ def test_a_quantized_checkpoint_has_the_logits_of_its_dequantized_weights(
 ) -> None:
     plain = make_model(tmp_path / "plain", model_type)
     quantize_checkpoint(plain, tmp_path / "q", scheme)
-    model = load(tmp_path / "q", dtype=torch.float32)
+    model = load(tmp_path / "q", dtype=torch.float32, weight_only=True)
     expected = logits(dequantized_twin(plain, tmp_path / "q", tmp_path / "twin"))
     torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     assert modules_of(model, QuantizedLinear)

@@ -1,6 +1,7 @@
 """Checkpoints that other tools wrote: the logits and weights of an independent dequantization.
 
-The expectations in tests/data/interop/ were made without this package; how, says the README there.
+The expectations in tests/data/interop/ were made without this package; how, says the README there. They are those of
+weight-only models; quantized inputs are the subject of test_quantized_inputs.py.
 """
 
 import json
@@ -27,7 +28,7 @@ def test_there_are_fixtures_of_every_tool() -> None:
 @pytest.mark.parametrize("name", FIXTURES)
 def test_the_logits_are_those_of_an_independent_dequantization(name: str) -> None:
     expected = load_file(INTEROP / name / "expected.safetensors")
-    model = load(INTEROP / name, dtype=torch.float32)
+    model = load(INTEROP / name, dtype=torch.float32, weight_only=True)
     with torch.no_grad():
         logits = model(expected["input_ids"]).logits[0]
     tolerance = 1e-5 * float(expected["logits"].abs().max())
@@ -40,7 +41,7 @@ def test_experts_that_must_be_dequantized_give_the_same_logits(
 ) -> None:
     monkeypatch.setattr("minifloat.serve.load.indexes_experts", lambda *_: False)
     expected = load_file(INTEROP / name / "expected.safetensors")
-    model = load(INTEROP / name, dtype=torch.float32)
+    model = load(INTEROP / name, dtype=torch.float32, weight_only=True)
     assert not any(isinstance(module, QuantizedExperts) for module in model.modules())
     assert "held dequantized" in caplog.text
     with torch.no_grad():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from minifloat.checkpoint import Checkpoint
 from minifloat.compare.metrics import Summary, TokenScores, concatenate, score_tokens, summarize
 from minifloat.errors import NonFiniteError, StorageError, UnknownNameError, UsageError
+from minifloat.formats import BFLOAT16, FLOAT16, FLOAT32
+from minifloat.quantize.activation import describe_activation
+from minifloat.quantize.cast import torch_dtype
 from minifloat.serve.experts import QuantizedExperts
 from minifloat.serve.linear import QuantizedWeight
 from minifloat.serve.load import load
@@ -51,7 +55,9 @@ class Comparison:
         baseline: Folder of the baseline.
         candidate: Folder of the candidate.
         window: Tokens per window.
-        dtype: Dtype of the activations of both, for example ``"bfloat16"``.
+        dtype: Dtype that both models compute in, for example ``"bfloat16"``.
+        activations: How the candidate's quantized weights took their inputs: ``"E4M3 per token (dynamic)"``, the name
+            of the 16- or 32-bit format where they ran weight-only (``"BF16"``), or what share of them did what.
         texts: One summary per text.
         overall: All texts together, each token counting the same.
         baseline_bytes: Bytes of the baseline's weights: on disk, or in memory where a loaded model was given.
@@ -62,6 +68,7 @@ class Comparison:
     candidate: str
     window: int
     dtype: str
+    activations: str
     texts: tuple[Summary, ...]
     overall: Summary
     baseline_bytes: int
@@ -113,9 +120,13 @@ def compare_models(
     max_tokens: int | None = None,
     dtype: str | None = None,
     device: str | torch.device = "cpu",
+    weight_only: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """Measure how far the candidate's predictions are from the baseline's.
+
+    A checkpoint that declares FP8 inputs is run with them, as servers with FP8 hardware run it, so that the numbers are
+    those of serving; `weight_only` shows what its weights alone cost, and what servers without such hardware compute.
 
     Both run at the same time and see the same tokens; of their logits no more than one batch of windows is held.
     Mixture-of-experts models run transformers' eager experts on both sides if one side's experts are quantized, so that
@@ -130,6 +141,7 @@ def compare_models(
         dtype: "bfloat16", "float16" or "float32" for both; by default what each config.json says. Loaded models keep
             theirs.
         device: Where folders are loaded to.
+        weight_only: Load folders with all inputs in `dtype`. Loaded models keep what they were loaded with.
         progress: Called after each batch.
 
     Returns:
@@ -144,7 +156,8 @@ def compare_models(
     if dtype is not None and dtype not in _DTYPES:
         raise UnknownNameError("dtype", dtype, _DTYPES)
     contents = _read_texts(texts)
-    sides = [_Side.of(side, None if dtype is None else _DTYPES[dtype], device) for side in (baseline, candidate)]
+    options = {"dtype": None if dtype is None else _DTYPES[dtype], "device": device, "weight_only": weight_only}
+    sides = [_Side.of(side, options) for side in (baseline, candidate)]
     first, second = sides
     tokenizer = _common_tokenizer(first, second)
     prefix = _prefix(tokenizer)
@@ -169,6 +182,7 @@ def compare_models(
         candidate=second.name,
         window=length,
         dtype=str(first.model.dtype).removeprefix("torch."),
+        activations=_activations(second.model),
         texts=tuple(summaries),
         overall=summarize("all texts", concatenate(all_scores), sum(summary.nbytes for summary in summaries)),
         baseline_bytes=first.nbytes,
@@ -185,15 +199,28 @@ class _Side:
     nbytes: int
 
     @classmethod
-    def of(
-        cls, given: PreTrainedModel | str | os.PathLike[str], dtype: torch.dtype | None, device: str | torch.device
-    ) -> _Side:
+    def of(cls, given: PreTrainedModel | str | os.PathLike[str], options: dict[str, Any]) -> _Side:
         if isinstance(given, PreTrainedModel):
             quantized = sum(m.quantized.nbytes for m in given.modules() if isinstance(m, QuantizedWeight))
             return cls(given, str(given.config.name_or_path), quantized + sum(p.nbytes for p in given.parameters()))
         with Checkpoint.open(given) as checkpoint:
             nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
-        return cls(load(given, dtype=dtype, device=device), str(given), nbytes)
+        return cls(load(given, **options), str(given), nbytes)
+
+
+def _activations(model: PreTrainedModel) -> str:
+    """What `Comparison.activations` says of a model."""
+    weights = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+    counts = Counter(describe_activation(weight.activation) for weight in weights if weight.activation is not None)
+    formats = {torch_dtype(fmt): fmt.name for fmt in (BFLOAT16, FLOAT16, FLOAT32)}
+    plain = formats.get(model.dtype, str(model.dtype))
+    if not counts:
+        return plain
+    if counts.total() < len(weights):
+        counts[plain] = len(weights) - counts.total()
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{name} for {count} of {len(weights)} quantized weights" for name, count in counts.items())
 
 
 def _read_texts(texts: Sequence[str | os.PathLike[str]] | str) -> list[tuple[str, str]]:

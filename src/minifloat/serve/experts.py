@@ -1,7 +1,8 @@
 """The experts of a layer, quantized, in the place of the one parameter ``[E, ...]`` that transformers makes of them.
 
 The eager forward of transformers' experts reads ``self.gate_up_proj[expert]`` for one expert at a time, so an object
-with `__getitem__` is enough and no forward is rewritten. Whether a class keeps to that is read off its source.
+with `__getitem__` is enough and no forward is rewritten. Whether a class keeps to that is read off its source. Where inputs
+are quantized too, what the index returns is no tensor but an operand that multiplies in its own way.
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minifloat.errors import ShapeError
-from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.serve.linear import QuantizedWeight
 
 
@@ -25,9 +25,9 @@ class QuantizedExperts(nn.Module):
     """All experts of a layer's projection, in place of a parameter ``[E, N, K]`` or, transposed, ``[E, K, N]``.
 
     Args:
-        experts: Of each expert the weights that follow each other along N: gate and up, or one.
+        experts: Of each expert the weights that follow each other along N: gate and up, or one. Either all quantize
+            their inputs or none does.
         transposed: Whether the model multiplies with ``x @ w[e]`` (gpt-oss) and not with ``x @ w[e].T``.
-        dtype: The model's dtype.
 
     Attributes:
         shape: The shape of the parameter that this stands for.
@@ -36,10 +36,10 @@ class QuantizedExperts(nn.Module):
         ShapeError: The experts differ in shape.
     """
 
-    def __init__(self, experts: Sequence[Sequence[QuantizedTensor]], transposed: bool, dtype: torch.dtype) -> None:
+    def __init__(self, experts: Sequence[Sequence[QuantizedWeight]], transposed: bool) -> None:
         super().__init__()
         self.transposed = transposed
-        self.experts = nn.ModuleList(nn.ModuleList(QuantizedWeight(part, dtype) for part in parts) for parts in experts)
+        self.experts = nn.ModuleList(nn.ModuleList(parts) for parts in experts)
         heights = {sum(part.shape[0] for part in parts) for parts in experts}
         widths = {part.shape[1] for parts in experts for part in parts}
         if len(heights) != 1 or len(widths) != 1:
@@ -50,8 +50,11 @@ class QuantizedExperts(nn.Module):
     def __len__(self) -> int:
         return len(self.experts)
 
-    def __getitem__(self, index: int | Tensor) -> Tensor:
-        """The dequantized weight ``[N, K]`` (``[K, N]`` where transposed) of one expert, in the model's dtype.
+    def __getitem__(self, index: int | Tensor) -> Tensor | ExpertFactor:
+        """The weight ``[N, K]`` (``[K, N]`` where transposed) of one expert, to multiply an input with.
+
+        Weight-only, it is the dequantized tensor in the model's dtype. Where inputs are quantized it is an
+        `ExpertFactor`, which can do nothing but be multiplied with one.
 
         Raises:
             TypeError: `index` is not one integer; other implementations of transformers' experts take many at once.
@@ -59,8 +62,41 @@ class QuantizedExperts(nn.Module):
         if isinstance(index, Tensor) and (index.numel() != 1 or index.is_floating_point()):
             raise TypeError(f"experts are dequantized one at a time; got an index of shape {list(index.shape)}")
         parts = [part for part in self.experts[int(index)].children() if isinstance(part, QuantizedWeight)]
+        if any(part.activation is not None for part in parts):
+            return ExpertFactor(parts, self.transposed)
         weight = torch.cat([part.weight for part in parts])
         return weight.T if self.transposed else weight
+
+
+class ExpertFactor:
+    """Stands for one expert's weight in ``F.linear(x, w)``, or in ``x @ w`` where it is transposed.
+
+    The input that must be quantized is not known where experts are indexed, only where they are multiplied; so torch,
+    which asks foreign operands what to do, is told to multiply by `QuantizedWeight.multiply`. Any other use raises
+    TypeError: a product that passes by the quantization would be wrong in silence.
+
+    Args:
+        parts: The weights of the expert, whose results follow each other in the last dimension.
+        transposed: Which of the two products it takes part in.
+    """
+
+    def __init__(self, parts: Sequence[QuantizedWeight], transposed: bool) -> None:
+        self.parts, self.transposed = parts, transposed
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Tensor:
+        """Called by torch in the place of `func`."""
+        if len(args) == 2 and not kwargs and isinstance(args[0], Tensor) and isinstance(args[1], cls):
+            x, factor = args
+            expected = _MATRIX_PRODUCTS if factor.transposed else (nn.functional.linear,)
+            if func in expected:
+                return torch.cat([part.multiply(x) for part in factor.parts], dim=-1)
+        raise TypeError(f"an expert whose inputs are quantized can only be multiplied with one; got {func}")
+
+
+_MATRIX_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 def indexes_experts(cls: type[nn.Module], name: str) -> bool:
@@ -75,20 +111,51 @@ def indexes_experts(cls: type[nn.Module], name: str) -> bool:
     Returns:
         False also where there is no source to read.
     """
-    indexed = False
+    return all(isinstance(use, ast.Subscript) for use, _ in _uses(cls, name)) and bool(_uses(cls, name))
+
+
+def multiplies_experts(cls: type[nn.Module], name: str) -> bool:
+    """Whether all that a module class does with ``self.<name>[...]`` is ``linear(x, ...)`` or ``x @ ...``.
+
+    That is what an `ExpertFactor` can do. Classes that convert the weight first (``.float()``) do more.
+
+    Args:
+        cls: Class of the module that owns the parameter.
+        name: Name of the parameter in it.
+
+    Returns:
+        False also where there is no source to read.
+    """
+    return indexes_experts(cls, name) and all(_is_factor(use, parent) for use, parent in _uses(cls, name))
+
+
+def _is_factor(use: ast.AST, parent: ast.AST) -> bool:
+    """Whether an expression is the weight in the product around it."""
+    if isinstance(parent, ast.BinOp):
+        return isinstance(parent.op, ast.MatMult) and parent.right is use
+    if not isinstance(parent, ast.Call) or parent.keywords or len(parent.args) != 2:
+        return False
+    return ast.unparse(parent.func).rpartition(".")[2] == "linear" and parent.args[1] is use
+
+
+def _uses(cls: type[nn.Module], name: str) -> list[tuple[ast.AST, ast.AST]]:
+    """What stands around ``self.<name>`` where a class reads it, and what stands around that.
+
+    Empty where the class does not read it, or where there is no source.
+    """
+    uses = []
     for base in cls.__mro__:
         if base is nn.Module:
             break
         tree = _parsed(base)
         if tree is None:
-            return False
-        subscripted = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
+            return []
+        parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load):
-                if id(node) not in subscripted:
-                    return False
-                indexed = True
-    return indexed
+                use = parents[id(node)]
+                uses.append((use, parents[id(use)]))
+    return uses
 
 
 @functools.cache  # finding a class in its file takes milliseconds, and every layer asks

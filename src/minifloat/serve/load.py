@@ -2,13 +2,15 @@
 
 transformers builds the empty model and says how names map; everything read from disk goes through `Checkpoint`, which
 has validated every shard before, one tensor at a time, so that at no moment a 16-bit copy of the quantized weights
-exists. Plain checkpoints take the same way and serve as the baseline.
+exists. Plain checkpoints take the same way and serve as the baseline. Inputs are quantized where the checkpoint says
+that servers quantize them, so that what is measured is what will be served.
 
-Left out: quantized activations and KV caches (a W8A8 checkpoint is computed weight-only, in the model's precision).
+Left out: quantized KV caches.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -23,8 +25,9 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import CheckpointError, MinifloatError, ShapeError, UnsupportedTensorError, UsageError
 from minifloat.layouts import Description, StoredWeight, describe, read_weight
 from minifloat.serve.build import config_dtype, empty_model, load_generation_config
-from minifloat.serve.experts import QuantizedExperts, indexes_experts
-from minifloat.serve.linear import QuantizedLinear
+from minifloat.serve.experts import QuantizedExperts, indexes_experts, multiplies_experts
+from minifloat.serve.inputs import InputQuantization
+from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
 from minifloat.serve.names import Assignment, assign, keeps_float32, split_ignorable
 
 _LOG = logging.getLogger(__name__)
@@ -45,32 +48,45 @@ _TORCH_DTYPES = {
 
 
 def load(
-    path: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    weight_only: bool = False,
 ) -> PreTrainedModel:
     """Load a checkpoint, quantized or not, as a transformers model in eval mode.
 
     Quantized linears become `QuantizedLinear`, quantized experts `QuantizedExperts`; every layout that
-    `minifloat.layouts.describe` knows is read. The forward is weight-only: scales of activations and of the KV cache
-    are passed over, and inputs stay in the model's dtype. A quantized weight that something other than a plain
-    `torch.nn.Linear` or indexed experts uses is dequantized here, and a warning names it.
+    `minifloat.layouts.describe` knows is read. A quantized weight that something other than a plain `torch.nn.Linear`
+    or indexed experts uses is dequantized here, and a warning names it. Scales of the KV cache are passed over.
+
+    Where the checkpoint declares FP8 inputs (W8A8: `fp8-static`, `fp8-dynamic`, `fp8-block` and the like of other
+    tools), they are quantized as a server with FP8 hardware does it, by `minifloat.kernels.linear.linear`; every module
+    with its own scales. Servers that fuse q/k/v, gate/up or all experts of a layer take the largest static scale of
+    those, which is the same where they share one. Servers on other hardware (Ampere: Marlin kernels) run the same
+    checkpoints weight-only, and `weight_only` is what they compute. Inputs of MX and NVFP4 weights, and of experts whose
+    class does more with a weight than multiply, are not quantized; a warning names them.
 
     Args:
         path: A folder in Hugging Face layout.
         dtype: Dtype of all that is not quantized, and of the activations; by default that of config.json.
         device: Where the model goes, tensor by tensor.
+        weight_only: Keep all inputs in `dtype`, whatever the checkpoint declares.
 
     Returns:
         The model; its parameters want no gradient.
 
     Raises:
         CheckpointError: A file is not what it claims to be, a parameter has no tensor, or a tensor no place.
-        ConfigError: transformers cannot build the model, or only with the checkpoint's own code.
+        ConfigError: transformers cannot build the model, or only with the checkpoint's own code; or static inputs are
+            declared and a module has no scale for them.
         TensorError: A tensor does not fit its parameter, or a scale is NaN or Inf.
     """
     with Checkpoint.open(path) as checkpoint:
         description = describe(checkpoint)
         model = empty_model(checkpoint, dtype or config_dtype(checkpoint) or _stored_dtype(checkpoint, description))
-        _Loader(model, checkpoint, description, torch.device(device)).run()
+        inputs = InputQuantization(checkpoint, weight_only)
+        _Loader(model, checkpoint, description, torch.device(device), inputs).run()
         load_generation_config(model, checkpoint)
     model.train(False)
     if description.weights:
@@ -102,9 +118,14 @@ class _Loader:
     """Fills an empty model; lives as long as one `load`."""
 
     def __init__(
-        self, model: PreTrainedModel, checkpoint: Checkpoint, description: Description, device: torch.device
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        description: Description,
+        device: torch.device,
+        inputs: InputQuantization,
     ) -> None:
-        self.model, self.checkpoint, self.device = model, checkpoint, device
+        self.model, self.checkpoint, self.device, self.inputs = model, checkpoint, device, inputs
         self.expected: dict[str, Tensor] = model.state_dict()
         self.missing = set(self.expected)
         self.float32 = keeps_float32(model, model.dtype)
@@ -126,6 +147,7 @@ class _Loader:
                 len(self.dequantized),
                 _listing(self.dequantized),
             )
+        self.inputs.warn()
         if any(isinstance(module, QuantizedExperts) for module in self.model.modules()):
             self.model.set_experts_implementation("eager")
         self._tie()
@@ -141,7 +163,8 @@ class _Loader:
         if assignment.converter is not None or len(assignment.sources) != 1 or len(stored) != 1:
             return False
         self._check_shape(assignment.target, torch.Size(stored[0].shape))
-        swapped = QuantizedLinear(read_weight(self.checkpoint, stored[0]), self._dtype_of(assignment.target))
+        weight = read_weight(self.checkpoint, stored[0])
+        swapped = QuantizedLinear(weight, self._dtype_of(assignment.target), *self.inputs.of(stored[0]))
         swapped.to(self.device).register_parameter("bias", owner._parameters["bias"])
         self.model.set_submodule(path, swapped)
         self.missing.discard(assignment.target)
@@ -164,16 +187,21 @@ class _Loader:
             rows, cols = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
             fits = self.expected[assignment.target].shape[1:] == (rows, cols)
             transposed = assignment.may_transpose and not fits
-        stack = QuantizedExperts(
-            [[read_weight(self.checkpoint, part) for part in expert] for expert in experts],
-            transposed,
-            self._dtype_of(assignment.target),
-        ).to(self.device)
+        make = functools.partial(self._expert, self._dtype_of(assignment.target), multiplies_experts(type(owner), name))
+        stack = QuantizedExperts([[make(part) for part in expert] for expert in experts], transposed).to(self.device)
         self._check_shape(assignment.target, stack.shape)
         delattr(owner, name)
         setattr(owner, name, stack)
         self.missing.discard(assignment.target)
         return True
+
+    def _expert(self, dtype: torch.dtype, multiplied: bool, stored: StoredWeight) -> QuantizedWeight:
+        """One weight of an expert; weight-only where it is not merely multiplied with its input."""
+        weight = read_weight(self.checkpoint, stored)
+        if multiplied:
+            return QuantizedWeight(weight, dtype, *self.inputs.of(stored))
+        self.inputs.skip(stored, "the code of their experts does more with a weight than multiply")
+        return QuantizedWeight(weight, dtype)
 
     def _place_tensors(self, assignment: Assignment) -> None:
         """Make ordinary parameters or buffers, by transformers' conversion where it has one."""
@@ -203,6 +231,8 @@ class _Loader:
         stored = self.quantized.get(source)
         if stored is None:
             return self._read_plain(source, dtype).to(self.device, dtype)
+        for weight in stored:
+            self.inputs.skip(weight, "they are held dequantized")
         weights = [read_weight(self.checkpoint, weight).dequantize(dtype) for weight in stored]
         if stored[0].expert is None:
             return weights[0].to(self.device)

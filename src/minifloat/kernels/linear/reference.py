@@ -9,14 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minifloat.quantize.activation import dequantize_activation, quantize_activation
 from minifloat.quantize.tensor import QuantizedTensor
+from minifloat.scheme import ActivationSpec
 
 #: Bytes of float32 that one slab of a dequantized weight takes.
 SLAB_BYTES = 16 * 2**20
 
 
 def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, slab_bytes: int = SLAB_BYTES) -> Tensor:
-    """``x @ weight.T + bias``; arguments and numerics as in `minifloat.kernels.linear.linear`.
+    """``x @ weight.T + bias``, weight-only; arguments and numerics as in `minifloat.kernels.linear.linear`.
 
     Each output is one dot product over all of K whatever the slab, so cutting the rows changes no result by more than
     the order of summation that torch picks for a matrix of that height.
@@ -32,6 +34,15 @@ def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, slab_bytes: 
         slab_bias = None if bias is None else bias[rows]
         parts.append(torch.nn.functional.linear(x, weight.dequantize(x.dtype, rows), slab_bias))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def quantized_linear(
+    x: Tensor, weight: QuantizedTensor, bias: Tensor | None, activation: ActivationSpec, input_scale: Tensor | None
+) -> Tensor:
+    """``x @ weight.T + bias`` with a quantized `x`; arguments and numerics as in `minifloat.kernels.linear.linear`."""
+    codes, scale = quantize_activation(x, activation, input_scale)
+    values = dequantize_activation(codes, scale, activation)
+    return linear(values, weight, None if bias is None else bias.float()).to(x.dtype)
 
 
 def _slabs(weight: QuantizedTensor, slab_bytes: int) -> list[slice]:
