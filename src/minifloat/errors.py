@@ -4,7 +4,8 @@
     ├── UsageError                    the request itself is wrong
     │   ├── UnknownNameError          a scheme, layout or rule that does not exist; lists the valid names
     │   ├── PatternError              a regex that does not compile or matches nothing
-    │   └── DestinationError          the output folder exists, or cannot be created there
+    │   ├── DestinationError          the output folder exists, or cannot be created there
+    │   └── DataError                 calibration text that is missing, empty, too short or unreadable
     ├── CheckpointError               the files on disk are not what they claim to be
     │   ├── NotACheckpointError       no config.json, no safetensors
     │   ├── UnsafeFileError           pickle files; names that leave the folder
@@ -75,6 +76,10 @@ class PatternError(UsageError):
 
 class DestinationError(UsageError):
     """The output folder exists already, or its parent does not."""
+
+
+class DataError(UsageError):
+    """The text for calibration is missing, empty, too short or unreadable."""
 
 
 class CheckpointError(MinifloatError):
