@@ -5,7 +5,10 @@
 
 Whole processes are timed, start-up included. `cp` reads and writes every byte once and does not wait for the disk;
 `cp, synced` does wait, as `minifloat quantize` does for every shard before it records it. Peak memory is that of the
-process, from the kernel's accounting. Every round starts from the same state: outputs deleted, dirty pages written.
+process, from the kernel's accounting. Every run starts from the same state: an unmeasured `cp` was made, deleted and
+synced, so that all find the source in the page cache and the same amount of recently freed memory for their output
+(on virtual machines memory that was free for long has to be fetched from the host first, which can cost more than the
+copy itself).
 """
 
 from __future__ import annotations
@@ -62,9 +65,11 @@ def main(source: Path, schemes: tuple[str, ...], rounds: int, folder: Path | Non
     try:
         for round_number in range(rounds + 1):
             for name, command in todo.items():
-                shutil.rmtree(out, ignore_errors=True)
+                measure(todo["cp"])
+                shutil.rmtree(out)
                 os.sync()
                 figures = measure(command)
+                shutil.rmtree(out)
                 if round_number:
                     results[name].append(figures)
     finally:

@@ -17,7 +17,7 @@ try:
 
     ALGORITHM = "blake3"
 except ImportError:  # a platform without a wheel, or the package run from its source tree
-    _new = hashlib.sha256  # type: ignore[assignment]
+    _new = hashlib.sha256  # type: ignore[assignment,misc]
     ALGORITHM = "sha256"
 
 
