@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +99,8 @@ def test_a_library_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPa
     outcome = native.open_library(native.folders())
     assert outcome.library is None
     assert "another version" in outcome.reason
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler on the path")
+def test_where_there_is_a_compiler_the_library_was_built() -> None:
+    assert native.load() is not None, native.why_unavailable()
