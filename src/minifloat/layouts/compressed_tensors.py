@@ -55,7 +55,20 @@ class CompressedTensorsWriter:
             return WeightTensors(codes, scale)
         return WeightTensors(codes, scale, OutputTensor(f"{module}.weight_global_scale", "F32", (1,)))
 
-    def quantization_config(self, modules: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+    def input_scale(self, module: str) -> OutputTensor:
+        """``input_scale``, float32 ``[1]``."""
+        return OutputTensor(f"{module}.input_scale", "F32", (1,))
+
+    def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
+        """``k_scale`` and ``v_scale`` of the attention module, float32 ``[1]``."""
+        return (
+            OutputTensor(f"{attention}.k_scale", "F32", (1,)),
+            OutputTensor(f"{attention}.v_scale", "F32", (1,)),
+        )
+
+    def quantization_config(
+        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
+    ) -> dict[str, Any]:
         """One config group per scheme; with several schemes each group lists its modules, so that none overlap."""
         schemes = sorted(set(modules.values()), key=lambda scheme: scheme.name)
         groups = {}
@@ -77,7 +90,7 @@ class CompressedTensorsWriter:
             "global_compression_ratio": None,
             "config_groups": groups,
             "ignore": list(kept),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": None if kv is None else _float_args(kv.element, kv.granularity, dynamic=False),
             "sparsity_config": {},
             "transform_config": {},
         }

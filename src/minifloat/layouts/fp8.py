@@ -18,7 +18,7 @@ from minifloat.formats import E4M3, FLOAT32
 from minifloat.granularity import BLOCK_128, CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
 from minifloat.layouts.writing import WeightTensors
-from minifloat.scheme import ActivationSpec, Scheme, WeightSpec
+from minifloat.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
 NAME = "fp8"
 
@@ -62,7 +62,25 @@ class Fp8Writer:
             OutputTensor(f"{module}.weight", "F8_E4M3", shape), OutputTensor(f"{module}.weight_scale_inv", "F32", grid)
         )
 
-    def quantization_config(self, modules: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+    def input_scale(self, module: str) -> OutputTensor:
+        """Inputs are quantized at run time in this layout.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(f"layout {NAME!r} has no static input scales ({module}); use compressed-tensors")
+
+    def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
+        """Nothing in this layout's config announces scales of the KV cache.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(f"layout {NAME!r} cannot announce KV scales ({attention}); use compressed-tensors")
+
+    def quantization_config(
+        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
+    ) -> dict[str, Any]:
         """DeepSeek's config; the linears that are kept are listed under the key that each reader looks for."""
         return {
             "quant_method": NAME,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minifloat.checkpoint import OutputTensor
-from minifloat.scheme import Scheme, WeightSpec
+from minifloat.scheme import KVSpec, Scheme, WeightSpec
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,27 @@ class WriteLayout(Protocol):
     def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
         """Names, dtypes and shapes of the tensors of one weight ``[N, K]``."""
 
-    def quantization_config(self, modules: Mapping[str, Scheme], kept: Sequence[str]) -> dict[str, Any]:
+    def input_scale(self, module: str) -> OutputTensor:
+        """The tensor of the static scale of a linear's input.
+
+        Raises:
+            UsageError: The layout cannot hold it.
+        """
+
+    def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
+        """The tensors of the scales of an attention module's keys and values.
+
+        Raises:
+            UsageError: The layout cannot hold them.
+        """
+
+    def quantization_config(
+        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
+    ) -> dict[str, Any]:
         """The `quantization_config` for config.json.
 
         Args:
             modules: Quantized modules and their schemes.
             kept: Linears that stay in the model's precision, by name.
+            kv: How the KV cache is quantized, if it is.
         """

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from minifloat._version import __version__
 from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, encode_index
 from minifloat.checkpoint.shard import ShardWriter
@@ -185,7 +187,7 @@ def _write_small_files(checkpoint: Checkpoint, plan: Plan, writer: CheckpointWri
         shards = {shard: [output for tensor in group for output in tensor.outputs] for shard, group in plan.by_shard()}
         writer.write_file(INDEX_FILE, encode_index(shards))
     config = checkpoint.config | {
-        "quantization_config": plan.layout.quantization_config(plan.modules, plan.kept),
+        "quantization_config": plan.layout.quantization_config(plan.modules, plan.kept, plan.kv),
     }
     writer.write_file(REPORT_FILE, _json(report.to_dict()))
     writer.write_file(CARD_FILE, model_card(checkpoint, report).encode())
@@ -301,6 +303,8 @@ class _Job:
         work: list[tuple[TensorPlan, list[Future[tuple[CastStats, str]]] | Future[str]]] = []
         for tensor in tensors:
             info = tensor.source
+            for constant in tensor.constants:
+                shard.write(constant.tensor.name, np.float32(constant.value).reshape(1))
             if not tensor.parts:
                 work.append((tensor, self.pool.submit(copy_tensor, self.checkpoint, info, shard, self.impl)))
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.errors import (
@@ -30,7 +30,10 @@ from minifloat.quantize.roles import (
     role_of,
     text_config,
 )
-from minifloat.scheme import SCHEMES, Scheme, get_scheme
+from minifloat.scheme import SCHEMES, KVSpec, Scheme, get_scheme
+
+#: A key projection by its name; the KV scales of an attention module are written with it.
+_KEY_PROJECTION = ".k_proj"
 
 #: The word that stands for "leave it as it is" where a scheme is expected.
 KEEP = "bf16"
@@ -92,6 +95,19 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """A float32 scale from calibration that is written beside a weight.
+
+    Attributes:
+        tensor: Name and shape in the output, one element.
+        value: The scale.
+    """
+
+    tensor: OutputTensor
+    value: float
+
+
+@dataclass(frozen=True)
 class TensorPlan:
     """What becomes of one source tensor: its parts, or a copy where there are none.
 
@@ -100,19 +116,22 @@ class TensorPlan:
         role: What it is for.
         parts: The quantized weights it becomes; empty for a copy.
         reason: Why it is copied.
+        constants: Scales of inputs and of the KV cache that are written with it.
     """
 
     source: TensorInfo
     role: Role
     parts: tuple[Part, ...] = ()
     reason: str = ""
+    constants: tuple[Constant, ...] = ()
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
         """The tensors that are written."""
+        constants = tuple(constant.tensor for constant in self.constants)
         if not self.parts:
-            return (OutputTensor(self.source.name, self.source.dtype, self.source.shape),)
-        return tuple(tensor for part in self.parts for tensor in part.tensors.all)
+            return (OutputTensor(self.source.name, self.source.dtype, self.source.shape), *constants)
+        return (*(tensor for part in self.parts for tensor in part.tensors.all), *constants)
 
 
 @dataclass(frozen=True)
@@ -125,18 +144,64 @@ class Plan:
         overrides: As given; the last that matches a module wins.
         tensors: One entry per source tensor, in the source's order.
         kept: Linears that stay in the model's precision, for the server's list of exceptions.
+        kv: How the KV cache is quantized, if it is.
     """
 
     scheme: Scheme
     layout: WriteLayout
     overrides: tuple[Override, ...]
     tensors: tuple[TensorPlan, ...]
-    kept: tuple[str, ...] = field(default=())
+    kept: tuple[str, ...] = ()
+    kv: KVSpec | None = None
 
     @property
     def modules(self) -> dict[str, Scheme]:
         """Every quantized module and its scheme."""
         return {part.module: part.scheme for tensor in self.tensors for part in tensor.parts}
+
+    @property
+    def static_modules(self) -> tuple[str, ...]:
+        """The modules whose scheme wants a static scale of their input."""
+        return tuple(
+            module
+            for module, scheme in self.modules.items()
+            if scheme.activation is not None and not scheme.activation.dynamic
+        )
+
+    @property
+    def attention_modules(self) -> tuple[str, ...]:
+        """The modules that project keys, without the name of the projection."""
+        names = (_module(tensor.source) for tensor in self.tensors if tensor.role is Role.LINEAR)
+        return tuple(name.removesuffix(_KEY_PROJECTION) for name in names if name.endswith(_KEY_PROJECTION))
+
+    def with_scales(
+        self, inputs: Mapping[str, float], kv: KVSpec | None, kv_scales: Mapping[str, tuple[float, float]]
+    ) -> Plan:
+        """The same plan with scales from calibration written beside the weights.
+
+        Args:
+            inputs: Scale of the input of each of `static_modules`.
+            kv: How the KV cache is quantized, or None.
+            kv_scales: Scales of keys and values of each of `attention_modules`; empty without `kv`.
+
+        Raises:
+            UsageError: The layout cannot hold them.
+        """
+
+        def constants(tensor: TensorPlan) -> tuple[Constant, ...]:
+            found = [
+                Constant(self.layout.input_scale(part.module), inputs[part.module])
+                for part in tensor.parts
+                if part.module in inputs
+            ]
+            attention = _module(tensor.source).removesuffix(_KEY_PROJECTION)
+            if attention != _module(tensor.source) and attention in kv_scales:
+                pairs = zip(self.layout.kv_scales(attention), kv_scales[attention], strict=True)
+                found += [Constant(output, value) for output, value in pairs]
+            return tuple(found)
+
+        tensors = tuple(replace(tensor, constants=constants(tensor)) for tensor in self.tensors)
+        return replace(self, tensors=tensors, kv=kv)
 
     @property
     def output_bytes(self) -> int:

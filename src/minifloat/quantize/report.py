@@ -42,7 +42,8 @@ class TensorReport:
     def copied(cls, plan: TensorPlan, digest: str) -> TensorReport:
         """The report of a tensor that was copied."""
         info = plan.source
-        return cls(info.name, "copied", plan.reason, info.shape, info.nbytes, info.nbytes, digest)
+        output_bytes = sum(tensor.nbytes for tensor in plan.outputs)
+        return cls(info.name, "copied", plan.reason, info.shape, info.nbytes, output_bytes, digest)
 
     @classmethod
     def quantized(cls, plan: TensorPlan, part: Part, stats: CastStats, digest: str) -> TensorReport:
@@ -51,7 +52,9 @@ class TensorReport:
         name = info.name if len(plan.parts) == 1 else part.module
         elements = part.shape[0] * part.shape[1]
         source_bytes = info.nbytes * elements // math.prod(info.shape)
-        output_bytes = sum(tensor.nbytes for tensor in part.tensors.all)
+        first = part is plan.parts[0]  # the scales of inputs and KV cache are counted with the first part
+        constants = sum(constant.tensor.nbytes for constant in plan.constants) if first else 0
+        output_bytes = sum(tensor.nbytes for tensor in part.tensors.all) + constants
         return cls(name, "quantized", part.scheme.name, part.shape, source_bytes, output_bytes, digest, stats)
 
     @classmethod
