@@ -55,9 +55,9 @@ class ModelIdentity:
         )
 
     def differences(self, other: ModelIdentity) -> list[str]:
-        """What differs, in words; empty for the same model."""
+        """What they differ in, in words; empty for the same model."""
         if self.architecture != other.architecture:
-            return [f"the architecture ({self.architecture} and {other.architecture})"]
+            return [f"the architecture ({self.architecture}, {other.architecture})"]
         names = {
             "config": "the config",
             "tensors": "the names, dtypes or shapes of the tensors",

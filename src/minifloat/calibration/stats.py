@@ -228,7 +228,7 @@ class ActivationStats:
         if differences:
             raise StatsError(
                 checkpoint.path,
-                f"the activation statistics are of another model: {' and '.join(differences)} differ; "
+                f"the activation statistics are of another model, it differs in {', '.join(differences)}; "
                 "calibrate this model, from this folder",
             )
 
@@ -283,7 +283,7 @@ class ActivationStats:
     def _mismatch(self, other: ActivationStats) -> str | None:
         differences = self.model.differences(other.model)
         if differences:
-            return f"{' and '.join(differences)} differ"
+            return f"the models differ in {', '.join(differences)}"
         for kind, mine, theirs in (("inputs", self.inputs, other.inputs), ("attentions", self.kv, other.kv)):
             odd = sorted(mine.keys() ^ theirs.keys())
             if odd:
