@@ -112,6 +112,34 @@ def test_quantized_experts_add_no_difference_of_their_own(make_mixtral: MakeMode
     assert compare_models(twin, model, [text], window=32).overall.kl_max == 0
 
 
+@pytest.mark.parametrize(
+    ("scheme", "activations"),
+    [
+        ("fp8", "FP32"),
+        ("fp8-dynamic", "E4M3 per token (dynamic)"),
+        ("fp8-block", "E4M3 per group 1x128 (dynamic)"),
+    ],
+)
+def test_it_is_recorded_how_the_candidate_took_its_inputs(
+    llama_folder: Path, tmp_path: Path, scheme: str, activations: str
+) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", scheme)
+    served = compare_models(llama_folder, tmp_path / "q", TEXT, dtype="float32")
+    weight_only = compare_models(llama_folder, tmp_path / "q", TEXT, dtype="float32", weight_only=True)
+    assert (served.activations, weight_only.activations) == (activations, "FP32")
+    assert (served.overall == weight_only.overall) == (scheme == "fp8")
+    assert served.overall.kl_mean >= weight_only.overall.kl_mean
+    assert compare_models(tmp_path / "q", llama_folder, TEXT).activations == "BF16"
+
+
+def test_a_loaded_model_keeps_its_inputs_and_a_mixture_is_counted(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-dynamic", overrides=["down_proj=fp8"])
+    model = load(tmp_path / "q")
+    result = compare_models(llama_folder, model, TEXT, weight_only=True)
+    expected = "E4M3 per token (dynamic) for 12 of 14 quantized weights, BF16 for 2 of 14 quantized weights"
+    assert result.activations == result.to_dict()["activations"] == expected
+
+
 def test_texts_count_by_their_tokens(llama_folder: Path, make_llama: MakeModel, tmp_path: Path, text: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("Zürich, überall.", encoding="utf-8")

@@ -1,8 +1,8 @@
 """The experts of a layer, quantized, in the place of the one parameter ``[E, ...]`` that transformers makes of them.
 
 The eager forward of transformers' experts reads ``self.gate_up_proj[expert]`` for one expert at a time, so an object
-with `__getitem__` is enough and no forward is rewritten. Whether a class keeps to that is read off its source. Where inputs
-are quantized too, what the index returns is no tensor but an operand that multiplies in its own way.
+with `__getitem__` is enough and no forward is rewritten. Whether a class keeps to that is read off its source. Where
+inputs are quantized too, what the index returns is no tensor but an operand that multiplies in its own way.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class QuantizedWeight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight ``[N, K]`` in `dtype`, made anew at every access; inputs are not its business.
+        """The dequantized weight ``[N, K]`` in `dtype`, made anew at every access.
 
         It is no parameter: nothing trains it, ties it or saves it. It exists because some models read
         ``linear.weight`` outside of the linear's forward: Mamba's ``lm_head.weight.dtype``, T5's ``wo.weight.dtype``,
@@ -69,7 +69,7 @@ class QuantizedWeight(nn.Module):
         return self.quantized.dequantize(self.dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None, impl: str = "auto") -> Tensor:
-        """``x @ weight.T + bias``, ``[..., K]`` to ``[..., N]`` in the dtype of `x`, with inputs quantized if so told."""
+        """``x @ weight.T + bias``, ``[..., K]`` to ``[..., N]``, the dtype of `x`, which `activation` may quantize."""
         return linear(x, self.quantized, bias, impl=impl, activation=self.activation, input_scale=self.input_scale)
 
     def extra_repr(self) -> str:

@@ -64,8 +64,8 @@ def load(
     tools), they are quantized as a server with FP8 hardware does it, by `minifloat.kernels.linear.linear`; every module
     with its own scales. Servers that fuse q/k/v, gate/up or all experts of a layer take the largest static scale of
     those, which is the same where they share one. Servers on other hardware (Ampere: Marlin kernels) run the same
-    checkpoints weight-only, and `weight_only` is what they compute. Inputs of MX and NVFP4 weights, and of experts whose
-    class does more with a weight than multiply, are not quantized; a warning names them.
+    checkpoints weight-only, and `weight_only` is what they compute. Inputs of MX and NVFP4 weights, and of experts
+    whose class does more with a weight than multiply, are not quantized; a warning names them.
 
     Args:
         path: A folder in Hugging Face layout.

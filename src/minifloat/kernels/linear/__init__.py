@@ -62,6 +62,8 @@ def linear(
         ShapeError: `x` or `bias` does not fit the weight.
         UnsupportedTensorError: `x` is not floating, or inputs of this kind are not simulated (MX and NVFP4).
         ValueError: `input_scale` is missing, or given where the scale is dynamic.
+
+    Source: vLLM, `cutlass_scaled_mm` and its block form; DeepSeek-V3 report, section 3.3.2, for Hopper's 14 bits.
     """
     rows, cols = weight.shape
     if x.ndim == 0 or x.shape[-1] != cols:
