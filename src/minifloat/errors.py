@@ -18,6 +18,7 @@
     │   ├── ShapeError                the size does not fit the scheme
     │   └── UnsupportedTensorError    dtype or role that this operation does not cover
     ├── NotCalibratedError            calibration saw too little of a module to give it a scale; names it
+    ├── SaturationError               static scales would saturate more held-out text than is allowed
     ├── AlreadyQuantizedError         the source carries a quantization_config already
     ├── KernelUnavailable             an implementation was named that cannot run here
     └── StorageError                  the operating system refused: disk full, no permission, a failed read
@@ -160,6 +161,10 @@ class NotCalibratedError(MinifloatError):
         shown = ", ".join(self.modules[:_SHOWN_MODULES])
         more = len(self.modules) - _SHOWN_MODULES
         super().__init__(f"{shown}{f' and {more} more' if more > 0 else ''}: {problem}")
+
+
+class SaturationError(MinifloatError):
+    """Static scales would saturate more of the held-out text than the caller allows."""
 
 
 class AlreadyQuantizedError(MinifloatError):

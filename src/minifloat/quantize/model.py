@@ -27,13 +27,14 @@ from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.errors import CheckpointError, TensorError, UsageError
 from minifloat.layouts import compressed_tensors, get_writer
+from minifloat.quantize.calibrated import Calibration, apply_calibration
 from minifloat.quantize.card import model_card
 from minifloat.quantize.digest import combine
 from minifloat.quantize.plan import Override, Plan, TensorPlan, make_plan
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.stats import CastStats
 from minifloat.quantize.stream import copy_digest, copy_tensor, part_amax, part_digest, quantize_part
-from minifloat.scheme import DEFAULT_SCHEME, Scheme, get_scheme, weight_only
+from minifloat.scheme import DEFAULT_SCHEME, Scheme, get_scheme
 
 REPORT_FILE = "minifloat.json"
 CARD_FILE = "README.md"
@@ -54,6 +55,8 @@ def quantize_checkpoint(
     overrides: Sequence[str | Override] = (),
     workers: int | None = None,
     overwrite: bool = False,
+    calibration: Calibration | None = None,
+    kv_cache: bool = False,
     impl: str = "auto",
     progress: Progress | None = None,
 ) -> QuantizeReport:
@@ -67,6 +70,8 @@ def quantize_checkpoint(
         overrides: ``REGEX=SCHEME`` or ``REGEX=bf16``; the last that matches a module wins.
         workers: Threads; by default one per core that this process may use, at most 8.
         overwrite: Replace an existing destination, at the end.
+        calibration: Activation statistics and the rule that makes static scales of them.
+        kv_cache: Write scales of an FP8 KV cache; needs `calibration`.
         impl: Implementation of the cast: "auto", "cpu" or "reference".
         progress: Called from this thread as work completes.
 
@@ -77,6 +82,8 @@ def quantize_checkpoint(
         UsageError: The request is wrong; nothing was written.
         CheckpointError: The source is not what it claims to be.
         TensorError: A tensor cannot be quantized; it is named and nothing is left behind.
+        NotCalibratedError: Calibration did not see a module that wants a static scale.
+        SaturationError: More held-out text would saturate than is allowed.
         StorageError: The system refused; the work folder stays, and the same call continues.
     """
     started = time.perf_counter()
@@ -86,15 +93,15 @@ def quantize_checkpoint(
     threads = min(len(os.sched_getaffinity(0)), 8) if workers is None else workers
     if threads < 1:
         raise UsageError(f"workers is at least 1, got {threads}")
-    chosen, notes = _without_calibration(chosen)
     with Checkpoint.open(source) as checkpoint:
         _refuse_inside(checkpoint.path, Path(destination))
         plan = make_plan(checkpoint, chosen, writer_layout, parsed)
-        recipe = _recipe(plan)
+        plan, activations, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
+        recipe = _recipe(plan, calibration)
         with (
             CheckpointWriter(
                 destination,
-                fingerprint=_fingerprint(checkpoint, recipe),
+                fingerprint=_fingerprint(checkpoint, recipe, plan),
                 total_bytes=plan.output_bytes,
                 overwrite=overwrite,
             ) as writer,
@@ -114,6 +121,7 @@ def quantize_checkpoint(
                 recipe=recipe,
                 provenance=_provenance(checkpoint, tensors, recipe),
                 tensors=tensors,
+                activations=activations,
                 notes=notes,
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
@@ -123,28 +131,18 @@ def quantize_checkpoint(
     return report
 
 
-def _without_calibration(scheme: Scheme) -> tuple[Scheme, tuple[str, ...]]:
-    """Static activation scales come from calibration; without it the weights are written alone, and it is said."""
-    if scheme.activation is None or scheme.activation.dynamic:
-        return scheme, ()
-    note = (
-        f"{scheme.name}: no calibration was given, so no activation scales are written and servers run these weights "
-        "weight-only (W8A16)."
-    )
-    return weight_only(scheme), (note,)
-
-
 def _refuse_inside(source: Path, destination: Path) -> None:
     if destination.resolve() == source.resolve() or source.resolve() in destination.resolve().parents:
         raise UsageError(f"{destination} is the source or lies inside it; name a folder outside {source}")
 
 
-def _recipe(plan: Plan) -> dict[str, Any]:
+def _recipe(plan: Plan, calibration: Calibration | None) -> dict[str, Any]:
     """What was asked, as JSON: enough to do it again."""
     weight = plan.scheme.weight
     return {
         "scheme": plan.scheme.name,
-        "activations": plan.scheme.activation is not None,
+        "calibration": None if calibration is None else calibration.to_dict(),
+        "kv_cache": None if plan.kv is None else plan.kv.element.name,
         "layout": plan.layout.name,
         "element": weight.element.name,
         "granularity": str(weight.granularity),
@@ -156,14 +154,15 @@ def _recipe(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _fingerprint(checkpoint: Checkpoint, recipe: dict[str, Any]) -> str:
+def _fingerprint(checkpoint: Checkpoint, recipe: dict[str, Any], plan: Plan) -> str:
     """A digest of everything that determines the output, the bytes of the weights aside: those are hashed per shard."""
     tensors = [
         (info.name, info.dtype, info.shape, info.shard, info.offset, info.nbytes)
         for info in checkpoint.tensors.values()
     ]
     sidecars = {name: hashlib.sha256(checkpoint.read_file(name)).hexdigest() for name in checkpoint.sidecars()}
-    facts = [__version__, recipe, checkpoint.config, tensors, sidecars]
+    constants = [(c.tensor.name, c.value) for tensor in plan.tensors for c in tensor.constants]
+    facts = [__version__, recipe, checkpoint.config, tensors, sidecars, constants]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from minifloat.quantize.calibrated import ActivationReport
 from minifloat.quantize.plan import Part, TensorPlan
 from minifloat.quantize.stats import CastStats
 
@@ -78,6 +79,7 @@ class QuantizeReport:
         recipe: What was asked: scheme, layout, overrides, scale rule.
         provenance: What it was made from and with: hashes, versions, command.
         tensors: One entry per tensor, in the source's order.
+        activations: Static scales of inputs and of the KV cache, with what they would do to held-out text.
         notes: What a user should know, in sentences.
         seconds: Wall time of this run.
         resumed_shards: Shards that an earlier, interrupted run had finished.
@@ -88,6 +90,7 @@ class QuantizeReport:
     recipe: dict[str, Any]
     provenance: dict[str, Any]
     tensors: tuple[TensorReport, ...]
+    activations: tuple[ActivationReport, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     resumed_shards: int = field(default=0, compare=False)
@@ -122,6 +125,7 @@ class QuantizeReport:
             "bytes": {"source": self.source_bytes, "output": self.output_bytes},
             "total": asdict(self.total) | {"sqnr_db": finite_or_none(self.total.sqnr_db)},
             "tensors": [_with_sqnr(tensor) for tensor in self.tensors],
+            "activations": [activation.to_dict() for activation in self.activations],
         }
 
 
