@@ -1,0 +1,175 @@
+"""Watches a running model: the input of every linear and every expert, and K and V of every attention.
+
+An `Observer` is a context manager around forward passes. It changes nothing that the model computes, except that
+stacked experts run one at a time, and leaves no trace when it is closed, also by an exception. It does not run data
+sets (`calibration.run`), draw conclusions (`calibration.rules`) or know about quantization: a quantized model is
+watched the same way.
+
+One sequence runs at a time and is never padded, so padding cannot reach the statistics, and the order of sequences
+cannot change what each of them gives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from minifloat.calibration.attention import KVTap
+from minifloat.calibration.experts import watch_experts
+from minifloat.calibration.measure import Measurement, Tally, head_amax, measure, not_finite
+from minifloat.calibration.sites import find_sites
+from minifloat.calibration.stats import KVStats, ModuleStats
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import UsageError
+
+
+class Observer:
+    """Records what the linears, experts and attentions of a model see.
+
+        with Observer(model) as observer:
+            observer.run(input_ids)
+        observer.inputs(), observer.kv()
+
+    Args:
+        model: Made by `minifloat.serve.load.load`; quantized or not, on any device.
+        checkpoint: The model's; by default the folder it was loaded from.
+        histogram: Also count magnitudes.
+        per_channel: Also record the amax of each input channel.
+
+    Raises:
+        CheckpointError: The folder cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint | None = None,
+        *,
+        histogram: bool = False,
+        per_channel: bool = False,
+    ) -> None:
+        self.model, self.histogram, self.per_channel = model, histogram, per_channel
+        if checkpoint is None:
+            with Checkpoint.open(str(model.config.name_or_path)) as opened:
+                self.sites = find_sites(model, opened)
+        else:
+            self.sites = find_sites(model, checkpoint)
+        slots = [(site.names, site.width) for site in self.sites.linears]
+        self._first_expert_slot = []
+        for experts in self.sites.experts:
+            self._first_expert_slot.append(len(slots))
+            slots += [(names, experts.inner_width) for names in experts.inner]
+            slots += [(names, experts.outer_width) for names in experts.outer]
+        self._tally = Tally([names for names, _ in slots], [width for _, width in slots])
+        self._sequence: int | None = None
+        self._inputs: list[tuple[int, Measurement]] = []
+        self._kv: list[tuple[str, Tensor, Tensor]] = []
+        self._last: tuple[Callable[[], Tensor | None], Measurement] | None = None
+        self._open = ExitStack()
+
+    def __enter__(self) -> Observer:
+        with ExitStack() as stack:
+            for slot, site in enumerate(self.sites.linears):
+                module = self.model.get_submodule(site.path)
+                hook = module.register_forward_pre_hook(partial(self._see_linear, slot), with_kwargs=True)
+                stack.callback(hook.remove)
+            for first, experts in zip(self._first_expert_slot, self.sites.experts, strict=True):
+                module = self.model.get_submodule(experts.path)
+                stack.callback(watch_experts(module, partial(self._see_expert, first, len(experts.inner))))
+            stack.enter_context(KVTap(self.model, self._see_kv))
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences were observed; one more than the largest index."""
+        return self._tally.sequences
+
+    @contextmanager
+    def sequence(self, index: int) -> Iterator[None]:
+        """Record the forward passes in the block as those of one sequence: of the whole model, or of one of its layers.
+
+        Blocks of the same index add up: the larger amax counts, tokens are summed. A block that an exception leaves
+        counts for nothing.
+
+        Raises:
+            NonFiniteError: NaN or Inf in an activation; names the module and the sequence.
+        """
+        self._sequence = index
+        try:
+            yield
+            self._tally.add(index, self._inputs, self._kv)
+        finally:
+            self._sequence, self._last = None, None
+            self._inputs, self._kv = [], []
+
+    @torch.inference_mode()
+    def run(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Run the decoder, without lm_head, over each row of a batch as a sequence of its own.
+
+        Args:
+            input_ids: int64 ``[B, T]``.
+            attention_mask: ``[B, T]``; tokens where it is 0 are padding and are taken out. Rows without tokens are
+                passed over.
+
+        Raises:
+            NonFiniteError: NaN or Inf in an activation; names the module and the sequence.
+        """
+        keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        for ids, mask in zip(input_ids, keep, strict=True):
+            row = ids[mask.bool()]
+            if not row.numel():
+                continue
+            with self.sequence(self.sequences):
+                self.model.base_model(input_ids=row[None].to(self.model.device), use_cache=False)
+
+    def inputs(self) -> dict[str, ModuleStats]:
+        """What went into each linear, by its name in the checkpoint; linears that nothing reached are there too."""
+        return self._tally.inputs(histogram=self.histogram, per_channel=self.per_channel)
+
+    def kv(self) -> dict[str, KVStats]:
+        """K and V of each attention that was seen, by its name in the checkpoint."""
+        return self._tally.kv_stats()
+
+    def _see_linear(self, slot: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._see(slot, args[0] if args else next(iter(kwargs.values())))
+
+    def _see_expert(self, first: int, experts: int, expert: int, outer: bool, x: Tensor) -> None:
+        self._see(first + expert + (experts if outer else 0), x)
+
+    def _see(self, slot: int, x: Tensor) -> None:
+        index = self._current()
+        # The linears that share an input are called one after the other with the same tensor: it is measured once.
+        if self._last is not None and self._last[0]() is x:
+            item = self._last[1]
+        else:
+            item = measure(x, histogram=self.histogram, per_channel=self.per_channel)
+            self._last = weakref.ref(x), item
+        if x.device.type == "cpu" and not item.amax.isfinite():
+            raise not_finite(self._tally.slots[slot][0], "input", index)
+        self._inputs.append((slot, item))
+
+    def _see_kv(self, path: str, key: Tensor, value: Tensor) -> None:
+        index = self._current()
+        name, k, v = self.sites.attention_name(path), head_amax(key), head_amax(value)
+        if key.device.type == "cpu" and not (k.isfinite().all() and v.isfinite().all()):
+            raise not_finite(name, "K or V", index)
+        self._kv.append((name, k, v))
+
+    def _current(self) -> int:
+        if self._sequence is None:
+            raise UsageError("an observed model runs inside `with observer.sequence(index):`, or by `observer.run`")
+        return self._sequence

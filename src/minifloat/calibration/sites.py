@@ -1,0 +1,139 @@
+"""Which modules of a model are watched, and what their weights are called in the checkpoint.
+
+Statistics carry the checkpoint's names, because those are what quantizing, servers and reports know;
+transformers may hold the same weights under other names or stacked (`serve.names`). Watched is what
+`quantize.roles` would quantize unasked, and whatever is quantized already. Left out: lm_head, which servers keep.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.layouts import describe
+from minifloat.quantize.roles import Role, role_of
+from minifloat.serve.build import empty_model
+from minifloat.serve.linear import QuantizedLinear
+from minifloat.serve.names import Assignment, assign
+
+_LOG = logging.getLogger(__name__)
+
+#: Name in transformers' experts classes -> the linears that a fused tensor of that name is split into.
+_INNER = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",)}
+_OUTER = {"down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True)
+class LinearSite:
+    """A linear layer.
+
+    Attributes:
+        path: Of the module in the model.
+        names: Of the linear in the checkpoint; several where transformers joins linears that share their input.
+        width: K, the input's channels.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    width: int
+
+
+@dataclass
+class ExpertsSite:
+    """An experts module whose weights are stacked.
+
+    Attributes:
+        path: Of the module in the model.
+        inner: Of each expert the names of its gate and up projections, which share their input.
+        outer: Of each expert the name of its down projection.
+        inner_width: K of the gate and up projections.
+        outer_width: K of the down projections.
+    """
+
+    path: str
+    inner: tuple[tuple[str, ...], ...] = ()
+    outer: tuple[tuple[str, ...], ...] = ()
+    inner_width: int = 0
+    outer_width: int = 0
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Everything to watch, in the order of names in the checkpoint."""
+
+    linears: tuple[LinearSite, ...]
+    experts: tuple[ExpertsSite, ...]
+
+    def attention_name(self, path: str) -> str:
+        """The name in the checkpoint of an attention module, told from a linear inside it; else its path."""
+        for site in self.linears:
+            if site.path.startswith(f"{path}."):
+                return site.names[0].rsplit(".", site.path.count(".") - path.count("."))[0]
+        return path
+
+
+def find_sites(model: PreTrainedModel, checkpoint: Checkpoint) -> Sites:
+    """Find what to watch; a warning names weights that the observer cannot see multiplied.
+
+    Args:
+        model: The model of `checkpoint`, as `minifloat.serve.load.load` makes it; meta tensors are enough.
+        checkpoint: Quantized or not; only headers are read.
+    """
+    description = describe(checkpoint)
+    watched = {info.name for info in checkpoint.tensors.values() if role_of(info) in (Role.LINEAR, Role.EXPERTS)}
+    if description.weights:
+        watched -= {tensor for weight in description.weights.values() for tensor in weight.tensors}
+        watched |= {
+            f"{weight.module}.weight" if weight.expert is None else weight.module.rpartition(".")[0]
+            for weight in description.weights.values()
+        }
+    # The names of a quantized model's parameters are not those of the plain one, which transformers' tables map to.
+    plain = empty_model(checkpoint, model.dtype) if description.weights else model
+    assignments, _ = assign(plain, watched)
+    linears: list[LinearSite] = []
+    experts: dict[str, ExpertsSite] = {}
+    missed: list[str] = []
+    for assignment in assignments:
+        path, _, leaf = assignment.target.rpartition(".")
+        owner = model.get_submodule(path)
+        if isinstance(owner, nn.Linear | QuantizedLinear) and leaf == "weight":
+            names = tuple(source.removesuffix(".weight") for source in assignment.sources)
+            linears.append(LinearSite(path, names, int(owner.in_features)))
+        elif not _add_experts(experts.setdefault(path, ExpertsSite(path)), owner, leaf, assignment):
+            missed += assignment.sources
+    if missed:
+        _LOG.warning("%d weights are in modules whose inputs cannot be observed: %s", len(missed), _listing(missed))
+    return Sites(tuple(linears), tuple(site for site in experts.values() if site.inner and site.outer))
+
+
+def _add_experts(site: ExpertsSite, owner: Any, leaf: str, assignment: Assignment) -> bool:
+    """Enter the names of one stacked parameter; False where it is none that `calibration.experts` can run."""
+    stacked = hasattr(owner, "has_gate") and hasattr(owner, "num_experts")
+    linears = (_INNER | _OUTER).get(leaf)
+    if not stacked or linears is None:
+        return False
+    if assignment.converter is None:
+        stem = assignment.sources[0].removesuffix(".weight").rpartition(".")[0]
+        names = [tuple(f"{stem}.{expert}.{linear}" for linear in linears) for expert in range(owner.num_experts)]
+    else:
+        parts = assignment.expert_parts()
+        if parts is None:
+            return False
+        names = [tuple(source.removesuffix(".weight") for source in part) for part in parts]
+    width = getattr(owner, leaf).shape[1 if owner.is_transposed else 2]
+    if leaf in _INNER:
+        site.inner, site.inner_width = tuple(names), width
+    else:
+        site.outer, site.outer_width = tuple(names), width
+    return True
+
+
+def _listing(names: Iterable[str], shown: int = 4) -> str:
+    names = list(names)
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
