@@ -7,6 +7,7 @@ mistake is one line on standard error and exit status 2 (`--debug` shows the tra
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from minifloat._version import __version__
-from minifloat.errors import MinifloatError
+from minifloat.errors import MinifloatError, UsageError
 from minifloat.scheme import DEFAULT_SCHEME, SCHEMES
 
 _EXISTING_FOLDER = click.Path(path_type=Path)
@@ -61,6 +62,11 @@ def _scheme_help() -> str:
 @click.option(
     "--exclude", multiple=True, metavar="REGEX", help="Keep these modules: short for --override 'REGEX=bf16'."
 )
+@click.option("--stats", "stats_path", type=click.Path(path_type=Path), help="Activation statistics by `calibrate`.")
+@click.option("--calibration", "sources", multiple=True, metavar="DATA", help="Calibrate now on this text; repeatable.")
+@click.option("--rule", default="max", show_default=True, help="How statistics become static scales.")
+@click.option("--max-saturation", type=click.FloatRange(0, 1), help="Largest fraction of held-out inputs to saturate.")
+@click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
 @click.option("--workers", type=click.IntRange(min=1), help="Threads.  [default: one per core, at most 8]")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists, at the very end.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every tensor instead of a summary by layer.")
@@ -73,6 +79,11 @@ def quantize(
     layout: str,
     override: tuple[str, ...],
     exclude: tuple[str, ...],
+    stats_path: Path | None,
+    sources: tuple[str, ...],
+    rule: str,
+    max_saturation: float | None,
+    kv_cache: str | None,
     workers: int | None,
     overwrite: bool,
     verbose: bool,
@@ -97,6 +108,8 @@ def quantize(
             overrides=[*override, *(f"{pattern}={KEEP}" for pattern in exclude)],
             workers=workers,
             overwrite=overwrite,
+            calibration=_calibration(model, stats_path, sources, rule, max_saturation, progress),
+            kv_cache=kv_cache is not None,
             progress=progress,
         )
     if as_json:
@@ -105,12 +118,132 @@ def quantize(
         print_quantize_report(report, verbose=verbose)
 
 
+def _calibration(
+    model: Path,
+    stats_path: Path | None,
+    sources: tuple[str, ...],
+    rule: str,
+    max_saturation: float | None,
+    progress: Any,
+) -> Any:
+    """What the options of `quantize` say about activations: a `Calibration`, or None."""
+    if stats_path is None and not sources:
+        if max_saturation is not None:
+            raise UsageError("--max-saturation needs --stats or --calibration")
+        return None
+    if stats_path is not None and sources:
+        raise UsageError("--stats and --calibration are two ways to the same thing; give one")
+    from minifloat.calibration.rules import HistogramRule, parse_rule
+    from minifloat.quantize.calibrated import Calibration
+
+    parsed = parse_rule(rule)
+    if stats_path is not None:
+        from minifloat.calibration.session import Collected
+
+        collected = Collected.load(stats_path)
+    else:
+        from minifloat.calibration.session import collect
+
+        collected = collect(model, sources, histogram=isinstance(parsed, HistogramRule), progress=progress)
+    return Calibration(collected.stats, parsed, collected.held_out, max_saturation)
+
+
+@main.command()
+@click.argument("model", type=_EXISTING_FOLDER)
+@click.argument("stats", type=click.Path(path_type=Path))
+@click.option("--data", "sources", multiple=True, required=True, metavar="DATA", help="Text; repeatable. See below.")
+@click.option("--samples", default=512, show_default=True, type=click.IntRange(min=1), help="Sequences in all.")
+@click.option("--seq-len", default=512, show_default=True, type=click.IntRange(min=2), help="Tokens of a sequence.")
+@click.option("--seed", default=0, show_default=True, type=int)
+@click.option("--no-packing", is_flag=True, help="One document per sequence; nothing is ever padded.")
+@click.option("--held-out", default=0.1, show_default=True, type=float, help="Fraction that scales are tried on.")
+@click.option("--histogram", is_flag=True, help="Count magnitudes: needed by the rules percentile and mse.")
+@click.option("--per-channel", is_flag=True, help="Record the amax of each input channel.")
+@click.option("--until-stable", type=float, metavar="TOLERANCE", help="Stop when no scale moves by more, e.g. 0.01.")
+@click.option("--max-memory", metavar="SIZE", help="Weights to hold at a time, e.g. 8GiB.  [default: all]")
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--rule", default="max", show_default=True, help="For the table that is printed; the file serves all.")
+@click.option("--overwrite", is_flag=True, help="Replace STATS if it exists.")
+@click.option("--verbose", "-v", is_flag=True, help="Print every module instead of a summary by layer.")
+def calibrate(
+    model: Path,
+    stats: Path,
+    sources: tuple[str, ...],
+    samples: int,
+    seq_len: int,
+    seed: int,
+    no_packing: bool,
+    held_out: float,
+    histogram: bool,
+    per_channel: bool,
+    until_stable: float | None,
+    max_memory: str | None,
+    device: str,
+    rule: str,
+    overwrite: bool,
+    verbose: bool,
+) -> None:
+    """Run text through the BF16 checkpoint MODEL and record amax into the file STATS (*.safetensors).
+
+    DATA is a .txt, .jsonl, .csv or .parquet file, a folder of them, or the name of a data set of the hub, with options
+    after a #: gsm8k.jsonl#column=question,weight=2
+    """
+    from minifloat.calibration.rules import parse_rule
+    from minifloat.calibration.session import collect, held_out_path, require_free
+    from minifloat.display import progress_bar
+    from minifloat.display_stats import print_stats
+
+    parsed = parse_rule(rule)
+    require_free([stats, held_out_path(stats)], overwrite=overwrite)
+    with progress_bar(enabled=True) as progress:
+        collected = collect(
+            model,
+            sources,
+            samples=samples,
+            seq_len=seq_len,
+            seed=seed,
+            packing=not no_packing,
+            held_out=held_out,
+            histogram=histogram,
+            per_channel=per_channel,
+            until_stable=until_stable,
+            max_memory=None if max_memory is None else _parse_size(max_memory),
+            device=device,
+            progress=progress,
+        )
+    files = collected.save(stats, overwrite=overwrite)
+    print_stats(collected.stats, parsed, collected.held_out, verbose=verbose)
+    click.echo(f"Written to {', '.join(map(str, files))}")
+
+
+_SIZE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def _parse_size(text: str) -> int:
+    """Bytes from ``8GiB``, ``500 MB`` or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", text.strip())
+    if match is None:
+        raise UsageError(f"expected a size such as 8GiB or 500MB, got {text!r}")
+    return int(float(match[1]) * _SIZE_UNITS[match[2] or ""])
+
+
 @main.command()
 @click.argument("model", type=_EXISTING_FOLDER)
 @click.option("--verbose", "-v", is_flag=True, help="Print every tensor instead of a summary by layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def inspect(model: Path, verbose: bool, as_json: bool) -> None:
-    """Show what the checkpoint MODEL holds: schemes, bytes, bits per weight. Reads headers only."""
+@click.option("--rule", default="max", show_default=True, help="For activation statistics: statistics to scales.")
+@click.option("--plot", type=click.Path(path_type=Path), help="For activation statistics: draw them into an HTML file.")
+def inspect(model: Path, verbose: bool, as_json: bool, rule: str, plot: Path | None) -> None:
+    """Show what the checkpoint MODEL holds: schemes, bytes, bits per weight. Reads headers only.
+
+    MODEL may also be a file of activation statistics that `calibrate` wrote.
+    """
+    if model.is_file():
+        _inspect_stats(model, rule, plot, verbose=verbose)
+        return
+    if plot is not None:
+        raise UsageError("--plot draws activation statistics; MODEL is a folder")
     from minifloat.display import print_inspection
     from minifloat.inspection import inspect_checkpoint
 
@@ -121,6 +254,21 @@ def inspect(model: Path, verbose: bool, as_json: bool) -> None:
         print_inspection(inspection, verbose=verbose)
 
 
+def _inspect_stats(path: Path, rule: str, plot: Path | None, *, verbose: bool) -> None:
+    from minifloat.calibration.rules import parse_rule
+    from minifloat.calibration.session import Collected, require_free
+    from minifloat.display_stats import print_stats
+
+    collected, parsed = Collected.load(path), parse_rule(rule)
+    print_stats(collected.stats, parsed, collected.held_out, verbose=verbose)
+    if plot is not None:
+        from minifloat.report.stats_page import stats_page
+
+        require_free([plot], overwrite=True)
+        plot.write_text(stats_page(collected.stats, parsed, collected.held_out), encoding="utf-8")
+        click.echo(f"Drawn to {plot}")
+
+
 @main.command()
 @click.argument("baseline", type=_EXISTING_FOLDER)
 @click.argument("candidate", type=_EXISTING_FOLDER)
@@ -128,6 +276,7 @@ def inspect(model: Path, verbose: bool, as_json: bool) -> None:
 @click.option("--window", type=click.IntRange(min=2), help="Tokens per window.  [default: 256]")
 @click.option("--max-tokens", type=click.IntRange(min=2), help="Stop after this many tokens of each text.")
 @click.option("--dtype", help="bfloat16, float16 or float32, for both.  [default: that of each config.json]")
+@click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def compare(
     baseline: Path,
@@ -136,6 +285,7 @@ def compare(
     window: int | None,
     max_tokens: int | None,
     dtype: str | None,
+    weight_only: bool,
     as_json: bool,
 ) -> None:
     """Compare CANDIDATE with BASELINE on the same tokens: perplexity, KL divergence, top-1 agreement."""
@@ -144,7 +294,14 @@ def compare(
 
     with progress_bar(enabled=not as_json) as progress:
         comparison = compare_models(
-            baseline, candidate, texts, window=window, max_tokens=max_tokens, dtype=dtype, progress=progress
+            baseline,
+            candidate,
+            texts,
+            window=window,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            weight_only=weight_only,
+            progress=progress,
         )
     if as_json:
         click.echo(json.dumps(comparison.to_dict(), indent=2))
