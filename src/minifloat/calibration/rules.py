@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.calibration.stats import BINS_PER_OCTAVE, Counts, Floats, ModuleStats, bin_edges
+from minifloat.calibration.stats import BINS_PER_OCTAVE, Counts, Floats, ModuleStats, bin_edges, count_magnitudes
 from minifloat.errors import UsageError, lookup
 from minifloat.formats import E4M3, FLOAT32, ElementFormat
 
@@ -242,9 +242,9 @@ class MeanSquaredError(HistogramRule):
         """The best candidate."""
         edges = bin_edges()[1:]
         below = edges[edges < module.max][-self.octaves * BINS_PER_OCTAVE :]
-        candidates = [module.max, *below[::-1].tolist()]
-        errors = [expected_squared_error(module, float(to_scale(clip, element)), element) for clip in candidates]
-        return float(candidates[int(np.argmin(errors))])
+        candidates = np.concatenate([[module.max], below[::-1]])
+        errors = expected_squared_error(module, to_scale(candidates, element), element)
+        return float(candidates[np.argmin(errors)])
 
 
 RULES: dict[str, type[Rule]] = {
@@ -302,36 +302,54 @@ def histogram_of(module: ModuleStats, who: str) -> Counts:
     return module.histogram
 
 
-def expected_squared_error(module: ModuleStats, scale: float, element: ElementFormat = E4M3) -> float:
-    """Mean of ``(x - dequantize(quantize(x)))**2`` over the elements of a histogram.
+def expected_squared_error(module: ModuleStats, scales: npt.ArrayLike, element: ElementFormat = E4M3) -> Doubles:
+    """Mean of ``(x - dequantize(quantize(x)))**2`` over the elements of a histogram, for each of some scales.
 
-    A bin stands for magnitudes spread evenly over it, the topmost up to the largest that was seen; over such a spread
-    the error is integrated exactly. (One value per bin would not do: a bin is about as wide as a step of E4M3.)
+    The amax of each sequence is an element whose value is known; outliers, which decide where to clip, are such. The
+    others of a bin stand for magnitudes spread evenly over it, over which the error is integrated exactly. (One value
+    for all of a bin would not do: a bin is about as wide as a step of E4M3.)
+
+    Args:
+        module: With a histogram.
+        scales: Any shape; each multiplies to dequantize.
+        element: Format of the quantized elements.
+
+    Returns:
+        float64, of the shape of `scales`.
 
     Raises:
         UsageError: No histogram was observed.
     """
     histogram = histogram_of(module, "the squared error")
-    used = np.flatnonzero(histogram[1:]) + 1
-    if not used.size:
-        return 0.0
+    known = module.amax[module.amax > 0]
+    others = np.maximum(histogram - count_magnitudes(known), 0)
+    used = np.flatnonzero(others[1:]) + 1
     edges = bin_edges()
     lower = edges[used]
     # A bin never shrinks to a point, which would have no average: the largest magnitude may be its lower edge.
     upper = np.maximum(np.minimum(edges[used + 1], module.max), lower * (1 + 2.0**-20))
-    integral = _error_integral(upper / scale, element) - _error_integral(lower / scale, element)
-    errors = integral / (upper - lower) * scale**3
-    return float(np.maximum(errors, 0.0) @ histogram[used] / histogram.sum())
+    grid = np.array(element.values[: element.max_code + 1])
+    scale = np.asarray(scales, np.float64)[..., None]
+    integral = _error_integral(upper / scale, grid) - _error_integral(lower / scale, grid)
+    spread = np.maximum(integral * scale / (upper - lower), 0.0) @ others[used]
+    exact = known / scale
+    points = np.sum((exact - grid[_nearest(exact, grid)]) ** 2, axis=-1)
+    errors: Doubles = (spread + points) * scale[..., 0] ** 2 / max(histogram.sum(), 1)
+    return errors
 
 
-def _error_integral(x: Doubles, element: ElementFormat) -> Doubles:
-    """The integral of ``(t - quantize(t))**2`` over t from 0 to x, with scale 1."""
-    values = np.array([element.decode(code) for code in range(element.max_code + 1)])
-    starts = np.concatenate([[0.0], (values[1:] + values[:-1]) / 2])  # each value attracts what is from here on
-    pieces = ((starts[1:] - values[:-1]) ** 3 - (starts[:-1] - values[:-1]) ** 3) / 3
+def _nearest(x: Doubles, grid: Doubles) -> npt.NDArray[np.int64]:
+    """Index of the value of `grid` (ascending) nearest to each x; of either where both are as near."""
+    return np.searchsorted((grid[1:] + grid[:-1]) / 2, x, side="right")
+
+
+def _error_integral(x: Doubles, grid: Doubles) -> Doubles:
+    """The integral of ``(t - nearest(t))**2`` over t from 0 to x."""
+    starts = np.concatenate([[0.0], (grid[1:] + grid[:-1]) / 2])  # each value attracts what is from here on
+    pieces = ((starts[1:] - grid[:-1]) ** 3 - (starts[:-1] - grid[:-1]) ** 3) / 3
     before = np.concatenate([[0.0], np.cumsum(pieces)])
-    index = np.searchsorted(starts, x, side="right") - 1
-    full: Doubles = before[index] + ((x - values[index]) ** 3 - (starts[index] - values[index]) ** 3) / 3
+    index = _nearest(x, grid)
+    full: Doubles = before[index] + ((x - grid[index]) ** 3 - (starts[index] - grid[index]) ** 3) / 3
     return full
 
 

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minifloat.calibration.rules import (
+    RULES,
+    Delayed,
+    HistogramRule,
+    HistoryRule,
+    Max,
+    MeanSquaredError,
+    MostRecent,
+    MovingAverage,
+    Percentile,
+    Rule,
+    expected_squared_error,
+    parse_rule,
+    to_scale,
+)
+from minifloat.calibration.stats import ModuleStats, count_magnitudes
+from minifloat.errors import UnknownNameError, UsageError
+from minifloat.formats import E4M3
+
+E4M3_MAX = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
+HISTORIES = st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=1, max_size=40)
+
+
+def history(amax: list[float]) -> ModuleStats:
+    array = np.array(amax, np.float32)
+    return ModuleStats(array, np.ones(len(array), np.int64))
+
+
+def sample(values: np.ndarray) -> ModuleStats:
+    """The statistics of one sequence of these values."""
+    values = values.astype(np.float32)
+    return ModuleStats(np.array([np.abs(values).max()]), np.array([1]), count_magnitudes(values))
+
+
+def heavy_tailed(seed: int = 0, size: int = 20000) -> np.ndarray:
+    return np.random.default_rng(seed).standard_t(3, size).astype(np.float32)
+
+
+# The amax history
+
+
+@given(st.lists(st.lists(st.floats(-1000, 1000, width=32), min_size=1, max_size=5), min_size=1, max_size=8))
+@settings(deadline=None)
+def test_max_gives_the_scale_of_llm_compressors_static_minmax(batches: list[list[float]]) -> None:
+    import torch
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    minimum, maximum = torch.tensor(np.inf), torch.tensor(-np.inf)
+    for batch in batches:  # static_minmax: the running minimum and maximum over all batches
+        minimum = torch.minimum(minimum, torch.tensor(batch).min())
+        maximum = torch.maximum(maximum, torch.tensor(batch).max())
+    arguments = QuantizationArgs(num_bits=8, type="float", strategy="tensor", symmetric=True)
+    theirs, _ = calculate_qparams(minimum[None], maximum[None], arguments)
+
+    ours = to_scale(Max().amax(history([np.abs(batch).max() for batch in batches])))
+    if max(np.abs(batch).max() for batch in batches) > 1e-30:  # they give zeros another tiny scale
+        assert ours == theirs.item()
+
+
+def te_scale(amax_history: list[float], length: int, margin: int, algo: str) -> np.float32:
+    """The scale that Transformer Engine has after these steps, step by step, in float32."""
+    buffer = np.zeros(length, np.float32)
+    scale = np.float32(1.0)
+    for amax in amax_history:
+        buffer[0] = amax
+        chosen = buffer.max() if algo == "max" else buffer[0]
+        if length > 1:
+            buffer = np.roll(buffer, -1)
+        buffer[0] = 0.0
+        if chosen > 0 and np.isfinite(chosen):
+            scale = (np.float32(E4M3_MAX) / chosen) / np.float32(2**margin)
+    return scale
+
+
+@given(HISTORIES, st.integers(1, 12), st.integers(0, 3), st.sampled_from(["max", "most_recent"]))
+def test_delayed_is_the_inverse_of_transformer_engines_scale(
+    amax: list[float], length: int, margin: int, algo: str
+) -> None:
+    ours = to_scale(Delayed(length, margin, algo).amax(history(amax)))
+    np.testing.assert_allclose(ours, 1.0 / te_scale(amax, length, margin, algo), rtol=4 * 2.0**-24)
+
+
+@given(HISTORIES)
+def test_delayed_with_a_long_history_and_no_margin_is_max(amax: list[float]) -> None:
+    assert Delayed(len(amax)).amax(history(amax)) == Max().amax(history(amax)) == max(amax)
+
+
+@given(HISTORIES, st.sampled_from([0.01, 0.1, 0.5, 1.0]))
+def test_moving_average_is_that_of_torch(amax: list[float], constant: float) -> None:
+    import torch
+    from torch.ao.quantization import MovingAverageMinMaxObserver
+
+    observer = MovingAverageMinMaxObserver(averaging_constant=constant, dtype=torch.qint8)
+    for value in amax:
+        observer(torch.tensor([0.0, value]))
+    ours = MovingAverage(constant).amax(history(amax))
+    np.testing.assert_allclose(ours, observer.max_val.item(), rtol=1e-5, atol=max(amax) * 1e-5)
+
+
+def test_moving_average_is_llm_compressors_interpolation() -> None:
+    amax = [1.0, 3.0, 2.0, 8.0]
+    average = amax[0]
+    for value in amax[1:]:
+        average = average * (1.0 - 0.01) + value * 0.01
+    assert MovingAverage().amax(history(amax)) == pytest.approx(average, rel=1e-12)
+
+
+def test_most_recent_is_the_last_sequence_that_the_module_saw() -> None:
+    seen = ModuleStats(np.array([3, 2, 0], np.float32), np.array([5, 5, 0]))
+    assert MostRecent().amax(seen) == 2
+
+
+@pytest.mark.parametrize("rule", [rule() for rule in RULES.values() if issubclass(rule, HistoryRule)], ids=str)
+def test_sequences_without_a_token_for_the_module_do_not_count(rule: HistoryRule) -> None:
+    gaps = ModuleStats(np.array([0, 3, 0, 0, 1, 2, 0], np.float32), np.array([0, 1, 0, 0, 1, 1, 0]))
+    assert rule.amax(gaps) == rule.amax(history([3, 1, 2])) > 0
+
+
+@pytest.mark.parametrize(
+    "rule", [Max(), MostRecent(), Delayed(3, 1), Delayed(3, algo="most_recent"), MovingAverage(0.2)], ids=str
+)
+def test_the_running_value_is_the_rule_after_each_sequence(rule: HistoryRule) -> None:
+    amax = np.random.default_rng(0).random((9, 4), dtype=np.float32)
+    running = rule.running(amax)
+    assert running.shape == amax.shape
+    for head in range(4):
+        for end in range(1, 10):
+            assert running[end - 1, head] == rule.amax(history(amax[:end, head].tolist()))
+    assert rule.running(np.empty(0, np.float32)).shape == (0,)
+
+
+def test_max_does_not_depend_on_the_order_and_most_recent_does() -> None:
+    assert Max().amax(history([1, 3, 2])) == Max().amax(history([3, 2, 1])) == 3
+    assert MostRecent().amax(history([1, 3, 2])) != MostRecent().amax(history([3, 2, 1]))
+
+
+# Histograms
+
+
+@pytest.mark.parametrize("percentile", [0.1, 25, 50, 90, 99, 99.9, 99.99, 100])
+@pytest.mark.parametrize("seed", range(5))
+def test_percentile_is_within_a_bin_of_the_sorted_values(percentile: float, seed: int) -> None:
+    values = heavy_tailed(seed)
+    exact = np.percentile(np.abs(values.astype(np.float64)), percentile, method="inverted_cdf")
+    ours = Percentile(percentile).amax(sample(values))
+    assert abs(ours / exact - 1) <= 1 / 8
+    assert ours <= np.abs(values).max()
+
+
+def test_percentile_interpolates_within_its_bin() -> None:
+    values = np.linspace(1.0, 1.125, 1000, endpoint=False)
+    assert Percentile(30).amax(sample(values)) == pytest.approx(1.0375, abs=1e-4)
+
+
+def test_percentile_100_is_the_maximum() -> None:
+    values = heavy_tailed()
+    assert Percentile(100).amax(sample(values)) == Max().amax(sample(values))
+
+
+def test_percentile_counts_no_zeros() -> None:
+    values = heavy_tailed()
+    sparse = np.concatenate([values, np.zeros(10**6)])
+    assert Percentile(99).amax(sample(sparse)) == Percentile(99).amax(sample(values)) > 0
+
+
+def round_trip_error(values: np.ndarray, scale: float) -> float:
+    """Mean squared error of saturating E4M3, value by value."""
+    scaled = np.clip(values.astype(np.float64) / scale, -E4M3_MAX, E4M3_MAX)
+    decoded = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    return float(np.mean((values - decoded) ** 2))
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.9, 0.7, 0.5, 0.3, 0.1, 0.01, 3.0, 1000.0])
+@pytest.mark.parametrize("values", [heavy_tailed(0), np.random.default_rng(1).normal(size=20000)], ids=["t", "normal"])
+def test_the_expected_squared_error_is_that_of_the_values(values: np.ndarray, factor: float) -> None:
+    scale = float(np.abs(values).max()) / E4M3_MAX * factor
+    ours = expected_squared_error(sample(values), scale)
+    assert ours == pytest.approx(round_trip_error(values.astype(np.float32), scale), rel=0.1)
+
+
+def test_the_expected_squared_error_counts_zeros_as_exact() -> None:
+    values = heavy_tailed()
+    sparse = np.concatenate([values, np.zeros(3 * len(values))])
+    assert expected_squared_error(sample(sparse), 0.01) == pytest.approx(
+        expected_squared_error(sample(values), 0.01) / 4
+    )
+    assert expected_squared_error(sample(np.zeros(4)), 0.01) == 0.0
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_expected_squared_error_of_values_at_one_edge_is_that_of_the_value(count: int) -> None:
+    module = sample(np.ones(count))
+    assert expected_squared_error(module, 1.0) == pytest.approx(0.0, abs=1e-9)
+    assert expected_squared_error(module, 1 / 64) == pytest.approx(0.0, abs=1e-9)
+    assert expected_squared_error(module, 0.5 / E4M3_MAX) == pytest.approx(0.25, rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mse_is_as_good_as_the_best_of_all_clips(seed: int) -> None:
+    values = heavy_tailed(seed, 5000)
+    values[0] = 40 * np.abs(values).max()  # an outlier so large that clipping it may pay
+    largest = float(np.abs(values).max())
+    brute = min(round_trip_error(values, clip / E4M3_MAX) for clip in np.geomspace(largest / 16, largest, 200))
+    ours = MeanSquaredError().amax(sample(values))
+    assert round_trip_error(values, ours / E4M3_MAX) <= 1.15 * brute
+
+
+def test_mse_clips_where_clipping_pays() -> None:
+    values = np.full(100_000, 1.06)  # worth the finest steps: above half of a step, below it everything is coarser
+    values[0] = 1.2
+    ours = MeanSquaredError().amax(sample(values))
+    assert round_trip_error(values, ours / E4M3_MAX) < round_trip_error(values, 1.2 / E4M3_MAX)
+
+
+def test_mse_does_not_clip_what_clipping_would_only_harm() -> None:
+    values = np.array([1.0] * 10)
+    assert MeanSquaredError().amax(sample(values)) == 1.0
+
+
+@pytest.mark.parametrize("rule", [rule() for rule in RULES.values() if issubclass(rule, HistogramRule)], ids=str)
+def test_a_rule_of_the_histogram_says_that_there_is_none(rule: Rule) -> None:
+    with pytest.raises(UsageError, match=f"rule {rule.name}: these statistics have no histograms"):
+        rule.amax(history([1.0]))
+
+
+@pytest.mark.parametrize("rule", [rule() for rule in RULES.values()], ids=str)
+def test_a_tensor_of_zeros_has_amax_0(rule: Rule) -> None:
+    assert rule.amax(sample(np.zeros(5))) == 0.0
+
+
+@pytest.mark.parametrize("rule", [rule() for rule in RULES.values()], ids=str)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
+@settings(max_examples=40, deadline=None)
+def test_every_rule_gives_a_scale_above_0_and_finite(rule: Rule, values: list[float]) -> None:
+    amax = rule.amax(sample(np.array(values)))
+    scale = to_scale(amax)
+    assert np.isfinite(amax)
+    assert np.isfinite(scale)
+    assert scale >= np.finfo(np.float32).tiny
+
+
+# Scales and names
+
+
+def test_a_scale_is_a_float32_quotient() -> None:
+    scale = to_scale(np.float32(3.3))
+    assert scale.dtype == np.float32
+    assert scale == np.float32(3.3) / np.float32(448)
+    assert to_scale([1.0, 2.0]).shape == (2,)
+
+
+@pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-38, 448 * 1.1e-38])
+def test_a_scale_is_never_below_the_smallest_normal(amax: float) -> None:
+    assert to_scale(amax) == np.finfo(np.float32).tiny
+
+
+def test_an_amax_beyond_float32_gives_the_largest_scale() -> None:
+    assert to_scale(Delayed(margin=8).amax(history([3e38]))) == np.finfo(np.float32).max / np.float32(E4M3.max)
+
+
+@pytest.mark.parametrize("rule", [rule() for rule in RULES.values()], ids=str)
+def test_a_rule_reads_what_it_writes(rule: Rule) -> None:
+    assert parse_rule(str(rule)) == rule
+    assert parse_rule(rule.name) == rule
+
+
+def test_options_are_read() -> None:
+    assert parse_rule("delayed:history=16,margin=1,algo=most_recent") == Delayed(16, 1, "most_recent")
+    assert parse_rule("percentile:percentile=99.9") == Percentile(99.9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "median",
+            "unknown calibration rule 'median'; valid: max, most-recent, delayed, moving-average, percentile, mse",
+        ),
+        ("", "unknown calibration rule ''"),
+        ("delayed:length=3", "unknown option of rule delayed 'length'; valid: history, margin, algo"),
+        ("delayed:algo=mean", "unknown algo of rule delayed 'mean'; valid: max, most_recent"),
+        ("max:history=3", "rule max: takes no options"),
+    ],
+)
+def test_an_unknown_name_lists_the_valid_ones(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        parse_rule(text)
+    assert isinstance(caught.value, UnknownNameError) or "no options" in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "delayed:history=0",
+        "delayed:history=x",
+        "delayed:history",
+        "delayed:history=1.5",
+        "delayed:margin=200",
+        "percentile:percentile=0",
+        "percentile:percentile=101",
+        "percentile:percentile=nan",
+        "moving-average:averaging_constant=0",
+        "moving-average:averaging_constant=1.1",
+        "mse:octaves=0",
+    ],
+)
+def test_a_value_out_of_range_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=text.partition(":")[2].partition("=")[0]):
+        parse_rule(text)
