@@ -69,7 +69,7 @@ def _make(folder: Path, model_type: str, *, dtype: str = "bfloat16", seed: int =
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    values = {**_COMMON, **_CONFIGS[model_type], **config}
+    values = {**_COMMON, **_CONFIGS.get(model_type, {}), **config}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**values))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
