@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from minifloat.calibration.attention import KVTap
 from minifloat.calibration.experts import watch_experts
 from minifloat.calibration.measure import Measurement, Tally, head_amax, measure, not_finite
-from minifloat.calibration.sites import find_sites
+from minifloat.calibration.sites import Sites, find_sites
 from minifloat.calibration.stats import KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
@@ -41,6 +41,7 @@ class Observer:
     Args:
         model: Made by `minifloat.serve.load.load`; quantized or not, on any device.
         checkpoint: The model's; by default the folder it was loaded from.
+        sites: What to watch, a part of what `find_sites` found in the model; by default all of it.
         histogram: Also count magnitudes.
         per_channel: Also record the amax of each input channel.
 
@@ -53,15 +54,18 @@ class Observer:
         model: PreTrainedModel,
         checkpoint: Checkpoint | None = None,
         *,
+        sites: Sites | None = None,
         histogram: bool = False,
         per_channel: bool = False,
     ) -> None:
         self.model, self.histogram, self.per_channel = model, histogram, per_channel
-        if checkpoint is None:
+        if sites is not None:
+            self.sites = sites
+        elif checkpoint is not None:
+            self.sites = find_sites(model, checkpoint)
+        else:
             with Checkpoint.open(str(model.config.name_or_path)) as opened:
                 self.sites = find_sites(model, opened)
-        else:
-            self.sites = find_sites(model, checkpoint)
         slots = [(site.names, site.width) for site in self.sites.linears]
         self._first_expert_slot = []
         for experts in self.sites.experts:

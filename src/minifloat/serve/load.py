@@ -83,13 +83,12 @@ def load(
         TensorError: A tensor does not fit its parameter, or a scale is NaN or Inf.
     """
     with Checkpoint.open(path) as checkpoint:
-        description = describe(checkpoint)
-        model = empty_model(checkpoint, dtype or config_dtype(checkpoint) or _stored_dtype(checkpoint, description))
-        inputs = InputQuantization(checkpoint, weight_only)
-        _Loader(model, checkpoint, description, torch.device(device), inputs).run()
+        loader = Loader(checkpoint, dtype=dtype, device=device, weight_only=weight_only)
+        loader.run()
+        model = loader.model
         load_generation_config(model, checkpoint)
     model.train(False)
-    if description.weights:
+    if loader.quantized:
         model.save_pretrained = _refuse_saving  # type: ignore[method-assign]
     nn.Module.to(model, device)  # the buffers that the model computed itself
     return model
@@ -114,21 +113,39 @@ def _refuse_saving(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-class _Loader:
-    """Fills an empty model; lives as long as one `load`."""
+class Loader:
+    """Fills an empty model: at once for `load`, or part by part where it would not fit.
+
+    Args:
+        checkpoint: Open as long as tensors are placed.
+        dtype: As in `load`.
+        device: As in `load`.
+        weight_only: As in `load`.
+
+    Attributes:
+        model: The model; parameters that nothing was placed in are on the meta device.
+        expected: Its parameters and persistent buffers by name, as they were when it was empty.
+
+    Raises:
+        ConfigError: transformers cannot build the model, or only with the checkpoint's own code.
+    """
 
     def __init__(
         self,
-        model: PreTrainedModel,
         checkpoint: Checkpoint,
-        description: Description,
-        device: torch.device,
-        inputs: InputQuantization,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        weight_only: bool = False,
     ) -> None:
-        self.model, self.checkpoint, self.device, self.inputs = model, checkpoint, device, inputs
-        self.expected: dict[str, Tensor] = model.state_dict()
+        description = describe(checkpoint)
+        dtype = dtype or config_dtype(checkpoint) or _stored_dtype(checkpoint, description)
+        self.model = empty_model(checkpoint, dtype)
+        self.checkpoint, self.device = checkpoint, torch.device(device)
+        self.inputs = InputQuantization(checkpoint, weight_only)
+        self.expected: dict[str, Tensor] = self.model.state_dict()
         self.missing = set(self.expected)
-        self.float32 = keeps_float32(model, model.dtype)
+        self.float32 = keeps_float32(self.model, self.model.dtype)
         self.quantized = _by_plain_name(description)
         known = _tensors_of(description)
         self.plain = [name for name in checkpoint.tensors if name not in known]
@@ -136,11 +153,8 @@ class _Loader:
 
     def run(self) -> None:
         """Place every tensor, tie what is tied, and account for the rest."""
-        assignments, homeless = assign(self.model, [*self.plain, *self.quantized])
-        self._account_for_homeless(homeless)
-        for assignment in assignments:
-            if not (self._place_linear(assignment) or self._place_experts(assignment)):
-                self._place_tensors(assignment)
+        for assignment in self.assignments():
+            self.place(assignment)
         if self.dequantized:
             _LOG.warning(
                 "%d quantized weights are held dequantized, because no quantized module can take their place: %s",
@@ -153,6 +167,31 @@ class _Loader:
         self._tie()
         self._account_for_missing()
 
+    def assignments(self) -> list[Assignment]:
+        """Where in the model every tensor goes.
+
+        Raises:
+            CheckpointError: The model has no place for a tensor.
+        """
+        assignments, homeless = assign(self.model, [*self.plain, *self.quantized])
+        self._account_for_homeless(homeless)
+        return assignments
+
+    def place(self, assignment: Assignment) -> None:
+        """Read tensors and put them where they go.
+
+        Raises:
+            CheckpointError: They cannot be made into the parameter.
+            TensorError: They do not fit it, or a scale is NaN or Inf.
+        """
+        if not (self._place_linear(assignment) or self._place_experts(assignment)):
+            self._place_tensors(assignment)
+
+    def dtype_of(self, target: str) -> torch.dtype:
+        """The dtype that transformers would give a parameter."""
+        own = self.expected[target].dtype
+        return torch.float32 if self.float32 is not None and self.float32.search(target) else own
+
     def _place_linear(self, assignment: Assignment) -> bool:
         """Swap a linear for one with the quantized weight; False if that is not what this is."""
         stored = self.quantized.get(assignment.sources[0], [])
@@ -164,7 +203,7 @@ class _Loader:
             return False
         self._check_shape(assignment.target, torch.Size(stored[0].shape))
         weight = read_weight(self.checkpoint, stored[0])
-        swapped = QuantizedLinear(weight, self._dtype_of(assignment.target), *self.inputs.of(stored[0]))
+        swapped = QuantizedLinear(weight, self.dtype_of(assignment.target), *self.inputs.of(stored[0]))
         swapped.to(self.device).register_parameter("bias", owner._parameters["bias"])
         self.model.set_submodule(path, swapped)
         self.missing.discard(assignment.target)
@@ -187,7 +226,7 @@ class _Loader:
             rows, cols = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
             fits = self.expected[assignment.target].shape[1:] == (rows, cols)
             transposed = assignment.may_transpose and not fits
-        make = functools.partial(self._expert, self._dtype_of(assignment.target), multiplies_experts(type(owner), name))
+        make = functools.partial(self._expert, self.dtype_of(assignment.target), multiplies_experts(type(owner), name))
         stack = QuantizedExperts([[make(part) for part in expert] for expert in experts], transposed).to(self.device)
         self._check_shape(assignment.target, stack.shape)
         delattr(owner, name)
@@ -209,7 +248,7 @@ class _Loader:
         if assignment.converter is None and len(assignment.sources) > 1:
             raise self._error(f"{sources} are all the parameter {assignment.target}; expected one of them")
         self.dequantized += [source for source in assignment.sources if source in self.quantized]
-        dtype = self._dtype_of(assignment.target)
+        dtype = self.dtype_of(assignment.target)
         try:
             made = assignment.convert(lambda source: self._read(source, dtype), self.model)
         except MinifloatError:
@@ -283,11 +322,6 @@ class _Loader:
             raise self._error(
                 f"{len(unfilled)} parameters of {type(self.model).__name__} have no tensor: {_listing(unfilled)}"
             )
-
-    def _dtype_of(self, target: str) -> torch.dtype:
-        """The dtype that transformers would give a parameter."""
-        own = self.expected[target].dtype
-        return torch.float32 if self.float32 is not None and self.float32.search(target) else own
 
     def _check_shape(self, target: str, found: torch.Size) -> None:
         expected = self.expected[target].shape
