@@ -1,0 +1,155 @@
+"""Reports as HTML: one file, without scripts and without requests, that can be mailed, printed and read in ten years.
+
+Here is the frame that every report shares: the page and its style, tables, figures. Charts come from `report.svg`; what
+a report says is in a module of its own. Pages are well-formed XML too, which tests rely on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from minifloat.report.svg import COLORS, escape
+
+#: Widths that charts are drawn for: a page on a desk or on paper, and one on a phone.
+WIDE, NARROW = 760, 350
+
+_DARK_COLORS = ("#6cb6ff", "#f0983e", "#57c27f", "#b999f5", "#ff7fa6", "#39c5cf", "#d9b04c", "#a5adb6")
+
+
+@dataclass(frozen=True)
+class Markup:
+    """HTML that is already escaped; anything else that enters a page is."""
+
+    html: str
+
+
+Cell = str | Markup
+
+
+def to_html(cell: Cell) -> str:
+    """The HTML of a cell: text is escaped."""
+    return cell.html if isinstance(cell, Markup) else escape(cell)
+
+
+def page(title: str, *sections: str) -> str:
+    """The whole document.
+
+    Args:
+        title: Plain text.
+        sections: HTML.
+    """
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        f"<title>{escape(title)}</title>\n<style>{_style()}</style>\n</head>\n"
+        f"<body>\n<main>\n<h1>{escape(title)}</h1>\n{chr(10).join(filter(None, sections))}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """A heading and what is under it.
+
+    Args:
+        title: Plain text.
+        parts: HTML.
+    """
+    return f"<section>\n<h2>{escape(title)}</h2>\n{chr(10).join(filter(None, parts))}\n</section>"
+
+
+def paragraph(text: str) -> str:
+    """Plain text as a paragraph."""
+    return f"<p>{escape(text)}</p>"
+
+
+def bullets(items: Sequence[str]) -> str:
+    """Plain texts as a list."""
+    return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
+
+
+def facts(pairs: Sequence[tuple[str, str]]) -> str:
+    """Names and values, plain text."""
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in pairs)}</dl>"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """A table whose first column names the row. On a phone each row becomes a block of named values.
+
+    Args:
+        columns: Headings, plain text.
+        rows: As many cells as there are columns.
+    """
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    body = "".join(
+        f'<tr><th scope="row">{to_html(row[0])}</th>'
+        + "".join(
+            f'<td data-name="{escape(column)}">{to_html(cell)}</td>'
+            for column, cell in zip(columns[1:], row[1:], strict=True)
+        )
+        + "</tr>\n"
+        for row in rows
+    )
+    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
+
+
+def folded(summary: str, body: str) -> str:
+    """HTML that opens when one clicks on a line of plain text."""
+    return f"<details><summary>{escape(summary)}</summary>\n{body}\n</details>"
+
+
+def figure(caption: str, draw: Callable[[int], str]) -> str:
+    """A chart, drawn for both widths of which the reader's screen shows one.
+
+    Args:
+        caption: Plain text.
+        draw: From a width in pixels to an ``<svg>`` element.
+    """
+    return (
+        f'<figure><figcaption>{escape(caption)}</figcaption>\n<div class="wide">{draw(WIDE)}</div>\n'
+        f'<div class="narrow">{draw(NARROW)}</div></figure>'
+    )
+
+
+def _style() -> str:
+    light = "".join(f"--series-{index}:{color};" for index, color in enumerate(COLORS, 1))
+    dark = "".join(f"--series-{index}:{color};" for index, color in enumerate(_DARK_COLORS, 1))
+    return f"""
+:root{{color-scheme:light dark;--ink:#1c2128;--paper:#fff;--soft:#59636e;--line:#d1d9e0;--warn:#8a4600;{light}}}
+@media (prefers-color-scheme:dark){{
+:root{{--ink:#e6edf3;--paper:#0d1117;--soft:#a5adb6;--line:#3d444d;--warn:#f0b37e;{dark}}}}}
+@media print{{
+:root{{color-scheme:light;--ink:#000;--paper:#fff;--soft:#444;--line:#999;--warn:#000;{light}}}
+section,figure,tr{{break-inside:avoid}}}}
+body{{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,sans-serif}}
+main{{max-width:{WIDE}px;margin:0 auto;padding:1rem}}
+h1{{font-size:1.5rem;line-height:1.25;overflow-wrap:anywhere}}
+h2{{font-size:1.15rem;margin:2rem 0 .5rem;border-bottom:1px solid var(--line)}}
+dl{{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:.15rem 1rem;margin:0}}
+dt,figcaption,summary{{color:var(--soft)}}
+dd{{margin:0;overflow-wrap:anywhere}}
+figure{{margin:1rem 0}}
+figcaption{{font-size:.9rem;margin-bottom:.5rem}}
+figure svg{{display:block;max-width:100%;height:auto}}
+.narrow{{display:none}}
+.warning{{border-left:4px solid var(--warn);padding-left:.8rem}}
+.warning li{{overflow-wrap:anywhere}}
+table{{border-collapse:collapse;width:100%;font-size:.85rem;font-variant-numeric:tabular-nums}}
+th,td{{padding:.2rem .6rem .2rem 0;text-align:right;vertical-align:top;border-bottom:1px solid var(--line)}}
+th:first-child{{text-align:left;overflow-wrap:anywhere}}
+tbody th{{font-weight:normal}}
+td svg{{vertical-align:middle}}
+summary{{cursor:pointer;margin:.5rem 0}}
+@media screen and (max-width:{WIDE + 39}px){{
+.wide{{display:none}}
+.narrow{{display:block}}
+}}
+@media screen and (max-width:{WIDE - 160}px){{
+dl{{grid-template-columns:minmax(0,1fr)}}
+dd{{margin-bottom:.4rem}}
+thead{{position:absolute;clip-path:inset(50%)}}
+tr{{display:block;padding:.4rem 0;border-bottom:1px solid var(--line)}}
+tbody th,td{{display:block;border:0;padding:.05rem 0;text-align:left}}
+tbody th{{font-weight:600}}
+td::before{{content:attr(data-name) ": ";color:var(--soft)}}
+}}
+"""
