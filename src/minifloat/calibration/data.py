@@ -583,7 +583,9 @@ def _parquet_rows(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[chosen]):
                 for row in batch.to_pylist():
                     yield f"{path}, row {next(numbers)}", row
-        except (arrow.ArrowException, UnicodeDecodeError) as error:
+        except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:
+            if getattr(error, "errno", None) is not None:  # from the system, not from a decoder of Arrow
+                raise
             raise DataError(f"{path}: not a parquet file that can be read: {_first_line(error)}") from error
 
 
