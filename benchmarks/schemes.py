@@ -2,7 +2,7 @@
 
     python benchmarks/schemes.py MODEL --text A.txt --text B.txt [--override 'down_proj=fp8' ...]
 
-Weight-only, activations in float32, windows of 256 tokens. `--override` is handed to `quantize` for the schemes with
+Activations in float32, quantized as each scheme declares (`--weight-only`: never), windows of 256 tokens. `--override` is handed to `quantize` for the schemes with
 groups (mx*, nv*), whose columns have to be a multiple of 32 or 16.
 """
 
@@ -24,11 +24,12 @@ FORMATS = [(name, "compressed-tensors") for name in SCHEMES] + [("fp8-block", "f
 @click.option("--override", "overrides", multiple=True, help="For schemes with groups.")
 @click.option("--window", default=256, show_default=True)
 @click.option("--max-tokens", type=int)
+@click.option("--weight-only", is_flag=True)
 def main(model: Path, texts: tuple[Path, ...], overrides: tuple[str, ...], window: int, max_tokens: int | None) -> None:
     """Print the table for MODEL."""
     heads = [f"{text.stem}: ppl | change | KL | top-1" for text in texts]
-    click.echo(f"| scheme | layout | bytes | bits per weight | {' | '.join(heads)} |")
-    click.echo("|---|---|---|---|" + "---|" * 4 * len(texts))
+    click.echo(f"| scheme | layout | bytes | bits per weight | inputs | {' | '.join(heads)} |")
+    click.echo("|---|---|---|---|---|" + "---|" * 4 * len(texts))
     baseline_shown = False
     for scheme, layout in FORMATS:
         grouped = SCHEMES[scheme].weight.granularity.rows == 1 and SCHEMES[scheme].weight.granularity.cols
@@ -39,10 +40,12 @@ def main(model: Path, texts: tuple[Path, ...], overrides: tuple[str, ...], windo
             except MinifloatError as error:  # the table says why
                 click.echo(f"| {scheme} | {layout} | refused: {error} |")
                 continue
-            comparison = compare_models(model, out, texts, window=window, max_tokens=max_tokens, dtype="float32")
+            comparison = compare_models(
+                model, out, texts, window=window, max_tokens=max_tokens, dtype="float32", weight_only=weight_only
+            )
         if not baseline_shown:
             cells = [f"{text.baseline_perplexity:.4f} | | | " for text in comparison.texts]
-            click.echo(f"| bf16 | | {report.source_bytes:,} | 16 | {' | '.join(cells)} |")
+            click.echo(f"| bf16 | | {report.source_bytes:,} | 16 | | {' | '.join(cells)} |")
             baseline_shown = True
         elements = sum(tensor.stats.elements for tensor in report.quantized if tensor.stats)
         bits = 8 * sum(tensor.output_bytes for tensor in report.quantized) / elements
@@ -51,7 +54,10 @@ def main(model: Path, texts: tuple[Path, ...], overrides: tuple[str, ...], windo
             f"{text.kl_mean:.5f} | {text.top1_agreement:.2%}"
             for text in comparison.texts
         ]
-        click.echo(f"| {scheme} | {layout} | {report.output_bytes:,} | {bits:.2f} | {' | '.join(cells)} |")
+        click.echo(
+            f"| {scheme} | {layout} | {report.output_bytes:,} | {bits:.2f} | {comparison.activations} | "
+            f"{' | '.join(cells)} |"
+        )
 
 
 if __name__ == "__main__":

@@ -318,10 +318,12 @@ def compare(
 @click.option("--seed", type=int, help="For sampling.")
 def generate(model: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
     """Continue PROMPT with the checkpoint MODEL, quantized or not, streaming the text."""
+    from minifloat.serve.load import load
     from minifloat.serve.text import generate as stream
 
+    loaded = load(model, weight_only=weight_only)
     click.echo(prompt, nl=False)
-    for piece in stream(model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
+    for piece in stream(loaded, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
         click.echo(piece, nl=False)
     click.echo()
 

@@ -25,11 +25,14 @@ _AUXILIARY = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_proj.output
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
-    """Describe a ModelOpt checkpoint from its tensors; the config tells only about the KV cache.
+    """Describe a ModelOpt checkpoint from its tensors; the config tells about the KV cache, and what is weight-only.
 
     Raises:
         ShapeError: A scale whose size fits no granularity of its weight.
     """
+    quantization = config.get("quantization", config)
+    algorithm = str(quantization.get("quant_algo") or "").upper()
+    weights_alone = algorithm.endswith("_WO") or "A16" in algorithm
     weights = {}
     for name, scale in checkpoint.tensors.items():
         if not name.endswith(".weight_scale"):
@@ -50,11 +53,10 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             scale=name,
             global_scale=f"{module}.weight_scale_2" if spec.has_global_scale else None,
             global_divides=False,
-            activation=_activation(spec, input_scale in checkpoint.tensors),
+            activation=None if weights_alone else _activation(spec, input_scale in checkpoint.tensors),
             input_scale=input_scale if input_scale in checkpoint.tensors else None,
         )
     auxiliary = frozenset(name for name in checkpoint.tensors if name.endswith(_AUXILIARY))
-    quantization = config.get("quantization", config)
     kv = quantization.get("kv_cache_quant_algo") or quantization.get("kv_cache_scheme")
     return Description(NAME, weights, auxiliary, KVSpec(E4M3, TENSOR) if kv else None)
 
