@@ -2,7 +2,8 @@
 
     python benchmarks/schemes.py MODEL --text A.txt --text B.txt [--override 'down_proj=fp8' ...]
 
-Activations in float32, quantized as each scheme declares (`--weight-only`: never), windows of 256 tokens. `--override` is handed to `quantize` for the schemes with
+Activations in float32, quantized as each scheme declares (`--weight-only`: never), windows of 256 tokens. `--override`
+is handed to `quantize` for the schemes with
 groups (mx*, nv*), whose columns have to be a multiple of 32 or 16.
 """
 
@@ -25,7 +26,14 @@ FORMATS = [(name, "compressed-tensors") for name in SCHEMES] + [("fp8-block", "f
 @click.option("--window", default=256, show_default=True)
 @click.option("--max-tokens", type=int)
 @click.option("--weight-only", is_flag=True)
-def main(model: Path, texts: tuple[Path, ...], overrides: tuple[str, ...], window: int, max_tokens: int | None) -> None:
+def main(
+    model: Path,
+    texts: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    window: int,
+    max_tokens: int | None,
+    weight_only: bool,
+) -> None:
     """Print the table for MODEL."""
     heads = [f"{text.stem}: ppl | change | KL | top-1" for text in texts]
     click.echo(f"| scheme | layout | bytes | bits per weight | inputs | {' | '.join(heads)} |")

@@ -316,7 +316,16 @@ def compare(
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0: greedy.")
 @click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True))
 @click.option("--seed", type=int, help="For sampling.")
-def generate(model: Path, prompt: str, max_new_tokens: int, temperature: float, top_p: float, seed: int | None) -> None:
+@click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
+def generate(
+    model: Path,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int | None,
+    weight_only: bool,
+) -> None:
     """Continue PROMPT with the checkpoint MODEL, quantized or not, streaming the text."""
     from minifloat.serve.load import load
     from minifloat.serve.text import generate as stream

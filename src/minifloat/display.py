@@ -174,7 +174,8 @@ def print_comparison(comparison: Comparison) -> None:
     console.print(table)
     console.print(
         f"\nweights: {_size(comparison.baseline_bytes)} -> {_size(comparison.candidate_bytes)} "
-        f"({comparison.baseline_bytes / max(comparison.candidate_bytes, 1):.2f}x smaller); inputs of the candidate: {comparison.activations}; KL in nats per token"
+        f"({comparison.baseline_bytes / max(comparison.candidate_bytes, 1):.2f}x smaller); KL in nats per "
+        f"token; inputs of the candidate: {comparison.activations}"
     )
 
 
