@@ -1,0 +1,69 @@
+"""What each calibration rule costs, in-domain and out of domain: perplexity of fp8-static under simulated W8A8.
+
+    python benchmarks/calibration_rules.py MODEL --data stories.txt --data gsm8k.jsonl#column=question \
+        --text stories_eval.txt --text prose.txt
+
+Each data set is calibrated on once, with histograms; every rule then makes its scales from the same statistics. The
+saturated fraction is that of the worst module on text held out of the same data set. `weight-only` is the floor that
+no activation scale can beat.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import click
+
+from minifloat import compare_models, quantize_checkpoint
+from minifloat.calibration.rules import parse_rule
+from minifloat.calibration.session import collect
+from minifloat.quantize.calibrated import Calibration
+
+RULES = ("max", "most-recent", "delayed", "moving-average", "percentile:percentile=99.99", "mse")
+
+
+@click.command()
+@click.argument("model", type=click.Path(exists=True, path_type=Path))
+@click.option("--data", "sources", multiple=True, required=True)
+@click.option("--text", "texts", multiple=True, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--samples", default=128, show_default=True)
+@click.option("--seq-len", default=256, show_default=True)
+@click.option("--max-tokens", default=8000, show_default=True)
+def main(
+    model: Path, sources: tuple[str, ...], texts: tuple[Path, ...], samples: int, seq_len: int, max_tokens: int
+) -> None:
+    """Print the table for MODEL."""
+    click.echo(
+        f"| calibrated on | rule | worst saturated | {' | '.join(f'{text.stem}: ppl | change' for text in texts)} |"
+    )
+    click.echo("|---|---|---|" + "---|---|" * len(texts))
+    floor_shown = False
+    for source in sources:
+        collected = collect(model, [source], samples=samples, seq_len=seq_len, histogram=True)
+        for rule in RULES:
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "out"
+                calibration = Calibration(collected.stats, parse_rule(rule), collected.held_out)
+                report = quantize_checkpoint(model, out, "fp8-static", calibration=calibration)
+                if not floor_shown:
+                    floor = compare_models(model, out, texts, max_tokens=max_tokens, weight_only=True)
+                    base = [f"{text.baseline_perplexity:.3f} | " for text in floor.texts]
+                    click.echo(f"| | BF16 | | {' | '.join(base)} |")
+                    click.echo(f"| | weight-only | | {' | '.join(_cells(floor.texts))} |")
+                    floor_shown = True
+                comparison = compare_models(model, out, texts, max_tokens=max_tokens)
+            saturated = max(activation.saturated or 0.0 for activation in report.activations)
+            name = Path(source.partition("#")[0]).name
+            click.echo(f"| {name} | {rule} | {saturated:.1e} | {' | '.join(_cells(comparison.texts))} |")
+
+
+def _cells(summaries: tuple) -> list[str]:
+    return [
+        f"{one.candidate_perplexity:.3f} | {one.candidate_perplexity / one.baseline_perplexity - 1:+.2%}"
+        for one in summaries
+    ]
+
+
+if __name__ == "__main__":
+    main()
