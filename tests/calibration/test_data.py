@@ -273,6 +273,12 @@ def test_a_chat_template_that_writes_bos_does_not_double_it(tmp_path: Path, begi
     assert sequence.count(BOS) == 1
 
 
+def test_a_document_that_ends_with_eos_gets_no_second(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.txt", "ab</s>\n\nab")
+    (sequence,) = load_calibration_data(path, tokenizer, samples=1, seq_len=6).sequences
+    assert tokenizer.decode(sequence) == "ab</s>ab</s>"
+
+
 def test_a_chat_ends_as_its_template_ends_it(tmp_path: Path, tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATE + "!"
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT[:1]}] * 2)
