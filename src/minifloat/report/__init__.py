@@ -6,6 +6,7 @@ a report says is in a module of its own. Pages are well-formed XML too, which te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from minifloat.report.svg import COLORS, escape
 #: Widths that charts are drawn for: a page on a desk or on paper, and one on a phone.
 WIDE, NARROW = 760, 350
 
+_BREAKS = re.compile(r"(?<=\w)([._])(?=[A-Za-z])")
+_BREAK = r"\1<wbr/>"
 _DARK_COLORS = ("#6cb6ff", "#f0983e", "#57c27f", "#b999f5", "#ff7fa6", "#39c5cf", "#d9b04c", "#a5adb6")
 
 
@@ -63,8 +66,8 @@ def paragraph(text: str) -> str:
 
 
 def bullets(items: Sequence[str]) -> str:
-    """Plain texts as a list."""
-    return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
+    """Plain texts as a list; names in them may break after their dots and underscores."""
+    return f"<ul>{''.join(f'<li>{_BREAKS.sub(_BREAK, escape(item))}</li>' for item in items)}</ul>"
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> str:
@@ -132,11 +135,14 @@ figcaption{{font-size:.9rem;margin-bottom:.5rem}}
 figure svg{{display:block;max-width:100%;height:auto}}
 .narrow{{display:none}}
 .warning{{border-left:4px solid var(--warn);padding-left:.8rem}}
+.warning p{{margin:0;font-weight:600}}
+.warning ul{{margin:.3rem 0;padding-left:1.2rem}}
 .warning li{{overflow-wrap:anywhere}}
 table{{border-collapse:collapse;width:100%;font-size:.85rem;font-variant-numeric:tabular-nums}}
 th,td{{padding:.2rem .6rem .2rem 0;text-align:right;vertical-align:top;border-bottom:1px solid var(--line)}}
 th:first-child{{text-align:left;overflow-wrap:anywhere}}
 tbody th{{font-weight:normal}}
+td{{white-space:nowrap}}
 td svg{{vertical-align:middle}}
 summary{{cursor:pointer;margin:.5rem 0}}
 @media screen and (max-width:{WIDE + 39}px){{
@@ -148,7 +154,7 @@ dl{{grid-template-columns:minmax(0,1fr)}}
 dd{{margin-bottom:.4rem}}
 thead{{position:absolute;clip-path:inset(50%)}}
 tr{{display:block;padding:.4rem 0;border-bottom:1px solid var(--line)}}
-tbody th,td{{display:block;border:0;padding:.05rem 0;text-align:left}}
+tbody th,td{{display:block;white-space:normal;border:0;padding:.05rem 0;text-align:left}}
 tbody th{{font-weight:600}}
 td::before{{content:attr(data-name) ": ";color:var(--soft)}}
 }}

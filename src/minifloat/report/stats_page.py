@@ -33,7 +33,7 @@ from minifloat.errors import NotCalibratedError, StatsError
 from minifloat.formats import E4M3
 from minifloat.quantize.roles import expert_group, fused_group
 from minifloat.report import Cell, Markup, bullets, facts, figure, folded, page, paragraph, section, table
-from minifloat.report.svg import Axis, Bar, Series, bar_chart, line_chart, meter
+from minifloat.report.svg import Axis, Bar, Series, bar_chart, format_number, line_chart, meter
 
 _SHOWN = 8  #: names in a warning, and curves in a chart
 _WORST = 20  #: modules in a table of the worst
@@ -167,11 +167,12 @@ def kind_of(module: str) -> str:
 
 
 def settled_text(convergences: Sequence[Convergence]) -> str:
-    """After how many sequences the slowest has settled, or how many have not."""
-    moving = sum(not one.settled for one in convergences)
+    """After how many sequences the slowest has settled, or how many have not; those that saw nothing do not count."""
+    seen = [one for one in convergences if one.settled or math.isfinite(one.change)]
+    moving = sum(not one.settled for one in seen)
     if not moving:
-        return str(max((one.settled_after or 0 for one in convergences), default=0))
-    return "no" if len(convergences) == 1 else f"no: {moving} of {len(convergences)}"
+        return str(max(one.settled_after or 0 for one in seen)) if seen else "-"
+    return "no" if len(seen) == 1 else f"no: {moving} of {len(seen)}"
 
 
 # ------------------------------------------------------------------------------------------------- numbers
@@ -232,16 +233,21 @@ def _warnings(
 ) -> Iterator[str]:
     unseen = [one.module for one in inputs if not one.tokens]
     if unseen:
-        yield f"Never called ({len(unseen)} modules): {_names(unseen)}."
+        together = [_joined(group) for group in _sharing(unseen).values()]
+        yield f"Never called ({len(unseen)} modules): {_names(together)}."
     no_scale = [one.module for one in inputs if one.tokens and one.scale is None]
     no_scale += [one.tensor for one in caches if one.scale is None]
     if no_scale:
         yield f"No scale, for nothing but zeros were seen ({len(no_scale)}): {_names(no_scale)}."
-    starved = [f"{one.module} ({one.tokens})" for one in inputs if one.problem and one.scale is not None]
+    starved = {
+        one.module.rpartition(".")[0]: f"{one.module.rpartition('.')[0]} ({one.tokens})"
+        for one in inputs
+        if one.problem and one.scale is not None
+    }
     if starved:
         yield (
             f"Experts that saw fewer than {DEFAULT_MIN_TOKENS} tokens take the largest amax among the experts of their "
-            f"layer ({len(starved)} modules, with their tokens): {_names(starved)}."
+            f"layer ({len(starved)} experts, with their tokens): {_names(list(starved.values()))}."
         )
     if stats.sequences <= moved.window:
         yield (
@@ -251,7 +257,9 @@ def _warnings(
         return
     moving = [name for name in moved.unsettled if math.isfinite(moved.scales[name].change)]
     if moving:
-        changes = [f"{name} ({moved.scales[name].change:.1%})" for name in moving]
+        scale_of = {name.removesuffix(".input_scale"): name for name in moving}
+        groups = _sharing(scale_of).values()
+        changes = [f"{_joined(group)} ({moved.scales[scale_of[group[0]]].change:.1%})" for group in groups]
         yield (
             f"Not settled within {moved.tolerance:.0%} over the last {moved.window} sequences "
             f"({len(moving)} of {len(moved.scales)} scales, with how far they moved): {_names(changes)}. "
@@ -308,6 +316,14 @@ def _by_input(inputs: Iterable[InputSummary]) -> dict[str, list[InputSummary]]:
     return {_joined(kind_of(one.module) for one in group): group for group in groups.values()}
 
 
+def _sharing(modules: Iterable[str]) -> dict[str, list[str]]:
+    """Modules by the input that they share, in order."""
+    groups: dict[str, list[str]] = {}
+    for name in modules:
+        groups.setdefault(fused_group(name), []).append(name)
+    return groups
+
+
 def _joined(names: Iterable[str]) -> str:
     """Names with one parent, as one."""
     first, *others = dict.fromkeys(names)
@@ -339,6 +355,7 @@ def _layer_chart(caption: str, series: Sequence[Series], label: str) -> str:
 
 def _input_section(inputs: Sequence[InputSummary], rule: Rule) -> str:
     groups = _by_input(inputs)
+    experts = "; of experts the largest" if any(expert_group(one.module) for one in inputs) else ""
     amax = [Series(name, _largest_by_layer(group, lambda one: one.amax)) for name, group in groups.items()]
     scales = [Series(name, _largest_by_layer(group, lambda one: one.scale)) for name, group in groups.items()]
     columns = ("input of", "layers", "tokens, least", "amax", "scale", "against max")
@@ -346,13 +363,16 @@ def _input_section(inputs: Sequence[InputSummary], rule: Rule) -> str:
     layers = sorted({int(layer) for one in amax for layer, _ in one.points})
     by_layer = [(dict(large.points), dict(scale.points)) for large, scale in zip(amax, scales, strict=True)]
     numbers: list[list[Cell]] = [
-        [f"layer {layer}", *(f"{_number(large.get(layer))}; {_number(scale.get(layer))}" for large, scale in by_layer)]
+        [
+            f"layer {layer}",
+            *(f"{span([large.get(layer)], number)}; {span([scale.get(layer)], number)}" for large, scale in by_layer),
+        ]
         for layer in layers
     ]
     return section(
         "Inputs of the linears",
         table(columns, rows),
-        _layer_chart("Largest magnitude (amax) that was seen, by layer; of experts the largest", amax, "amax"),
+        _layer_chart(f"Largest magnitude (amax) that was seen, by layer{experts}", amax, "amax"),
         _layer_chart(f"Static scale by the rule {rule}, by layer: what multiplies to dequantize", scales, "scale"),
         folded("The numbers of these charts", table(("amax; scale", *groups), numbers)),
     )
@@ -363,46 +383,52 @@ def _group_row(name: str, group: Sequence[InputSummary]) -> list[Cell]:
         name,
         str(len({_split_layer(one.module)[0] for one in group})),
         f"{min(one.tokens for one in group):,}",
-        f"{max(one.amax for one in group):.4g}",
-        span([one.scale for one in group if one.scale is not None], "{:.4g}"),
-        span([one.against_max for one in group if one.against_max is not None], "{:+.1%}"),
+        number(max(one.amax for one in group)),
+        span((one.scale for one in group), number),
+        span((one.against_max for one in group), change),
     ]
 
 
-def span(values: Sequence[float], form: str) -> str:
-    """Least and largest, or one number where they look the same; a dash where there are none."""
-    if not values:
+def span(values: Iterable[float | None], form: Callable[[float], str]) -> str:
+    """Least and largest, or one number where they look the same; a dash where all are None."""
+    known = [value for value in values if value is not None]
+    if not known:
         return "-"
-    least, largest = (form.format(value + 0.0) for value in (min(values), max(values)))
+    least, largest = form(min(known)), form(max(known))
     return least if least == largest else f"{least} .. {largest}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def number(value: float) -> str:
+    """A magnitude with four digits."""
+    return format_number(float(f"{value:.4g}"))
+
+
+def change(value: float) -> str:
+    """A relative change in percent, with its sign; 0 where there is none."""
+    return f"{value:+.1%}" if value else "0"
+
+
+def fraction(value: float) -> str:
+    """A fraction that may be tiny; 0 where it is none."""
+    return f"{value:.1e}" if value else "0"
 
 
 def _cache_section(kv: Mapping[str, KVStats]) -> str:
-    heads: dict[str, dict[int, Any]] = {"K": {}, "V": {}}
-    for name, one in kv.items():
-        layer = _split_layer(f"{name}.")[0] if _split_layer(name)[1] == name else _split_layer(name)[0]
-        heads["K"][layer] = one.k_amax.max(axis=0, initial=0.0)
-        heads["V"][layer] = one.v_amax.max(axis=0, initial=0.0)
     if not kv:
         return section("Keys and values", paragraph("No keys and values were observed."))
-    series = [
-        Series(
-            letter,
-            [(float(layer), float(found.max(initial=0.0))) for layer, found in sorted(by_layer.items())],
-            [(float(layer), float(found.min()), float(found.max())) for layer, found in sorted(by_layer.items())],
-        )
-        for letter, by_layer in heads.items()
-    ]
-    return section(
-        "Keys and values",
-        _layer_chart(
-            "Largest magnitude of K (after rotary embedding) and V; shaded: the range over heads", series, "amax"
-        ),
-    )
+    series = []
+    for letter in ("k", "v"):
+        heads = {
+            float(_split_layer(f"{name}.x")[0]): (one.k_amax if letter == "k" else one.v_amax).max(axis=0, initial=0.0)
+            for name, one in kv.items()
+        }
+        points = [(layer, float(found.max(initial=0.0))) for layer, found in heads.items()]
+        bands = [
+            (layer, float(found.min(initial=math.inf)), float(found.max(initial=0.0))) for layer, found in heads.items()
+        ]
+        series.append(Series(letter.upper(), points, bands))
+    caption = "Largest magnitude of K, after rotary embedding, and of V, by layer; shaded: the range over heads"
+    return section("Keys and values", _layer_chart(caption, series, "amax"))
 
 
 def _convergence_section(stats: ActivationStats, summary: StatsSummary) -> str:
@@ -438,27 +464,32 @@ def _curve(stats: ActivationStats, group: Sequence[InputSummary], rule: HistoryR
 def _held_out_section(inputs: Sequence[InputSummary], held_out: ActivationStats | None) -> str:
     if held_out is None:
         return section("Held-out text", paragraph("Nothing was held out: what the scales do to new text is not known."))
-    measured = [(one, one.lost) for one in inputs if one.lost is not None]
-    worst = sorted(measured, key=lambda pair: (-pair[1].saturated, -pair[1].flushed))[:_WORST]
-    most = max((lost.saturated for _, lost in worst), default=0.0)
+    measured = {one.module: (one, one.lost) for one in inputs if one.lost is not None}
+    groups = [(_joined(names), *measured[names[0]]) for names in _sharing(measured).values()]
+    worst = sorted(groups, key=lambda group: (-group[2].saturated, -group[2].flushed))[:_WORST]
+    most = max((lost.saturated for _, _, lost in worst), default=0.0)
     rows: list[list[Cell]] = [
-        [one.module, _meter_cell(lost.saturated, most), f"{lost.flushed:.2e}", f"{held_out.inputs[one.module].max:.4g}",
-         f"{(one.scale or 0.0) * E4M3.max:.4g}"]
-        for one, lost in worst
-    ]  # fmt: skip
-    columns = ("module", "saturated", "flushed to zero", "amax held out", "largest that fits")
+        [
+            name,
+            _meter_cell(lost.saturated, most),
+            fraction(lost.flushed),
+            number(held_out.inputs[one.module].max),
+            span([one.scale and one.scale * E4M3.max], number),
+        ]
+        for name, one, lost in worst
+    ]
     return section(
         "Held-out text",
         paragraph(
             f"Fractions of the elements of {held_out.tokens:,} tokens that the scales were not made from; "
-            f"the {len(rows)} worst of {len(measured)} modules."
+            f"the {len(rows)} worst of {len(groups)} inputs. Bars are relative to the worst."
         ),
-        table(columns, rows),
+        table(("input of", "saturated", "flushed to zero", "amax held out", "largest that fits"), rows),
     )
 
 
 def _meter_cell(value: float, most: float) -> Markup:
-    return Markup(f"{value:.2e} {meter(value / most if most else 0.0)}")
+    return Markup(f"{fraction(value)} {meter(value / most if most else 0.0)}")
 
 
 def _expert_section(inputs: Sequence[InputSummary]) -> str:

@@ -196,7 +196,7 @@ def bar_chart(
     return _svg(title, width, bottom + _ROW + 4, parts)
 
 
-def meter(fraction: float, width: int = 90) -> str:
+def meter(fraction: float, width: int = 60) -> str:
     """A small bar for a cell of a table that has the number too, so it is hidden from who reads the page aloud.
 
     Args:

@@ -1,0 +1,104 @@
+"""How activation statistics look on a terminal. The numbers are those of the page (`report.stats_page`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+from minifloat.calibration.rules import Rule
+from minifloat.calibration.stats import ActivationStats
+from minifloat.display import _console, _table, layer_pattern
+from minifloat.report.stats_page import (
+    CacheSummary,
+    InputSummary,
+    change,
+    fraction,
+    number,
+    run_facts,
+    settled_text,
+    span,
+    summarize,
+)
+
+
+def print_stats(stats: ActivationStats, rule: Rule, held_out: ActivationStats | None, *, verbose: bool) -> None:
+    """What was run, a row per kind of module, the KV cache by layer, and what to know before using the scales.
+
+    Args:
+        stats: What calibration saw.
+        rule: Statistics to amax.
+        held_out: What a run over other text saw, with histograms; None: nothing was held out.
+        verbose: A row per module instead of one for the same module of all layers.
+
+    Raises:
+        UsageError: The rule, or the held-out text, needs histograms and there are none.
+        StatsError: The held-out run is of another model.
+    """
+    summary = summarize(stats, rule, held_out)
+    console = _console()
+    for name, value in run_facts(stats, rule, held_out):
+        console.print(escape(f"{name:<9} {value}"), soft_wrap=True)
+    console.print()
+    console.print(_input_table(summary.inputs, verbose=verbose))
+    if summary.caches:
+        console.print()
+        if summary.history_rule is not rule:
+            console.print(f"Keys and values have no histograms: by the rule {summary.history_rule}.")
+        console.print(_cache_table(summary.caches))
+    for warning in summary.warnings:
+        console.print(escape(f"\nWarning: {warning}"), soft_wrap=True)
+
+
+def _input_table(inputs: Sequence[InputSummary], *, verbose: bool) -> Table:
+    groups: dict[str, list[InputSummary]] = {}
+    for one in inputs:
+        groups.setdefault(one.module if verbose else layer_pattern(one.module), []).append(one)
+    numbers = ("count", "tokens", "amax", "scale", "against max", "saturated", "flushed", "settled after")
+    table = _table("input of", *numbers, "note", right=numbers)
+    for name, group in groups.items():
+        table.add_row(
+            escape(name),
+            str(len(group)),
+            f"{min(one.tokens for one in group):,}",
+            number(max(one.amax for one in group)),
+            span((one.scale for one in group), number),
+            span((one.against_max for one in group), change),
+            *_lost_cells(group),
+            settled_text([one.convergence for one in group]),
+            escape(_note(group)),
+        )
+    return table
+
+
+def _lost_cells(group: Sequence[InputSummary]) -> tuple[str, str]:
+    """The worst of a group."""
+    lost = [one.lost for one in group if one.lost is not None]
+    if not lost:
+        return ("", "")
+    return (fraction(max(one.saturated for one in lost)), fraction(max(one.flushed for one in lost)))
+
+
+def _note(group: Sequence[InputSummary]) -> str:
+    """How many have no scale, or not their own."""
+    missing = [one for one in group if one.scale is None]
+    borrowed = [one for one in group if one.scale is not None and one.problem]
+    if len(group) == 1 and (missing or borrowed):
+        return "no scale: never called" if missing and not group[0].tokens else group[0].problem.partition(":")[0]
+    counts = ((len(missing), "without scale"), (len(borrowed), "with the scale of other experts"))
+    return ", ".join(f"{count} {what}" for count, what in counts if count)
+
+
+def _cache_table(caches: Sequence[CacheSummary]) -> Table:
+    numbers = ("heads", "amax by head", "scale", "settled after")
+    table = _table("cache", *numbers, right=numbers)
+    for one in caches:
+        table.add_row(
+            escape(one.tensor),
+            str(len(one.amax)),
+            span(one.amax, number),
+            span([one.scale], number),
+            settled_text([one.convergence]),
+        )
+    return table
