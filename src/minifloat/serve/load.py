@@ -33,7 +33,7 @@ from minifloat.serve.names import Assignment, assign, keeps_float32, split_ignor
 _LOG = logging.getLogger(__name__)
 
 #: Safetensors dtype of a tensor that belongs to no quantized weight -> torch dtype.
-_TORCH_DTYPES = {
+TORCH_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -97,7 +97,7 @@ def load(
 def _stored_dtype(checkpoint: Checkpoint, description: Description) -> torch.dtype:
     """The dtype of the first floating tensor that belongs to no quantized weight."""
     known = _tensors_of(description)
-    found = (_TORCH_DTYPES.get(info.dtype) for name, info in checkpoint.tensors.items() if name not in known)
+    found = (TORCH_DTYPES.get(info.dtype) for name, info in checkpoint.tensors.items() if name not in known)
     return next((dtype for dtype in found if dtype is not None and dtype.is_floating_point), torch.float32)
 
 
@@ -280,10 +280,10 @@ class Loader:
 
     def _read_plain(self, name: str, target: torch.dtype) -> Tensor:
         info = self.checkpoint.tensors[name]
-        stored = _TORCH_DTYPES.get(info.dtype)
+        stored = TORCH_DTYPES.get(info.dtype)
         if stored is None or stored.is_floating_point != target.is_floating_point:
             fitting = [
-                key for key, dtype in _TORCH_DTYPES.items() if dtype.is_floating_point == target.is_floating_point
+                key for key, dtype in TORCH_DTYPES.items() if dtype.is_floating_point == target.is_floating_point
             ]
             raise UnsupportedTensorError(name, f"the model has {target} here; expected {fitting}, found {info.dtype}")
         return torch.from_numpy(self.checkpoint.read(name)).view(stored).reshape(info.shape)

@@ -1,0 +1,147 @@
+"""The folder in which a calibration layer by layer survives being killed.
+
+It holds the hidden states that enter the next layer, and a file of statistics for each finished one. A layer is
+finished once its statistics are there, which are written last: whatever a killed run leaves beyond that is written
+again. Two runs in one folder exclude each other; a folder with anything else in it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+from minifloat.calibration.stats import ActivationStats
+from minifloat.checkpoint.files import list_folder, storage_errors, sync_folder
+from minifloat.checkpoint.lock import FolderLock
+from minifloat.errors import CheckpointError, DestinationError
+
+_LOG = logging.getLogger(__name__)
+
+_LOCK = "lock"
+_STATE = "calibration.json"
+_ARGUMENTS = "arguments"
+_DRAFT = "draft"
+_OURS = re.compile(
+    rf"{_LOCK}|{_STATE}|{_ARGUMENTS}|{_DRAFT}|hidden-\d+|layer-\d+\.safetensors|\.layer-\d+\.safetensors\.\d+\.tmp"
+)
+
+
+class WalkFolder:
+    """A work folder, locked while it is open. A context manager; leaving it keeps the work.
+
+    Args:
+        path: Created where it does not exist; the folder that it is in must.
+        fingerprint: A digest of all that the result depends on; work with another one is thrown away.
+
+    Attributes:
+        finished: The statistics of the layers that are finished, in order, each with those of that layer alone.
+
+    Raises:
+        DestinationError: The folder has other things in it, or another process uses it.
+        StorageError: The system refuses; also from the methods.
+    """
+
+    def __init__(self, path: Path, fingerprint: str) -> None:
+        self.path = path
+        if path.exists():
+            foreign = sorted(name for name in list_folder(path) if not _OURS.fullmatch(name)) if path.is_dir() else [""]
+            if foreign:
+                raise DestinationError(
+                    f"{path / foreign[0]} is not the work of a calibration; choose another work folder, or delete it"
+                )
+        self._lock: FolderLock | None = FolderLock(path, _LOCK)
+        self.finished: list[ActivationStats] = []
+        try:
+            self._resume(fingerprint)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> WalkFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    @property
+    def arguments(self) -> Path:
+        """A file for arguments of layers; they are computed again when work is resumed."""
+        return self.path / _ARGUMENTS
+
+    @property
+    def draft(self) -> Path:
+        """A file for hidden states that are being written."""
+        return self.path / _DRAFT
+
+    def hidden(self, layer: int) -> Path:
+        """The file of the hidden states that enter a layer."""
+        return self.path / f"hidden-{layer}"
+
+    def keep_draft(self, layer: int) -> None:
+        """Make the draft the hidden states that enter a layer. It has been synced."""
+        with storage_errors(self.draft, "rename"):
+            self.draft.replace(self.hidden(layer))
+        sync_folder(self.path)
+
+    def finish(self, layer: int, stats: ActivationStats) -> None:
+        """Record a layer as finished; what enters it is no longer needed."""
+        stats.save(self._stats(layer))
+        self.finished.append(stats)
+        self._delete(self.hidden(layer).name)
+
+    def restart(self) -> None:
+        """Throw away all work."""
+        self.finished = []
+        for name in list_folder(self.path):
+            if name not in (_LOCK, _STATE):
+                self._delete(name)
+
+    def remove(self) -> None:
+        """Delete all work and the folder; nothing may be called after this."""
+        self.restart()
+        self._delete(_STATE)
+        if self._lock is not None:
+            self._lock.release(remove=True)
+            self._lock = None
+
+    def _stats(self, layer: int) -> Path:
+        return self.path / f"layer-{layer}.safetensors"
+
+    def _resume(self, fingerprint: str) -> None:
+        """Take up earlier work with the same fingerprint; else throw it away and begin."""
+        for name in list_folder(self.path):
+            if name.startswith(".") or name in (_ARGUMENTS, _DRAFT):
+                self._delete(name)
+        state = self.path / _STATE
+        try:
+            found = json.loads(state.read_text())["fingerprint"]
+        except (OSError, ValueError, KeyError, TypeError):
+            found = None
+        if found != fingerprint:
+            if found is not None:
+                _LOG.warning("%s: the model, the data or the options changed: not continued", self.path)
+            self.restart()
+            self._write_state(state, fingerprint)
+        while self._stats(len(self.finished)).exists():
+            try:
+                self.finished.append(ActivationStats.load(self._stats(len(self.finished))))
+            except CheckpointError:
+                break
+
+    def _write_state(self, state: Path, fingerprint: str) -> None:
+        with storage_errors(state, "write"):
+            with open(self.draft, "w") as file:
+                json.dump({"fingerprint": fingerprint}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            self.draft.replace(state)
+        sync_folder(self.path)
+
+    def _delete(self, name: str) -> None:
+        with storage_errors(self.path / name, "delete"), contextlib.suppress(FileNotFoundError):
+            (self.path / name).unlink()
