@@ -64,6 +64,8 @@ def _scheme_help() -> str:
 )
 @click.option("--stats", "stats_path", type=click.Path(path_type=Path), help="Activation statistics by `calibrate`.")
 @click.option("--calibration", "sources", multiple=True, metavar="DATA", help="Calibrate now on this text; repeatable.")
+@click.option("--calibration-samples", default=512, show_default=True, type=click.IntRange(min=1), help="Sequences.")
+@click.option("--calibration-seq-len", default=512, show_default=True, type=click.IntRange(min=2), help="Their tokens.")
 @click.option("--rule", default="max", show_default=True, help="How statistics become static scales.")
 @click.option("--max-saturation", type=click.FloatRange(0, 1), help="Largest fraction of held-out inputs to saturate.")
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
@@ -81,6 +83,8 @@ def quantize(
     exclude: tuple[str, ...],
     stats_path: Path | None,
     sources: tuple[str, ...],
+    calibration_samples: int,
+    calibration_seq_len: int,
     rule: str,
     max_saturation: float | None,
     kv_cache: str | None,
@@ -108,7 +112,14 @@ def quantize(
             overrides=[*override, *(f"{pattern}={KEEP}" for pattern in exclude)],
             workers=workers,
             overwrite=overwrite,
-            calibration=_calibration(model, stats_path, sources, rule, max_saturation, progress),
+            calibration=_calibration(
+                model,
+                stats_path,
+                sources,
+                rule,
+                max_saturation,
+                {"samples": calibration_samples, "seq_len": calibration_seq_len, "progress": progress},
+            ),
             kv_cache=kv_cache is not None,
             progress=progress,
         )
@@ -124,7 +135,7 @@ def _calibration(
     sources: tuple[str, ...],
     rule: str,
     max_saturation: float | None,
-    progress: Any,
+    options: dict[str, Any],
 ) -> Any:
     """What the options of `quantize` say about activations: a `Calibration`, or None."""
     if stats_path is None and not sources:
@@ -144,7 +155,7 @@ def _calibration(
     else:
         from minifloat.calibration.session import collect
 
-        collected = collect(model, sources, histogram=isinstance(parsed, HistogramRule), progress=progress)
+        collected = collect(model, sources, histogram=isinstance(parsed, HistogramRule), **options)
     return Calibration(collected.stats, parsed, collected.held_out, max_saturation)
 
 
