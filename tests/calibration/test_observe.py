@@ -17,7 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from minifloat import quantize_checkpoint
 from minifloat.calibration.observe import Observer
+from minifloat.calibration.sites import Sites, find_sites
 from minifloat.calibration.stats import BINS, count_magnitudes
+from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.serve.linear import QuantizedLinear
 from minifloat.serve.load import load
@@ -315,6 +317,20 @@ def test_a_module_called_twice_in_a_pass_takes_the_maximum(models: Callable[...,
     assert (stats.amax.tolist(), stats.tokens.tolist()) == ([5.0], [12])
     assert stats.histogram is not None
     assert stats.histogram.sum() == 3 * 4 * 96
+
+
+def test_only_the_given_sites_are_watched(models: Callable[..., Path]) -> None:
+    model, (ids,) = load(models("mixtral")), tokens(5)
+    with Checkpoint.open(models("mixtral")) as checkpoint:
+        sites = find_sites(model, checkpoint)
+    some = Sites(sites.linears[2:3], sites.experts[1:])
+    with Observer(model, sites=some) as observer:
+        observer.run(ids[None])
+    everything = observe(model, [ids]).inputs()
+    inputs = observer.inputs()
+    assert len(inputs) == 1 + 3 * 4
+    for name, stats in inputs.items():
+        assert stats.tokens.tolist() == everything[name].tokens.tolist()
 
 
 def test_what_nothing_reached_is_there_with_zeros(models: Callable[..., Path]) -> None:

@@ -40,8 +40,8 @@ class Observer:
 
     Args:
         model: Made by `minifloat.serve.load.load`; quantized or not, on any device.
-        checkpoint: The model's; by default the folder it was loaded from.
-        sites: What to watch, a part of what `find_sites` found in the model; by default all of it.
+        sites: What to watch, a part of what `find_sites` finds; by default all of it, by the names in the folder that
+            the model was loaded from.
         histogram: Also count magnitudes.
         per_channel: Also record the amax of each input channel.
 
@@ -52,20 +52,16 @@ class Observer:
     def __init__(
         self,
         model: PreTrainedModel,
-        checkpoint: Checkpoint | None = None,
         *,
         sites: Sites | None = None,
         histogram: bool = False,
         per_channel: bool = False,
     ) -> None:
         self.model, self.histogram, self.per_channel = model, histogram, per_channel
-        if sites is not None:
-            self.sites = sites
-        elif checkpoint is not None:
-            self.sites = find_sites(model, checkpoint)
-        else:
-            with Checkpoint.open(str(model.config.name_or_path)) as opened:
-                self.sites = find_sites(model, opened)
+        if sites is None:
+            with Checkpoint.open(str(model.config.name_or_path)) as checkpoint:
+                sites = find_sites(model, checkpoint)
+        self.sites = sites
         slots = [(site.names, site.width) for site in self.sites.linears]
         self._first_expert_slot = []
         for experts in self.sites.experts:
