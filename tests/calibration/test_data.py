@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from minifloat.calibration import data
+from minifloat.calibration import packing, readers
 from minifloat.calibration.data import CalibrationSet, Source, load_calibration_data
 from minifloat.errors import DataError, StorageError, UnknownNameError
 
@@ -355,7 +355,7 @@ def test_the_order_of_a_seed_never_changes(tmp_path: Path, tokenizer: Any) -> No
 def test_the_blocks_of_a_large_file_are_shuffled_too(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "_BLOCK_DOCUMENTS", 8)
+    monkeypatch.setattr(packing, "_BLOCK_DOCUMENTS", 8)
     path = write(tmp_path / "a.jsonl", [{"text": chr(ord("a") + n)} for n in range(16)])
     loaded = "".join(texts(load_calibration_data(path, tokenizer, samples=16, packing=False), tokenizer))
     assert sorted(loaded[:8]) == list("abcdefgh") != list(loaded[:8])
@@ -410,7 +410,7 @@ def test_a_large_parquet_file_is_read_no_farther_than_needed(tmp_path: Path, tok
 def test_long_documents_are_held_up_to_a_number_of_characters(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "_BLOCK_CHARACTERS", 1000)
+    monkeypatch.setattr(packing, "_BLOCK_CHARACTERS", 1000)
     path = write(tmp_path / "a.jsonl", b'{"text": "' + b"x" * 500 + b'"}\n' + b'{"text": "' + b"y" * 500 + b'"}\n\xff')
     assert load_calibration_data(path, tokenizer, samples=10, seq_len=100).tokens == 1000
 
@@ -554,7 +554,7 @@ def test_a_folder_without_text_is_refused(tmp_path: Path, tokenizer: Any) -> Non
 def test_a_line_without_end_is_refused_before_it_is_read_whole(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "_LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(readers, "_LONGEST_LINE", 1 << 20)
     path = write(tmp_path / "a.txt", b"x" * (1 << 20) + b"y")
     with pytest.raises(DataError, match="line 1: longer than 1 MiB"):
         load_calibration_data(path, tokenizer)
@@ -563,7 +563,7 @@ def test_a_line_without_end_is_refused_before_it_is_read_whole(
 def test_a_json_array_that_is_too_large_to_read_whole_is_refused(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "_LONGEST_ARRAY", 10)
+    monkeypatch.setattr(readers, "_LONGEST_ARRAY", 10)
     path = write(tmp_path / "a.json", '[{"text": "x"}]')
     with pytest.raises(DataError, match=r"convert it to \.jsonl"):
         load_calibration_data(path, tokenizer)

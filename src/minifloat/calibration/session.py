@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Source, load_calibration_data
+from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, SourceLike, load_calibration_data
 from minifloat.calibration.run import calibrate
 from minifloat.calibration.stats import ActivationStats
 from minifloat.errors import DestinationError, UsageError
@@ -82,7 +82,7 @@ def require_free(files: Sequence[Path], *, overwrite: bool) -> None:
 
 def collect(
     model: str | os.PathLike[str],
-    sources: Sequence[str | Source],
+    sources: SourceLike | Sequence[SourceLike],
     *,
     samples: int = DEFAULT_SAMPLES,
     seq_len: int = DEFAULT_SEQ_LEN,
@@ -100,7 +100,7 @@ def collect(
 
     Args:
         model: Folder of a checkpoint that is not quantized.
-        sources: Files, folders or data sets; text is parsed by `Source.parse`.
+        sources: One or several files, folders or data sets; a string is parsed by `Source.parse`.
         samples: Sequences in all, held-out ones included.
         seq_len: Tokens of a sequence.
         seed: Of the choice of documents.
@@ -122,14 +122,7 @@ def collect(
     if not 0 <= held_out < 1:
         raise UsageError(f"expected a held-out fraction from 0 to below 1, got {held_out}")
     tokenizer = load_tokenizer(model)
-    data = load_calibration_data(
-        [Source.parse(source) if isinstance(source, str) else source for source in sources],
-        tokenizer,
-        samples=samples,
-        seq_len=seq_len,
-        seed=seed,
-        packing=packing,
-    )
+    data = load_calibration_data(sources, tokenizer, samples=samples, seq_len=seq_len, seed=seed, packing=packing)
     kept, tried = data.held_out(held_out) if held_out else (data, None)
     run = partial(calibrate, model, per_channel=per_channel, max_memory=max_memory, device=device, progress=progress)
     stats = run(kept, histogram=histogram, until_stable=until_stable)
