@@ -42,10 +42,12 @@ def print_stats(stats: ActivationStats, rule: Rule, held_out: ActivationStats | 
         console.print(escape(f"{name:<9} {value}"), soft_wrap=True)
     console.print()
     console.print(_input_table(summary.inputs, verbose=verbose))
+    if summary.history_rule is not rule:
+        console.print(
+            f"\nBy the rule {summary.history_rule}, as histograms do not tell it: when scales settled, the cache."
+        )
     if summary.caches:
         console.print()
-        if summary.history_rule is not rule:
-            console.print(f"Keys and values have no histograms: by the rule {summary.history_rule}.")
         console.print(_cache_table(summary.caches))
     for warning in summary.warnings:
         console.print(escape(f"\nWarning: {warning}"), soft_wrap=True)
@@ -55,8 +57,10 @@ def _input_table(inputs: Sequence[InputSummary], *, verbose: bool) -> Table:
     groups: dict[str, list[InputSummary]] = {}
     for one in inputs:
         groups.setdefault(one.module if verbose else layer_pattern(one.module), []).append(one)
-    numbers = ("count", "tokens", "amax", "scale", "against max", "saturated", "flushed", "settled after")
+    numbers = ("count", "tokens", "amax", "scale", "vs max", "saturated", "flushed", "settled after")
     table = _table("input of", *numbers, "note", right=numbers)
+    for column in (table.columns[0], table.columns[-1]):
+        column.no_wrap, column.overflow = False, "fold"  # where there is little room, names give way, never numbers
     for name, group in groups.items():
         table.add_row(
             escape(name),
@@ -81,13 +85,12 @@ def _lost_cells(group: Sequence[InputSummary]) -> tuple[str, str]:
 
 
 def _note(group: Sequence[InputSummary]) -> str:
-    """How many have no scale, or not their own."""
-    missing = [one for one in group if one.scale is None]
-    borrowed = [one for one in group if one.scale is not None and one.problem]
-    if len(group) == 1 and (missing or borrowed):
-        return "no scale: never called" if missing and not group[0].tokens else group[0].problem.partition(":")[0]
-    counts = ((len(missing), "without scale"), (len(borrowed), "with the scale of other experts"))
-    return ", ".join(f"{count} {what}" for count, what in counts if count)
+    """How many have no scale, or borrowed one."""
+    if len(group) == 1 and group[0].scale is None:
+        return "no scale: only zeros" if group[0].tokens else "no scale: never called"
+    missing = sum(one.scale is None for one in group)
+    borrowed = sum(one.scale is not None and bool(one.problem) for one in group)
+    return ", ".join(f"{count} {what}" for count, what in ((missing, "no scale"), (borrowed, "borrowed")) if count)
 
 
 def _cache_table(caches: Sequence[CacheSummary]) -> Table:

@@ -134,7 +134,7 @@ figure{{margin:1rem 0}}
 figcaption{{font-size:.9rem;margin-bottom:.5rem}}
 figure svg{{display:block;max-width:100%;height:auto}}
 .narrow{{display:none}}
-.warning{{border-left:4px solid var(--warn);padding-left:.8rem}}
+.warning{{margin:1rem 0;border-left:4px solid var(--warn);padding-left:.8rem}}
 .warning p{{margin:0;font-weight:600}}
 .warning ul{{margin:.3rem 0;padding-left:1.2rem}}
 .warning li{{overflow-wrap:anywhere}}

@@ -38,6 +38,9 @@ from minifloat.report.svg import Axis, Bar, Series, bar_chart, format_number, li
 _SHOWN = 8  #: names in a warning, and curves in a chart
 _WORST = 20  #: modules in a table of the worst
 
+#: The linears of a layer as they run; others come after them.
+_LEAVES = ("q", "k", "v", "o", "gate", "w1", "up", "w3", "down", "w2")
+
 _Result = TypeVar("_Result")
 
 
@@ -88,7 +91,7 @@ class StatsSummary:
     """All that a report shows.
 
     Attributes:
-        inputs: In the order of the statistics.
+        inputs: In the order in which a decoder runs them.
         caches: K and V of each attention.
         history_rule: The rule, or, where it is of the histogram, the one by which caches and convergence are judged.
         warnings: What one should know before using the scales.
@@ -140,7 +143,7 @@ def stats_page(stats: ActivationStats, rule: Rule, held_out: ActivationStats | N
         f"Activation statistics: {stats.model.architecture}",
         section("What was run", facts(run_facts(stats, rule, held_out)), _warning_box(summary.warnings)),
         _input_section(summary.inputs, rule),
-        _cache_section(stats.kv),
+        _cache_section(stats.kv, summary),
         _convergence_section(stats, summary),
         _held_out_section(summary.inputs, held_out),
         _expert_section(summary.inputs),
@@ -199,7 +202,8 @@ def _inputs(
     moved: Mapping[str, Convergence],
 ) -> Iterator[InputSummary]:
     others = {} if held_out is None else held_out.inputs
-    for name, module in stats.inputs.items():
+    for name in sorted(stats.inputs, key=_running_order):
+        module = stats.inputs[name]
         scale = scales.scales.get(name)
         other = others.get(name)
         reached = scale is not None and other is not None and other.total_tokens
@@ -217,7 +221,8 @@ def _inputs(
 
 def _caches(stats: ActivationStats, rule: HistoryRule, moved: Mapping[str, Convergence]) -> Iterator[CacheSummary]:
     scales, _ = _without_refused(lambda names: kv_scales(stats, rule, modules=names), stats.kv)
-    for name, one in stats.kv.items():
+    for name in sorted(stats.kv, key=_running_order):
+        one = stats.kv[name]
         pair: KVScales | tuple[None, None] = scales.get(name, (None, None))
         for letter, amax, scale in (("k", one.k_amax, pair[0]), ("v", one.v_amax, pair[1])):
             heads = tuple(float(head) for head in amax.max(axis=0, initial=0.0))
@@ -246,8 +251,8 @@ def _warnings(
     }
     if starved:
         yield (
-            f"Experts that saw fewer than {DEFAULT_MIN_TOKENS} tokens take the largest amax among the experts of their "
-            f"layer ({len(starved)} experts, with their tokens): {_names(list(starved.values()))}."
+            f"Experts that saw fewer than {DEFAULT_MIN_TOKENS} tokens borrow the largest amax among the experts of "
+            f"their layer ({len(starved)} experts, with their tokens): {_names(list(starved.values()))}."
         )
     if stats.sequences <= moved.window:
         yield (
@@ -302,6 +307,15 @@ def _brief(value: Any) -> str:
     return f"{text[:12]}…" if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
+def _running_order(module: str) -> tuple[Any, ...]:
+    """Sorts modules as a decoder runs them, whatever the order of a file: by layer, attention first, then experts."""
+    parent, _, leaf = module.rpartition(".")
+    numbered = [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parent.split(".")]
+    role = leaf.removesuffix("_proj")
+    rank = _LEAVES.index(role) if role in _LEAVES else len(_LEAVES)
+    return _split_layer(module)[0], "attn" not in parent, numbered, rank, leaf
+
+
 def _split_layer(module: str) -> tuple[int, str]:
     """The number of the layer, and what comes after it; layer 0 where the name has none."""
     match = re.search(r"(?:^|\.)(\d+)\.(?=.)", module)
@@ -325,8 +339,8 @@ def _sharing(modules: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _joined(names: Iterable[str]) -> str:
-    """Names with one parent, as one."""
-    first, *others = dict.fromkeys(names)
+    """Names with one parent, as one: ``self_attn.q_proj / k_proj / v_proj``."""
+    first, *others = sorted(set(names), key=_running_order)
     return " / ".join([first, *(name.rpartition(".")[2] for name in others)])
 
 
@@ -413,14 +427,14 @@ def fraction(value: float) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-def _cache_section(kv: Mapping[str, KVStats]) -> str:
+def _cache_section(kv: Mapping[str, KVStats], summary: StatsSummary) -> str:
     if not kv:
         return section("Keys and values", paragraph("No keys and values were observed."))
     series = []
     for letter in ("k", "v"):
         heads = {
             float(_split_layer(f"{name}.x")[0]): (one.k_amax if letter == "k" else one.v_amax).max(axis=0, initial=0.0)
-            for name, one in kv.items()
+            for name, one in sorted(kv.items(), key=lambda pair: _running_order(pair[0]))
         }
         points = [(layer, float(found.max(initial=0.0))) for layer, found in heads.items()]
         bands = [
@@ -428,7 +442,12 @@ def _cache_section(kv: Mapping[str, KVStats]) -> str:
         ]
         series.append(Series(letter.upper(), points, bands))
     caption = "Largest magnitude of K, after rotary embedding, and of V, by layer; shaded: the range over heads"
-    return section("Keys and values", _layer_chart(caption, series, "amax"))
+    rows = [(one.tensor, span(one.amax, number), span([one.scale], number)) for one in summary.caches]
+    return section(
+        "Keys and values",
+        _layer_chart(caption, series, "amax"),
+        folded("The numbers of this chart", table(("cache", "amax by head", f"scale by {summary.history_rule}"), rows)),
+    )
 
 
 def _convergence_section(stats: ActivationStats, summary: StatsSummary) -> str:
@@ -442,7 +461,7 @@ def _convergence_section(stats: ActivationStats, summary: StatsSummary) -> str:
     )
     x, y = Axis("sequences"), Axis("scale / final scale")
     note = "A flat end means that more text of this kind would not change the scale; other text may."
-    chart = figure(caption, lambda width: line_chart(series, title=caption, x=x, y=y, width=width))
+    chart = figure(caption, lambda width: line_chart(series, title=caption, x=x, y=y, width=width, markers=False))
     return section("Convergence", chart, paragraph(note))
 
 

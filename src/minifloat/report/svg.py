@@ -94,18 +94,23 @@ def nice_ticks(low: float, high: float, count: int = 5, *, whole: bool = False) 
     """About `count` round numbers (1, 2 or 5 times a power of ten apart) within ``[low, high]``."""
     if not low < high:
         return [low]
-    step = _nice_step((high - low) / max(count, 1), whole)
-    return [float(f"{i * step:.12g}") for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    ticks: list[float] = []
+    for finer in (1, 2, 4):
+        step = _nice_step((high - low) / max(count * finer, 1), whole)
+        ticks = [float(f"{i * step:.12g}") for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        if len(ticks) > 1:
+            break
+    return ticks
 
 
 def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round numbers within ``[low, high]``, both above 0, for a log axis.
 
-    Powers of ten, fewer or with 2 and 5 times them as there is room; over less than that, those of a linear axis.
+    Powers of ten, fewer or with multiples between them as there is room; over less than that, those of a linear axis.
     """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, math.ceil((last - first) / max(count, 1)))
-    for factors, stride in (((1, 2, 5), 1), ((1,), 1), ((1,), every)):
+    for factors, stride in (((1, 1.5, 2, 3, 5, 7), 1), ((1, 2, 5), 1), ((1,), 1), ((1,), every)):
         exponents = range(-(-first // stride) * stride, last + 1, stride)
         ticks = [float(f"{factor}e{exponent}") for exponent in exponents for factor in factors]
         ticks = [tick for tick in ticks if low <= tick <= high]
@@ -115,7 +120,14 @@ def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def line_chart(
-    series: Sequence[Series], *, title: str, x: Axis, y: Axis, width: int = 720, plot_height: int = 240
+    series: Sequence[Series],
+    *,
+    title: str,
+    x: Axis,
+    y: Axis,
+    width: int = 720,
+    plot_height: int = 240,
+    markers: bool = True,
 ) -> str:
     """Lines over a common x, with a legend below.
 
@@ -126,6 +138,7 @@ def line_chart(
         y: Vertical axis; its label stands above it.
         width: Pixels of the whole chart.
         plot_height: Pixels between the axes' ends; labels and legend come on top.
+        markers: Mark every point, if there is room; points that stand alone always are.
 
     Returns:
         An ``<svg>`` element. Without a point that can be drawn it says so.
@@ -142,7 +155,7 @@ def line_chart(
     left = max(_text_width(format_number(tick)) for tick in vertical.ticks) + 10
     horizontal = _Mapping.fit(x, [point[0] for point in found], left + 6, width - 2 * _PAD)
     parts = [_text(0, _FONT, y.label), *_grid(vertical, left, width - _PAD), *_x_axis(x, horizontal, top, bottom)]
-    marked = max(map(len, kept)) <= (width - left) / 9
+    marked = markers and max(map(len, kept)) <= (width - left) / 9
     for index, (points, area) in enumerate(zip(kept, areas, strict=True)):
         parts += _area(index, area, horizontal, vertical)
         parts += _line(index, series[index].name, points, horizontal, vertical, marked)
@@ -176,7 +189,7 @@ def bar_chart(
     row = 2 * _ROW if above else _ROW + 4
     top = _ROW + _PAD if mark else 0
     bottom = top + row * len(bars)
-    parts = []
+    parts = [_rule(left, top, left, bottom, opacity=0.6)]
     for index, (bar, text) in enumerate(zip(bars, texts, strict=True)):
         base = top + row * index + (_ROW if above else 0)
         length = max(horizontal(bar.value) - left, 0.0) if math.isfinite(bar.value) else 0.0
@@ -231,7 +244,8 @@ class _Mapping:
         low = min(values) if axis.low is None else axis.low
         high = max(values) if axis.high is None else axis.high
         if not low < high:
-            low, high = (low / 2, low * 2) if axis.log else (low - 0.5, low + 0.5)
+            room = 0.5 if axis.whole or not low else abs(low) / 2
+            low, high = (low / 2, low * 2) if axis.log else (low - room, low + room)
         count = max(2, int(abs(end - start) / _TICK_EVERY))
         if rounded and axis.log:
             room = (high / low) ** 0.04
