@@ -63,7 +63,7 @@ def test_auto_takes_the_reference_where_the_library_is_missing(monkeypatch: pyte
     assert amax(DATA, "BF16", SHAPE) == amax(DATA, "BF16", SHAPE, impl="reference")
 
 
-@pytest.mark.parametrize("impl", ["auto", "reference", "cpu"])
+@pytest.mark.parametrize("impl", ["auto", "reference", pytest.param("cpu", marks=needs_library)])
 def test_a_rule_that_does_not_fit_the_scale_format_is_an_error(impl: str) -> None:
     with pytest.raises((ValueError, KernelUnavailable), match="E8M0"):
         quantize_rows(DATA, "BF16", SHAPE, WeightSpec(E4M3, CHANNEL, E8M0, ScaleRule.AMAX), impl=impl)
