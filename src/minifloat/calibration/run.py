@@ -2,7 +2,8 @@
 
 The model runs without lm_head, one sequence at a time, and unquantized: statistics of a model that is quantized
 already would contain its rounding. Where the weights do not fit the memory that is granted, `calibration.blocks` runs
-the layers one after the other instead. An interrupted run returns nothing: half of the statistics would look like all.
+the layers one after the other instead. An interrupted run returns nothing: half of the statistics would look like all;
+but one layer after the other can be continued.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -42,6 +44,7 @@ def calibrate(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     max_memory: int | None = None,
+    work_dir: Path | None = None,
     until_stable: float | None = None,
     progress: Progress | None = None,
 ) -> ActivationStats:
@@ -56,6 +59,8 @@ def calibrate(
         device: Where the model runs.
         max_memory: Bytes of weights that may be in memory at a time; where the model has more, its layers run one
             after the other. By default everything is loaded.
+        work_dir: Where such a run keeps what an interrupted one continues from, see `blocks.calibrate_blocks`; unused
+            where everything is loaded.
         until_stable: Stop before the end of the data when every scale by the rule ``max`` moved by no more than this,
             relative to it, over the last `convergence.DEFAULT_WINDOW` sequences. Not with layers one after the other,
             where each has seen all of the data before the next one starts.
@@ -87,6 +92,7 @@ def calibrate(
             dtype=dtype,
             device=device,
             max_memory=max_memory,
+            work_dir=work_dir,
             progress=progress,
         )
     loaded = load(model, dtype=dtype, device=device)

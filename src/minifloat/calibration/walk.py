@@ -73,7 +73,7 @@ def find_layers(model: PreTrainedModel, sites: Sites) -> str:
         CannotWalkError: There is none.
     """
     watched = [site.path for site in sites.linears] + [site.path for site in sites.experts]
-    found = {
+    found: dict[str, int] = {
         path: len(module)
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and all(re.match(rf"{re.escape(path)}\.\d+\.", name) for name in watched)
@@ -106,9 +106,12 @@ class Capture:
         """
         try:
             plain = self._run(input_ids, torch.zeros_like)
-        except CannotWalkError:  # it may take the first of a tuple
-            self._in_tuple = True
-            plain = self._run(input_ids, torch.zeros_like)
+        except CannotWalkError as error:
+            self._in_tuple = True  # it may take the first of a tuple
+            try:
+                plain = self._run(input_ids, torch.zeros_like)
+            except CannotWalkError:
+                raise error from None
         poisoned = self._run(input_ids, partial(torch.full_like, fill_value=torch.nan))
         for call, other in zip(plain[1], poisoned[1], strict=True):
             if not _same((call.args, *call.kwargs.items()), (other.args, *other.kwargs.items())):

@@ -30,8 +30,10 @@ class PartialWeights:
 
     def __init__(self, loader: Loader, path: str, max_memory: int) -> None:
         self._loader, self._path, self._max_memory = loader, path, max_memory
-        self._layers: Any = loader.model.get_submodule(path)
-        self._by_layer: list[list[Assignment]] = [[] for _ in range(len(self._layers))]
+        layers = loader.model.get_submodule(path)
+        assert isinstance(layers, nn.ModuleList)
+        self._layers = layers
+        self._by_layer: list[list[Assignment]] = [[] for _ in layers]
         self._by_module: dict[str, list[Assignment]] = {}
         for assignment in loader.assignments():
             owner = assignment.target.rpartition(".")[0]

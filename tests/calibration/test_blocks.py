@@ -1,0 +1,463 @@
+"""Layer by layer the statistics are those of the whole model to the bit, also when the work was killed on the way."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from minifloat.calibration import walk_store
+from minifloat.calibration.blocks import calibrate_blocks
+from minifloat.calibration.data import CalibrationSet
+from minifloat.calibration.run import calibrate
+from minifloat.calibration.walk import Call, CannotWalkError, Capture
+from minifloat.errors import DataError, DestinationError, NonFiniteError, UsageError
+from minifloat.serve.load import Loader
+
+Make = Callable[..., Path]
+
+ROOM = 1 << 30
+OPTIONS = {"histogram": True, "per_channel": True}
+_RANDOM = random.Random(0)
+DATA = CalibrationSet(
+    tuple(tuple(_RANDOM.randrange(256) for _ in range(length)) for length in (40, 40, 17, 64, 1)),
+    {"sources": ["made up"]},
+)
+
+#: Kinds of models beyond those of conftest: what their config needs to be tiny, and to have what is to be tested.
+ALTERNATING = {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma2": ALTERNATING,
+    "gemma3_text": {**ALTERNATING, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 96},
+    "gemma3n_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": 288,
+        "hidden_size_per_layer_input": 16,
+        "laurel_rank": 8,
+    },
+    "mamba": {},
+}
+
+
+def make(folder: Path, model_type: str) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 288}
+    values = {**sizes, "num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": None, **CONFIGS[model_type]}
+    if model_type == "gpt_neox":
+        del values["num_key_value_heads"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**values))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "minifloat.calibration.blocks"]
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma2", "gemma3_text", "opt"]
+)
+def test_the_statistics_are_those_of_the_whole_model_to_the_bit(
+    make_model: Make, tmp_path: Path, model_type: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if model_type in CONFIGS:
+        folder = make(tmp_path / "model", model_type)
+    else:
+        folder = make_model(tmp_path / "model", model_type)
+    stats = calibrate_blocks(folder, DATA, max_memory=ROOM, **OPTIONS)
+    assert stats == calibrate(folder, DATA, **OPTIONS)
+    assert stats.kv
+    assert not warnings_of(caplog), "it fell back to the whole model"
+
+
+def test_another_dtype_and_no_options_give_those_of_the_whole_model_too(llama_folder: Path) -> None:
+    layered = calibrate_blocks(llama_folder, DATA, max_memory=ROOM, dtype=torch.float32)
+    assert layered == calibrate(llama_folder, DATA, dtype=torch.float32)
+    assert layered != calibrate(llama_folder, DATA)
+
+
+def test_calibrate_takes_this_way_where_the_weights_exceed_the_memory(llama_folder: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    stats = calibrate(llama_folder, DATA, max_memory=140_000, progress=lambda *step: seen.append(step))
+    assert stats == calibrate(llama_folder, DATA)
+    assert "layer 2 of 2" in seen[-1][2]
+    assert seen[-1][0] == seen[-1][1] == 2 * DATA.tokens
+    assert [done for done, _, _ in seen] == sorted({done for done, _, _ in seen})
+
+
+def test_masks_that_exceed_their_room_in_memory_come_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(tmp_path / "model", "gemma2")
+    expected = calibrate(folder, DATA, **OPTIONS)
+    reads = []
+    plain = walk_store.TensorFile.read
+    monkeypatch.setattr(walk_store, "ARGUMENT_BYTES", 0)
+    monkeypatch.setattr(walk_store.TensorFile, "read", lambda file, slot: reads.append(file.path) or plain(file, slot))
+    assert calibrate_blocks(folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work", **OPTIONS) == expected
+    assert tmp_path / "work" / "arguments" in reads
+
+
+def test_equal_arguments_are_kept_once(tmp_path: Path) -> None:
+    with walk_store.TensorFile(tmp_path / "file") as file:
+        pool = walk_store.ArgumentPool(file, torch.device("cpu"))
+        one, other = (
+            pool.keep([Call((), {"mask": torch.ones(3), "positions": (torch.zeros(2), 1)}, False)]) for _ in range(2)
+        )
+        assert one[0] is other[0]
+        changed = pool.keep([Call((), {"mask": torch.zeros(3), "positions": (torch.zeros(2), 1)}, False)])
+        assert changed[0] is not one[0]
+        assert changed[0].kwargs["positions"][0] is one[0].kwargs["positions"][0]
+
+
+def watch_weights(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of weights in memory after each that was placed."""
+    sizes: list[int] = []
+    plain = Loader.place
+
+    def place(loader: Loader, assignment: Any) -> None:
+        plain(loader, assignment)
+        assert not assignment.target.startswith("lm_head"), "lm_head is not needed"
+        real = {id(p): p.nbytes for p in loader.model.parameters() if not p.is_meta}
+        sizes.append(sum(real.values()))
+
+    monkeypatch.setattr(Loader, "place", place)
+    return sizes
+
+
+def test_the_weights_in_memory_are_never_more_than_was_allowed_and_a_byte_less_is_refused(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = watch_weights(monkeypatch)
+    calibrate_blocks(llama_folder, DATA, max_memory=ROOM)
+    largest = max(sizes)
+    assert largest < sum(file.stat().st_size for file in llama_folder.glob("*.safetensors")) / 1.5
+    calibrate_blocks(llama_folder, DATA, max_memory=largest)
+    with pytest.raises(UsageError, match=r"model\.layers\.\d needs \d+ MiB"):
+        calibrate_blocks(llama_folder, DATA, max_memory=largest - 1)
+
+
+def test_experts_count_twice_while_they_are_stacked(make_model: Make, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "mixtral")
+    layer = 2 * (4 * 3 * 64 * 96 + 64 * (64 + 32 + 32 + 64) + 4 * 64 + 2 * 64)
+    stacked = 2 * 4 * 2 * 64 * 96
+    calibrate_blocks(folder, DATA, max_memory=layer + stacked)
+    with pytest.raises(UsageError, match=r"model\.layers\.0"):
+        calibrate_blocks(folder, DATA, max_memory=layer + stacked - 1)
+
+
+def test_embeddings_that_do_not_fit_are_refused_by_name(make_model: Make, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama", vocab_size=3000)
+    with pytest.raises(UsageError, match="embed_tokens"):
+        calibrate_blocks(folder, DATA, max_memory=2 * 3000 * 64 - 1)
+
+
+@pytest.mark.parametrize(("model_type", "reason"), [("gemma3n_text", "share an object"), ("mamba", "no hidden states")])
+def test_a_model_that_cannot_be_walked_is_calibrated_whole_and_the_log_says_so(
+    tmp_path: Path, model_type: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make(tmp_path / "model", model_type)
+    stats = calibrate_blocks(folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work")
+    assert stats == calibrate(folder, DATA)
+    [warning] = warnings_of(caplog)
+    assert reason in warning
+    assert "the whole model is loaded" in warning
+    assert not (tmp_path / "work").exists()
+
+
+class Decoder(nn.Module):
+    """The least that `Capture` needs of a model; subclasses say what it does with its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    @property
+    def base_model(self) -> Decoder:
+        return self
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+        hidden = input_ids[..., None].float().expand(*input_ids.shape, 4)
+        return self.decode(hidden)
+
+    def decode(self, hidden: Tensor) -> Any:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Indexed(Decoder):
+    def decode(self, hidden: Tensor) -> Any:
+        for layer in self.layers:
+            hidden = layer(hidden_states=hidden)[0]
+        return hidden
+
+
+class Scaled(Decoder):
+    def decode(self, hidden: Tensor) -> Any:
+        for layer in self.layers:
+            hidden = layer(hidden) * 2
+        return hidden
+
+
+class Dependent(Decoder):
+    def decode(self, hidden: Tensor) -> Any:
+        first = hidden
+        for layer in self.layers:
+            hidden = layer(hidden, first=first.mean())
+            first = hidden
+        return hidden
+
+
+class Caching(Decoder):
+    def decode(self, hidden: Tensor) -> Any:
+        shared: dict[str, Tensor] = {}
+        for layer in self.layers:
+            hidden = layer(hidden, shared=shared)
+        return hidden
+
+
+class Backwards(Decoder):
+    def decode(self, hidden: Tensor) -> Any:
+        for layer in reversed(self.layers):
+            hidden = layer(hidden)
+        return hidden
+
+
+class Skipping(Decoder):
+    def decode(self, hidden: Tensor) -> Any:
+        for layer in self.layers[:2]:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Peeking(Decoder):
+    def decode(self, hidden: Tensor) -> Any:
+        for layer in self.layers:
+            hidden = layer(hidden)
+            if hidden.isnan().any():
+                raise ValueError("NaN")
+        return hidden
+
+
+@pytest.mark.parametrize("cls", [Decoder, Indexed])
+def test_hidden_states_may_be_returned_bare_or_first_in_a_tuple(cls: type[Decoder]) -> None:
+    model: Any = cls()
+    capture = Capture(model, model.layers)
+    capture.check(torch.tensor([[1, 2]]))
+    hidden, calls = capture.run(torch.tensor([[3, 4, 5]]))
+    assert hidden[0, :, 0].tolist() == [3, 4, 5]
+    assert len(calls) == 3
+    assert all("forward" not in layer.__dict__ for layer in model.layers)
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (Scaled, "not what the layer before it returned"),
+        (Dependent, "depend on what other layers computed"),
+        (Caching, "share an object of class dict"),
+        (Backwards, "not called once each, in order"),
+        (Skipping, "not every layer is called"),
+        (Peeking, "the model fails"),
+    ],
+)
+def test_layers_that_cannot_be_run_one_at_a_time_are_noticed(cls: type[Decoder], reason: str) -> None:
+    model: Any = cls()
+    with pytest.raises(CannotWalkError, match=reason):
+        Capture(model, model.layers).check(torch.tensor([[1, 2]]))
+    assert all("forward" not in layer.__dict__ for layer in model.layers)
+
+
+# ------------------------------------------------------------------------------------------------- interruption
+
+# Importing takes seconds: a process does it once and forks for every line on its standard input. The children slow
+# every step down, so that a kill lands inside the work and not before or after it.
+SERVER = """
+import os, pickle, sys, time
+from pathlib import Path
+from minifloat.calibration.blocks import calibrate_blocks
+model, work, log, data = sys.argv[1:]
+def progress(done, total, what):
+    with open(log, "a") as file:
+        file.write(f"{what}\\n")
+    time.sleep(0.01)
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        calibrate_blocks(model, pickle.loads(Path(data).read_bytes()), max_memory=1 << 30, histogram=True,
+                         per_channel=True, work_dir=Path(work), progress=progress)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def finished_in(work: Path) -> int:
+    return len(list(work.glob("layer-*.safetensors")))
+
+
+@pytest.fixture(scope="module")
+def deep_folder(make_model: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("deep") / "model", "llama", num_hidden_layers=10)
+
+
+def run_and_kill(server: subprocess.Popen[str], log: Path, steps: int) -> list[str]:
+    """Have a child killed after a number of sequences through a layer; returns what it said it did."""
+    log.write_text("")
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write("\n")
+    server.stdin.flush()
+    child = int(server.stdout.readline())
+    deadline = time.monotonic() + 60
+    while log.read_text().count("\n") < steps and time.monotonic() < deadline:
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    assert int(server.stdout.readline()) == -signal.SIGKILL, "it ended before it was killed"
+    return log.read_text().splitlines()
+
+
+def test_killed_at_several_moments_and_resumed_the_statistics_are_the_same_and_no_finished_layer_runs_again(
+    deep_folder: Path, tmp_path: Path
+) -> None:
+    expected = calibrate(deep_folder, DATA, **OPTIONS)
+    (tmp_path / "data").write_bytes(pickle.dumps(DATA))
+    work, log = tmp_path / "work", tmp_path / "log"
+    command = [sys.executable, "-c", SERVER, *map(str, (deep_folder, work, log, tmp_path / "data"))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    moments = random.Random(2026)
+    resumed = 0
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        while (before := finished_in(work)) < 5:
+            lines = run_and_kill(server, log, moments.randrange(1, 3 * len(DATA.sequences)))
+            assert lines[0] == f"layer {before + 1} of 10, sequence 1"
+            resumed += before > 0
+    assert resumed
+    left = finished_in(work)
+    seen: list[str] = []
+    stats = calibrate_blocks(
+        deep_folder, DATA, max_memory=ROOM, work_dir=work, progress=lambda _, __, what: seen.append(what), **OPTIONS
+    )
+    assert stats == expected
+    assert len(seen) == (10 - left) * len(DATA.sequences)
+    assert not work.exists()
+
+
+def interrupt(folder: Path, work: Path, layer: int, data: CalibrationSet = DATA, **options: Any) -> None:
+    """Press Ctrl-C in the middle of a layer."""
+
+    def progress(_: int, __: int, what: str) -> None:
+        if what.startswith(f"layer {layer} ") and what.endswith("sequence 2"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_blocks(folder, data, max_memory=ROOM, work_dir=work, progress=progress, **options)
+
+
+def layers_run(folder: Path, work: Path, data: CalibrationSet = DATA, **options: Any) -> tuple[set[str], Any]:
+    seen: set[str] = set()
+    stats = calibrate_blocks(
+        folder,
+        data,
+        max_memory=ROOM,
+        work_dir=work,
+        progress=lambda _, __, what: seen.add(what.split(",")[0]),
+        **options,
+    )
+    return seen, stats
+
+
+def test_ctrl_c_keeps_the_finished_layers(deep_folder: Path, tmp_path: Path) -> None:
+    interrupt(deep_folder, tmp_path / "work", 4)
+    seen, stats = layers_run(deep_folder, tmp_path / "work")
+    assert seen == {f"layer {number} of 10" for number in range(4, 11)}
+    assert stats == calibrate(deep_folder, DATA)
+
+
+@pytest.mark.parametrize("change", ["data", "options", "dtype", "weights"])
+def test_work_on_other_data_options_or_weights_is_not_continued(
+    make_model: Make, tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_model(tmp_path / "model", "llama")
+    interrupt(folder, tmp_path / "work", 2)
+    data, options = DATA, {}
+    if change == "data":
+        data = CalibrationSet((*DATA.sequences[:-1], (7,)), DATA.record)
+    elif change == "options":
+        options = {"histogram": True}
+    elif change == "dtype":
+        options = {"dtype": torch.float32}
+    else:
+        make_model(folder, "llama", seed=1)
+    seen, stats = layers_run(folder, tmp_path / "work", data, **options)
+    assert seen == {"layer 1 of 2", "layer 2 of 2"}
+    assert stats == calibrate(folder, data, **options)
+    assert any("not continued" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("damage", ["statistics cut short", "hidden states gone"])
+def test_damaged_work_is_done_again(deep_folder: Path, tmp_path: Path, damage: str) -> None:
+    work = tmp_path / "work"
+    interrupt(deep_folder, work, 4)
+    if damage == "hidden states gone":
+        (work / "hidden-3").unlink()
+    else:
+        os.truncate(work / "layer-1.safetensors", 100)
+    seen, stats = layers_run(deep_folder, work)
+    assert len(seen) == 10
+    assert stats == calibrate(deep_folder, DATA)
+    assert not work.exists()
+
+
+def test_a_folder_with_other_things_in_it_is_refused_and_left_alone(llama_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(DestinationError, match=r"thesis\.txt"):
+        calibrate_blocks(llama_folder, DATA, max_memory=ROOM, work_dir=tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_two_runs_in_one_work_folder_exclude_each_other(llama_folder: Path, tmp_path: Path) -> None:
+    def progress(*_: object) -> None:
+        with pytest.raises(DestinationError, match="is writing here"):
+            calibrate_blocks(llama_folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work")
+
+    calibrate_blocks(llama_folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work", progress=progress)
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+def test_nan_in_an_activation_is_refused_with_module_and_sequence(make_model: Make, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "llama", dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[DATA.sequences[2][3]] = torch.nan
+    model.save_pretrained(folder)
+    first = next(i for i, ids in enumerate(DATA.sequences) if DATA.sequences[2][3] in ids)
+    with pytest.raises(NonFiniteError, match=rf"model\.layers\.0\..* in sequence {first};"):
+        calibrate_blocks(folder, DATA, max_memory=ROOM)
+
+
+def test_bad_data_is_refused_before_anything_runs(llama_folder: Path, tmp_path: Path) -> None:
+    for sequences in ((), ((1, 2), ()), ((1, 288),)):
+        with pytest.raises(DataError):
+            calibrate_blocks(llama_folder, CalibrationSet(sequences), max_memory=ROOM, work_dir=tmp_path / "work")
+    assert not (tmp_path / "work").exists()
