@@ -145,14 +145,13 @@ tbody th{{font-weight:normal}}
 td{{white-space:nowrap}}
 td svg{{vertical-align:middle}}
 summary{{cursor:pointer;margin:.5rem 0}}
-@media screen and (max-width:{WIDE + 39}px){{
+@media screen and (max-width:{WIDE - 160}px){{
 .wide{{display:none}}
 .narrow{{display:block}}
-}}
-@media screen and (max-width:{WIDE - 160}px){{
 dl{{grid-template-columns:minmax(0,1fr)}}
 dd{{margin-bottom:.4rem}}
-thead{{position:absolute;clip-path:inset(50%)}}
+thead{{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}}
+table,tbody{{display:block}}
 tr{{display:block;padding:.4rem 0;border-bottom:1px solid var(--line)}}
 tbody th,td{{display:block;white-space:normal;border:0;padding:.05rem 0;text-align:left}}
 tbody th{{font-weight:600}}

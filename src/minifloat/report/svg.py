@@ -189,7 +189,7 @@ def bar_chart(
     row = 2 * _ROW if above else _ROW + 4
     top = _ROW + _PAD if mark else 0
     bottom = top + row * len(bars)
-    parts = [_rule(left, top, left, bottom, opacity=0.6)]
+    parts = [] if above else [_rule(left, top, left, bottom, opacity=0.6)]
     for index, (bar, text) in enumerate(zip(bars, texts, strict=True)):
         base = top + row * index + (_ROW if above else 0)
         length = max(horizontal(bar.value) - left, 0.0) if math.isfinite(bar.value) else 0.0
