@@ -83,7 +83,7 @@ def calibrate_blocks(
         NonFiniteError: NaN or Inf in an activation; names the module and the sequence.
         StorageError: The system refuses, such as when the disk is full.
     """
-    options = {"histogram": histogram, "per_channel": per_channel}
+    options: dict[str, Any] = {"histogram": histogram, "per_channel": per_channel}
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint.open(path))
         loader = Loader(checkpoint, dtype=dtype, device=device)

@@ -1,0 +1,106 @@
+"""Calibration layer by layer beside calibration of the whole model: time and peak memory.
+
+    python benchmarks/make_checkpoint.py /tmp/1b            # 1.1B parameters of the shape of a Llama
+    python benchmarks/calibrate_blocks.py /tmp/1b
+    python benchmarks/calibrate_blocks.py /tmp/1b --max-memory-mib 256 --samples 32
+
+Each run is a process of its own, and they take turns; the time is that of `calibrate`, loading included and imports
+not, from a page cache that a first read has filled. Memory is the process's peak resident set; that of an interpreter
+with torch and transformers imported is shown beside it. Sequences are random token ids: no tokenizer is needed. The
+statistics of all runs must be the same to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+IMPORTS = "import minifloat.calibration.blocks, minifloat.calibration.run"
+RUN = """
+import random, sys, time
+from pathlib import Path
+from minifloat.calibration.blocks import calibrate_blocks
+from minifloat.calibration.data import CalibrationSet
+from minifloat.calibration.run import calibrate
+model, out, histogram, max_memory, device, *sizes = sys.argv[1:]
+samples, length, vocabulary = map(int, sizes)
+draw = random.Random(0)
+data = CalibrationSet(tuple(tuple(draw.randrange(vocabulary) for _ in range(length)) for _ in range(samples)))
+options = {"histogram": histogram == "True", "device": device}
+start = time.perf_counter()
+if max_memory == "None":
+    stats = calibrate(model, data, **options)
+else:
+    options |= {"max_memory": int(max_memory), "work_dir": Path(out).with_suffix(".work")}
+    stats = calibrate_blocks(model, data, **options)
+print(time.perf_counter() - start)
+stats.save(out)
+"""
+
+
+def measure(arguments: list[object]) -> tuple[float, int]:
+    """Seconds that a child reports, and its peak resident bytes."""
+    child = subprocess.Popen([sys.executable, "-c", *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    with child.stdout as output:
+        printed = output.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    if os.waitstatus_to_exitcode(status):
+        raise SystemExit("the run failed")
+    return float(printed or "nan"), usage.ru_maxrss * 1024
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
+@click.option("--samples", default=8, show_default=True)
+@click.option("--seq-len", default=512, show_default=True)
+@click.option("--vocabulary", default=32000, show_default=True, help="Token ids are drawn below this.")
+@click.option("--histogram", is_flag=True, help="Count magnitudes too.")
+@click.option("--max-memory-mib", default=1024, show_default=True)
+@click.option("--rounds", default=2, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+def main(
+    checkpoint: Path,
+    samples: int,
+    seq_len: int,
+    vocabulary: int,
+    histogram: bool,
+    max_memory_mib: int,
+    rounds: int,
+    device: str,
+) -> None:
+    """Calibrate CHECKPOINT both ways."""
+    files = list(checkpoint.glob("*.safetensors"))
+    for file in files:
+        with file.open("rb") as shard:  # in pieces: the peak of this process would count as that of its children
+            while shard.read(1 << 20):
+                pass
+    _, floor = measure([IMPORTS])
+    click.echo(f"{checkpoint}: {sum(file.stat().st_size for file in files) / 2**20:,.0f} MiB of weights")
+    click.echo(f"{samples} sequences of {seq_len} tokens; imports alone: {floor / 2**20:,.0f} MiB")
+    kinds = {"whole model": None, f"{max_memory_mib} MiB of weights": max_memory_mib << 20}
+    results: dict[str, list[tuple[float, int]]] = {kind: [] for kind in kinds}
+    written: set[bytes] = set()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "stats.safetensors"
+        for _ in range(rounds):
+            for kind, limit in kinds.items():
+                run = measure([RUN, checkpoint, out, histogram, limit, device, samples, seq_len, vocabulary])
+                results[kind].append(run)
+                written.add(out.read_bytes())
+    baseline = min(seconds for seconds, _ in results["whole model"])
+    click.echo(f"\n{'':<24}{'seconds':>9}{'ratio':>7}{'peak RSS MiB':>14}{'above imports':>15}")
+    for kind, runs in results.items():
+        seconds, peak = min(seconds for seconds, _ in runs), max(peak for _, peak in runs)
+        above = (peak - floor) / 2**20
+        click.echo(f"{kind:<24}{seconds:>9.2f}{seconds / baseline:>7.2f}{peak / 2**20:>14,.0f}{above:>15,.0f}")
+    click.echo(f"\nstatistics {'are the same to the bit' if len(written) == 1 else 'DIFFER'}")
+
+
+if __name__ == "__main__":
+    main()
