@@ -36,7 +36,7 @@ def diagnose() -> Diagnosis:
     versions |= {package: _version(package) for package in _PACKAGES}
     loaded = native.load() is not None
     advice = () if loaded else (
-        f"native kernels are not available: {native.why_unavailable()} Quantizing falls back to plain torch, with "
+        f"native kernels are not available: {native.why_unavailable()}. Quantizing falls back to plain torch, with "
         "the same bits and many times slower.",
     )  # fmt: skip
     return Diagnosis(versions, len(os.sched_getaffinity(0)), native.isa() if loaded else None, advice)
