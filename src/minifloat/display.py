@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _KIBI, _MEBI = 1 << 10, 1 << 20
 
 
-def _console() -> Console:
+def make_console() -> Console:
     """Standard output; a pipe gets enough columns that no row is cut."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=160)
@@ -57,7 +57,7 @@ def layer_pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _table(*columns: str, right: Iterable[str] = ()) -> Table:
+def make_table(*columns: str, right: Iterable[str] = ()) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
@@ -77,13 +77,13 @@ def _shape(shapes: set[tuple[int, ...]]) -> str:
 
 def print_quantize_report(report: QuantizeReport, *, verbose: bool) -> None:
     """Every tensor is in a row; unless `verbose`, the same tensor of all layers shares one."""
-    console = _console()
+    console = make_console()
     groups: dict[tuple[str, str, str], list[TensorReport]] = {}
     for tensor in report.tensors:
         name = tensor.name if verbose else layer_pattern(tensor.name)
         groups.setdefault((name, tensor.action, tensor.detail), []).append(tensor)
     numbers = ("count", "bytes", "SQNR dB", "worst dB", "saturated", "flushed")
-    table = _table("tensor", "count", "shape", "becomes", "bytes", *numbers[2:], right=numbers)
+    table = make_table("tensor", "count", "shape", "becomes", "bytes", *numbers[2:], right=numbers)
     for (name, action, detail), tensors in groups.items():
         table.add_row(
             name,
@@ -128,7 +128,7 @@ def _error_cells(tensors: list[TensorReport]) -> tuple[str, str, str, str]:
 
 def print_inspection(inspection: Inspection, *, verbose: bool) -> None:
     """What the checkpoint is, bytes by kind and by format, then the tensors."""
-    console = _console()
+    console = make_console()
     console.print(f"{inspection.path}: {inspection.architecture}, {inspection.shards} file(s)")
     layout = inspection.layout or "not quantized"
     kv_cache = f", KV cache {inspection.kv_cache}" if inspection.kv_cache else ""
@@ -140,7 +140,7 @@ def print_inspection(inspection: Inspection, *, verbose: bool) -> None:
         f"{inspection.bits_per_weight:.2f} bits per weight{quantized}\n"
     )
     for attribute in ("kind", "format"):
-        table = _table(
+        table = make_table(
             attribute, "tensors", "weights", "bytes", "share", right=("tensors", "weights", "bytes", "share")
         )
         for key, (count, elements, nbytes) in inspection.by(attribute).items():
@@ -152,7 +152,7 @@ def print_inspection(inspection: Inspection, *, verbose: bool) -> None:
     for row in inspection.rows:
         name = row.name if verbose else layer_pattern(row.name)
         groups.setdefault((name, row.kind, row.format), []).append(row)
-    table = _table("tensor", "count", "shape", "kind", "format", "bytes", right=("count", "bytes"))
+    table = make_table("tensor", "count", "shape", "kind", "format", "bytes", right=("count", "bytes"))
     for (name, kind, form), rows in groups.items():
         size = _size(sum(row.nbytes for row in rows))
         table.add_row(name, str(len(rows)), _shape({row.shape for row in rows}), kind, form, size)
@@ -166,9 +166,9 @@ def print_inspection(inspection: Inspection, *, verbose: bool) -> None:
 
 def print_comparison(comparison: Comparison) -> None:
     """One row per text and one for all."""
-    console = _console()
+    console = make_console()
     numbers = ("tokens", "ppl base", "ppl", "change", "bits/byte", "KL mean", "KL p99", "KL max", "top-1")
-    table = _table("text", *numbers, right=numbers)
+    table = make_table("text", *numbers, right=numbers)
     for row in comparison.rows():
         table.add_row(*row)
     console.print(table)
@@ -184,8 +184,8 @@ def print_comparison(comparison: Comparison) -> None:
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
     """Versions, cores, kernels, advice."""
-    console = _console()
-    table = _table("what", "found")
+    console = make_console()
+    table = make_table("what", "found")
     for name, version in diagnosis.versions.items():
         table.add_row(name, version)
     table.add_row("cores", str(diagnosis.cores))

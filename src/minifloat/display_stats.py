@@ -9,7 +9,7 @@ from rich.table import Table
 
 from minifloat.calibration.rules import Rule
 from minifloat.calibration.stats import ActivationStats
-from minifloat.display import _console, _table, layer_pattern
+from minifloat.display import make_console, make_table, layer_pattern
 from minifloat.report.stats_page import (
     CacheSummary,
     InputSummary,
@@ -37,7 +37,7 @@ def print_stats(stats: ActivationStats, rule: Rule, held_out: ActivationStats | 
         StatsError: The held-out run is of another model.
     """
     summary = summarize(stats, rule, held_out)
-    console = _console()
+    console = make_console()
     for name, value in run_facts(stats, rule, held_out):
         console.print(escape(f"{name:<9} {value}"), soft_wrap=True)
     console.print()
@@ -58,7 +58,7 @@ def _input_table(inputs: Sequence[InputSummary], *, verbose: bool) -> Table:
     for one in inputs:
         groups.setdefault(one.module if verbose else layer_pattern(one.module), []).append(one)
     numbers = ("count", "tokens", "amax", "scale", "vs max", "saturated", "flushed", "settled after")
-    table = _table("input of", *numbers, "note", right=numbers)
+    table = make_table("input of", *numbers, "note", right=numbers)
     for column in (table.columns[0], table.columns[-1]):
         column.no_wrap, column.overflow = False, "fold"  # where there is little room, names give way, never numbers
     for name, group in groups.items():
@@ -95,7 +95,7 @@ def _note(group: Sequence[InputSummary]) -> str:
 
 def _cache_table(caches: Sequence[CacheSummary]) -> Table:
     numbers = ("heads", "amax by head", "scale", "settled after")
-    table = _table("cache", *numbers, right=numbers)
+    table = make_table("cache", *numbers, right=numbers)
     for one in caches:
         table.add_row(
             escape(one.tensor),

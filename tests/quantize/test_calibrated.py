@@ -93,6 +93,20 @@ def test_kv_scales_are_written_for_any_scheme(make_checkpoint: Make, tmp_path: P
         assert tensors[f"{attention}.v_scale"] == seen.v_amax.max() / np.float32(E4M3.max)
 
 
+def test_kv_scales_fall_back_to_max_where_the_rule_needs_histograms_and_it_is_said(
+    make_checkpoint: Make, tmp_path: Path
+) -> None:
+    source = make_checkpoint()
+    stats = stats_of(source)
+    report = quantize_checkpoint(
+        source, tmp_path / "out", "fp8-static", calibration=calibration(stats, "percentile"), kv_cache=True
+    )
+    assert "rule max" in report.notes[0]
+    scales = {activation.module: activation.scale for activation in report.activations}
+    expected = stats.kv["model.layers.0.self_attn"].k_amax.max() / np.float32(E4M3.max)
+    assert scales["model.layers.0.self_attn.k"] == expected
+
+
 def test_kv_scales_of_a_layer_that_is_kept_are_written_with_it(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint()
     quantize_checkpoint(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from minifloat.calibration.rules import Rule
+from minifloat.calibration.rules import DEFAULT_RULE, HistoryRule, Rule
 from minifloat.calibration.scales import KVScales, StaticScales, activation_scales, kv_scales, saturation
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
@@ -106,13 +106,21 @@ def apply_calibration(
         return _without_static(plan), (), _note(plan)
     calibration.stats.check_model(checkpoint)
     inputs = activation_scales(calibration.stats, calibration.rule, modules=plan.static_modules)
-    caches = kv_scales(calibration.stats, calibration.rule, modules=plan.attention_modules) if kv_cache else {}
+    kv_rule, kv_note = _kv_rule(calibration.rule) if kv_cache else (calibration.rule, ())
+    caches = kv_scales(calibration.stats, kv_rule, modules=plan.attention_modules) if kv_cache else {}
     reports = (*_input_reports(inputs, calibration), *_kv_reports(caches))
     _check_saturation(reports, calibration.max_saturation)
     scales = {module: float(scale) for module, scale in inputs.scales.items()}
     pairs = {module: (float(one.k), float(one.v)) for module, one in caches.items()}
-    notes = tuple(f"{module}: {reason}." for module, reason in inputs.fallbacks.items())
+    notes = (*kv_note, *(f"{module}: {reason}." for module, reason in inputs.fallbacks.items()))
     return plan.with_scales(scales, KV_FP8 if kv_cache else None, pairs), reports, notes
+
+
+def _kv_rule(rule: Rule) -> tuple[Rule, tuple[str, ...]]:
+    """The rule for keys and values, of which no histograms are kept, and a note where it is another than for inputs."""
+    if isinstance(rule, HistoryRule):
+        return rule, ()
+    return DEFAULT_RULE, (f"Scales of the KV cache are made by the rule {DEFAULT_RULE}: {rule} needs histograms.",)
 
 
 def _without_static(plan: Plan) -> Plan:
