@@ -135,6 +135,6 @@ def test_a_name_in_brackets_is_no_markup(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_narrow_terminal_cuts_no_number(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minifloat.display_stats._console", lambda: Console(width=100))
+    monkeypatch.setattr("minifloat.display_stats.make_console", lambda: Console(width=100))
     print_stats(make_stats(), MovingAverage(), make_stats(1, size=2.0), verbose=False)
     assert "…" not in capsys.readouterr().out

@@ -58,6 +58,7 @@ def layer_pattern(name: str) -> str:
 
 
 def make_table(*columns: str, right: Iterable[str] = ()) -> Table:
+    """A table without lines, whose rows are never broken; the columns in `right` are aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", no_wrap=True)

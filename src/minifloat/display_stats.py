@@ -9,7 +9,7 @@ from rich.table import Table
 
 from minifloat.calibration.rules import Rule
 from minifloat.calibration.stats import ActivationStats
-from minifloat.display import make_console, make_table, layer_pattern
+from minifloat.display import layer_pattern, make_console, make_table
 from minifloat.report.stats_page import (
     CacheSummary,
     InputSummary,

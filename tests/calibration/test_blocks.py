@@ -23,7 +23,8 @@ from minifloat.calibration.blocks import calibrate_blocks
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.run import calibrate
 from minifloat.calibration.walk import Call, CannotWalkError, Capture
-from minifloat.errors import DataError, DestinationError, NonFiniteError, UsageError
+from minifloat.errors import AlreadyQuantizedError, DataError, DestinationError, NonFiniteError, UsageError
+from minifloat.quantize.model import quantize_checkpoint
 from minifloat.serve.load import Loader
 
 Make = Callable[..., Path]
@@ -166,7 +167,8 @@ def test_experts_count_twice_while_they_are_stacked(make_model: Make, tmp_path: 
 def test_embeddings_that_do_not_fit_are_refused_by_name(make_model: Make, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "llama", vocab_size=3000)
     with pytest.raises(UsageError, match="embed_tokens"):
-        calibrate_blocks(folder, DATA, max_memory=2 * 3000 * 64 - 1)
+        calibrate_blocks(folder, DATA, max_memory=2 * 3000 * 64 - 1, work_dir=tmp_path / "work")
+    assert not (tmp_path / "work").exists()
 
 
 @pytest.mark.parametrize(("model_type", "reason"), [("gemma3n_text", "share an object"), ("mamba", "no hidden states")])
@@ -454,6 +456,12 @@ def test_nan_in_an_activation_is_refused_with_module_and_sequence(make_model: Ma
     first = next(i for i, ids in enumerate(DATA.sequences) if DATA.sequences[2][3] in ids)
     with pytest.raises(NonFiniteError, match=rf"model\.layers\.0\..* in sequence {first};"):
         calibrate_blocks(folder, DATA, max_memory=ROOM)
+
+
+def test_a_quantized_checkpoint_is_refused(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "quantized", "fp8")
+    with pytest.raises(AlreadyQuantizedError):
+        calibrate_blocks(tmp_path / "quantized", DATA, max_memory=ROOM)
 
 
 def test_bad_data_is_refused_before_anything_runs(llama_folder: Path, tmp_path: Path) -> None:

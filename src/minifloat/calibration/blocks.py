@@ -28,7 +28,7 @@ from minifloat._version import __version__
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.observe import Observer
-from minifloat.calibration.run import Progress, calibrate, check_data
+from minifloat.calibration.run import Progress, calibrate, check_data, check_source
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.walk import Call, CannotWalkError, Capture, find_layers
@@ -37,6 +37,7 @@ from minifloat.calibration.walk_store import ArgumentPool, Slot, TensorFile
 from minifloat.calibration.walk_weights import PartialWeights
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors
+from minifloat.errors import UsageError
 from minifloat.serve.load import Loader
 
 _LOG = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def calibrate_blocks(
     """Observe a model on calibration text, with the weights of one layer in memory at a time.
 
     The result is that of `calibration.run.calibrate` to the bit. Beside the weights, memory holds one sequence's
-    activations, the statistics of one layer and `walk_store.ARGUMENT_BYTES` of masks and position embeddings. The disk
+    activations, the statistics, and at most `walk_store.ARGUMENT_BYTES` of masks and position embeddings. The disk
     holds the hidden states twice: 2 * tokens * hidden size * bytes of the dtype.
 
     Args:
@@ -77,6 +78,7 @@ def calibrate_blocks(
 
     Raises:
         UsageError: A layer, or what comes before the layers, holds more than `max_memory`; names it and its size.
+        AlreadyQuantizedError: The checkpoint is quantized.
         DataError: No sequence, an empty one, or a token id beyond the vocabulary.
         DestinationError: The work folder holds something else, or another process uses it.
         CheckpointError: The model cannot be loaded.
@@ -86,6 +88,7 @@ def calibrate_blocks(
     options: dict[str, Any] = {"histogram": histogram, "per_channel": per_channel}
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint.open(path))
+        check_source(checkpoint)
         loader = Loader(checkpoint, dtype=dtype, device=device)
         check_data(data, loader.model.config.get_text_config().vocab_size)
         if work_dir is None:
@@ -98,6 +101,10 @@ def calibrate_blocks(
                 return walk.run(folder, progress)
             except CannotWalkError:
                 folder.remove()
+                raise
+            except UsageError:  # the embeddings do not fit
+                if not folder.finished:
+                    folder.remove()
                 raise
         except CannotWalkError as error:
             reason = str(error)

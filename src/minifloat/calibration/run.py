@@ -76,7 +76,7 @@ def calibrate(
         NonFiniteError: NaN or Inf in an activation; names the module and the sequence.
     """
     with Checkpoint.open(model) as checkpoint:
-        _check_source(checkpoint)
+        check_source(checkpoint)
         weights = _weight_bytes(checkpoint, dtype)
         identity = ModelIdentity.of(checkpoint)
     if max_memory is not None and weights > max_memory:
@@ -133,7 +133,12 @@ def check_data(data: CalibrationSet, vocab_size: int) -> None:
             )
 
 
-def _check_source(checkpoint: Checkpoint) -> None:
+def check_source(checkpoint: Checkpoint) -> None:
+    """Raise unless the checkpoint is one to calibrate.
+
+    Raises:
+        AlreadyQuantizedError: It is quantized.
+    """
     if checkpoint.quantization_config is not None:
         method = checkpoint.quantization_config.get("quant_method", "unknown")
         raise AlreadyQuantizedError(
