@@ -219,6 +219,7 @@ def calibrate(
             per_channel=per_channel,
             until_stable=until_stable,
             max_memory=None if max_memory is None else _parse_size(max_memory),
+            work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
             device=device,
             progress=progress,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from minifloat.doctor import Diagnosis
 from minifloat.inspection import Inspection
+from minifloat.quantize.calibrated import ActivationReport
 from minifloat.quantize.report import QuantizeReport, TensorReport
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool) -> None:
             *_error_cells(tensors),
         )
     console.print(table)
+    if report.activations:
+        console.print()
+        console.print(_activation_table(report.activations, verbose=verbose))
     total = report.total
     console.print(
         f"\n{len(report.tensors)} tensors: {len(report.quantized)} quantized, "
@@ -108,6 +112,32 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool) -> None:
     for note in report.notes:
         console.print(f"Note: {note}")
     console.print(f"Written to {report.destination}")
+
+
+def _activation_table(activations: Sequence[ActivationReport], *, verbose: bool) -> Table:
+    """Static scales, and the worst that they would have done to held-out text in any of the modules of a row."""
+    groups: dict[str, list[ActivationReport]] = {}
+    for activation in activations:
+        groups.setdefault(activation.module if verbose else layer_pattern(activation.module), []).append(activation)
+    numbers = ("count", "tokens", "smallest scale", "largest scale", "saturated", "flushed")
+    table = make_table("static scale of", *numbers, right=numbers)
+    for name, members in groups.items():
+        tokens = [member.tokens for member in members if member.tokens is not None]
+        table.add_row(
+            name,
+            str(len(members)),
+            f"{min(tokens):,}" if tokens else "",
+            f"{min(member.scale for member in members):.4g}",
+            f"{max(member.scale for member in members):.4g}",
+            _worst_fraction([member.saturated for member in members]),
+            _worst_fraction([member.flushed for member in members]),
+        )
+    return table
+
+
+def _worst_fraction(fractions: Sequence[float | None]) -> str:
+    measured = [fraction for fraction in fractions if fraction is not None]
+    return (f"{max(measured):.1e}" if max(measured) else "0") if measured else ""
 
 
 def _error_cells(tensors: list[TensorReport]) -> tuple[str, str, str, str]:

@@ -77,6 +77,8 @@ def test_the_command_line_goes_from_text_to_a_static_checkpoint(llama_folder: Pa
 
     result = run("quantize", llama_folder, out, "--scheme", "fp8-static", "--stats", stats, "--kv-cache", "fp8")
     assert result.exit_code == 0, result.output
+    assert "static scale of" in result.output
+    assert "model.layers.*.self_attn.k " in result.output
     report = json.loads((out / "minifloat.json").read_text())
     assert len(report["activations"]) == 2 * 7 + 2 * 2
     assert all(entry["saturated"] is not None for entry in report["activations"] if entry["tokens"])
@@ -121,3 +123,15 @@ def test_a_size_that_cannot_be_read_is_refused(llama_folder: Path, text: Path, t
     result = run("calibrate", llama_folder, tmp_path / "s.safetensors", "--data", text, "--max-memory", "lots")
     assert result.exit_code == 2
     assert "8GiB" in result.output
+
+
+def test_a_limit_of_memory_gives_the_same_statistics_and_leaves_no_work_folder(
+    llama_folder: Path, text: Path, tmp_path: Path
+) -> None:
+    whole, limited = tmp_path / "whole.safetensors", tmp_path / "limited.safetensors"
+    common = ("--data", text, "--samples", "8", "--seq-len", "32")
+    assert run("calibrate", llama_folder, whole, *common).exit_code == 0
+    result = run("calibrate", llama_folder, limited, *common, "--max-memory", "150KiB")
+    assert result.exit_code == 0, result.output
+    assert Collected.load(whole) == Collected.load(limited)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".safetensors"] * 4

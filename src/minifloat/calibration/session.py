@@ -93,6 +93,7 @@ def collect(
     per_channel: bool = False,
     until_stable: float | None = None,
     max_memory: int | None = None,
+    work_dir: Path | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Collected:
@@ -110,6 +111,7 @@ def collect(
         per_channel: Record the amax of each input channel too.
         until_stable: Stop when all scales moved by less than this fraction for a while.
         max_memory: Bytes of weights to hold at a time; None: the whole model.
+        work_dir: With `max_memory`, the same call continues from here after an interruption: its folder must exist.
         device: Where the model runs.
         progress: Called after each sequence.
 
@@ -125,5 +127,12 @@ def collect(
     data = load_calibration_data(sources, tokenizer, samples=samples, seq_len=seq_len, seed=seed, packing=packing)
     kept, tried = data.held_out(held_out) if held_out else (data, None)
     run = partial(calibrate, model, per_channel=per_channel, max_memory=max_memory, device=device, progress=progress)
-    stats = run(kept, histogram=histogram, until_stable=until_stable)
-    return Collected(stats, None if tried is None else run(tried, histogram=True))
+    stats = run(kept, histogram=histogram, until_stable=until_stable, work_dir=_beside(work_dir, "calibration"))
+    if tried is None:
+        return Collected(stats, None)
+    return Collected(stats, run(tried, histogram=True, work_dir=_beside(work_dir, "held-out")))
+
+
+def _beside(work_dir: Path | None, name: str) -> Path | None:
+    """The work folder of one of the two runs."""
+    return None if work_dir is None else work_dir.with_name(f"{work_dir.name}.{name}")
