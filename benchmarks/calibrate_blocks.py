@@ -20,6 +20,8 @@ from pathlib import Path
 
 import click
 
+from minifloat.calibration.stats import ActivationStats
+
 IMPORTS = "import minifloat.calibration.blocks, minifloat.calibration.run"
 RUN = """
 import random, sys, time
@@ -85,21 +87,32 @@ def main(
     click.echo(f"{samples} sequences of {seq_len} tokens; imports alone: {floor / 2**20:,.0f} MiB")
     kinds = {"whole model": None, f"{max_memory_mib} MiB of weights": max_memory_mib << 20}
     results: dict[str, list[tuple[float, int]]] = {kind: [] for kind in kinds}
-    written: set[bytes] = set()
+    written: list[tuple[str, ActivationStats]] = []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "stats.safetensors"
         for _ in range(rounds):
             for kind, limit in kinds.items():
                 run = measure([RUN, checkpoint, out, histogram, limit, device, samples, seq_len, vocabulary])
                 results[kind].append(run)
-                written.add(out.read_bytes())
+                written.append((kind, ActivationStats.load(out)))
     baseline = min(seconds for seconds, _ in results["whole model"])
     click.echo(f"\n{'':<24}{'seconds':>9}{'ratio':>7}{'peak RSS MiB':>14}{'above imports':>15}")
     for kind, runs in results.items():
         seconds, peak = min(seconds for seconds, _ in runs), max(peak for _, peak in runs)
         above = (peak - floor) / 2**20
         click.echo(f"{kind:<24}{seconds:>9.2f}{seconds / baseline:>7.2f}{peak / 2**20:>14,.0f}{above:>15,.0f}")
-    click.echo(f"\nstatistics {'are the same to the bit' if len(written) == 1 else 'DIFFER'}")
+    click.echo(f"\nstatistics {differences(written) or 'are the same to the bit'}")
+
+
+def differences(runs: list[tuple[str, ActivationStats]]) -> str:
+    """What differs from the first run, or nothing."""
+    (_, first), *others = runs
+    found = []
+    for kind, stats in others:
+        odd = [name for name, module in stats.inputs.items() if module != first.inputs[name]]
+        if stats != first:
+            found.append(f"DIFFER ({kind}): {len(odd)} of {len(stats.inputs)} inputs {odd[:4]}")
+    return "; ".join(found)
 
 
 if __name__ == "__main__":
