@@ -131,6 +131,7 @@ def test_the_report_counts_the_scales(make_checkpoint: Make, tmp_path: Path) -> 
     assert len(report.activations) == 14 + 4
     saved = json.loads((tmp_path / "out" / "minifloat.json").read_text())
     assert saved["recipe"]["calibration"]["rule"] == "max"
+    assert saved["provenance"]["command"].endswith("--scheme fp8-static --stats STATS --rule max --kv-cache fp8")
     assert saved["recipe"]["calibration"]["data"] == {"sources": ["made up"]}
 
 

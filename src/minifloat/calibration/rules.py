@@ -254,6 +254,11 @@ RULES: dict[str, type[Rule]] = {
 DEFAULT_RULE = Max()
 
 
+def history_rule(rule: Rule) -> HistoryRule:
+    """The rule where only the amax history is there, as for K and V: itself, or the default if it needs histograms."""
+    return rule if isinstance(rule, HistoryRule) else DEFAULT_RULE
+
+
 def parse_rule(text: str) -> Rule:
     """A rule as one writes it on a command line: ``max``, ``percentile:percentile=99.9``, ``delayed:margin=1``.
 

@@ -8,21 +8,18 @@ how much those scales would have saturated. The two are files beside each other,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, SourceLike, load_calibration_data
-from minifloat.calibration.run import calibrate
+from minifloat.calibration.run import Progress, calibrate
 from minifloat.calibration.stats import ActivationStats
 from minifloat.errors import DestinationError, UsageError
 from minifloat.serve.text import load_tokenizer
 
 DEFAULT_HELD_OUT = 0.1
-
-#: Called with work done, work in all, and what is at work.
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

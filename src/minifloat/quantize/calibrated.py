@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from minifloat.calibration.rules import DEFAULT_RULE, HistoryRule, Rule
+from minifloat.calibration.rules import Rule, history_rule
 from minifloat.calibration.scales import KVScales, StaticScales, activation_scales, kv_scales, saturation
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
@@ -118,9 +118,10 @@ def apply_calibration(
 
 def _kv_rule(rule: Rule) -> tuple[Rule, tuple[str, ...]]:
     """The rule for keys and values, of which no histograms are kept, and a note where it is another than for inputs."""
-    if isinstance(rule, HistoryRule):
+    possible = history_rule(rule)
+    if possible is rule:
         return rule, ()
-    return DEFAULT_RULE, (f"Scales of the KV cache are made by the rule {DEFAULT_RULE}: {rule} needs histograms.",)
+    return possible, (f"Scales of the KV cache are made by the rule {possible}: {rule} needs histograms.",)
 
 
 def _without_static(plan: Plan) -> Plan:

@@ -148,9 +148,7 @@ def _recipe(plan: Plan, calibration: Calibration | None) -> dict[str, Any]:
         "granularity": str(weight.granularity),
         "scale": weight.scale.name,
         "scale_rule": weight.rule.value,
-        "overrides": [
-            f"{override.pattern}={override.scheme.name if override.scheme else 'bf16'}" for override in plan.overrides
-        ],
+        "overrides": [str(override) for override in plan.overrides],
     }
 
 
@@ -170,9 +168,12 @@ def _provenance(checkpoint: Checkpoint, tensors: Sequence[TensorReport], recipe:
     """What the output was made from and with; the same for the same weights, however they were sharded."""
     overrides = "".join(f" --override '{override}'" for override in recipe["overrides"])
     layout = "" if recipe["layout"] == compressed_tensors.NAME else f" --layout {recipe['layout']}"
+    calibration = "" if recipe["calibration"] is None else f" --stats STATS --rule {recipe['calibration']['rule']}"
+    kv_cache = " --kv-cache fp8" if recipe["kv_cache"] else ""
+    options = f"{layout}{overrides}{calibration}{kv_cache}"
     return {
         "minifloat": __version__,
-        "command": f"minifloat quantize {checkpoint.path.name} OUT --scheme {recipe['scheme']}{layout}{overrides}",
+        "command": f"minifloat quantize {checkpoint.path.name} OUT --scheme {recipe['scheme']}{options}",
         "source": checkpoint.path.name,
         "source_digest": combine((tensor.name, tensor.source_digest) for tensor in tensors),
     }
@@ -210,8 +211,18 @@ class _Job:
     resumed: int = 0
     done_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        self.total_bytes = self.plan.source_bytes
+
     def run(self) -> tuple[TensorReport, ...]:
         """Write every shard that is not finished; the reports of all tensors, in order."""
+        try:
+            return self._run()
+        except BaseException:
+            self.pool.shutdown(wait=True, cancel_futures=True)  # leaving the pool would do all of the work first
+            raise
+
+    def _run(self) -> tuple[TensorReport, ...]:
         shards = list(self.plan.by_shard())
         self._check_finished_sources(shards)
         amaxes = self._group_amaxes(shards)
@@ -222,19 +233,15 @@ class _Job:
             amaxes = self._group_amaxes(shards)
         self.resumed = len(self.writer.finished)
         in_flight: deque[_OpenShard] = deque()
-        try:
-            for shard, group in shards:
-                if shard in self.writer.finished:
-                    self._advance(sum(tensor.source.nbytes for tensor in group), shard)
-                    continue
-                in_flight.append(self._start(shard, group, amaxes))
-                if len(in_flight) >= _SHARDS_IN_FLIGHT:
-                    self._finish(in_flight.popleft())
-            while in_flight:
+        for shard, group in shards:
+            if shard in self.writer.finished:
+                self._advance(sum(tensor.source.nbytes for tensor in group), shard)
+                continue
+            in_flight.append(self._start(shard, group, amaxes))
+            if len(in_flight) >= _SHARDS_IN_FLIGHT:
                 self._finish(in_flight.popleft())
-        except BaseException:
-            self.pool.shutdown(wait=True, cancel_futures=True)
-            raise
+        while in_flight:
+            self._finish(in_flight.popleft())
         records = [self.writer.finished[shard] for shard, _ in shards]
         return tuple(TensorReport.from_dict(entry) for record in records for entry in record["tensors"])
 
@@ -331,8 +338,7 @@ class _Job:
     def _advance(self, nbytes: int, message: str) -> None:
         self.done_bytes += nbytes
         if self.progress is not None:
-            total = sum(tensor.source.nbytes for tensor in self.plan.tensors)
-            self.progress(self.done_bytes, total, message)
+            self.progress(self.done_bytes, self.total_bytes, message)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from minifloat.quantize.roles import (
     role_of,
     text_config,
 )
-from minifloat.scheme import SCHEMES, KVSpec, Scheme, get_scheme
+from minifloat.scheme import KVSpec, Scheme, get_scheme
 
 #: A key projection by its name; the KV scales of an attention module are written with it.
 _KEY_PROJECTION = ".k_proj"
@@ -67,6 +67,10 @@ class Override:
         except re.error as error:
             raise PatternError(f"{pattern!r} is not a regular expression: {error}") from error
         return cls(pattern, None if name == KEEP else get_scheme(name))
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        return f"{self.pattern}={KEEP if self.scheme is None else self.scheme.name}"
 
 
 @dataclass(frozen=True)
@@ -204,6 +208,11 @@ class Plan:
         return replace(self, tensors=tensors, kv=kv)
 
     @property
+    def source_bytes(self) -> int:
+        """Bytes of all source tensors."""
+        return sum(tensor.source.nbytes for tensor in self.tensors)
+
+    @property
     def output_bytes(self) -> int:
         """Bytes of all output tensors, headers not counted."""
         return sum(output.nbytes for tensor in self.tensors for output in tensor.outputs)
@@ -274,7 +283,7 @@ def _choose(
         if re.search(override.pattern, _module(info)):
             matched.add(index)
             chosen = override.scheme
-            reason = f"{override.pattern}={KEEP}" if chosen is None else ""
+            reason = str(override) if chosen is None else ""
     if chosen is not None and role is Role.EMBEDDING:
         raise UnsupportedTensorError(info.name, "no server looks embeddings up in 8 or 4 bits; remove the override")
     if chosen is not None and not is_dense_float(info):
@@ -424,8 +433,3 @@ def _no_match(override: Override, tensors: Sequence[TensorPlan], checkpoint: Che
     if "lm_head" not in names and re.search(override.pattern, "lm_head"):
         return f"{message}: lm_head is tied to the embedding and has no weight of its own"
     return f"{message}; weights are named like {', '.join(names[:3])}"
-
-
-def scheme_names() -> tuple[str, ...]:
-    """What an override may name."""
-    return (*SCHEMES, KEEP)

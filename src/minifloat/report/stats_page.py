@@ -18,7 +18,7 @@ import numpy as np
 from minifloat._version import __version__
 from minifloat.calibration import convergence
 from minifloat.calibration.convergence import Convergence
-from minifloat.calibration.rules import DEFAULT_RULE, HistoryRule, Rule
+from minifloat.calibration.rules import HistoryRule, Rule, history_rule
 from minifloat.calibration.scales import (
     DEFAULT_MIN_TOKENS,
     KVScales,
@@ -117,13 +117,13 @@ def summarize(stats: ActivationStats, rule: Rule, held_out: ActivationStats | No
     """
     if held_out is not None and (differences := stats.model.differences(held_out.model)):
         raise StatsError("held-out statistics", f"they are of another model, it differs in {', '.join(differences)}")
-    history_rule = rule if isinstance(rule, HistoryRule) else DEFAULT_RULE
-    moved = convergence.report(stats, history_rule)
+    judged_by = history_rule(rule)
+    moved = convergence.report(stats, judged_by)
     scales, refused = _without_refused(lambda names: activation_scales(stats, rule, modules=names), stats.inputs)
     by_max, _ = _without_refused(lambda names: activation_scales(stats, modules=names), stats.inputs)
     inputs = tuple(_inputs(stats, scales, by_max, refused, held_out, moved.scales))
-    caches = tuple(_caches(stats, history_rule, moved.scales))
-    return StatsSummary(inputs, caches, history_rule, tuple(_warnings(stats, inputs, caches, moved)))
+    caches = tuple(_caches(stats, judged_by, moved.scales))
+    return StatsSummary(inputs, caches, judged_by, tuple(_warnings(stats, inputs, caches, moved)))
 
 
 def stats_page(stats: ActivationStats, rule: Rule, held_out: ActivationStats | None = None) -> str:
