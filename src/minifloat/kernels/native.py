@@ -18,7 +18,7 @@ import minifloat.kernels
 from minifloat.errors import KernelUnavailable
 
 #: ``MINIFLOAT_ABI_VERSION`` of ``csrc/api.h``.
-ABI_VERSION = 2
+ABI_VERSION = 3
 FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
 _REBUILD = (
     "install a C++ compiler (g++ or clang++) and reinstall minifloat, or in a checkout run what CMakeLists.txt says"
@@ -86,6 +86,61 @@ class HistogramArgs(ctypes.Structure):
     ]
 
 
+class PackArgs(ctypes.Structure):
+    """``struct minifloat_pack_args``."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("block_rows", ctypes.c_int64),
+        ("block_cols", ctypes.c_int64),
+        ("element", ctypes.c_int32),
+        ("grid", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+        ("packed", ctypes.c_void_p),
+    ]
+
+
+class LinearArgs(ctypes.Structure):
+    """``struct minifloat_linear_args``."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64),
+        ("m", ctypes.c_int64),
+        ("count", ctypes.c_int32),
+        ("x_dtype", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+class MoeArgs(ctypes.Structure):
+    """``struct minifloat_moe_args``."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("x_rows", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64),
+        ("experts", ctypes.c_int32),
+        ("x_dtype", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
 class Library:
     """The loaded library, bound to one instruction set.
 
@@ -145,6 +200,44 @@ class Library:
             ValueError: The library refused the arguments (a bug of the caller, which validates them).
         """
         _check(self._cdll.minifloat_histogram(self._index, ctypes.byref(args)))
+
+    def packed_bytes(self, args: PackArgs) -> int:
+        """Run ``minifloat_packed_bytes``: 0 where the kernels have no layout for such a weight."""
+        return int(self._cdll.minifloat_packed_bytes(ctypes.byref(args)))
+
+    def pack(self, args: PackArgs) -> None:
+        """Run ``minifloat_pack``.
+
+        Raises:
+            ValueError: The library refused the arguments (a bug of the caller, which validates them).
+        """
+        _check(self._cdll.minifloat_pack(self._index, ctypes.byref(args)))
+
+    def unpack(self, args: PackArgs) -> None:
+        """Run ``minifloat_unpack``.
+
+        Raises:
+            ValueError: The memory holds no such packed weight.
+        """
+        _check(self._cdll.minifloat_unpack(self._index, ctypes.byref(args)))
+
+    def linear(self, args: LinearArgs) -> None:
+        """Run ``minifloat_linear``.
+
+        Raises:
+            ValueError: The library refused the arguments (a bug of the caller, which validates them).
+            MemoryError: There is no room for a scratch buffer.
+        """
+        _check(self._cdll.minifloat_linear(self._index, ctypes.byref(args)))
+
+    def moe(self, args: MoeArgs) -> None:
+        """Run ``minifloat_moe``.
+
+        Raises:
+            ValueError: The library refused the arguments (a bug of the caller, which validates them).
+            MemoryError: There is no room for a scratch buffer.
+        """
+        _check(self._cdll.minifloat_moe(self._index, ctypes.byref(args)))
 
 
 @dataclass(frozen=True)
@@ -211,6 +304,7 @@ def open_library(candidates: list[Path]) -> Outcome:
     try:
         cdll = ctypes.CDLL(str(path))
         cdll.minifloat_isa_name.restype = ctypes.c_char_p
+        cdll.minifloat_packed_bytes.restype = ctypes.c_int64
         version = cdll.minifloat_abi_version()
     except (OSError, AttributeError) as error:
         return Outcome(None, f"the native library does not load ({error}); {_REBUILD}")
@@ -219,6 +313,12 @@ def open_library(candidates: list[Path]) -> Outcome:
     return Outcome(Library(cdll, os.environ.get("MINIFLOAT_ISA") or None))
 
 
+#: ``MINIFLOAT_NO_MEMORY`` of ``enum minifloat_status``.
+_NO_MEMORY = 4
+
+
 def _check(status: int) -> None:
+    if status == _NO_MEMORY:
+        raise MemoryError("minifloat_native found no memory for its scratch buffers")
     if status:
         raise ValueError(f"minifloat_native refused its arguments (status {status}; see enum minifloat_status)")

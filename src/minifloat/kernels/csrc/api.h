@@ -1,7 +1,8 @@
 // The C interface of libminifloat_native: what ctypes sees (native.py mirrors it field by field).
 //
-// Every call is a pure function of its arguments: no global state, no threads of its own, no allocation, so any
-// number of threads may call at once. Arguments are validated in Python; the checks here only guard memory.
+// Every call is a pure function of its arguments, so any number of threads may call at once. Those of quantizing and
+// observing have no threads of their own and allocate nothing; packing and multiplying share out their work
+// (threads.h). Arguments are validated in Python; the checks here only guard memory.
 #pragma once
 
 #include <stdint.h>
@@ -13,12 +14,14 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Raised whenever a struct or the meaning of a field changes, so that a stale library is noticed and not called.
-#define MINIFLOAT_ABI_VERSION 2
+#define MINIFLOAT_ABI_VERSION 3
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
     MINIFLOAT_UNSUPPORTED_ISA = 1,  // no such instruction set in this build, or not on this processor
     MINIFLOAT_BAD_ARGUMENT = 2,     // an enumerator or a size out of range
+    MINIFLOAT_BAD_WEIGHT = 3,       // not a packed weight of this version, or one for another input
+    MINIFLOAT_NO_MEMORY = 4,        // no room for a scratch buffer
 };
 
 // Little-endian source elements.
@@ -81,6 +84,57 @@ struct minifloat_histogram_args {
     int64_t* bins;  // [MINIFLOAT_HISTOGRAM_BINS], added to; Inf and NaN fill the last 8
 };
 
+// What the elements of a packed weight are.
+enum minifloat_element { MINIFLOAT_E4M3 = 0, MINIFLOAT_E2M1 = 1, MINIFLOAT_WEIGHT_BF16 = 2 };
+
+// What the elements of a packed weight are multiplied with.
+enum minifloat_grid {
+    MINIFLOAT_GRID_ROW = 0,     // float per row, or none for BF16: per tensor, per channel
+    MINIFLOAT_GRID_BLOCK = 1,   // float per block of block_rows x block_cols
+    MINIFLOAT_GRID_E8M0 = 2,    // E8M0 per row and 32 columns: MXFP8, MXFP4
+    MINIFLOAT_GRID_E4M3 = 3,    // E4M3 per row and 16 columns, under a float for the tensor: NVFP4
+};
+
+// A weight [rows, cols] as checkpoints store it, on its way into the kernels' layout (linear/layout.h).
+struct minifloat_pack_args {
+    const uint8_t* codes;  // [rows, cols] uint8 for E4M3, [rows, cols / 2] for E2M1 (low nibble = even column), bf16
+    const void* scales;    // the grid, row-major: float for ROW and BLOCK, else uint8_t; null for BF16
+    int64_t rows, cols;
+    int64_t block_rows, block_cols;  // of one scale; for ROW block_cols >= cols, for E8M0 1x32, for E4M3 1x16
+    int32_t element;                 // minifloat_element
+    int32_t grid;                    // minifloat_grid
+    float factor;                    // multiplies every scale: 1, or the tensor's scale of NVFP4
+    int32_t threads;
+    uint8_t* packed;  // minifloat_packed_bytes() of them, 64-byte aligned
+};
+
+// y = x W^T + bias for `count` packed weights [N_i, K] of one format, whose results follow each other in y.
+struct minifloat_linear_args {
+    const uint8_t* const* weights;  // `count` packed weights
+    const void* const* biases;      // null, or `count` of them: [N_i] of bias_dtype, or null
+    const void* x;                  // [m, K] of x_dtype, rows x_stride elements apart, any alignment
+    void* y;                        // [m, sum of N_i] of x_dtype, rows y_stride elements apart
+    int64_t x_stride, y_stride;
+    int64_t m;
+    int32_t count;
+    int32_t x_dtype, bias_dtype;  // minifloat_dtype
+    int32_t threads;
+};
+
+// Row t of y = row x_rows[t] of x times the expert that owns t: a linear over experts, tokens sorted by expert.
+struct minifloat_moe_args {
+    const uint8_t* const* weights;  // `experts` packed weights [N, K] of one format
+    const void* const* biases;      // null, or `experts` of them
+    const int64_t* offsets;         // [experts + 1]: expert e owns rows offsets[e] .. offsets[e + 1] - 1 of y
+    const int64_t* x_rows;          // [offsets[experts]], or null: row t of x
+    const void* x;
+    void* y;  // [offsets[experts], N]
+    int64_t x_stride, y_stride;
+    int32_t experts;
+    int32_t x_dtype, bias_dtype;
+    int32_t threads;
+};
+
 MINIFLOAT_API int32_t minifloat_abi_version(void);
 
 // The instruction sets of this build, fastest first: index 0 .. count - 1.
@@ -91,6 +145,14 @@ MINIFLOAT_API int32_t minifloat_isa_supported(int32_t isa);
 MINIFLOAT_API int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args* args);
 MINIFLOAT_API int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args);
 MINIFLOAT_API int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args);
+
+// Bytes that the packed form of a weight takes, 0 where it has none; `packed` and `threads` are not read.
+MINIFLOAT_API int64_t minifloat_packed_bytes(const struct minifloat_pack_args* args);
+MINIFLOAT_API int32_t minifloat_pack(int32_t isa, const struct minifloat_pack_args* args);
+// The way back: `codes` and `scales` are written; what packing flushed stays flushed (linear/layout.h).
+MINIFLOAT_API int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args);
+MINIFLOAT_API int32_t minifloat_linear(int32_t isa, const struct minifloat_linear_args* args);
+MINIFLOAT_API int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args);
 
 #ifdef __cplusplus
 }

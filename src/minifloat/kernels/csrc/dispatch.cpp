@@ -3,17 +3,32 @@
 
 #include "api.h"
 
+#if defined(MINIFLOAT_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #define MINIFLOAT_DECLARE(isa)                              \
     namespace isa {                                             \
     void quantize_rows(minifloat_quantize_rows_args& args);     \
     void amax(minifloat_amax_args& args);                       \
     void histogram(minifloat_histogram_args& args);             \
+    int64_t packed_bytes(const minifloat_pack_args& args);      \
+    int32_t pack(const minifloat_pack_args& args);              \
+    int32_t unpack(const minifloat_pack_args& args);            \
+    int32_t linear(const minifloat_linear_args& args);          \
+    int32_t moe(const minifloat_moe_args& args);                \
     }
 
 MINIFLOAT_DECLARE(baseline)
 #if defined(MINIFLOAT_X86)
 MINIFLOAT_DECLARE(avx2)
 MINIFLOAT_DECLARE(avx512)
+MINIFLOAT_DECLARE(avx512_vnni)
+#endif
+#if defined(MINIFLOAT_AMX)
+MINIFLOAT_DECLARE(amx)
 #endif
 
 namespace {
@@ -24,20 +39,59 @@ struct Isa {
     void (*quantize_rows)(minifloat_quantize_rows_args&);
     void (*amax)(minifloat_amax_args&);
     void (*histogram)(minifloat_histogram_args&);
+    int64_t (*packed_bytes)(const minifloat_pack_args&);
+    int32_t (*pack)(const minifloat_pack_args&);
+    int32_t (*unpack)(const minifloat_pack_args&);
+    int32_t (*linear)(const minifloat_linear_args&);
+    int32_t (*moe)(const minifloat_moe_args&);
 };
 
-// Fastest first. The features are those that CMakeLists.txt compiles the object file with.
-const Isa kIsas[] = {
+#define MINIFLOAT_ROW(isa, supported)                                                                      \
+    {                                                                                                      \
+        #isa, supported, isa::quantize_rows, isa::amax, isa::histogram, isa::packed_bytes, isa::pack,      \
+            isa::unpack, isa::linear, isa::moe                                                             \
+    }
+
+// The features are those that CMakeLists.txt compiles the object file with.
 #if defined(MINIFLOAT_X86)
-    {"avx512",
-     [] {
-         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-     },
-     avx512::quantize_rows, avx512::amax, avx512::histogram},
-    {"avx2", [] { return __builtin_cpu_supports("avx2") != 0; }, avx2::quantize_rows, avx2::amax, avx2::histogram},
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool has_avx512_vnni() {
+    return has_avx512() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+}
 #endif
-    {"baseline", [] { return true; }, baseline::quantize_rows, baseline::amax, baseline::histogram},
+
+#if defined(MINIFLOAT_AMX)
+// Compilers differ in whether they know the names of these features, so the processor is asked itself.
+bool has_amx() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!has_avx512_vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    const bool tile = d >> 24 & 1, bf16 = d >> 22 & 1;
+    if (!tile || !bf16 || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return false;  // AVX512_BF16
+    // Linux lends a process the tile registers when it asks, and threads and forks inherit them.
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+// Fastest first.
+const Isa kIsas[] = {
+#if defined(MINIFLOAT_AMX)
+    MINIFLOAT_ROW(amx, has_amx),
+#endif
+#if defined(MINIFLOAT_X86)
+    MINIFLOAT_ROW(avx512_vnni, has_avx512_vnni),
+    MINIFLOAT_ROW(avx512, has_avx512),
+    MINIFLOAT_ROW(avx2, has_avx2),
+#endif
+    MINIFLOAT_ROW(baseline, [] { return true; }),
 };
 constexpr int32_t kIsaCount = sizeof kIsas / sizeof kIsas[0];
 
@@ -75,11 +129,32 @@ bool valid(const minifloat_quantize_rows_args& a) {
     return a.scaling != MINIFLOAT_SCALE_SEARCH || searchable;
 }
 
-bool runs_here(int32_t isa) {
+// Asked once per process: with a system call in it, it would cost more than a small product.
+struct Supported {
+    bool isa[kIsaCount];
+    Supported() {
 #if defined(MINIFLOAT_X86)
-    __builtin_cpu_init();  // not every compiler's runtime does it when the library is loaded
+        __builtin_cpu_init();  // not every compiler's runtime does it when the library is loaded
 #endif
-    return isa >= 0 && isa < kIsaCount && kIsas[isa].supported();
+        for (int32_t i = 0; i < kIsaCount; ++i) isa[i] = kIsas[i].supported();
+    }
+};
+
+bool runs_here(int32_t isa) {
+    static const Supported supported;
+    return isa >= 0 && isa < kIsaCount && supported.isa[isa];
+}
+
+bool valid(const minifloat_pack_args& a) { return a.codes != nullptr && a.packed != nullptr; }
+
+bool valid(const minifloat_linear_args& a) {
+    if (a.count < 1 || a.m < 0 || a.weights == nullptr || !known_dtype(a.x_dtype)) return false;
+    return a.biases == nullptr || known_dtype(a.bias_dtype);
+}
+
+bool valid(const minifloat_moe_args& a) {
+    if (a.experts < 1 || a.offsets == nullptr || a.weights == nullptr || !known_dtype(a.x_dtype)) return false;
+    return a.biases == nullptr || known_dtype(a.bias_dtype);
 }
 
 }  // namespace
@@ -116,6 +191,34 @@ int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args) 
     const DefaultFloatEnvironment environment;
     kIsas[isa].histogram(*args);
     return MINIFLOAT_OK;
+}
+
+int64_t minifloat_packed_bytes(const struct minifloat_pack_args* args) {
+    return kIsas[kIsaCount - 1].packed_bytes(*args);
+}
+
+int32_t minifloat_pack(int32_t isa, const struct minifloat_pack_args* args) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
+    return kIsas[isa].pack(*args);
+}
+
+int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
+    return kIsas[isa].unpack(*args);
+}
+
+int32_t minifloat_linear(int32_t isa, const struct minifloat_linear_args* args) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
+    return kIsas[isa].linear(*args);
+}
+
+int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
+    return kIsas[isa].moe(*args);
 }
 
 }  // extern "C"

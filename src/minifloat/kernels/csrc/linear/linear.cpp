@@ -1,0 +1,180 @@
+// The driver: validates, picks the path, and shares out the panels of all weights of a call to the threads.
+//
+// A panel is computed by one thread from its first column to its last, so the bits of a result do not depend on the
+// number of threads.
+#include "../threads.h"
+#include "convert.h"
+#include "path.h"
+
+namespace MINIFLOAT_ISA {
+namespace {
+
+// Of weights: what is worth a thread of its own, and what one piece of work is.
+constexpr int64_t kBytesPerThread = 32 << 10;
+constexpr int64_t kBytesPerPiece = 128 << 10;
+constexpr int kPiecesPerThread = 4;
+// Of prepared input: up to here the calling thread prepares alone, which is faster than to meet afterwards.
+constexpr int64_t kBytesAlone = 64 << 10;
+
+// One product: rows of x times one weight.
+struct Job {
+    Weight weight;
+    Input x;
+    Output y;
+    const Path* path;
+    uint8_t* prepared;
+    bool prepares;         // else another job does for it
+    int64_t first_piece;
+    int64_t piece_panels;
+    int64_t pieces;
+};
+
+struct Call {
+    Job* jobs;
+    int64_t count;
+    int64_t prepared_bytes;
+    int64_t pieces;
+    int threads;
+};
+
+int64_t align(int64_t bytes) { return round_up(bytes, kVectorBytes); }
+
+// Cuts the work into pieces and says how many threads it is worth.
+void cut(Call& call, int threads) {
+    int64_t work = 0;
+    for (int64_t i = 0; i < call.count; ++i) {
+        const Job& job = call.jobs[i];
+        work += job.weight.panels * job.weight.panel_bytes * (1 + job.x.m / 8);
+    }
+    call.threads = static_cast<int>(max<int64_t>(1, min<int64_t>(threads, work / kBytesPerThread)));
+    call.threads = min(call.threads, int{minifloat::Schedule::kMaxThreads});
+    const int64_t wanted = static_cast<int64_t>(call.threads) * kPiecesPerThread;
+    for (int64_t i = 0; i < call.count; ++i) {
+        Job& job = call.jobs[i];
+        const Weight& w = job.weight;
+        const int64_t by_size = kBytesPerPiece / w.panel_bytes;
+        const int64_t by_count = w.panels * call.count / wanted;
+        job.piece_panels = max<int64_t>(1, min(by_size, by_count));
+        job.pieces = ceil_div(w.panels, job.piece_panels);
+        job.first_piece = call.pieces;
+        call.pieces += job.pieces;
+    }
+}
+
+bool run_piece(const Call& call, int64_t piece) {
+    int64_t low = 0, high = call.count - 1;  // the last job that starts at or before the piece
+    while (low < high) {
+        const int64_t middle = (low + high + 1) / 2;
+        if (call.jobs[middle].first_piece <= piece) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    const Job& job = call.jobs[low];
+    const int64_t first = (piece - job.first_piece) * job.piece_panels;
+    const int64_t last = min(first + job.piece_panels, job.weight.panels);
+    return job.path->multiply(job.weight, job.x, job.prepared, job.y, first, last);
+}
+
+void prepare(const Call& call, int part, int parts) {
+    for (int64_t i = 0; i < call.count; ++i) {
+        const Job& job = call.jobs[i];
+        if (job.prepares) job.path->prepare(job.weight, job.x, job.prepared, part, parts);
+    }
+}
+
+int32_t run(Call& call, int threads) {
+    cut(call, threads);
+    minifloat::Schedule schedule;
+    minifloat::Barrier barrier;
+    const bool alone = call.prepared_bytes <= kBytesAlone;
+    if (alone) prepare(call, 0, 1);
+    schedule.reset(call.pieces, call.threads);
+    int32_t failed = 0;
+    minifloat::parallel(call.threads, [&](int thread, int count) {
+        if (!alone) {
+            prepare(call, thread, count);
+            barrier.wait(count);
+        }
+        for (int64_t piece = schedule.next(thread); piece >= 0; piece = schedule.next(thread))
+            if (!run_piece(call, piece)) __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+    });
+    return failed ? MINIFLOAT_NO_MEMORY : MINIFLOAT_OK;
+}
+
+// Checks the weights against each other; all must be of one format and have one number of columns.
+int32_t check(const uint8_t* const* weights, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        if (!readable(weights[i])) return MINIFLOAT_BAD_WEIGHT;
+        const Header& h = *reinterpret_cast<const Header*>(weights[i]);
+        const Header& first = *reinterpret_cast<const Header*>(weights[0]);
+        if (h.element != first.element || h.grid != first.grid || h.cols != first.cols) return MINIFLOAT_BAD_WEIGHT;
+    }
+    return MINIFLOAT_OK;
+}
+
+Weight view_of(const uint8_t* packed) { return view(*reinterpret_cast<const Header*>(packed)); }
+
+}  // namespace
+
+int32_t linear(const minifloat_linear_args& a) {
+    const int32_t status = check(a.weights, a.count);
+    if (status != MINIFLOAT_OK || a.m == 0) return status;
+    const Weight first = view_of(a.weights[0]);
+    const Path& path = choose_path(first, a.m, a.x_dtype);
+    Call call = {nullptr, a.count, align(path.prepared_bytes(first, a.m, a.x_dtype)), 0, 1};
+    const int64_t job_bytes = align(a.count * static_cast<int64_t>(sizeof(Job)));
+    uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, job_bytes + call.prepared_bytes));
+    if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
+    call.jobs = reinterpret_cast<Job*>(memory);
+    const int bytes = dtype_bytes(a.x_dtype);
+    const Input x = {static_cast<const uint8_t*>(a.x), a.x_stride * bytes, a.x_dtype, nullptr, a.m};
+    uint8_t* y = static_cast<uint8_t*>(a.y);
+    for (int64_t i = 0; i < a.count; ++i) {
+        const Weight w = view_of(a.weights[i]);
+        const uint8_t* bias = a.biases ? static_cast<const uint8_t*>(a.biases[i]) : nullptr;
+        const Output out = {y, a.y_stride * bytes, a.x_dtype, bias, a.bias_dtype};
+        call.jobs[i] = {w, x, out, &path, memory + job_bytes, i == 0, 0, 0, 0};
+        y += w.rows * bytes;
+    }
+    return run(call, a.threads);
+}
+
+int32_t moe(const minifloat_moe_args& a) {
+    const int32_t status = check(a.weights, a.experts);
+    if (status != MINIFLOAT_OK) return status;
+    const Weight first = view_of(a.weights[0]);
+    Call call = {nullptr, 0, 0, 0, 1};
+    for (int32_t e = 0; e < a.experts; ++e) {
+        const int64_t m = a.offsets[e + 1] - a.offsets[e];
+        if (m < 0 || view_of(a.weights[e]).rows != first.rows) return MINIFLOAT_BAD_ARGUMENT;
+        if (m == 0) continue;
+        ++call.count;
+        call.prepared_bytes += align(choose_path(first, m, a.x_dtype).prepared_bytes(first, m, a.x_dtype));
+    }
+    if (call.count == 0) return MINIFLOAT_OK;
+    const int64_t job_bytes = align(call.count * static_cast<int64_t>(sizeof(Job)));
+    uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, job_bytes + call.prepared_bytes));
+    if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
+    call.jobs = reinterpret_cast<Job*>(memory);
+    memory += job_bytes;
+    const int bytes = dtype_bytes(a.x_dtype);
+    const int64_t x_stride = a.x_stride * bytes, y_stride = a.y_stride * bytes;
+    Job* job = call.jobs;
+    for (int32_t e = 0; e < a.experts; ++e) {
+        const int64_t begin = a.offsets[e], m = a.offsets[e + 1] - begin;
+        if (m == 0) continue;
+        const Weight w = view_of(a.weights[e]);
+        const Path& path = choose_path(w, m, a.x_dtype);
+        const uint8_t* x = static_cast<const uint8_t*>(a.x) + (a.x_rows ? 0 : begin * x_stride);
+        const Input in = {x, x_stride, a.x_dtype, a.x_rows ? a.x_rows + begin : nullptr, m};
+        const uint8_t* bias = a.biases ? static_cast<const uint8_t*>(a.biases[e]) : nullptr;
+        const Output out = {static_cast<uint8_t*>(a.y) + begin * y_stride, y_stride, a.x_dtype, bias, a.bias_dtype};
+        *job++ = {w, in, out, &path, memory, true, 0, 0, 0};
+        memory += align(path.prepared_bytes(w, m, a.x_dtype));
+    }
+    return run(call, a.threads);
+}
+
+}  // namespace MINIFLOAT_ISA

@@ -1,0 +1,139 @@
+#include "threads.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include <cfenv>
+#include <mutex>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace minifloat {
+namespace {
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+constexpr int kSpins = 20000;  // some tens of microseconds
+
+bool g_started = false;  // whether OpenMP's threads may have been started in this process
+bool g_orphaned = false;  // forked from a process of which that was true
+
+void after_fork_in_child() { g_orphaned = __atomic_load_n(&g_started, __ATOMIC_RELAXED); }
+
+void watch_forks() {
+    static std::once_flag once;
+    std::call_once(once, [] { pthread_atfork(nullptr, nullptr, after_fork_in_child); });
+}
+
+class DefaultFloatEnvironment {
+  public:
+    DefaultFloatEnvironment() {
+        std::fegetenv(&saved_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
+    DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
+    DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
+
+  private:
+    std::fenv_t saved_;
+};
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+class Memory {
+  public:
+    ~Memory() { free(data_); }
+
+    void* at_least(int64_t bytes) {
+        if (bytes <= size_) return data_;
+        free(data_);
+        size_ = 0;
+        const int64_t align = bytes >= kHugePage ? kHugePage : 64;
+        const int64_t rounded = (bytes + align - 1) / align * align;
+        if (posix_memalign(&data_, static_cast<size_t>(align), static_cast<size_t>(rounded)) != 0) {
+            data_ = nullptr;
+            return nullptr;
+        }
+#if defined(MADV_HUGEPAGE)
+        if (align == kHugePage) madvise(data_, static_cast<size_t>(rounded), MADV_HUGEPAGE);
+#endif
+        size_ = rounded;
+        return data_;
+    }
+
+  private:
+    void* data_ = nullptr;
+    int64_t size_ = 0;
+};
+
+}  // namespace
+
+void parallel(int threads, Body body, void* context) {
+    if (threads > Schedule::kMaxThreads) threads = Schedule::kMaxThreads;
+    const auto run = [&](int thread, int count) {
+        const DefaultFloatEnvironment environment;
+        body(context, thread, count);
+    };
+#if defined(_OPENMP)
+    if (threads > 1 && !omp_in_parallel()) {
+        watch_forks();
+        if (!g_orphaned) {
+            __atomic_store_n(&g_started, true, __ATOMIC_RELAXED);
+#pragma omp parallel num_threads(threads)
+            run(omp_get_thread_num(), omp_get_num_threads());
+            return;
+        }
+    }
+#endif
+    run(0, 1);
+}
+
+void Barrier::wait(int threads) {
+    if (threads == 1) return;
+    const int32_t phase = __atomic_load_n(&phase_, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&arrived_, 1, __ATOMIC_ACQ_REL) == threads) {
+        __atomic_store_n(&arrived_, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&phase_, phase + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int spin = 0; __atomic_load_n(&phase_, __ATOMIC_ACQUIRE) == phase; ++spin) {
+        if (spin < kSpins) {
+            relax();
+        } else {
+            sched_yield();
+        }
+    }
+}
+
+void* scratch(ScratchSlot slot, int64_t bytes) {
+    thread_local Memory memory[kScratchSlots];
+    return memory[slot].at_least(bytes);
+}
+
+void Schedule::reset(int64_t pieces, int threads) {
+    threads_ = threads < kMaxThreads ? threads : kMaxThreads;
+    for (int t = 0; t < threads_; ++t) {
+        runs_[t].next = pieces * t / threads_;
+        runs_[t].end = pieces * (t + 1) / threads_;
+    }
+}
+
+int64_t Schedule::next(int thread) {
+    for (int t = 0; t < threads_; ++t) {
+        Run& run = runs_[(thread + t) % threads_];
+        if (__atomic_load_n(&run.next, __ATOMIC_RELAXED) >= run.end) continue;
+        const int64_t piece = __atomic_fetch_add(&run.next, 1, __ATOMIC_RELAXED);
+        if (piece < run.end) return piece;
+    }
+    return -1;
+}
+
+}  // namespace minifloat
