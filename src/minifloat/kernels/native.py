@@ -141,6 +141,17 @@ class MoeArgs(ctypes.Structure):
     ]
 
 
+class ReadArgs(ctypes.Structure):
+    """``struct minifloat_read_args``."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+        ("threads", ctypes.c_int32),
+        ("sum", ctypes.c_uint64),
+    ]
+
+
 class Library:
     """The loaded library, bound to one instruction set.
 
@@ -238,6 +249,14 @@ class Library:
             MemoryError: There is no room for a scratch buffer.
         """
         _check(self._cdll.minifloat_moe(self._index, ctypes.byref(args)))
+
+    def read(self, args: ReadArgs) -> None:
+        """Run ``minifloat_read``; the sum is in `args`.
+
+        Raises:
+            ValueError: The library refused the arguments (a bug of the caller, which validates them).
+        """
+        _check(self._cdll.minifloat_read(self._index, ctypes.byref(args)))
 
 
 @dataclass(frozen=True)

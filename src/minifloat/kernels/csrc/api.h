@@ -135,6 +135,15 @@ struct minifloat_moe_args {
     int32_t threads;
 };
 
+// Reads memory as fast as it can be read: the limit of every kernel here.
+struct minifloat_read_args {
+    const uint8_t* data;
+    int64_t bytes;  // a multiple of 8
+    int32_t threads;
+    // Result.
+    uint64_t sum;  // of the 64-bit words, modulo 2^64
+};
+
 MINIFLOAT_API int32_t minifloat_abi_version(void);
 
 // The instruction sets of this build, fastest first: index 0 .. count - 1.
@@ -153,6 +162,8 @@ MINIFLOAT_API int32_t minifloat_pack(int32_t isa, const struct minifloat_pack_ar
 MINIFLOAT_API int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args);
 MINIFLOAT_API int32_t minifloat_linear(int32_t isa, const struct minifloat_linear_args* args);
 MINIFLOAT_API int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args);
+
+MINIFLOAT_API int32_t minifloat_read(int32_t isa, struct minifloat_read_args* args);
 
 #ifdef __cplusplus
 }

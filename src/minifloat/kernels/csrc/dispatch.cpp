@@ -19,6 +19,7 @@
     int32_t unpack(const minifloat_pack_args& args);            \
     int32_t linear(const minifloat_linear_args& args);          \
     int32_t moe(const minifloat_moe_args& args);                \
+    void read(minifloat_read_args& args);                       \
     }
 
 MINIFLOAT_DECLARE(baseline)
@@ -44,12 +45,13 @@ struct Isa {
     int32_t (*unpack)(const minifloat_pack_args&);
     int32_t (*linear)(const minifloat_linear_args&);
     int32_t (*moe)(const minifloat_moe_args&);
+    void (*read)(minifloat_read_args&);
 };
 
 #define MINIFLOAT_ROW(isa, supported)                                                                      \
     {                                                                                                      \
         #isa, supported, isa::quantize_rows, isa::amax, isa::histogram, isa::packed_bytes, isa::pack,      \
-            isa::unpack, isa::linear, isa::moe                                                             \
+            isa::unpack, isa::linear, isa::moe, isa::read                                                  \
     }
 
 // The features are those that CMakeLists.txt compiles the object file with.
@@ -219,6 +221,13 @@ int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     return kIsas[isa].moe(*args);
+}
+
+int32_t minifloat_read(int32_t isa, struct minifloat_read_args* args) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (args->data == nullptr || args->bytes < 0 || args->bytes % 8 != 0) return MINIFLOAT_BAD_ARGUMENT;
+    kIsas[isa].read(*args);
+    return MINIFLOAT_OK;
 }
 
 }  // extern "C"
