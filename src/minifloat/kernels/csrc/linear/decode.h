@@ -1,4 +1,4 @@
-// A step of a packed weight as float32, and finished sums as y: what every path can fall back on.
+// A step of a packed weight as float32: what every path can fall back on.
 #pragma once
 
 #include "convert.h"
@@ -58,50 +58,6 @@ inline void decode_step(const Weight& w, int64_t p, int64_t s, float* out) {
                 scale = w.block_scale(p, min((s * kStepCols + k) / w.block_cols, w.groups - 1))[w.block_lanes == 1 ? 0 : n];
             out[k * kPanelRows + n] *= scale;
         }
-}
-
-inline uint16_t to_bf16(float value) {
-    const uint32_t bits = bit_cast<uint32_t>(value);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-// Round to nearest even; overflow is Inf, as torch converts.
-inline uint16_t to_half(float value) {
-    const uint32_t bits = bit_cast<uint32_t>(value);
-    const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return sign | 0x7e00;
-    if (magnitude >= 0x477ff000u) return sign | 0x7c00;
-    if (magnitude < 0x38800000u) {  // subnormal: let the float adder round to steps of 2^-24
-        const float rounded = bit_cast<float>(magnitude) + 0.5f;
-        return static_cast<uint16_t>(sign | (bit_cast<uint32_t>(rounded) - 0x3f000000u));
-    }
-    return static_cast<uint16_t>(sign | ((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000u) >> 13));
-}
-
-inline float read_float(const uint8_t* p, int32_t dtype, int64_t i) {
-    if (dtype == MINIFLOAT_BF16) return Bf16::to_float(p + i * 2);
-    if (dtype == MINIFLOAT_F16) return F16::to_float(p + i * 2);
-    return Float32::to_float(p + i * 4);
-}
-
-// Row `i` of y at panel `p`: sums [kPanelRows] times the row scales, plus the bias, rounded once.
-inline void store_row(const Weight& w, const Output& y, int64_t p, int64_t i, const float* sums) {
-    const int64_t begin = p * kPanelRows;
-    const int count = static_cast<int>(min<int64_t>(kPanelRows, w.rows - begin));
-    const float* scales = w.row_scale(p);
-    uint8_t* out = y.data + i * y.stride;
-    for (int n = 0; n < count; ++n) {
-        float value = sums[n] * scales[n];
-        if (y.bias != nullptr) value += read_float(y.bias, y.bias_dtype, begin + n);
-        if (y.dtype == MINIFLOAT_F32) {
-            __builtin_memcpy(out + (begin + n) * 4, &value, 4);
-        } else {
-            const uint16_t half = y.dtype == MINIFLOAT_BF16 ? to_bf16(value) : to_half(value);
-            __builtin_memcpy(out + (begin + n) * 2, &half, 2);
-        }
-    }
 }
 
 }  // namespace MINIFLOAT_ISA
