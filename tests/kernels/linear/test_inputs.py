@@ -1,0 +1,181 @@
+"""Inputs that are not well behaved: NaN and Inf, outliers, tiny and huge numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import BARS, DTYPES, KINDS, Kernels, assert_close, bits, make, product
+
+M = (1, 2, 5, 16, 33, 100)
+WIDE = (torch.bfloat16, torch.float32)  # dtypes with the exponents of float32
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def inputs(rows: int, cols: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+
+
+@kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("specials", [(torch.nan,), (torch.inf,), (-torch.inf,), (torch.inf, -torch.inf)], ids=str)
+def test_nan_and_inf_spread_as_in_a_matrix_product(
+    kernels: Kernels, kind: str, dtype: torch.dtype, specials: tuple[float, ...]
+) -> None:
+    stored = make(kind, 70, 100)
+    packed, values = kernels.pack(stored), stored.values()
+    for m in M:
+        x = inputs(m, 100).to(dtype)
+        row = m // 2
+        for i, special in enumerate(specials):
+            x[row, 37 + 40 * i] = special
+        # Where all codes are drawn, zeros are among them: Inf times zero is NaN.
+        expected = (x[row].double()[None, :] * values).sum(1).float()
+        result = kernels.linear(x, packed)
+        nonfinite = ~expected.isfinite()
+        assert nonfinite.all()
+        torch.testing.assert_close(result[row].float(), expected, rtol=0, atol=0, equal_nan=True)
+        others = torch.arange(m) != row
+        assert result[others].isfinite().all()
+
+
+@kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_massive_activation_costs_no_accuracy(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
+    stored = make(kind, 70, 300)
+    packed, values = kernels.pack(stored), stored.values()
+    x = inputs(100, 300)
+    x[:, 17] *= 1e4
+    x[3, 200] = -2.5e4
+    x = (x * 1e-3).to(dtype)  # and still no result is too large for half precision
+    exact = product(x, values)
+    for m in M:
+        assert_close(kernels.linear(x[:m], packed), exact[:m], x[:m], values)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outliers_that_cancel_leave_the_rest(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
+    stored = make(kind, 70, 300)
+    for col in (10, 250):  # elements and scales alike, so that the two products are each other's negative
+        stored.codes[:, col] = stored.codes[:, 0]
+    if stored.scales is not None:
+        stored.scales[:] = stored.scales[:, :1]
+    packed, values = kernels.pack(stored), stored.values()
+    x = inputs(100, 300).to(dtype)
+    x[:, 10], x[:, 250] = 4096.0, -4096.0
+    exact = product(x, values)
+    for m in M:
+        assert_close(kernels.linear(x[:m], packed), exact[:m], x[:m], values)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_rows_of_x_may_differ_by_sixty_powers_of_ten(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
+    stored = make(kind, 70, 100)
+    packed, values = kernels.pack(stored), stored.values()
+    x = (inputs(100, 100) * 10.0 ** torch.linspace(-30, 30, 100)[:, None]).to(dtype)
+    exact = product(x, values)
+    for m in (1, 2, 5, 16, 33, 100):
+        for part in (slice(0, m), slice(100 - m, 100)):
+            assert_close(kernels.linear(x[part], packed), exact[part], x[part], values)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_elements_of_x_may_differ_by_sixty_powers_of_ten(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
+    stored = make(kind, 70, 100)
+    packed, values = kernels.pack(stored), stored.values()
+    powers = torch.rand(100, 100, generator=torch.Generator().manual_seed(3)) * 60 - 30
+    x = (inputs(100, 100) * 10.0**powers).to(dtype)
+    exact = product(x, values)
+    for m in M:
+        assert_close(kernels.linear(x[:m], packed), exact[:m], x[:m], values)
+
+
+@kinds
+def test_the_smallest_numbers_of_half_precision_count(kernels: Kernels, kind: str) -> None:
+    stored = make(kind, 70, 100)
+    packed, values = kernels.pack(stored), stored.values()
+    x = (inputs(100, 100) * 1e-6).half()
+    x[x.abs() >= torch.finfo(torch.float16).smallest_normal] = 0
+    exact = product(x, values)
+    for m in M:
+        assert_close(kernels.linear(x[:m], packed), exact[:m], x[:m], values)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_subnormal_inputs_of_float32_range_add_less_than_any_normal_number(
+    kernels: Kernels, kind: str, dtype: torch.dtype
+) -> None:
+    stored = make(kind, 70, 100)
+    packed, values = kernels.pack(stored), stored.values()
+    x = inputs(100, 100).to(dtype)
+    smallest = torch.finfo(torch.float32).smallest_normal
+    x[:, ::3] = torch.randint(-127, 128, (100, 34)).double().mul(smallest / 128).to(dtype)
+    exact = product(x, values)
+    for m in M:
+        assert_close(kernels.linear(x[:m], packed), exact[:m], x[:m], values)
+    x[:, :] = (inputs(100, 100).sign() * smallest / 2).to(dtype)
+    exact = product(x, values)
+    lengths = smallest * values.abs().sum(1)
+    for m in M:
+        result = kernels.linear(x[:m], packed).double()
+        assert ((result - exact[:m]).abs() <= lengths).all()
+
+
+@kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_floating_point_mode_of_the_caller_changes_no_bit(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
+    stored = make(kind, 70, 100)
+    packed = kernels.pack(stored)
+    tiny = torch.finfo(dtype).smallest_normal / 2
+    for m in M:
+        x = (inputs(m, 100) * (tiny if dtype is torch.float16 else 1)).to(dtype)
+        x[:, ::2] = tiny
+        expected = kernels.linear(x, packed)
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor cannot flush subnormal numbers")
+        try:
+            result = kernels.linear(x, packed)
+        finally:
+            torch.set_flush_denormal(False)
+        assert torch.equal(bits(result), bits(expected))
+
+
+@kinds
+def test_a_result_too_large_for_its_dtype_is_inf(kernels: Kernels, kind: str) -> None:
+    stored = make(kind, 70, 100)
+    if kind == "bf16":
+        stored.codes.mul_(100)
+    if kind == "mxfp4":
+        stored.scales.add_(8)
+    packed, values = kernels.pack(stored), stored.values()
+    x = torch.full((100, 100), 6e4, dtype=torch.float16)
+    exact = product(x, values)
+    expected = exact.to(torch.float16)
+    clear = (exact.abs() - 65520).abs() > 1.0
+    assert expected.isinf().any()
+    for m in M:
+        result = kernels.linear(x[:m], packed)
+        assert torch.equal(result.isinf()[clear[:m]], expected.isinf()[:m][clear[:m]])
+        assert not result.isnan().any()
+
+
+@kinds
+def test_zeros_give_the_bias_exactly(kernels: Kernels, kind: str) -> None:
+    stored = make(kind, 70, 100)
+    packed = kernels.pack(stored)
+    for dtype in DTYPES:
+        for bias in (inputs(1, 70)[0], inputs(1, 70)[0].bfloat16()):
+            for m in M:
+                result = kernels.linear(torch.zeros(m, 100, dtype=dtype), packed, bias)
+                assert torch.equal(result, bias.to(dtype).expand(m, -1))
+
+
+def test_the_bars_are_those_of_rounding_to_each_dtype() -> None:
+    exact = torch.randn(10**5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float16):
+        floor = float((exact.to(dtype).double() - exact).norm() / exact.norm())
+        assert floor < BARS[dtype] < 1.6 * floor

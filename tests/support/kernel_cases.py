@@ -1,0 +1,362 @@
+"""Weights made code by code, their values in float64, and the kernels called below the public API.
+
+A test that asks what one code times one scale becomes cannot go through a quantizer, and one that runs every
+instruction set of the machine in one process cannot go through the public function, which has chosen one. So weights
+are made here as a checkpoint would hold them, their values come from the tables of `minifloat.formats` in float64 and
+share nothing with the kernels, and `Kernels` fills the structs of ``csrc/api.h`` itself. What the public functions add
+(checks, shapes, views) is tested through them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from minifloat.formats import E2M1, E4M3, E8M0, ElementFormat
+from minifloat.kernels import native
+
+LIBRARY = native.load()
+ISAS = () if LIBRARY is None else LIBRARY.isas
+
+
+class Element(enum.IntEnum):
+    """``enum minifloat_element``."""
+
+    E4M3 = 0
+    E2M1 = 1
+    BF16 = 2
+
+
+class Grid(enum.IntEnum):
+    """``enum minifloat_grid``."""
+
+    ROW = 0
+    BLOCK = 1
+    E8M0 = 2
+    E4M3 = 3
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A format of weights: what shares a scale, None for the whole extent."""
+
+    element: Element
+    grid: Grid
+    block: tuple[int | None, int | None]
+
+
+KINDS = {
+    "fp8-tensor": Kind(Element.E4M3, Grid.ROW, (None, None)),
+    "fp8-channel": Kind(Element.E4M3, Grid.ROW, (1, None)),
+    "fp8-block-128": Kind(Element.E4M3, Grid.BLOCK, (128, 128)),
+    "fp8-block-64": Kind(Element.E4M3, Grid.BLOCK, (64, 64)),
+    "fp8-block-48x96": Kind(Element.E4M3, Grid.BLOCK, (48, 96)),
+    "fp8-group-128": Kind(Element.E4M3, Grid.BLOCK, (1, 128)),
+    "fp8-group-32": Kind(Element.E4M3, Grid.BLOCK, (1, 32)),
+    "mxfp8": Kind(Element.E4M3, Grid.E8M0, (1, 32)),
+    "mxfp4": Kind(Element.E2M1, Grid.E8M0, (1, 32)),
+    "nvfp4": Kind(Element.E2M1, Grid.E4M3, (1, 16)),
+    "bf16": Kind(Element.BF16, Grid.ROW, (None, None)),
+}
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+#: Largest relative L2 error of a result of that dtype: what rounding it costs and little more.
+BARS = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-6}
+#: Half a step of that dtype, relative to the smallest value that has such steps.
+HALF_STEPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+#: Outputs that a relative L2 error is averaged over at least.
+ENOUGH = 1000
+
+
+def values_of(element: ElementFormat) -> torch.Tensor:
+    """float64 ``[codes]``."""
+    return torch.tensor(element.values, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight ``[N, K]`` as a checkpoint has it.
+
+    Attributes:
+        kind: Its format.
+        codes: uint8 ``[N, K]``, one code each; bfloat16 values for BF16.
+        scales: The grid of the kind: float32, or uint8 codes; None for BF16.
+        factor: Multiplies every scale.
+    """
+
+    kind: Kind
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    factor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.codes.shape[0], self.codes.shape[1])
+
+    @property
+    def block(self) -> tuple[int, int]:
+        rows, cols = self.kind.block
+        return (rows or self.shape[0], cols or self.shape[1])
+
+    def bytes_of_codes(self) -> torch.Tensor:
+        """The codes as stored: two of four bits to a byte, the even column low."""
+        if self.kind.element is Element.E2M1:
+            return self.codes[:, 0::2] | self.codes[:, 1::2] << 4
+        return self.codes.contiguous()
+
+    def scale_values(self) -> torch.Tensor:
+        """What multiplies each element: float64 ``[N, K]``."""
+        if self.scales is None:
+            return torch.ones(self.shape, dtype=torch.float64)
+        if self.kind.grid is Grid.E8M0:
+            grid = values_of(E8M0)[self.scales.long()]
+        elif self.kind.grid is Grid.E4M3:
+            grid = values_of(E4M3)[self.scales.long()]
+        else:
+            grid = self.scales.double()
+        rows, cols = self.block
+        return grid.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: self.shape[0], : self.shape[1]]
+
+    def values(self) -> torch.Tensor:
+        """The weight itself: float64 ``[N, K]``."""
+        if self.kind.element is Element.BF16:
+            return self.codes.double()
+        elements = values_of(E4M3 if self.kind.element is Element.E4M3 else E2M1)[self.codes.long()]
+        return elements * self.scale_values() * float(torch.tensor(self.factor, dtype=torch.float32))
+
+
+def finite_codes(element: ElementFormat) -> torch.Tensor:
+    """uint8: every code that is no NaN."""
+    return torch.tensor([code for code, value in enumerate(element.values) if value == value], dtype=torch.uint8)
+
+
+def grid_shape(kind: Kind, rows: int, cols: int) -> tuple[int, int]:
+    block_rows, block_cols = kind.block
+    return (-(-rows // (block_rows or rows)), -(-cols // (block_cols or cols)))
+
+
+def make(name: str, rows: int, cols: int, seed: int = 0) -> Stored:
+    """A weight of random finite codes, evenly over all of them, and scales of about a hundredth."""
+    kind = KINDS[name]
+    random = torch.Generator().manual_seed(seed)
+    if kind.element is Element.BF16:
+        return Stored(kind, (torch.randn(rows, cols, generator=random) * 0.02).bfloat16(), None)
+    pool = finite_codes(E4M3 if kind.element is Element.E4M3 else E2M1)
+    codes = pool[torch.randint(len(pool), (rows, cols), generator=random)]
+    shape = grid_shape(kind, rows, cols)
+    if kind.grid is Grid.E8M0:
+        return Stored(kind, codes, torch.randint(115, 123, shape, generator=random, dtype=torch.uint8))
+    if kind.grid is Grid.E4M3:
+        return Stored(kind, codes, torch.randint(1, 127, shape, generator=random, dtype=torch.uint8), factor=0.0123)
+    return Stored(kind, codes, torch.rand(shape, generator=random) * 0.02 + 1e-3)
+
+
+def fits(name: str, cols: int) -> bool:
+    """Whether a weight of that format may have `cols` columns."""
+    return KINDS[name].element is not Element.E2M1 or cols % 2 == 0
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed weight and what it was made of."""
+
+    blob: torch.Tensor
+    stored: Stored
+
+
+#: Bits of a NaN that no arithmetic makes: what is left of it was not written.
+_GARBAGE = {torch.bfloat16: 0x7FD5, torch.float16: 0x7ED5, torch.float32: 0x7FD5D5D5}
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_PADDING = 5
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor as integers, so that NaNs compare too."""
+    return tensor.contiguous().view(_BITS[tensor.dtype])
+
+
+def garbage(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """``[rows, cols]`` of NaNs that `written` recognises."""
+    return torch.full((rows, cols), _GARBAGE[dtype], dtype=_BITS[dtype]).view(dtype)
+
+
+def written(tensor: torch.Tensor) -> torch.Tensor:
+    """Which elements are no longer what `garbage` made."""
+    return bits(tensor) != _GARBAGE[tensor.dtype]
+
+
+class Kernels:
+    """The native kernels on one instruction set."""
+
+    def __init__(self, isa: str) -> None:
+        assert LIBRARY is not None
+        self.library = LIBRARY.with_isa(isa)
+
+    def pack_args(self, stored: Stored, codes: torch.Tensor, scales: torch.Tensor | None) -> native.PackArgs:
+        """The struct for a weight, without its destination; it points into `codes` and `scales`."""
+        (rows, cols), (block_rows, block_cols) = stored.shape, stored.block
+        return native.PackArgs(
+            codes=codes.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
+            rows=rows,
+            cols=cols,
+            block_rows=block_rows,
+            block_cols=block_cols,
+            element=stored.kind.element,
+            grid=stored.kind.grid,
+            factor=stored.factor,
+            threads=1,
+        )
+
+    def pack(self, stored: Stored, threads: int = 1) -> Packed:
+        codes, scales = stored.bytes_of_codes(), None if stored.scales is None else stored.scales.contiguous()
+        args = self.pack_args(stored, codes, scales)
+        size = self.library.packed_bytes(args)
+        assert size > 0, "no layout for this weight"
+        blob = torch.full((size,), 0xA5, dtype=torch.uint8)
+        args.packed, args.threads = blob.data_ptr(), threads
+        self.library.pack(args)
+        return Packed(blob, stored)
+
+    def unpack(self, packed: Packed, threads: int = 1) -> Stored:
+        """What the blob says that the weight was."""
+        stored = packed.stored
+        codes = torch.full_like(stored.bytes_of_codes(), 0x33)
+        scales = None if stored.scales is None else torch.full_like(stored.scales, 0x55)
+        args = self.pack_args(stored, codes, scales)
+        args.packed, args.threads = packed.blob.data_ptr(), threads
+        self.library.unpack(args)
+        if stored.kind.element is Element.E2M1:
+            codes = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(1)
+        return replace(stored, codes=codes, scales=scales)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weights: Packed | Sequence[Packed],
+        biases: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
+        threads: int = 1,
+        y: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The result for `x`, whose rows may be any distance apart; into `y` where it is given.
+
+        Without `y` the rows of the result lie apart, and it is checked that each element was written and that what
+        lies between the rows was not.
+        """
+        weights = [weights] if isinstance(weights, Packed) else list(weights)
+        biases = [biases] if isinstance(biases, torch.Tensor) else biases
+        width = sum(weight.stored.shape[0] for weight in weights)
+        buffer = garbage(x.shape[0], width + _PADDING, x.dtype) if y is None else y
+        pointers = _pointers([weight.blob for weight in weights])
+        bias_pointers = None if biases is None else _pointers(biases)
+        bias_dtypes = {bias.dtype for bias in biases or () if bias is not None}
+        args = native.LinearArgs(
+            weights=ctypes.cast(pointers, ctypes.c_void_p),
+            biases=ctypes.cast(bias_pointers, ctypes.c_void_p) if bias_pointers is not None else None,
+            x=x.data_ptr(),
+            y=buffer.data_ptr(),
+            x_stride=x.stride(0),
+            y_stride=buffer.stride(0),
+            m=x.shape[0],
+            count=len(weights),
+            x_dtype=_CODES[x.dtype],
+            bias_dtype=_CODES[bias_dtypes.pop()] if bias_dtypes else 0,
+            threads=threads,
+        )
+        self.library.linear(args)
+        return _checked(buffer, width) if y is None else y
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[Packed],
+        counts: Sequence[int],
+        x_rows: torch.Tensor | None = None,
+        biases: Sequence[torch.Tensor] | None = None,
+        threads: int = 1,
+    ) -> torch.Tensor:
+        """`counts` rows of the result for each expert."""
+        offsets = torch.tensor([0, *counts]).cumsum(0)
+        width = weights[0].stored.shape[0]
+        buffer = garbage(int(offsets[-1]), width + _PADDING, x.dtype)
+        pointers = _pointers([weight.blob for weight in weights])
+        bias_pointers = None if biases is None else _pointers(biases)
+        args = native.MoeArgs(
+            weights=ctypes.cast(pointers, ctypes.c_void_p),
+            biases=ctypes.cast(bias_pointers, ctypes.c_void_p) if bias_pointers is not None else None,
+            offsets=offsets.data_ptr(),
+            x_rows=None if x_rows is None else x_rows.data_ptr(),
+            x=x.data_ptr(),
+            y=buffer.data_ptr(),
+            x_stride=x.stride(0),
+            y_stride=buffer.stride(0),
+            experts=len(weights),
+            x_dtype=_CODES[x.dtype],
+            bias_dtype=_CODES[biases[0].dtype] if biases else 0,
+            threads=threads,
+        )
+        self.library.moe(args)
+        return _checked(buffer, width)
+
+
+def _pointers(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
+
+
+def _checked(buffer: torch.Tensor, width: int) -> torch.Tensor:
+    """The result without its padding."""
+    assert not written(buffer[:, width:]).any(), "written between the rows of y"
+    assert written(buffer[:, :width]).all(), "elements of y that were not written"
+    return buffer[:, :width]
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias`` in float64."""
+    exact = x.double() @ weight.T
+    return exact if bias is None else exact + bias.double()
+
+
+def assert_close(
+    result: torch.Tensor,
+    exact: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    sums: float = 1e-6,
+) -> None:
+    """Hold a result to its exact value, element by element and on average.
+
+    An element may differ by half a step of its dtype and by rounding in the sum, for which the lengths of the row of
+    `x` and of the row of `weight` are the measure; all together by what rounding each costs, and that of the sums.
+
+    Args:
+        result: ``[M, N]``.
+        exact: The same in float64.
+        x: ``[M, K]``.
+        weight: float64 ``[N, K]``.
+        sums: What rounding in the sum may cost, relative to the lengths.
+    """
+    error = (result.double() - exact).abs()
+    lengths = x.double().norm(dim=1)[:, None] * weight.norm(dim=1)[None, :]
+    numbers = torch.finfo(result.dtype)
+    smallest_step = numbers.smallest_normal * numbers.eps
+    excess = error - HALF_STEPS[result.dtype] * 1.01 * exact.abs() - sums * lengths - smallest_step
+    off = ~(excess <= 0)
+    assert not off.any(), (
+        f"{int(off.sum())} of {error.numel()} elements of {result.dtype} are off, the first at "
+        f"{tuple(off.nonzero()[0].tolist())}: {result[off][0]} for {exact[off][0]}"
+    )
+    rounding = exact.to(result.dtype).double() - exact
+    assert error.norm() <= 1.01 * rounding.norm() + sums * lengths.norm()
+
+
+def assert_within_bar(result: torch.Tensor, exact: torch.Tensor, bar: float | None = None) -> None:
+    """Hold the relative L2 error of enough elements to a bar, by default that of their dtype."""
+    if result.numel() >= ENOUGH:
+        relative = float((result.double() - exact).norm() / exact.norm())
+        assert relative < (bar or BARS[result.dtype]), f"relative L2 {relative:.2e}"
