@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -236,6 +237,32 @@ class Kernels:
             codes = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(1)
         return replace(stored, codes=codes, scales=scales)
 
+    def linear_args(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[Packed],
+        biases: Sequence[torch.Tensor | None] | None,
+        y: torch.Tensor,
+        threads: int,
+    ) -> native.LinearArgs:
+        """The struct for a call; it points into the tensors, and keeps alive only the lists of pointers."""
+        pointers = _pointers([weight.blob for weight in weights])
+        bias_pointers = None if biases is None else _pointers(biases)
+        bias_dtypes = {bias.dtype for bias in biases or () if bias is not None}
+        return native.LinearArgs(
+            weights=ctypes.cast(pointers, ctypes.c_void_p),
+            biases=None if bias_pointers is None else ctypes.cast(bias_pointers, ctypes.c_void_p),
+            x=x.data_ptr(),
+            y=y.data_ptr(),
+            x_stride=x.stride(0),
+            y_stride=y.stride(0),
+            m=x.shape[0],
+            count=len(weights),
+            x_dtype=_CODES[x.dtype],
+            bias_dtype=_CODES[bias_dtypes.pop()] if bias_dtypes else 0,
+            threads=threads,
+        )
+
     def linear(
         self,
         x: torch.Tensor,
@@ -253,22 +280,7 @@ class Kernels:
         biases = [biases] if isinstance(biases, torch.Tensor) else biases
         width = sum(weight.stored.shape[0] for weight in weights)
         buffer = garbage(x.shape[0], width + _PADDING, x.dtype) if y is None else y
-        pointers = _pointers([weight.blob for weight in weights])
-        bias_pointers = None if biases is None else _pointers(biases)
-        bias_dtypes = {bias.dtype for bias in biases or () if bias is not None}
-        args = native.LinearArgs(
-            weights=ctypes.cast(pointers, ctypes.c_void_p),
-            biases=ctypes.cast(bias_pointers, ctypes.c_void_p) if bias_pointers is not None else None,
-            x=x.data_ptr(),
-            y=buffer.data_ptr(),
-            x_stride=x.stride(0),
-            y_stride=buffer.stride(0),
-            m=x.shape[0],
-            count=len(weights),
-            x_dtype=_CODES[x.dtype],
-            bias_dtype=_CODES[bias_dtypes.pop()] if bias_dtypes else 0,
-            threads=threads,
-        )
+        args = self.linear_args(x, weights, biases, buffer, threads)
         self.library.linear(args)
         return _checked(buffer, width) if y is None else y
 
@@ -360,3 +372,31 @@ def assert_within_bar(result: torch.Tensor, exact: torch.Tensor, bar: float | No
     if result.numel() >= ENOUGH:
         relative = float((result.double() - exact).norm() / exact.norm())
         assert relative < (bar or BARS[result.dtype]), f"relative L2 {relative:.2e}"
+
+
+class Guarded:
+    """Memory between two pages that nobody may touch: a read or a write outside of it ends the process."""
+
+    def __init__(self, size: int) -> None:
+        page = mmap.PAGESIZE
+        self._inner = -(-size // page) * page
+        self._map = mmap.mmap(-1, self._inner + 2 * page)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)[page : page + self._inner]
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for address in (self._bytes.data_ptr() - page, self._bytes.data_ptr() + self._inner):
+            if protect(address, page, 0) != 0:
+                raise OSError(ctypes.get_errno(), "mprotect")
+
+    def at_the_end(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a contiguous tensor whose last byte is the last of the memory."""
+        return self._place(tensor, self._inner - tensor.numel() * tensor.element_size())
+
+    def at_the_start(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a contiguous tensor whose first byte is the first of the memory."""
+        return self._place(tensor, 0)
+
+    def _place(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        size = tensor.numel() * tensor.element_size()
+        place = self._bytes[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+        return place.copy_(tensor)
