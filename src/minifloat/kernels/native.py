@@ -8,9 +8,11 @@ the GIL. What the functions mean is declared in ``csrc/api.h``; the ops wrap the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -232,23 +234,27 @@ class Library:
         """
         _check(self._cdll.minifloat_unpack(self._index, ctypes.byref(args)))
 
-    def linear(self, args: LinearArgs) -> None:
-        """Run ``minifloat_linear``.
+    def linear(self, args: LinearArgs | bytes) -> None:
+        """Run ``minifloat_linear``; the bytes of a `LinearArgs` are made faster than one.
 
         Raises:
             ValueError: The library refused the arguments (a bug of the caller, which validates them).
             MemoryError: There is no room for a scratch buffer.
         """
-        _check(self._cdll.minifloat_linear(self._index, ctypes.byref(args)))
+        status = self._cdll.minifloat_linear(self._index, args if isinstance(args, bytes) else ctypes.byref(args))
+        if status:
+            _check(status)
 
-    def moe(self, args: MoeArgs) -> None:
-        """Run ``minifloat_moe``.
+    def moe(self, args: MoeArgs | bytes) -> None:
+        """Run ``minifloat_moe``; the bytes of a `MoeArgs` are made faster than one.
 
         Raises:
             ValueError: The library refused the arguments (a bug of the caller, which validates them).
             MemoryError: There is no room for a scratch buffer.
         """
-        _check(self._cdll.minifloat_moe(self._index, ctypes.byref(args)))
+        status = self._cdll.minifloat_moe(self._index, args if isinstance(args, bytes) else ctypes.byref(args))
+        if status:
+            _check(status)
 
     def read(self, args: ReadArgs) -> None:
         """Run ``minifloat_read``; the sum is in `args`.
@@ -277,7 +283,8 @@ def load() -> Library | None:
     Raises:
         KernelUnavailable: ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
     """
-    return _load().library
+    outcome = _outcome
+    return _load().library if outcome is None else outcome.library
 
 
 def why_unavailable() -> str:
@@ -297,6 +304,25 @@ def _load() -> Outcome:
         if _outcome is None:
             _outcome = open_library(folders())
         return _outcome
+
+
+@contextlib.contextmanager
+def using(isa: str) -> Iterator[Library]:
+    """Send the calls of this process to another instruction set meanwhile, for tests and measurements.
+
+    Raises:
+        KernelUnavailable: There is no library, or not this instruction set here.
+    """
+    global _outcome
+    before = _load()
+    if before.library is None:
+        raise KernelUnavailable(before.reason)
+    library = before.library.with_isa(isa)
+    _outcome = Outcome(library)
+    try:
+        yield library
+    finally:
+        _outcome = before
 
 
 def folders() -> list[Path]:

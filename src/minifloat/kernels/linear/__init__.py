@@ -7,23 +7,33 @@ checkpoint says that servers do so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
-from minifloat.kernels.linear import reference
-from minifloat.quantize.activation import can_quantize, describe_activation
+from minifloat.kernels import native, ops
+from minifloat.kernels.linear import cpu, reference
+from minifloat.kernels.pack import PackedWeight
+from minifloat.quantize.activation import (
+    can_quantize,
+    dequantize_activation,
+    describe_activation,
+    quantize_activation,
+)
 from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.scheme import ActivationSpec
 
-__all__ = ["IMPLEMENTATIONS", "linear"]
+__all__ = ["IMPLEMENTATIONS", "linear", "linear_fused"]
 
 #: What `impl` may be, besides "auto".
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("reference", "cpu")
 
 
 def linear(
     x: Tensor,
-    weight: QuantizedTensor,
+    weight: QuantizedTensor | PackedWeight,
     bias: Tensor | None = None,
     *,
     impl: str = "auto",
@@ -32,10 +42,14 @@ def linear(
 ) -> Tensor:
     """``x @ weight.T + bias`` in the dtype of `x`.
 
-    Weight-only (no `activation`): the weight is decoded and scaled in float32 and rounded once to the dtype of `x`;
-    the product is then the one of `torch.nn.functional.linear` in that dtype. With float32 `x` nothing is rounded
-    before the product; with 16 bits the result is that of a 16-bit model whose weights are the dequantized ones, which
-    is what servers compute.
+    Weight-only (no `activation`), packed weights: the weight is what its codes and scales say, exactly, the sum is
+    taken in float32, the bias is added in float32, and the result is rounded once to the dtype of `x`. The bits do not
+    depend on the number of threads; they do on the instruction set, and for one row of `x` on how many there are.
+
+    Weight-only, not packed (the reference): the weight is decoded and scaled in float32 and rounded once to the dtype
+    of `x`; the product is then the one of `torch.nn.functional.linear` in that dtype. With float32 `x` nothing is
+    rounded before the product; with 16 bits the result is that of a 16-bit model whose weights are the dequantized
+    ones, which is what servers compute.
 
     W8A8: `x` is quantized by `minifloat.quantize.activation`, both sides are dequantized to float32, multiplied and
     summed in float32, the bias is added in float32, and the sum is rounded once to the dtype of `x`. Servers multiply
@@ -45,11 +59,14 @@ def linear(
     that keep fewer bits while they sum (Hopper's keep about 14) are not imitated, and a caller who allows TF32 on a
     GPU has its 10 bits here too.
 
+    There is no gradient through packed weights: where `x` asks for one, backward raises.
+
     Args:
-        x: ``[..., K]``, floating.
-        weight: A weight ``[N, K]``.
-        bias: ``[N]``, the dtype of `x`.
-        impl: "auto", or one of `IMPLEMENTATIONS`.
+        x: ``[..., K]``, floating; any strides, but rows that are contiguous need no copy.
+        weight: A weight ``[N, K]``. Packed once with `minifloat.kernels.pack.pack`, it is fast; a `QuantizedTensor` is
+            multiplied by the reference, which decodes it in every call.
+        bias: ``[N]``, the dtype of `x`, or float32.
+        impl: "auto" (the native library for packed weights, where it is loaded), "reference" or "cpu".
         activation: How `x` is quantized; None: not at all.
         input_scale: float32, one element; given exactly where `activation` is static.
 
@@ -58,28 +75,102 @@ def linear(
         static `input_scale` clamps it.
 
     Raises:
-        KernelUnavailable: `impl` cannot run here.
+        KernelUnavailable: `impl` cannot run here, or "cpu" was asked for a weight that is not packed.
         ShapeError: `x` or `bias` does not fit the weight.
-        UnsupportedTensorError: `x` is not floating, or inputs of this kind are not simulated (MX and NVFP4).
+        UnsupportedTensorError: `x` or `bias` has a dtype or device that there is no kernel for, or inputs of this kind
+            are not simulated (MX and NVFP4).
         ValueError: `input_scale` is missing, or given where the scale is dynamic.
 
     Source: vLLM, `cutlass_scaled_mm` and its block form; DeepSeek-V3 report, section 3.3.2, for Hopper's 14 bits.
     """
-    rows, cols = weight.shape
+    _check_shapes(x, weight.shape, bias)
+    packed = _packed(weight, impl)
+    if activation is None:
+        if packed is not None:
+            return _multiply(x, (packed,), None if bias is None else (bias,))
+        return reference.linear(x, _unpacked(weight), bias)
+    spec = weight.spec
+    if spec is None or not can_quantize(activation, spec):
+        weights = "BF16" if spec is None else f"{spec.element.name} with {spec.scale.name} scales"
+        raise UnsupportedTensorError(
+            "x",
+            f"inputs in {describe_activation(activation)} are not simulated for weights in {weights}; such weights run "
+            "weight-only",
+        )
+    if packed is None:
+        return reference.quantized_linear(x, _unpacked(weight), bias, activation, input_scale)
+    values = dequantize_activation(*quantize_activation(x, activation, input_scale), activation)
+    return _multiply(values, (packed,), None if bias is None else (bias,)).to(x.dtype)
+
+
+def linear_fused(
+    x: Tensor, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None = None
+) -> tuple[Tensor, ...]:
+    """`linear` for several weights with the same input in one call: q, k and v, or gate and up.
+
+    Args:
+        x: ``[..., K]``, bfloat16, float16 or float32.
+        weights: Packed weights ``[N_i, K]`` of one kind: the same format and kind of scales.
+        biases: None, or ``[N_i]`` or None for each weight, all of one dtype.
+
+    Returns:
+        ``[..., N_i]`` for each weight, views of one tensor ``[..., sum of N_i]``; the same bits as by `linear`.
+
+    Raises:
+        KernelUnavailable: The native library is not loaded.
+        ShapeError: `x` or a bias does not fit.
+        UnsupportedTensorError: A dtype or device without a kernel, or weights of several kinds.
+    """
+    if biases is not None and len(biases) != len(weights):
+        raise ShapeError("biases", f"expected one for each of {len(weights)} weights, got {len(biases)}")
+    for i, weight in enumerate(weights):
+        _check_shapes(x, weight.shape, None if biases is None else biases[i])
+        if weight.form.grid != weights[0].form.grid or weight.form.format is not weights[0].form.format:
+            raise UnsupportedTensorError("weights", "several kinds of weights in one call; multiply them one by one")
+    if not native.load():
+        raise KernelUnavailable(f"linear_fused cannot run: {native.why_unavailable()}")
+    y = _multiply(x, weights, biases)
+    parts: tuple[Tensor, ...] = torch.split(y, [weight.shape[0] for weight in weights], dim=-1)
+    return parts
+
+
+def _packed(weight: QuantizedTensor | PackedWeight, impl: str) -> PackedWeight | None:
+    """The choice: the weight where the native library multiplies it, None where the reference does."""
+    if impl == "auto":
+        return weight if isinstance(weight, PackedWeight) and native.load() is not None else None
+    if impl == "reference":
+        return None
+    if impl != "cpu":
+        raise KernelUnavailable(f"linear has no implementation {impl!r}; available: auto, {', '.join(IMPLEMENTATIONS)}")
+    if not isinstance(weight, PackedWeight):
+        raise KernelUnavailable("linear(impl='cpu') multiplies packed weights: pack this one, once, with kernels.pack")
+    if native.load() is None:
+        raise KernelUnavailable(f"linear(impl='cpu') cannot run: {native.why_unavailable()}")
+    return weight
+
+
+def _unpacked(weight: QuantizedTensor | PackedWeight) -> QuantizedTensor | Tensor:
+    return weight.unpack() if isinstance(weight, PackedWeight) else weight
+
+
+def _multiply(x: Tensor, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None) -> Tensor:
+    if x.dtype not in cpu.DTYPES or x.device.type != "cpu":
+        raise UnsupportedTensorError(
+            "x", f"expected bfloat16, float16 or float32 on the CPU, got {x.dtype}, {x.device}"
+        )
+    rows = [weight.shape[0] for weight in weights]
+    if ops.is_eager(x):
+        return cpu.run(x, [weight.address for weight in weights], biases, sum(rows))
+    data = [weight.data for weight in weights]
+    y: Tensor = torch.ops.minifloat.linear(x, data, list(biases or ()), rows)
+    return y
+
+
+def _check_shapes(x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
+    rows, cols = shape
     if x.ndim == 0 or x.shape[-1] != cols:
         raise ShapeError("x", f"expected [..., {cols}] for a weight {rows}x{cols}, got {list(x.shape)}")
     if not x.is_floating_point():
         raise UnsupportedTensorError("x", f"expected a floating dtype, got {x.dtype}")
     if bias is not None and tuple(bias.shape) != (rows,):
         raise ShapeError("bias", f"expected [{rows}] for a weight {rows}x{cols}, got {list(bias.shape)}")
-    if impl not in ("auto", "reference"):
-        raise KernelUnavailable(f"linear has no implementation {impl!r}; available: auto, {', '.join(IMPLEMENTATIONS)}")
-    if activation is None:
-        return reference.linear(x, weight, bias)
-    if not can_quantize(activation, weight.spec):
-        raise UnsupportedTensorError(
-            "x",
-            f"inputs in {describe_activation(activation)} are not simulated for weights in {weight.spec.element.name} "
-            f"with {weight.spec.scale.name} scales; such weights run weight-only",
-        )
-    return reference.quantized_linear(x, weight, bias, activation, input_scale)

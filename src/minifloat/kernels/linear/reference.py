@@ -17,7 +17,7 @@ from minifloat.scheme import ActivationSpec
 SLAB_BYTES = 16 * 2**20
 
 
-def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, slab_bytes: int = SLAB_BYTES) -> Tensor:
+def linear(x: Tensor, weight: QuantizedTensor | Tensor, bias: Tensor | None, slab_bytes: int = SLAB_BYTES) -> Tensor:
     """``x @ weight.T + bias``, weight-only; arguments and numerics as in `minifloat.kernels.linear.linear`.
 
     Each output is one dot product over all of K whatever the slab, so cutting the rows changes no result by more than
@@ -25,10 +25,12 @@ def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, slab_bytes: 
 
     Args:
         x: ``[..., K]``, floating.
-        weight: A weight ``[N, K]``.
+        weight: A weight ``[N, K]``, quantized or bfloat16.
         bias: ``[N]`` or None.
         slab_bytes: float32 bytes of a slab; at least one row of blocks is always taken.
     """
+    if isinstance(weight, Tensor):
+        return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
     parts = []
     for rows in _slabs(weight, slab_bytes):
         slab_bias = None if bias is None else bias[rows]
@@ -37,7 +39,11 @@ def linear(x: Tensor, weight: QuantizedTensor, bias: Tensor | None, slab_bytes: 
 
 
 def quantized_linear(
-    x: Tensor, weight: QuantizedTensor, bias: Tensor | None, activation: ActivationSpec, input_scale: Tensor | None
+    x: Tensor,
+    weight: QuantizedTensor | Tensor,
+    bias: Tensor | None,
+    activation: ActivationSpec,
+    input_scale: Tensor | None,
 ) -> Tensor:
     """``x @ weight.T + bias`` with a quantized `x`; arguments and numerics as in `minifloat.kernels.linear.linear`."""
     codes, scale = quantize_activation(x, activation, input_scale)

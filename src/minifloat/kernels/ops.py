@@ -1,0 +1,139 @@
+"""The products as ops of torch, ``torch.ops.minifloat.*``: what `torch.compile` and `torch.export` see of them.
+
+In eager mode the public functions go straight to the library, which costs less per call than torch's dispatcher with a
+Python op; while torch traces, and where autograd must learn that there is no gradient, they go through here. The ops
+take the tensors of packed weights and check by their headers what they are, so that a wrong call is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import ShapeError, UnsupportedTensorError
+from minifloat.kernels.linear import cpu
+from minifloat.kernels.pack.layout import Header
+from minifloat.kernels.pack.memory import is_aligned
+
+
+def is_eager(x: Tensor) -> bool:
+    """Whether a call may go straight to the library: nothing traces it, and no gradient is asked for."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    return not (x.requires_grad and torch.is_grad_enabled())
+
+
+@torch.library.custom_op("minifloat::linear", mutates_args=(), device_types="cpu")
+def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
+    """``x @ W.T + bias`` for several packed weights, results side by side.
+
+    Args:
+        x: ``[..., K]``, bfloat16, float16 or float32.
+        weights: ``PackedWeight.data`` of each, all of one form.
+        biases: ``[N_i]`` or None for each, or empty.
+        rows: N of each.
+
+    Returns:
+        ``[..., sum of rows]``, the dtype of `x`.
+
+    Raises:
+        ShapeError: Sizes do not go together.
+        UnsupportedTensorError: A dtype that there is no kernel for, or bytes that are no packed weight.
+    """
+    _check(x, weights, biases, rows)
+    return cpu.run(x, [weight.data_ptr() for weight in weights], biases or None, sum(rows))
+
+
+@linear.register_fake
+def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
+    return x.new_empty((*x.shape[:-1], sum(rows)))
+
+
+@torch.library.custom_op("minifloat::moe_linear", mutates_args=(), device_types="cpu")
+def moe_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    offsets: Tensor,
+    x_rows: Tensor | None,
+    rows: int,
+) -> Tensor:
+    """Row t of the result is row ``x_rows[t]`` of `x` times the expert that owns t.
+
+    Args:
+        x: ``[M, K]``, bfloat16, float16 or float32.
+        weights: ``PackedWeight.data`` of each expert ``[N, K]``, all of one form.
+        biases: ``[N]`` or None for each, or empty.
+        offsets: int64 ``[experts + 1]`` from 0 to T: expert e owns the rows ``offsets[e] .. offsets[e + 1] - 1``.
+        x_rows: int64 ``[T]``, or None: row t of `x`, and T is M.
+        rows: N.
+
+    Returns:
+        ``[T, N]``, the dtype of `x`.
+
+    Raises:
+        ShapeError: Sizes do not go together, or a row that `x` does not have.
+        UnsupportedTensorError: A dtype that there is no kernel for, or bytes that are no packed weight.
+    """
+    _check(x, weights, biases, [rows] * len(weights))
+    total = x.shape[0] if x_rows is None else x_rows.shape[0]
+    _check_offsets(offsets, len(weights), total)
+    if x_rows is not None:
+        _check_rows(x_rows, x.shape[0])
+    addresses = [weight.data_ptr() for weight in weights]
+    return cpu.run_experts(x, addresses, biases or None, offsets, x_rows, rows)
+
+
+@moe_linear.register_fake
+def _(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    offsets: Tensor,
+    x_rows: Tensor | None,
+    rows: int,
+) -> Tensor:
+    return x.new_empty((x.shape[0] if x_rows is None else x_rows.shape[0], rows))
+
+
+def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Sequence[int]) -> None:
+    if x.dtype not in cpu.DTYPES:
+        raise UnsupportedTensorError("x", f"expected bfloat16, float16 or float32, got {x.dtype}")
+    if not weights or len(rows) != len(weights) or len(biases) not in (0, len(weights)):
+        raise ShapeError("weights", f"{len(weights)} weights, {len(rows)} rows and {len(biases)} biases")
+    for weight, n in zip(weights, rows, strict=True):
+        _check_weight(weight, n, x.shape[-1])
+    for bias, n in zip(biases, rows, strict=False):
+        if bias is None:
+            continue
+        if bias.shape != (n,) or not bias.is_contiguous():
+            raise ShapeError("bias", f"expected a contiguous [{n}], got {list(bias.shape)}")
+        if bias.dtype not in cpu.DTYPES:
+            raise UnsupportedTensorError("bias", f"expected bfloat16, float16 or float32, got {bias.dtype}")
+
+
+def _check_weight(weight: Tensor, rows: int, cols: int) -> None:
+    if weight.dtype != torch.uint8 or not weight.is_contiguous() or not is_aligned(weight):
+        raise UnsupportedTensorError("weight", f"expected contiguous, 64-byte aligned uint8, got {weight.dtype}")
+    header = Header.read(bytes(weight[: Header.FORMAT.size].numpy()))
+    if isinstance(header, str):
+        raise UnsupportedTensorError("weight", header)
+    if (header.rows, header.cols) != (rows, cols) or header.total > weight.numel():
+        raise ShapeError("weight", f"expected a packed weight {rows}x{cols}, got one of {header.rows}x{header.cols}")
+
+
+def _check_offsets(offsets: Tensor, experts: int, total: int) -> None:
+    if offsets.dtype != torch.int64 or not offsets.is_contiguous() or offsets.shape != (experts + 1,):
+        raise ShapeError("offsets", f"expected contiguous int64 [{experts + 1}], got {offsets.dtype} {offsets.shape}")
+    values = offsets.tolist()
+    if values[0] != 0 or values[-1] != total or sorted(values) != values:
+        raise ShapeError("offsets", f"expected numbers that do not fall, from 0 to {total}, got {values}")
+
+
+def _check_rows(x_rows: Tensor, tokens: int) -> None:
+    if x_rows.dtype != torch.int64 or not x_rows.is_contiguous() or x_rows.ndim != 1:
+        raise ShapeError("x_rows", f"expected contiguous int64 [T], got {x_rows.dtype} {list(x_rows.shape)}")
+    if x_rows.numel() and not 0 <= int(x_rows.min()) <= int(x_rows.max()) < tokens:
+        raise ShapeError("x_rows", f"a row outside of the {tokens} of x")

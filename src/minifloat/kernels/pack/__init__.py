@@ -1,0 +1,101 @@
+"""`pack`: a weight from the order of checkpoints into the one in which the kernels read it, once, at load."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import KernelUnavailable, NonFiniteError, ShapeError, UnknownNameError, UnsupportedTensorError
+from minifloat.formats import E8M0, FLOAT32
+from minifloat.kernels.pack import cpu, reference
+from minifloat.kernels.pack.layout import BLOCK, ROW, form_of, plan
+from minifloat.kernels.pack.memory import allocate
+from minifloat.kernels.pack.weight import PackedWeight
+from minifloat.quantize.cast import decode
+from minifloat.quantize.tensor import QuantizedTensor
+from minifloat.scheme import WeightSpec
+
+__all__ = ["IMPLEMENTATIONS", "PackedWeight", "pack", "why_not"]
+
+IMPLEMENTATIONS = ("auto", "reference", "cpu")
+
+
+def why_not(
+    spec: WeightSpec | None, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype = torch.bfloat16
+) -> str:
+    """Why a weight has no packed form; empty where it has one.
+
+    Args:
+        spec: How it is quantized; None: not at all.
+        shape: ``(N, K)``.
+        device: Where it lies.
+        dtype: What a weight that is not quantized is stored in; not looked at otherwise.
+    """
+    if torch.device(device).type != "cpu":
+        return f"it is on {device}; the kernels compute on the CPU"
+    if len(shape) != 2:
+        return f"it is no matrix [N, K] but {list(shape)}"
+    if spec is None and dtype != torch.bfloat16:
+        return f"it is {dtype}; there are kernels for quantized weights and torch.bfloat16"
+    form = form_of(spec, (shape[0], shape[1]))
+    return f"there is no kernel for {form}" if isinstance(form, str) else ""
+
+
+def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int | None = None) -> PackedWeight:
+    """Pack a weight.
+
+    Args:
+        weight: A quantized weight, or a bfloat16 matrix ``[N, K]``. Not kept and not changed.
+        impl: ``"auto"`` (the native library where it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
+        threads: How many; by default `minifloat.kernels.threads.count`.
+
+    Returns:
+        The packed weight, in memory of its own. NaN codes and NaN coded scales make NaN rows (`PackedWeight`). Where
+        scales are E8M0, a block more than 125 powers of two below the largest of its row becomes zeros.
+
+    Raises:
+        UnsupportedTensorError: A weight of this kind has no packed form; `why_not` tells beforehand.
+        ShapeError: Not a matrix.
+        NonFiniteError: A float32 scale, or the tensor's scale of NVFP4, is NaN or Inf.
+        UnknownNameError: Another `impl`.
+        KernelUnavailable: ``impl="cpu"`` cannot run here.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
+    reason = cpu.why_not()
+    if impl == "cpu" and reason:
+        raise KernelUnavailable(f"pack(impl='cpu') cannot run: {reason}")
+    codes, scale, factor, spec = _parts(weight)
+    if len(weight.shape) != 2:
+        raise ShapeError("weight", f"expected a matrix [N, K], got shape {list(weight.shape)}")
+    shape = (weight.shape[0], weight.shape[1])
+    form = form_of(spec, shape)
+    problem = why_not(spec, shape, codes.device, codes.dtype)
+    if problem or isinstance(form, str):
+        raise UnsupportedTensorError("weight", f"has no packed form: {problem}")
+    if form.grid in (ROW, BLOCK) and scale is not None and spec is not None and spec.scale is E8M0:
+        scale = decode(scale, E8M0)
+    if scale is not None and scale.dtype == torch.float32 and not bool(scale.isfinite().all()):
+        raise NonFiniteError("scale", "NaN or Inf among the scales of the weight; the checkpoint is damaged")
+    data = allocate(plan(form).total)
+    if impl == "reference" or reason:
+        reference.pack(codes, scale, factor, form, data)
+    else:
+        cpu.pack(codes, scale, factor, form, data, threads)
+    return PackedWeight(data, spec, shape)
+
+
+def _parts(weight: QuantizedTensor | Tensor) -> tuple[Tensor, Tensor | None, float, WeightSpec | None]:
+    """Codes, scales and what multiplies the scales."""
+    if isinstance(weight, Tensor):
+        return weight.detach().contiguous(), None, 1.0, None
+    factor = 1.0
+    if weight.global_scale is not None:
+        tensor_scale = weight.global_scale.float().reshape(())
+        factor = float(tensor_scale.reciprocal() if weight.global_divides else tensor_scale)
+        if not torch.isfinite(torch.tensor(factor)):
+            raise NonFiniteError("global_scale", f"the scale of the weight is {float(tensor_scale)}")
+    scale = weight.scale.contiguous()
+    if weight.spec.scale is FLOAT32:
+        scale = scale.float()
+    return weight.codes.contiguous().view(torch.uint8), scale, factor, weight.spec

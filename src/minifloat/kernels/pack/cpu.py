@@ -1,0 +1,60 @@
+"""Packing by the native library (``csrc/linear/pack.cpp``).
+
+Arguments are validated by the caller, `minifloat.kernels.pack`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from minifloat.errors import KernelUnavailable
+from minifloat.kernels import native, threads
+from minifloat.kernels.pack.layout import Form
+
+
+def why_not() -> str:
+    """Why the native library cannot run here; empty where it can.
+
+    Raises:
+        KernelUnavailable: ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
+    """
+    return native.why_unavailable()
+
+
+def pack(
+    codes: Tensor, scales: Tensor | None, factor: float, form: Form, packed: Tensor, thread_count: int | None
+) -> None:
+    """Fill `packed`, uint8 ``[plan(form).total]``."""
+    _library().pack(_args(codes, scales, factor, form, packed, thread_count))
+
+
+def unpack(codes: Tensor, scales: Tensor | None, form: Form, packed: Tensor) -> None:
+    """Fill `codes` and `scales`."""
+    _library().unpack(_args(codes, scales, 1.0, form, packed, None))
+
+
+def _args(
+    codes: Tensor, scales: Tensor | None, factor: float, form: Form, packed: Tensor, thread_count: int | None
+) -> native.PackArgs:
+    rows, cols = form.shape
+    block_rows, block_cols = form.block
+    return native.PackArgs(
+        codes=codes.data_ptr(),
+        scales=None if scales is None else scales.data_ptr(),
+        rows=rows,
+        cols=cols,
+        block_rows=block_rows,
+        block_cols=block_cols,
+        element=form.element,
+        grid=form.grid,
+        factor=factor,
+        threads=threads.count() if thread_count is None else thread_count,
+        packed=packed.data_ptr(),
+    )
+
+
+def _library() -> native.Library:
+    library = native.load()
+    if library is None:
+        raise KernelUnavailable(native.why_unavailable())
+    return library

@@ -1,0 +1,148 @@
+"""What a packed weight is, seen from Python: which of the kernels' forms a `WeightSpec` takes, and the header.
+
+The layout itself is described once, in ``csrc/linear/layout.h``; the constants here are its. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from minifloat.formats import BFLOAT16, E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.granularity import GROUP_16, GROUP_32
+from minifloat.scheme import WeightSpec
+
+TILE_ROWS = 16
+PANEL_ROWS = 2 * TILE_ROWS
+HALF_COLS = 2 * TILE_ROWS
+STEP_COLS = 2 * HALF_COLS
+VECTOR_BYTES = 4 * TILE_ROWS  #: also the alignment of a packed weight
+STEPS_ALIGNMENT = 4096
+MAX_DISTANCE = 125  #: powers of two below the largest scale of a row at which a block is stored as zeros
+
+ROW, BLOCK, CODED_E8M0, CODED_E4M3 = range(4)  #: ``enum minifloat_grid``
+_ELEMENTS: dict[ElementFormat, int] = {E4M3: 0, E2M1: 1, BFLOAT16: 2}  # enum minifloat_element
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the kernels hold a weight ``[N, K]``.
+
+    Attributes:
+        format: E4M3, E2M1 or BFLOAT16.
+        grid: One of ``ROW``, ``BLOCK``, ``CODED_E8M0``, ``CODED_E4M3``.
+        shape: ``(N, K)``.
+        block: Rows and columns that share a scale.
+    """
+
+    format: ElementFormat
+    grid: int
+    shape: tuple[int, int]
+    block: tuple[int, int]
+
+    @property
+    def element(self) -> int:
+        """``enum minifloat_element``."""
+        return _ELEMENTS[self.format]
+
+
+def form_of(spec: WeightSpec | None, shape: tuple[int, int]) -> Form | str:
+    """The form of a weight, or why it has none.
+
+    Args:
+        spec: How it is quantized; None: BF16.
+        shape: ``(N, K)``.
+    """
+    rows, cols = shape
+    if rows < 1 or cols < 1:
+        return f"an empty weight {rows}x{cols}"
+    if spec is None:
+        return Form(BFLOAT16, ROW, shape, (1, cols))
+    if spec.element not in (E4M3, E2M1):
+        return f"{spec.element.name} elements; there are kernels for E4M3 and E2M1"
+    if spec.element is E2M1 and cols % 2:
+        return f"an odd number of columns, {cols}, with two elements to a byte"
+    block = spec.granularity.block(shape)
+    if spec.scale is E8M0 and spec.granularity == GROUP_32:
+        return Form(spec.element, CODED_E8M0, shape, block)
+    if spec.scale is E4M3 and spec.granularity == GROUP_16 and spec.element is E2M1:
+        return Form(spec.element, CODED_E4M3, shape, block)
+    if spec.scale not in (FLOAT32, E8M0):
+        return f"{spec.element.name} with {spec.scale.name} scales per {spec.granularity}"
+    if block[1] >= cols:
+        return Form(spec.element, ROW, shape, block)
+    if spec.element is not E4M3 or block[1] % HALF_COLS:
+        return f"{spec.element.name} with {spec.scale.name} scales per {spec.granularity}"
+    return Form(spec.element, BLOCK, shape, block)
+
+
+@dataclass(frozen=True)
+class Header:
+    """``struct Header``: what stands before a packed weight. Offsets and sizes in bytes."""
+
+    element: int
+    grid: int
+    rows: int
+    cols: int
+    block_cols: int
+    block_lanes: int
+    row_scales: int
+    block_scales: int
+    steps: int
+    total: int
+
+    FORMAT = struct.Struct("=IIiiqqqiiqqqq")
+    MAGIC = 0x4B504D46
+    VERSION = 1
+
+    @classmethod
+    def read(cls, data: bytes) -> Header | str:
+        """The header that `data` begins with, or what is wrong with it."""
+        if len(data) < cls.FORMAT.size:
+            return f"{len(data)} bytes are fewer than a header"
+        magic, version, element, grid, rows, cols, block_cols, lanes, _, *offsets = cls.FORMAT.unpack_from(data)
+        if magic != cls.MAGIC:
+            return "the bytes are not those of a packed weight"
+        if version != cls.VERSION:
+            return f"packed in layout version {version}, this is {cls.VERSION}; pack the weight again"
+        return cls(element, grid, rows, cols, block_cols, lanes, *offsets)
+
+    def write(self) -> bytes:
+        """The header's bytes."""
+        return self.FORMAT.pack(
+            self.MAGIC, self.VERSION, self.element, self.grid, self.rows, self.cols, self.block_cols,
+            self.block_lanes, 0, self.row_scales, self.block_scales, self.steps, self.total,
+        )  # fmt: skip
+
+
+def plan(form: Form) -> Header:
+    """Where everything lies in the packed form of a weight."""
+    rows, cols = form.shape
+    panels, steps = -(-rows // PANEL_ROWS), -(-cols // STEP_COLS)
+    block_rows, block_cols = form.block
+    lanes, groups = 0, 1
+    if form.grid == BLOCK:
+        lanes = 1 if block_rows % PANEL_ROWS == 0 or block_rows >= rows else PANEL_ROWS
+        groups = -(-cols // block_cols)
+    row_scales = _round_up(Header.FORMAT.size, VECTOR_BYTES)
+    block_scales = row_scales + panels * PANEL_ROWS * FLOAT32.bits // 8
+    first = _round_up(block_scales + panels * groups * lanes * FLOAT32.bits // 8, STEPS_ALIGNMENT)
+    total = first + panels * steps * step_bytes(form)
+    held = block_cols if form.grid == BLOCK else cols
+    return Header(form.element, form.grid, rows, cols, held, lanes, row_scales, block_scales, first, total)
+
+
+def inline_scale_bytes(form: Form) -> int:
+    """Bytes of scales at the head of a step."""
+    if form.grid in (CODED_E8M0, CODED_E4M3):
+        return PANEL_ROWS * STEP_COLS // form.block[1]
+    return 0
+
+
+def step_bytes(form: Form) -> int:
+    """Bytes of a step with its scales."""
+    return inline_scale_bytes(form) + PANEL_ROWS * STEP_COLS * form.format.bits // 8
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

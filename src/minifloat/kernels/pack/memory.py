@@ -1,0 +1,38 @@
+"""Memory for packed weights: pages of 2 MB where the system gives them, touched first by the threads that will read.
+
+A product reads every byte of a weight once, so a page table walk per 4 KB costs more than a tenth of the memory's
+bandwidth. The memory is mapped anew for each allocation: pages that someone else has touched before would stay on
+that thread's NUMA node, and would stay small.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from minifloat.kernels.pack.layout import VECTOR_BYTES
+
+HUGE_PAGE = 2 << 20
+
+
+def allocate(nbytes: int) -> Tensor:
+    """uint8 ``[nbytes]``, contents undefined, 64-byte aligned; from 2 MB on, 2 MB aligned and in such pages.
+
+    The tensor is a view of a larger storage. Its clones and copies, pickled ones too, are only 64-byte aligned and in
+    pages of whatever size: kernels run on them all the same.
+    """
+    if nbytes < HUGE_PAGE:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    region = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(region, dtype=torch.uint8)
+    offset = -whole.data_ptr() % HUGE_PAGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE, offset, nbytes // HUGE_PAGE * HUGE_PAGE)
+    return whole[offset : offset + nbytes]
+
+
+def is_aligned(data: Tensor) -> bool:
+    """Whether kernels may read a packed weight there."""
+    return data.data_ptr() % VECTOR_BYTES == 0

@@ -1,0 +1,140 @@
+"""`PackedWeight`: a weight in the layout of the kernels, and the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import ShapeError, UnsupportedTensorError
+from minifloat.formats import BFLOAT16, E2M1, E8M0
+from minifloat.kernels.pack import cpu, reference
+from minifloat.kernels.pack.layout import BLOCK, CODED_E4M3, ROW, Form, Header, form_of, plan
+from minifloat.kernels.pack.memory import is_aligned
+from minifloat.quantize.tensor import QuantizedTensor
+from minifloat.scheme import WeightSpec
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight ``[N, K]`` in the order in which the kernels read it.
+
+    `data` describes itself (``csrc/linear/layout.h``), so a module may keep it as a buffer and make this object of it
+    again. A copy of it works as well as the original, on 64-byte aligned memory, though not in large pages.
+
+    Rows with a NaN: a NaN code (E4M3) or a NaN scale (E8M0, E4M3) anywhere in a row makes the whole row of the weight
+    NaN, because that is what the row's dot product with any input is. The other rows are what they were.
+
+    Attributes:
+        data: uint8 ``[bytes]``, on the CPU, contiguous, 64-byte aligned.
+        spec: How the weight is quantized; None: BF16.
+        shape: ``(N, K)``.
+    """
+
+    data: Tensor
+    spec: WeightSpec | None
+    shape: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `data`."""
+        return self.data.nbytes
+
+    @property
+    def form(self) -> Form:
+        """Which of the kernels' forms this is.
+
+        Raises:
+            UnsupportedTensorError: A weight like that has none.
+        """
+        form = form_of(self.spec, self.shape)
+        if isinstance(form, str):
+            raise UnsupportedTensorError("weight", f"has no packed form: {form}")
+        return form
+
+    @cached_property
+    def address(self) -> int:
+        """Where `data` lies, for the kernels: asked for once, when `check` has seen that they may read it."""
+        self.check()
+        return self.data.data_ptr()
+
+    def check(self) -> None:
+        """See that `data` is what `spec` and `shape` say, which the kernels rely on.
+
+        Raises:
+            UnsupportedTensorError: Another device or dtype, not contiguous, not 64-byte aligned, or other bytes.
+            ShapeError: A packed weight of another shape, or fewer bytes than its header says.
+        """
+        data = self.data
+        if data.device.type != "cpu" or data.dtype != torch.uint8 or not data.is_contiguous():
+            raise UnsupportedTensorError(
+                "data", f"expected contiguous uint8 on the CPU, got {data.dtype} on {data.device}"
+            )
+        if not is_aligned(data):
+            raise UnsupportedTensorError("data", "a packed weight is 64-byte aligned; clone() gives one that is")
+        header = Header.read(bytes(data[: Header.FORMAT.size].numpy()))
+        if isinstance(header, str):
+            raise UnsupportedTensorError("data", header)
+        if (header.rows, header.cols) != self.shape or header.total > data.numel():
+            raise ShapeError(
+                "data",
+                f"expected a packed weight {self.shape[0]}x{self.shape[1]}, got one of {header.rows}x{header.cols} "
+                f"and {header.total} bytes in {data.numel()}",
+            )
+        if header != plan(self.form):
+            raise UnsupportedTensorError("data", f"the packed weight is not of {self.spec or BFLOAT16.name}")
+
+    def unpack(self) -> QuantizedTensor | Tensor:
+        """The weight as checkpoints store it: a `QuantizedTensor`, or a bfloat16 tensor ``[N, K]``.
+
+        Codes and scales are those that were packed, except: rows with a NaN come back as NaN in every element (as E4M3
+        codes; as scales where elements have no NaN), what packing flushed is zero, the scale of a block of
+        E8M0 that holds only zeros may be another, and the tensor's scale of NVFP4 multiplies.
+        """
+        self.check()
+        form, use_cpu = self.form, not cpu.why_not()
+        if self.spec is None:
+            weight = torch.empty(self.shape, dtype=torch.bfloat16)
+            _unpack(weight, None, form, self.data, use_cpu)
+            return weight
+        rows, cols = self.shape
+        codes = torch.empty(rows, cols // 2 if self.spec.element is E2M1 else cols, dtype=torch.uint8)
+        coded = form.grid not in (ROW, BLOCK)
+        grid = self.spec.granularity.scale_shape(self.shape)
+        scale = torch.empty(grid, dtype=torch.uint8 if coded else torch.float32)
+        _unpack(codes, scale, form, self.data, use_cpu)
+        if self.spec.scale is E8M0 and not coded:
+            scale = reference.e8m0_codes(scale)
+        tensor_scale = self._tensor_scale() if form.grid == CODED_E4M3 else None
+        return QuantizedTensor(self.spec, self.shape, codes, scale, tensor_scale, global_divides=False)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | None = None) -> Tensor:
+        """The weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once.
+
+        Args:
+            dtype: Result dtype.
+            rows: Only these rows; must start and end at multiples of the granularity's rows (or at the edge).
+        """
+        weight = self.unpack()
+        if isinstance(weight, Tensor):
+            return weight[rows if rows is not None else slice(None)].to(dtype)
+        return weight.dequantize(dtype, rows)
+
+    def _tensor_scale(self) -> Tensor:
+        header = plan(self.form)
+        scales = self.data[header.row_scales : header.block_scales].view(torch.float32)[: self.shape[0]]
+        known = scales[scales.isfinite()]
+        return known[0].clone() if known.numel() else torch.ones((), dtype=torch.float32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"data": self.data, "spec": self.spec, "shape": self.shape}
+
+
+def _unpack(codes: Tensor, scales: Tensor | None, form: Form, data: Tensor, use_cpu: bool) -> None:
+    if use_cpu:
+        cpu.unpack(codes, scales, form, data)
+    else:
+        reference.unpack(codes, scales, form, data)
