@@ -44,7 +44,7 @@ def table(element_codes: torch.Tensor, rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_product_alone_is_rounded_once(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
-    stored = make(kind, 70, 200)
+    stored = make(kind, 70, 140)
     for together in TOGETHER:
         assert_products(kernels, stored, 4.0, dtype, together)
 
@@ -56,7 +56,7 @@ def test_every_e4m3_code_with_a_float_scale(kernels: Kernels, kind: str, scale: 
     grid = make(kind, *codes.shape).scales
     assert grid is not None
     stored = Stored(KINDS[kind], codes, torch.full_like(grid, scale))
-    for together in TOGETHER:
+    for together in (1, 16, 128):
         assert_products(kernels, stored, 1.0, torch.float32, together)
         assert_products(kernels, stored, 1.0, torch.bfloat16, together)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -26,9 +27,9 @@ from kernel_cases import (
     product,
 )
 
-M = (1, 2, 5, 16, 33, 70, 257)
+M = (1, 5, 16, 33, 130)
 THREADS = (2, 3, 7)
-#: Enough for each of seven threads to be worth its start (``kBytesPerThread`` of linear.cpp).
+#: Of four bits: enough for each of seven threads to be worth its start (``kBytesPerThread`` of linear.cpp).
 ROWS, COLS = 610, 800
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -55,16 +56,15 @@ def test_the_number_of_threads_changes_no_bit(kernels: Kernels, kind: str, dtype
 def test_several_weights_in_one_call_give_the_bits_of_single_calls(
     kernels: Kernels, kind: str, dtype: torch.dtype
 ) -> None:
-    rows = (100, 33, 1, 64, 300)
+    rows = (100, 33, 1, 64)
     weights = [kernels.pack(make(kind, n, 260, seed=n)) for n in rows]
-    for bias_dtype in (torch.bfloat16, torch.float32):
+    for m, bias_dtype in itertools.product(M, (torch.bfloat16, torch.float32)):
         biases = [None if n == 33 else inputs(1, n, bias_dtype)[0] for n in rows]
-        for m in M:
-            x = inputs(m, 260, dtype)
-            single = [kernels.linear(x, w, [b]) for w, b in zip(weights, biases, strict=True)]
-            for threads in (1, *THREADS):
-                result = kernels.linear(x, weights, biases, threads)
-                assert torch.equal(bits(result), bits(torch.cat(single, dim=1)))
+        x = inputs(m, 260, dtype)
+        single = [kernels.linear(x, w, [b]) for w, b in zip(weights, biases, strict=True)]
+        for threads in (1, 3):
+            result = kernels.linear(x, weights, biases, threads)
+            assert torch.equal(bits(result), bits(torch.cat(single, dim=1)))
 
 
 @kinds
@@ -81,7 +81,7 @@ def test_a_row_of_x_does_not_know_its_neighbours(kernels: Kernels, kind: str) ->
 
 @kinds
 def test_calls_at_the_same_time_do_not_meet(kernels: Kernels, kind: str) -> None:
-    shapes = [(ROWS, COLS), (100, 260), (33, 1030), (257, 64)]
+    shapes = [(300, 400), (100, 260), (33, 1030), (257, 64)]
     weights = [kernels.pack(make(kind, *shape)) for shape in shapes]
     expected = [[bits(kernels.linear(inputs(m, w.stored.shape[1]), w)) for m in M] for w in weights]
 
@@ -89,7 +89,7 @@ def test_calls_at_the_same_time_do_not_meet(kernels: Kernels, kind: str) -> None
         weight = weights[index]
         return all(
             torch.equal(bits(kernels.linear(inputs(m, weight.stored.shape[1]), weight, threads=2)), wanted)
-            for _ in range(3)
+            for _ in range(2)
             for m, wanted in zip(M, expected[index], strict=True)
         )
 
