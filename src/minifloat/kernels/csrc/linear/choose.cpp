@@ -3,8 +3,14 @@
 
 namespace MINIFLOAT_ISA {
 
-extern const Path kFloatPath;
+extern const Path kFloatPath, kAmxSmallPath, kAmxLargePath;
 
-const Path& choose_path(const Weight&, int64_t, int32_t) { return kFloatPath; }
+const Path& choose_path(const Weight&, [[maybe_unused]] int64_t m, int32_t) {
+#if defined(__AMX_BF16__)
+    constexpr int64_t kMaxSmall = 32;  // two tiles of x
+    return m <= kMaxSmall ? kAmxSmallPath : kAmxLargePath;
+#endif
+    return kFloatPath;
+}
 
 }  // namespace MINIFLOAT_ISA

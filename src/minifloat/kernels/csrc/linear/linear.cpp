@@ -52,7 +52,7 @@ void cut(Call& call, int threads) {
     for (int64_t i = 0; i < call.count; ++i) {
         Job& job = call.jobs[i];
         const Weight& w = job.weight;
-        const int64_t by_size = kBytesPerPiece / w.panel_bytes;
+        const int64_t by_size = max(kBytesPerPiece / w.panel_bytes, job.path->piece_panels);
         const int64_t by_count = w.panels * call.count / wanted;
         job.piece_panels = max<int64_t>(1, min(by_size, by_count));
         job.pieces = ceil_div(w.panels, job.piece_panels);

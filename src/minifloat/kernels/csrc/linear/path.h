@@ -35,6 +35,8 @@ struct Path {
     // Computes the columns of y that belong to panels first .. last - 1; false: no memory.
     bool (*multiply)(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first,
                      int64_t last);
+    // How many panels of a large weight a call of multiply() should have to be worth its start.
+    int64_t piece_panels = 1;
 };
 
 // The path for m rows of x, the fastest that this instruction set has for it.

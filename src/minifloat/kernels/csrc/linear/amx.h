@@ -1,0 +1,200 @@
+// What the AMX paths share: the shape of the tiles, rows of x packed for them, and tiles on their way to y.
+//
+// A tile is 16 rows of 64 bytes. Products of a tile of x (rows x 32 columns, bf16) and a tile of W (32 columns x 16
+// rows, pairs of columns together) are summed in float32 tiles. All decoded weights are exact in bf16, and x is taken
+// apart into as many bf16 planes as hold all its bits, so products are those of float32. What TDPBF16PS does not have
+// is subnormal numbers: bf16 inputs below 2^-126 count as zero, and so do sums below it.
+//
+// Source: Intel Architecture Instruction Set Extensions Programming Reference, chapter AMX.
+#pragma once
+
+// gcc 12 finds the undefined values in its own header that its intrinsics start from.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+#include "convert.h"
+#include "path.h"
+
+#if defined(__AMX_BF16__)
+
+namespace MINIFLOAT_ISA {
+
+constexpr int kTileBytes = 1024;
+constexpr int kTileFloats = kTileRows * kTileRows;
+constexpr int kStepTiles = kStepCols * kPanelRows * 2 / kTileBytes;  // 2 halves of 2 tiles
+
+// The compiler does not know that the tile instructions read memory: stores before them must not sink or vanish.
+inline void publish() { asm volatile("" ::: "memory"); }
+
+// Tiles 0 - 3: sums, [tile of x][tile of W]; 4 and 5: of x; 6 and 7: of W. Given back at the end of a call, so that a
+// switch of threads need not save them.
+class Tiles {
+  public:
+    explicit Tiles(int rows) {
+        struct alignas(64) {
+            uint8_t palette, start_row, reserved[14];
+            uint16_t row_bytes[16];
+            uint8_t rows[16];
+        } config = {};
+        config.palette = 1;
+        for (int t = 0; t < 8; ++t) {
+            config.row_bytes[t] = kVectorBytes;
+            config.rows[t] = static_cast<uint8_t>(t < 6 ? rows : kTileRows);
+        }
+        asm volatile("" ::"r"(&config) : "memory");
+        _tile_loadconfig(&config);
+    }
+    ~Tiles() { _tile_release(); }
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+};
+
+// How the rows of x are shared out to tiles: to equally high ones, since a product takes as long as its tile of x is
+// high. Tiles go in pairs (a single one up to 16 rows), since two tiles of x and two of W make four products.
+struct Tiling {
+    int64_t pairs;
+    int tiles;  // of a "pair"
+    int rows;   // of a tile
+    int planes;
+
+    int unit_bytes() const { return tiles * planes * rows * kVectorBytes; }  // of a pair: 32 columns
+};
+
+inline Tiling tiling(int64_t m, int32_t x_dtype) {
+    Tiling t;
+    t.tiles = m <= kTileRows ? 1 : 2;
+    t.pairs = ceil_div(m, t.tiles * kTileRows);
+    t.rows = static_cast<int>(ceil_div(m, t.pairs * t.tiles));
+    t.planes = x_dtype == MINIFLOAT_BF16 ? 1 : x_dtype == MINIFLOAT_F16 ? 2 : 3;
+    return t;
+}
+
+// Units are the 32 columns that a tile is wide.
+inline int64_t units_of(const Weight& w) { return w.steps * 2; }
+
+inline int64_t packed_x_bytes(const Weight& w, const Tiling& t) { return t.pairs * units_of(w) * t.unit_bytes(); }
+
+// 32 columns of a row, `valid` of them there, into the planes, `plane_bytes` apart. Planes are cut off, not rounded, so
+// that none can overflow and each is exact. With `infinite`, for weights that may be, no plane of a number is zero and
+// all have its sign (1 is 255/256 and so on), or a product with infinity would be NaN.
+inline void pack_unit(const uint8_t* x, int32_t dtype, int valid, bool infinite, uint8_t* out, int plane_bytes) {
+    const uint32_t mask = valid >= kHalfCols ? ~0u : (1u << valid) - 1;
+    if (dtype == MINIFLOAT_BF16) {
+        _mm512_store_si512(out, _mm512_maskz_loadu_epi16(mask, x));
+        return;
+    }
+    const __m512i top = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
+    for (int half = 0; half < 2; ++half) {
+        const __mmask16 lanes = static_cast<__mmask16>(mask >> 16 * half);
+        __m512 rest = dtype == MINIFLOAT_F16 ? _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, x + half * 32))
+                                             : _mm512_maskz_loadu_ps(lanes, x + half * 64);
+        constexpr int kNotFinite = 0x99;  // NaN and the infinities, which every plane has
+        const __mmask16 finite = _knot_mask16(_mm512_fpclass_ps_mask(rest, kNotFinite));
+        rest = _mm512_mask_add_ps(rest, _knot_mask16(finite), rest, rest);  // quiet, so that cutting off keeps a NaN
+        const int planes = dtype == MINIFLOAT_F16 ? 2 : 3;
+        for (int plane = 0; plane < planes; ++plane) {
+            __m512i bits = _mm512_castps_si512(rest);
+            if (infinite && plane + 1 < planes) {
+                const __mmask16 number = _mm512_mask_test_epi32_mask(finite, bits, _mm512_set1_epi32(kMagnitude));
+                bits = _mm512_mask_sub_epi32(bits, number, bits, _mm512_set1_epi32(1));
+            }
+            bits = _mm512_and_si512(bits, top);
+            _mm256_store_si256(reinterpret_cast<__m256i*>(out + plane * plane_bytes + half * 32),
+                               _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+            rest = _mm512_mask_sub_ps(rest, finite, rest, _mm512_castsi512_ps(bits));
+        }
+    }
+}
+
+// x as [chunk of `chunk_units`][pair][unit][tile of the pair][plane][row][32 columns]; zeros fill up rows and columns.
+inline void pack_x(const Weight& w, const Input& x, int64_t chunk_units, uint8_t* packed, int part, int parts) {
+    const Tiling t = tiling(x.m, x.dtype);
+    const int plane_bytes = t.rows * kVectorBytes;
+    const int64_t units = units_of(w);
+    const int64_t begin = units * part / parts, end = units * (part + 1) / parts;
+    for (int64_t tile = 0; tile < t.pairs * t.tiles; ++tile) {
+        for (int64_t u = begin; u < end; ++u) {
+            const int64_t chunk = u / chunk_units * chunk_units;
+            const int64_t width = min(chunk_units, units - chunk);
+            uint8_t* out = packed + (chunk * t.pairs + tile / t.tiles * width + u - chunk) * t.unit_bytes() +
+                           tile % t.tiles * t.planes * plane_bytes;
+            const int valid = static_cast<int>(max<int64_t>(0, min<int64_t>(kHalfCols, w.cols - u * kHalfCols)));
+            for (int r = 0; r < t.rows; ++r, out += kVectorBytes) {
+                const int64_t row = tile * t.rows + r;
+                if (row < x.m && valid > 0) {
+                    const uint8_t* from = x.row(row) + u * kHalfCols * dtype_bytes(x.dtype);
+                    pack_unit(from, x.dtype, valid, w.element == MINIFLOAT_WEIGHT_BF16, out, plane_bytes);
+                } else {
+                    for (int plane = 0; plane < t.planes; ++plane)
+                        _mm512_store_si512(out + plane * plane_bytes, _mm512_setzero_si512());
+                }
+            }
+        }
+    }
+}
+
+template <class Row>
+inline void store_column(const Output& y, int64_t first, int rows, int64_t col, int64_t count, F32 scale, F32 bias,
+                         const float* sums) {
+    uint8_t* out = y.data + first * y.stride + col * Row::kBytes;
+    for (int r = 0; r < rows; ++r, out += y.stride) {
+        const F32 value = load(sums + r * kTileRows) * scale + bias;
+        if (count == kTileRows) {
+            Row::store(out, value);
+        } else {
+            store_some<Row>(out, value, count);
+        }
+    }
+}
+
+// Tiles of sums as they leave for y: `sums` [tile of x][tile of W][16 rows][16], times `factor` and the row scales, plus
+// bias.
+inline void store_tiles(const Weight& w, const Output& y, int64_t m, const Tiling& t, int64_t panel, int64_t pair,
+                        float factor, const float* sums) {
+    for (int j = 0; j < 2; ++j) {
+        const int64_t col = panel * kPanelRows + j * kTileRows;
+        if (col >= w.rows) return;
+        const int64_t count = min<int64_t>(kTileRows, w.rows - col);
+        const F32 scale = load(w.row_scale(panel) + j * kTileRows) * factor;
+        // Minus zero: added to a sum that is minus zero, it leaves that alone.
+        alignas(64) float bias[kTileRows];
+        store_as(bias, broadcast(-0.0f));
+        if (y.bias != nullptr) to_float(y.bias + col * dtype_bytes(y.bias_dtype), y.bias_dtype, count, bias);
+        for (int i = 0; i < t.tiles; ++i) {
+            const int64_t first = (pair * t.tiles + i) * t.rows;
+            const int rows = static_cast<int>(min<int64_t>(t.rows, m - first));
+            const float* tile = sums + (i * 2 + j) * kTileFloats;
+            if (y.dtype == MINIFLOAT_BF16) store_column<Bf16Row>(y, first, rows, col, count, scale, load(bias), tile);
+            if (y.dtype == MINIFLOAT_F16) store_column<F16Row>(y, first, rows, col, count, scale, load(bias), tile);
+            if (y.dtype == MINIFLOAT_F32) store_column<F32Row>(y, first, rows, col, count, scale, load(bias), tile);
+        }
+    }
+}
+
+// sums += tiles of one block of columns, times its scales; sums = that, for the first.
+inline void add_block(const Weight& w, int64_t panel, int64_t group, const Tiling& t, bool first, const float* block,
+                      float* sums) {
+    const float* scales = w.block_scale(panel, group);
+    for (int j = 0; j < 2; ++j) {
+        const __m512 scale = w.block_lanes == 1 ? _mm512_set1_ps(scales[0]) : _mm512_loadu_ps(scales + j * kTileRows);
+        for (int i = 0; i < t.tiles; ++i) {
+            const float* from = block + (i * 2 + j) * kTileFloats;
+            float* to = sums + (i * 2 + j) * kTileFloats;
+            for (int r = 0; r < t.rows * kTileRows; r += kTileRows) {
+                const __m512 old = first ? _mm512_setzero_ps() : _mm512_load_ps(to + r);
+                _mm512_store_ps(to + r, _mm512_fmadd_ps(_mm512_load_ps(from + r), scale, old));
+            }
+        }
+    }
+}
+
+}  // namespace MINIFLOAT_ISA
+
+#endif

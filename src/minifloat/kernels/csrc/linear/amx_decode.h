@@ -1,0 +1,253 @@
+// Steps of packed weights as bf16 tiles, one class per format. A tile is half a step wide and half a panel high; the
+// four of a step are decoded on their own, so that the work can be put between products.
+//
+// Exactness: E4M3 and E2M1 have at most 4 significant bits, their product with a scale in E4M3 at most 6, powers of two
+// cost none, and bf16 has 8. All are normal numbers of bf16, as tiles need them; what a format is lifted by for that is
+// taken back by its kFactor.
+#pragma once
+
+#include "amx.h"
+
+#if defined(__AMX_BF16__)
+
+namespace MINIFLOAT_ISA {
+
+constexpr int kBf16Mantissa = 7;
+
+constexpr int bf16_exponent(int e) { return (e + 127) << kBf16Mantissa; }
+
+// The magnitude of an E4M3 code as bf16.
+constexpr int e4m3_to_bf16(int code) {
+    const int e = code >> 3, m = code & 7;
+    if (e > 0) return bf16_exponent(e - 7) | m << 4;
+    if (m == 0) return 0;
+    const int top = m >= 4 ? 2 : m >= 2 ? 1 : 0;  // m * 2^-9 = 2^(top - 9) * (1 + ...)
+    return bf16_exponent(top - 9) | (m << (kBf16Mantissa - top) & 0x7f);
+}
+
+constexpr int e2m1_to_bf16(int code) {
+    const int e = code >> 1 & 3, m = code & 1;
+    if (e > 0) return bf16_exponent(e - 1) | m << 6;
+    return m == 0 ? 0 : bf16_exponent(-1);
+}
+
+// 16-bit values of 7-bit codes, as VPERMI2B finds them.
+struct ByteTables {
+    alignas(64) uint8_t low[128], high[128];
+};
+
+template <class Function>
+constexpr ByteTables byte_tables(Function function) {
+    ByteTables t = {};
+    for (int code = 0; code < 128; ++code) {
+        t.low[code] = static_cast<uint8_t>(function(code) & 0xff);
+        t.high[code] = static_cast<uint8_t>(function(code) >> 8);
+    }
+    return t;
+}
+
+struct WordTable {
+    alignas(64) uint16_t words[32];
+};
+
+// Of the 5 bits that VPERMW looks at, the highest is of the next element.
+template <class Function>
+constexpr WordTable nibble_table(Function function) {
+    WordTable t = {};
+    for (int i = 0; i < 32; ++i) t.words[i] = static_cast<uint16_t>(function(i & 15));
+    return t;
+}
+
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+// The scales of a tile's 16 rows, in the words of the pairs of columns.
+inline __m512i twice(__m512i dwords) { return _mm512_or_si512(dwords, _mm512_slli_epi32(dwords, 16)); }
+inline __m512i row_bytes(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline __m512i e8m0_distance(const uint8_t* p) {
+    return twice(_mm512_slli_epi32(row_bytes(p), kBf16Mantissa));
+}
+
+// BF16 is tiles as it stands.
+class Bf16Tiles {
+  public:
+    static constexpr bool kDecodes = false;
+    static constexpr bool kBlocks = false;
+    static constexpr float kFactor = 1.0f;
+
+    void tile(const uint8_t* step, int index, uint8_t*, int64_t ahead) const {
+        const uint8_t* p = step + index * kTileBytes + ahead;
+        for (int i = 0; i < kTileBytes; i += kVectorBytes) prefetch(p + i);
+    }
+};
+
+// E4M3: the two bytes of a bf16 by table, the sign beside them. `kGrid` is that of the inline scales.
+template <int32_t kGrid>
+class E4m3Tiles {
+  public:
+    static constexpr bool kDecodes = true;
+    static constexpr bool kBlocks = kGrid == MINIFLOAT_GRID_BLOCK;
+    // The smallest E4M3 value, 2^-9, stays normal kMaxDistance below.
+    static constexpr int kLift = kGrid == MINIFLOAT_GRID_E8M0 ? 8 : 0;
+    static constexpr float kFactor = kGrid == MINIFLOAT_GRID_E8M0 ? 0x1p-8f : 1.0f;
+
+    void tile(const uint8_t* step, int index, uint8_t* out, int64_t ahead) const {
+        constexpr bool kScaled = kGrid == MINIFLOAT_GRID_E8M0;
+        const uint8_t* in = step + (kScaled ? kVectorBytes : 0) + index * (kTileBytes / 2);
+        const __m512i distance = kScaled ? e8m0_distance(step + index * kTileRows) : _mm512_setzero_si512();
+        if (kScaled && index == 0) prefetch(step + ahead);
+#pragma GCC unroll 8
+        for (int i = 0; i < kTileBytes / 2; i += kVectorBytes) {
+            prefetch(in + i + ahead);
+            const __m512i codes = _mm512_load_si512(in + i);
+            const __m512i low = _mm512_permutex2var_epi8(low0_, codes, low1_);
+            const __m512i high = _mm512_permutex2var_epi8(high0_, codes, high1_);
+            if (!kScaled) {
+                constexpr int kOrAnd = 0xf8;
+                const __m512i top = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), kOrAnd);
+                _mm512_store_si512(out + i * 2, _mm512_unpacklo_epi8(low, top));
+                _mm512_store_si512(out + i * 2 + kVectorBytes, _mm512_unpackhi_epi8(low, top));
+            } else {
+                // The sign waits, since zero would borrow from it.
+                const __m512i signs = _mm512_and_si512(codes, _mm512_set1_epi8(-128));
+                const __m512i zero = _mm512_setzero_si512();
+                const __m512i a = _mm512_subs_epu16(_mm512_unpacklo_epi8(low, high), distance);
+                const __m512i b = _mm512_subs_epu16(_mm512_unpackhi_epi8(low, high), distance);
+                _mm512_store_si512(out + i * 2, _mm512_or_si512(a, _mm512_unpacklo_epi8(zero, signs)));
+                _mm512_store_si512(out + i * 2 + kVectorBytes, _mm512_or_si512(b, _mm512_unpackhi_epi8(zero, signs)));
+            }
+        }
+    }
+
+  private:
+    static constexpr ByteTables kTables = byte_tables([](int code) {
+        return code == 0 ? 0 : e4m3_to_bf16(code) + (kLift << kBf16Mantissa);
+    });
+    const __m512i low0_ = _mm512_load_si512(kTables.low), low1_ = _mm512_load_si512(kTables.low + 64);
+    const __m512i high0_ = _mm512_load_si512(kTables.high), high1_ = _mm512_load_si512(kTables.high + 64);
+};
+
+// E2M1 with E8M0: the value by table, then its exponent lowered; both zeros decode to +0, which stays.
+class Mxfp4Tiles {
+  public:
+    static constexpr bool kDecodes = true;
+    static constexpr bool kBlocks = false;
+    static constexpr float kFactor = 1.0f;
+
+    void tile(const uint8_t* step, int index, uint8_t* out, int64_t ahead) const {
+        const uint8_t* in = step + kVectorBytes + index * (kTileBytes / 4);
+        const __m512i distance = e8m0_distance(step + index * kTileRows);
+        if (index == 0) prefetch(step + ahead);
+#pragma GCC unroll 4
+        for (int i = 0; i < kTileBytes / 4; i += kVectorBytes, out += 4 * kVectorBytes) {
+            prefetch(in + i + ahead);
+            const __m512i codes = _mm512_load_si512(in + i);
+            _mm512_store_si512(out, value(codes, distance));
+            _mm512_store_si512(out + kVectorBytes, value(_mm512_srli_epi16(codes, 4), distance));
+            _mm512_store_si512(out + 2 * kVectorBytes, value(_mm512_srli_epi16(codes, 8), distance));
+            _mm512_store_si512(out + 3 * kVectorBytes, value(_mm512_srli_epi16(codes, 12), distance));
+        }
+    }
+
+  private:
+    static constexpr WordTable kValues = nibble_table([](int code) {
+        const int value = e2m1_to_bf16(code & 7);
+        return code > 8 ? value | 0x8000 : value;
+    });
+
+    __m512i value(__m512i codes, __m512i distance) const {
+        return _mm512_subs_epu16(_mm512_permutexvar_epi16(codes, values_), distance);
+    }
+
+    const __m512i values_ = _mm512_load_si512(kValues.words);
+};
+
+// E2M1 with E4M3. The bits of a bf16 are a logarithm as long as the mantissa is left alone, so a product with a scale S
+// is a subtraction again, of one number where the element is 2^i and of another where it is 1.5 * 2^i:
+// bits(2^9) - bits(S) and bits(1.5 * 2^9) - bits(1.5 * S) from elements times 2^9, which is above the largest S.
+class Nvfp4Tiles {
+  public:
+    static constexpr bool kDecodes = true;
+    static constexpr bool kBlocks = false;
+    static constexpr float kFactor = 1.0f;
+
+    void tile(const uint8_t* step, int index, uint8_t* out, int64_t ahead) const {
+        const uint8_t* in = step + 2 * kVectorBytes + index * (kTileBytes / 4);
+        if (index < 2) prefetch(step + index * kVectorBytes + ahead);
+        for (int quarter = 0; quarter < 2; ++quarter) {
+            const int row = (index / 2 * 2 + quarter) * kPanelRows + index % 2 * kTileRows;
+            const Scales scales = scales_of(step + row);
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; ++i, in += kVectorBytes, out += 4 * kVectorBytes) {
+                prefetch(in + ahead);
+                const __m512i codes = _mm512_load_si512(in);
+                _mm512_store_si512(out, value(codes, scales));
+                _mm512_store_si512(out + kVectorBytes, value(_mm512_srli_epi16(codes, 4), scales));
+                _mm512_store_si512(out + 2 * kVectorBytes, value(_mm512_srli_epi16(codes, 8), scales));
+                _mm512_store_si512(out + 3 * kVectorBytes, value(_mm512_srli_epi16(codes, 12), scales));
+            }
+        }
+    }
+
+  private:
+    static constexpr int kLift = 9 << kBf16Mantissa;
+
+    struct Scales {
+        __m512i power, other, sign;
+    };
+
+    static constexpr WordTable kValues = nibble_table([](int code) {
+        const int value = e2m1_to_bf16(code & 7);
+        return value == 0 ? 0 : (value + kLift) | (code & 8) << 12;
+    });
+    static constexpr WordTable kIsOther =
+        nibble_table([](int code) { return (code & 7) > 1 && (code & 1) ? 0xffff : 0; });
+    // A scale of zero takes everything.
+    static constexpr ByteTables kPower = byte_tables([](int code) {
+        return code == 0 ? 0xffff : bf16_exponent(9) - e4m3_to_bf16(code);
+    });
+    // By how much less is subtracted from 1.5 * 2^i, for minus the 3 bits of the mantissa of S.
+    static constexpr WordTable kLess = nibble_table([](int minus) {
+        const int eighths = 8 + (-minus & 7), product = eighths * 3;  // 16 times 1.5 * S / 2^e: 24 .. 45
+        const int bits = product < 32 ? (product - 16) * 8 : 128 + (product - 32) * 4;
+        return bits - (eighths - 8) * 16 - 64;
+    });
+
+    Scales scales_of(const uint8_t* codes) const {
+        const __m512i code = _mm512_mullo_epi32(row_bytes(codes), _mm512_set1_epi32(0x01010101));
+        const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(kPower.low), code,
+                                                     _mm512_load_si512(kPower.low + 64));
+        const __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(kPower.high), code,
+                                                      _mm512_load_si512(kPower.high + 64));
+        const __m512i power = _mm512_mask_mov_epi8(low, 0xaaaaaaaaaaaaaaaaull, high);
+        const __m512i less = _mm512_permutexvar_epi16(_mm512_srli_epi16(power, 4), _mm512_load_si512(kLess.words));
+        return {power, _mm512_sub_epi16(power, less),
+                _mm512_and_si512(code, _mm512_set1_epi16(static_cast<int16_t>(0x8000)))};
+    }
+
+    __m512i value(__m512i codes, const Scales& scales) const {
+        constexpr int kSelect = 0xca;
+        const __m512i other = _mm512_permutexvar_epi16(codes, is_other_);
+        const __m512i scale = _mm512_ternarylogic_epi32(other, scales.other, scales.power, kSelect);
+        return _mm512_xor_si512(_mm512_subs_epu16(_mm512_permutexvar_epi16(codes, values_), scale), scales.sign);
+    }
+
+    const __m512i values_ = _mm512_load_si512(kValues.words);
+    const __m512i is_other_ = _mm512_load_si512(kIsOther.words);
+};
+
+// Calls `function` with the tiles of the weight's format.
+template <class Function>
+inline bool with_format(const Weight& w, const Function& function) {
+    if (w.element == MINIFLOAT_WEIGHT_BF16) return function(Bf16Tiles());
+    if (w.element == MINIFLOAT_E2M1 && w.grid == MINIFLOAT_GRID_E8M0) return function(Mxfp4Tiles());
+    if (w.element == MINIFLOAT_E2M1) return function(Nvfp4Tiles());
+    if (w.grid == MINIFLOAT_GRID_E8M0) return function(E4m3Tiles<MINIFLOAT_GRID_E8M0>());
+    if (w.grid == MINIFLOAT_GRID_BLOCK) return function(E4m3Tiles<MINIFLOAT_GRID_BLOCK>());
+    return function(E4m3Tiles<MINIFLOAT_GRID_ROW>());
+}
+
+}  // namespace MINIFLOAT_ISA
+
+#endif

@@ -1,0 +1,250 @@
+// AMX for more than 32 rows of x. A chunk of a panel (32 rows of W, some hundred columns) is decoded into the first
+// cache while the chunk before it is multiplied with all rows of x; the sums lie in the second cache meanwhile, and so
+// do the columns of x that belong to the chunk.
+//
+// Panels go in groups: for each chunk of columns all panels of the group, so that x is read from farther away once per
+// group only. Rows of x beyond what the second cache holds are a block of their own, for which W is decoded again.
+#include "../threads.h"
+#include "amx_decode.h"
+
+#if defined(__AMX_BF16__)
+
+namespace MINIFLOAT_ISA {
+namespace {
+
+constexpr int64_t kChunkSteps = 4;  // 16 KiB of bf16: a third of the first cache, x streams through the rest
+constexpr int64_t kGroupPanels = 8;
+constexpr int64_t kBlockBytes = 512 << 10;  // of x, per chunk
+constexpr int64_t kChunkUnits = kChunkSteps * 2;
+constexpr int64_t kChunkBytes = kChunkSteps * kStepTiles * kTileBytes;
+constexpr int kPairFloats = 4 * kTileFloats;
+// Scratch in one 2 MB page: walks through 4 KB pages would cost more than the memory.
+constexpr int64_t kScratchBytes = 2 << 20;
+
+// Rows of x as blocks of pairs of tiles.
+struct Blocks {
+    int64_t pairs;  // of a block
+    int64_t count;
+
+    explicit Blocks(const Tiling& t) {
+        const int64_t fitting = max<int64_t>(1, kBlockBytes / (kChunkUnits * t.unit_bytes()));
+        count = ceil_div(t.pairs, fitting);
+        pairs = ceil_div(t.pairs, count);
+    }
+};
+
+int64_t scratch_bytes(const Blocks& blocks) {
+    return 2 * kChunkBytes + (1 + kGroupPanels * blocks.pairs) * kPairFloats * static_cast<int64_t>(sizeof(float));
+}
+
+// Where the loops stand: block of rows, group of panels, chunk of columns, panel.
+struct Place {
+    int64_t block, group, chunk, panel;
+};
+
+struct Loops {
+    int64_t first, last;  // panels
+    int64_t blocks, chunks;
+
+    int64_t group_end(const Place& at) const { return min(at.group + kGroupPanels, last); }
+    bool done(const Place& at) const { return at.block == blocks; }
+
+    Place next(Place at) const {
+        if (++at.panel < group_end(at)) return at;
+        at.panel = at.group;
+        if (++at.chunk < chunks) return at;
+        at.chunk = 0;
+        at.panel = at.group = group_end(at);
+        if (at.group < last) return at;
+        at.panel = at.group = first;
+        ++at.block;
+        return at;
+    }
+};
+
+inline void load_sums(const float* sums) {
+    _tile_loadd(0, sums, kVectorBytes);
+    _tile_loadd(1, sums + kTileFloats, kVectorBytes);
+    _tile_loadd(2, sums + 2 * kTileFloats, kVectorBytes);
+    _tile_loadd(3, sums + 3 * kTileFloats, kVectorBytes);
+}
+
+inline void store_sums(float* sums) {
+    _tile_stored(0, sums, kVectorBytes);
+    _tile_stored(1, sums + kTileFloats, kVectorBytes);
+    _tile_stored(2, sums + 2 * kTileFloats, kVectorBytes);
+    _tile_stored(3, sums + 3 * kTileFloats, kVectorBytes);
+}
+
+inline void zero_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+inline void multiply_unit(const Tiling& t, const uint8_t* x, const uint8_t* tiles) {
+    const int tile_bytes = t.rows * kVectorBytes;
+    const uint8_t* other = x + t.planes * tile_bytes;
+    for (int plane = 0; plane < t.planes; ++plane, x += tile_bytes, other += tile_bytes) {
+        _tile_loadd(4, x, kVectorBytes);
+        _tile_loadd(6, tiles, kVectorBytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, tiles + kTileBytes, kVectorBytes);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, other, kVectorBytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+// The tiles of one chunk that are still to be decoded, handed out while another is multiplied.
+template <class Format>
+class Decoder {
+  public:
+    Decoder(const Format& format, const uint8_t* chunk, int32_t step_bytes, int64_t steps, uint8_t* out, int64_t ahead)
+        : format_(format), step_(chunk), step_bytes_(step_bytes), left_(steps * kStepTiles), out_(out), ahead_(ahead) {}
+
+    int64_t left() const { return left_; }
+
+    void tile() {
+        format_.tile(step_, index_, out_, ahead_);
+        out_ += kTileBytes;
+        --left_;
+        if (++index_ == kStepTiles) {
+            index_ = 0;
+            step_ += step_bytes_;
+        }
+    }
+
+  private:
+    const Format& format_;
+    const uint8_t* step_;
+    int64_t step_bytes_, left_;
+    uint8_t* out_;
+    int64_t ahead_;
+    int index_ = 0;
+};
+
+template <class Format>
+class Product {
+  public:
+    Product(const Format& format, const Weight& w, const Input& x, const uint8_t* packed, const Output& y,
+            uint8_t* scratch, int64_t first, int64_t last)
+        : format_(format), w_(w), x_(x), packed_(packed), y_(y), t_(tiling(x.m, x.dtype)), blocks_(t_),
+          loops_{first, last, blocks_.count, ceil_div(w.steps, kChunkSteps)},
+          decoded_{scratch, scratch + kChunkBytes}, block_(reinterpret_cast<float*>(scratch + 2 * kChunkBytes)),
+          sums_(block_ + kPairFloats) {}
+
+    void run() {
+        Place at = {0, loops_.first, 0, loops_.first};
+        Decoder<Format> start = decoder(at, loops_.next(at), decoded_[0]);
+        while (start.left() > 0) start.tile();
+        for (int buffer = 0; !loops_.done(at); buffer ^= 1) {
+            const Place next = loops_.next(at);
+            const Place after = loops_.done(next) ? next : loops_.next(next);
+            Decoder<Format> ahead = decoder(next, after, decoded_[buffer ^ 1]);
+            multiply_chunk(at, Format::kDecodes ? decoded_[buffer] : chunk(at), ahead);
+            at = next;
+        }
+    }
+
+  private:
+    int64_t steps(const Place& at) const { return min(kChunkSteps, w_.steps - at.chunk * kChunkSteps); }
+    const uint8_t* chunk(const Place& at) const {
+        return w_.panel(at.panel) + at.chunk * kChunkSteps * w_.step_bytes;
+    }
+
+    Decoder<Format> decoder(const Place& at, const Place& after, uint8_t* out) const {
+        const int64_t ahead = loops_.done(after) ? 0 : chunk(after) - chunk(at);
+        return {format_, chunk(at), w_.step_bytes, loops_.done(at) ? 0 : steps(at), out, ahead};
+    }
+
+    void multiply_chunk(const Place& at, const uint8_t* tiles, Decoder<Format>& ahead) {
+        const int64_t first = at.block * blocks_.pairs, count = min(blocks_.pairs, t_.pairs - first);
+        const int64_t units = steps(at) * 2;
+        const int64_t pair_bytes = units * t_.unit_bytes();
+        const uint8_t* x = packed_ + at.chunk * kChunkUnits * t_.pairs * t_.unit_bytes() + first * pair_bytes;
+        float* sums = sums_ + (at.panel - at.group) * blocks_.pairs * kPairFloats;
+        const int64_t share = ceil_div(ahead.left(), count);
+        for (int64_t pair = 0; pair < count; ++pair, x += pair_bytes, sums += kPairFloats) {
+            const int64_t keep = max<int64_t>(0, ahead.left() - share);
+            publish();
+            if (Format::kBlocks) {
+                multiply_blocks(at, units, x, tiles, sums, ahead, keep);
+            } else {
+                if (at.chunk == 0) {
+                    zero_sums();
+                } else {
+                    load_sums(sums);
+                }
+                multiply_units(0, units, x, tiles, ahead, keep);
+                store_sums(sums);
+            }
+            while (ahead.left() > keep) ahead.tile();
+            if (at.chunk + 1 == loops_.chunks)
+                store_tiles(w_, y_, x_.m, t_, at.panel, first + pair, Format::kFactor, sums);
+        }
+    }
+
+    void multiply_units(int64_t begin, int64_t end, const uint8_t* x, const uint8_t* tiles, Decoder<Format>& ahead,
+                        int64_t keep) {
+        for (int64_t u = begin; u < end; ++u) {
+            if (ahead.left() > keep) ahead.tile();
+            multiply_unit(t_, x + u * t_.unit_bytes(), tiles + u * 2 * kTileBytes);
+        }
+    }
+
+    // The part of the chunk that each block of columns takes, one after the other.
+    void multiply_blocks(const Place& at, int64_t units, const uint8_t* x, const uint8_t* tiles, float* sums,
+                         Decoder<Format>& ahead, int64_t keep) {
+        const int64_t block_units = w_.block_cols / kHalfCols, origin = at.chunk * kChunkUnits;
+        for (int64_t u = 0; u < units;) {
+            const int64_t group = min((origin + u) / block_units, w_.groups - 1);
+            const int64_t end = group + 1 < w_.groups ? min(units, (group + 1) * block_units - origin) : units;
+            zero_sums();
+            multiply_units(u, end, x, tiles, ahead, keep);
+            store_sums(block_);
+            add_block(w_, at.panel, group, t_, origin + u == 0, block_, sums);
+            u = end;
+        }
+    }
+
+    const Format& format_;
+    const Weight& w_;
+    const Input& x_;
+    const uint8_t* packed_;
+    const Output& y_;
+    const Tiling t_;
+    const Blocks blocks_;
+    const Loops loops_;
+    uint8_t* const decoded_[2];
+    float* const block_;
+    float* const sums_;
+};
+
+int64_t prepared_bytes(const Weight& w, int64_t m, int32_t x_dtype) { return packed_x_bytes(w, tiling(m, x_dtype)); }
+
+void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
+    pack_x(w, x, kChunkUnits, prepared, part, parts);
+}
+
+bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first, int64_t last) {
+    const Tiling t = tiling(x.m, x.dtype);
+    const int64_t bytes = max(scratch_bytes(Blocks(t)), kScratchBytes);
+    uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchThread, bytes));
+    if (memory == nullptr) return false;
+    const Tiles tiles(t.rows);
+    return with_format(w, [&](const auto& format) {
+        Product(format, w, x, prepared, y, memory, first, last).run();
+        return true;
+    });
+}
+
+}  // namespace
+
+extern const Path kAmxLargePath = {"amx large", prepared_bytes, prepare, multiply, kGroupPanels};
+
+}  // namespace MINIFLOAT_ISA
+
+#endif
