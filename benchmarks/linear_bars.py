@@ -1,0 +1,122 @@
+"""What `benchmarks/linear.py` holds our kernels to, and how a measurement is judged.
+
+The bars were set before the kernels were written, from what the memory of the machine allows. Two rules hold at every
+M: never slower than torch in BF16, which a user has today, and hardly ever slower than our own format with more bytes,
+or the smaller one would have no reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BASELINE = "torch BF16"
+FORMATS = ("fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "bf16")
+
+#: Our format with the next more bytes.
+NEXT_LARGER = {"fp8": "bf16", "fp8-block": "bf16", "mxfp8": "bf16", "mxfp4": "fp8", "nvfp4": "fp8"}
+NEVER_BELOW_BASELINE = 1.0
+NEVER_BELOW_NEXT = 0.95
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What one quantity has to reach.
+
+    Attributes:
+        quantity: "x torch" (times the speed of torch BF16), "read" (share of the read bandwidth), or "x next" (times
+            the speed of our next larger format).
+        floor: What it must reach.
+        aim: What it should reach, None where the floor is all there is to say.
+    """
+
+    quantity: str
+    floor: float
+    aim: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a measurement stands against its bars.
+
+    Attributes:
+        word: "aim" (every aim reached), "pass" (every floor) or "short".
+        short: By how much of its floor the worst quantity misses it; 0 where none does.
+        quantity: That quantity, empty where none is short.
+    """
+
+    word: str
+    short: float = 0.0
+    quantity: str = ""
+
+    def __str__(self) -> str:
+        if self.word != "short":
+            return self.word
+        return f"short by {max(self.short * 100, 0.1):.{0 if self.short >= 0.1 else 1}f}% ({self.quantity})"
+
+
+_FP8 = {
+    1: (Bar("x torch", 2.6, 3.0), Bar("read", 0.85, 0.92)),
+    16: (Bar("x torch", 2.2, 2.8),),
+    64: (Bar("x torch", 1.5, 2.2),),
+    256: (Bar("x torch", 1.2, 2.0),),
+    1024: (Bar("x torch", 1.2, 2.0),),
+}
+_MXFP4 = {
+    1: (Bar("x torch", 4.4, 5.3), Bar("read", 0.75, 0.88)),
+    16: (Bar("x torch", 3.3, 4.5),),
+    64: (Bar("x torch", 2.0, 2.5),),
+    256: (Bar("x torch", 1.2, 2.0),),
+    1024: (Bar("x torch", 1.2, 2.0),),
+}
+#: By format and M, where all instruction sets that the bars were set for are there.
+BARS: dict[str, dict[int, tuple[Bar, ...]]] = {
+    "fp8": _FP8,
+    "fp8-block": _FP8,
+    "mxfp4": _MXFP4,
+    "bf16": {1: (Bar("read", 0.90, 0.95),)},
+}
+
+
+def bars(contender: str, m: int, isa: str) -> tuple[Bar, ...]:
+    """What our `contender` is held to at `m` on `isa`; nothing for peers.
+
+    With AMX all bars; with AVX-512 alone those of M = 1; elsewhere only the two rules, which hold everywhere.
+    """
+    if contender not in FORMATS:
+        return ()
+    held = isa == "amx" or (isa.startswith("avx512") and m == 1)
+    special = BARS.get(contender, {}).get(m, ()) if held else ()
+    rules = []
+    if not any(bar.quantity == "x torch" for bar in special):
+        rules.append(Bar("x torch", NEVER_BELOW_BASELINE))
+    if contender in NEXT_LARGER:
+        rules.append(Bar("x next", NEVER_BELOW_NEXT))
+    return (*special, *rules)
+
+
+def judge(held_to: tuple[Bar, ...], measured: dict[str, float]) -> Verdict | None:
+    """The verdict on what was measured; None where there is nothing to hold it to.
+
+    Args:
+        held_to: From `bars`.
+        measured: By quantity; a quantity that was not measured (its other side was left out) is not judged.
+    """
+    judged = [(bar, measured[bar.quantity]) for bar in held_to if bar.quantity in measured]
+    if not judged:
+        return None
+    worst, value = min(judged, key=lambda pair: pair[1] / pair[0].floor)
+    if value < worst.floor:
+        return Verdict("short", 1 - value / worst.floor, worst.quantity)
+    aims = [(bar.aim, value) for bar, value in judged if bar.aim is not None]
+    return Verdict("aim" if aims and all(value >= aim for aim, value in aims) else "pass")
+
+
+def describe(held_to: tuple[Bar, ...]) -> str:
+    """Floors and aims, as in "2.6x/3x 85/92%"; the rule on the next larger format goes without saying."""
+    parts = []
+    for bar in held_to:
+        if bar.quantity == "x torch":
+            parts.append(f"{bar.floor:g}x" + (f"/{bar.aim:g}x" if bar.aim else ""))
+        elif bar.quantity == "read":
+            parts.append(f"{bar.floor * 100:g}" + (f"/{bar.aim * 100:g}%" if bar.aim else "%"))
+    return " ".join(parts)

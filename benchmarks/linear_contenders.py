@@ -1,0 +1,217 @@
+"""Who is compared in `benchmarks/linear.py`: our formats, and what a user of torch has today.
+
+Every contender gets weights of its own, so many that together they have the bytes asked for. Codes are random over all
+finite values of the format: the time of a product does not depend on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from linear_bars import BASELINE, FORMATS
+from timing import Contender
+from torch import Tensor
+from torch.nn import functional
+
+from minifloat.errors import KernelUnavailable, UsageError
+from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32
+from minifloat.kernels import native
+from minifloat.kernels.linear import linear
+from minifloat.kernels.pack import pack
+from minifloat.kernels.pack.memory import allocate
+from minifloat.quantize.tensor import QuantizedTensor
+from minifloat.scheme import SCHEMES
+
+#: Not a product: the bytes of weights read once, which is the limit of all products with few rows.
+READ = "memory read"
+FP32 = "torch FP32"
+HUGE = "torch BF16, 2 MB pages"
+DEQUANTIZE = "w.to(bf16) * s"
+INT8 = "int8pack_mm"
+TORCHAO = "torchao float8"
+QUANTO = "quanto float8"
+PEERS = (HUGE, FP32, DEQUANTIZE, INT8, TORCHAO, QUANTO)
+#: Peer -> the package that it comes from.
+PACKAGES = {TORCHAO: "torchao", QUANTO: "optimum.quanto"}
+
+#: Bytes of one call of `memory_read`: many times what starting threads costs.
+READ_PART = 64 << 20
+#: `_weight_int8pack_mm` of torch 2.13 reads outside its memory where N or K is no multiple of this.
+INT8_MULTIPLE = 32
+
+Shape = tuple[int, int]
+
+
+def missing(peers: tuple[str, ...]) -> list[str]:
+    """Those of `peers` whose package is not installed."""
+    return [peer for peer in peers if peer in PACKAGES and not _installed(PACKAGES[peer])]
+
+
+def contenders(shape: Shape, formats: tuple[str, ...], peers: tuple[str, ...], nbytes: int) -> list[Contender]:
+    """The baseline, the peers that can run here, and ours, in the order in which a round runs them.
+
+    Args:
+        shape: ``(N, K)`` of a weight.
+        formats: Names of `FORMATS`.
+        peers: Names of `PEERS`.
+        nbytes: Bytes of distinct weights that each gets, at least.
+
+    Raises:
+        UsageError: The memory that is free does not hold them.
+    """
+    absent = missing(peers)
+    if any(side % INT8_MULTIPLE for side in shape):
+        absent.append(INT8)
+    names = [BASELINE, *(peer for peer in peers if peer not in absent), *formats]
+    _check_memory(len(names), shape, nbytes)
+    return [_make(name, shape, nbytes) for name in names]
+
+
+def memory_read(nbytes: int, threads: int) -> Contender:
+    """Reading `nbytes` in parts, among the contenders, so that the limit is measured in the same moments as they.
+
+    Raises:
+        KernelUnavailable: There is no native library.
+    """
+    library = native.load()
+    if library is None:
+        raise KernelUnavailable(f"the read bandwidth cannot be measured: {native.why_unavailable()}")
+    part = min(READ_PART, nbytes)
+    data = allocate(_count(nbytes, part) * part).fill_(1)
+    pieces = data.view(-1, part)
+    parts = [(data, native.ReadArgs(data=piece.data_ptr(), bytes=part, threads=threads)) for piece in pieces]
+    return Contender(READ, lambda _, piece: library.read(piece[1]), parts, part)
+
+
+def source(name: str, shape: Shape) -> QuantizedTensor | Tensor:
+    """A random weight as a checkpoint holds it.
+
+    Args:
+        name: A name of `FORMATS`.
+        shape: ``(N, K)``.
+    """
+    if name == "bf16":
+        return torch.randn(shape).to(torch.bfloat16)
+    spec = SCHEMES[name].weight
+    rows, cols = shape
+    codes = torch.randint(0, 256, (rows, cols // 2 if spec.element is E2M1 else cols), dtype=torch.uint8)
+    nan = spec.element.nan_code
+    if nan is not None:
+        codes = codes.masked_fill_((codes & nan) == nan, 0)
+    grid = spec.granularity.scale_shape(shape)
+    if spec.scale is FLOAT32:
+        return QuantizedTensor(spec, shape, codes, torch.rand(grid) + 0.5)
+    if spec.scale is E8M0:
+        return QuantizedTensor(spec, shape, codes, torch.randint(E8M0.bias - 4, E8M0.bias + 4, grid, dtype=torch.uint8))
+    scale = torch.randint(1, E4M3.max_code, grid, dtype=torch.uint8)
+    return QuantizedTensor(spec, shape, codes, scale, torch.tensor(1.0))
+
+
+def _make(name: str, shape: Shape, nbytes: int) -> Contender:
+    if name in FORMATS:
+        weight = source(name, shape)
+        first = pack(weight)
+        weights = [first, *(pack(weight) for _ in range(_count(nbytes, first.nbytes) - 1))]
+        return Contender(name, linear, weights, first.nbytes)
+    makers: dict[str, Callable[[str, Shape, int], Contender]] = {
+        BASELINE: _torch_bf16,
+        HUGE: _torch_bf16,
+        FP32: _torch_fp32,
+        DEQUANTIZE: _dequantize,
+        INT8: _int8,
+        TORCHAO: _module,
+        QUANTO: _module,
+    }
+    return makers[name](name, shape, nbytes)
+
+
+def _torch_bf16(name: str, shape: Shape, nbytes: int) -> Contender:
+    weight = torch.randn(shape).to(torch.bfloat16)
+    empty = _in_huge_pages if name == HUGE else torch.empty_like
+    return Contender(name, functional.linear, _copies(weight, nbytes, empty), weight.nbytes)
+
+
+def _torch_fp32(name: str, shape: Shape, nbytes: int) -> Contender:
+    weight = torch.randn(shape)
+    return Contender(name, functional.linear, _copies(weight, nbytes), weight.nbytes, torch.float32)
+
+
+def _dequantize(name: str, shape: Shape, nbytes: int) -> Contender:
+    codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    scale = torch.rand(shape[0], 1, dtype=torch.bfloat16)
+    weights = [(codes, scale) for codes in _copies(codes, nbytes)]
+
+    def multiply(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+        codes, scale = weight
+        return functional.linear(x, codes.to(torch.bfloat16) * scale)
+
+    return Contender(name, multiply, weights, codes.nbytes + scale.nbytes)
+
+
+def _int8(name: str, shape: Shape, nbytes: int) -> Contender:
+    codes = torch.randint(-100, 100, shape, dtype=torch.int8)
+    scale = torch.rand(shape[0], dtype=torch.bfloat16)
+    weights = [(codes, scale) for codes in _copies(codes, nbytes)]
+
+    def multiply(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.ops.aten._weight_int8pack_mm(x, *weight)  # type: ignore[no-any-return]
+
+    return Contender(name, multiply, weights, codes.nbytes + scale.nbytes)
+
+
+def _module(name: str, shape: Shape, nbytes: int) -> Contender:
+    """A peer that replaces the weight of a module."""
+    model: torch.nn.Module
+    module = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    if name == TORCHAO:
+        from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+        quantize_(module, Float8WeightOnlyConfig())
+        model = module
+    else:
+        from optimum.quanto import freeze, qfloat8, quantize
+
+        model = torch.nn.Sequential(module)
+        quantize(model, weights=qfloat8)
+        freeze(model)
+    size = math.prod(shape) * torch.float8_e4m3fn.itemsize
+    weights = [model, *(copy.deepcopy(model) for _ in range(_count(nbytes, size) - 1))]
+
+    def multiply(x: Tensor, model: torch.nn.Module) -> Any:
+        return model(x)
+
+    return Contender(name, multiply, weights, size)
+
+
+def _copies(weight: Tensor, nbytes: int, empty: Callable[[Tensor], Tensor] = torch.empty_like) -> list[Tensor]:
+    return [empty(weight).copy_(weight) for _ in range(_count(nbytes, weight.nbytes))]
+
+
+def _count(nbytes: int, each: int) -> int:
+    return max(1, math.ceil(nbytes / each))
+
+
+def _in_huge_pages(like: Tensor) -> Tensor:
+    return allocate(like.nbytes).view(like.dtype).view(like.shape)
+
+
+def _check_memory(count: int, shape: Shape, nbytes: int) -> None:
+    largest = math.prod(shape) * torch.float32.itemsize
+    need = count * (nbytes + largest)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > free:
+        raise UsageError(
+            f"{count} contenders with {nbytes / 1e9:g} GB of weights each need up to {need / 1e9:.1f} GB of memory, "
+            f"{free / 1e9:.1f} GB are free: ask for fewer --formats or --peers, or fewer --gigabytes"
+        )
+
+
+def _installed(package: str) -> bool:
+    top, _, rest = package.partition(".")
+    return importlib.util.find_spec(top) is not None and (not rest or importlib.util.find_spec(package) is not None)
