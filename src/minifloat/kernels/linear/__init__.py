@@ -123,6 +123,11 @@ def linear_fused(
     """
     if biases is not None and len(biases) != len(weights):
         raise ShapeError("biases", f"expected one for each of {len(weights)} weights, got {len(biases)}")
+    if not weights:
+        raise ShapeError("weights", "expected at least one packed weight, got none")
+    dtypes = {bias.dtype for bias in biases or () if bias is not None}
+    if len(dtypes) > 1:
+        raise UnsupportedTensorError("biases", f"expected one dtype, got {', '.join(sorted(map(str, dtypes)))}")
     for i, weight in enumerate(weights):
         _check_shapes(x, weight.shape, None if biases is None else biases[i])
         if weight.form.grid != weights[0].form.grid or weight.form.format is not weights[0].form.format:
@@ -159,11 +164,22 @@ def _multiply(x: Tensor, weights: Sequence[PackedWeight], biases: Sequence[Tenso
             "x", f"expected bfloat16, float16 or float32 on the CPU, got {x.dtype}, {x.device}"
         )
     rows = [weight.shape[0] for weight in weights]
+    if biases is not None:
+        biases = [None if bias is None else _readable(bias) for bias in biases]
     if ops.is_eager(x):
         return cpu.run(x, [weight.address for weight in weights], biases, sum(rows))
     data = [weight.data for weight in weights]
     y: Tensor = torch.ops.minifloat.linear(x, data, list(biases or ()), rows)
     return y
+
+
+def _readable(bias: Tensor) -> Tensor:
+    """The bias as the kernels read it."""
+    if bias.dtype not in cpu.DTYPES or bias.device.type != "cpu":
+        raise UnsupportedTensorError(
+            "bias", f"expected bfloat16, float16 or float32 on the CPU, got {bias.dtype}, {bias.device}"
+        )
+    return bias.contiguous()
 
 
 def _check_shapes(x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
