@@ -2,12 +2,9 @@
 // round as torch does: to nearest, ties to even; overflow is Inf, NaN stays NaN.
 #pragma once
 
+#include "../intrinsics.h"
 #include "../quantize/load.h"
 #include "path.h"
-
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 
 namespace MINIFLOAT_ISA {
 

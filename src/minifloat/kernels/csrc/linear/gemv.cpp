@@ -1,0 +1,275 @@
+// A few rows of x (the decode step of a language model) in float32 multiply-adds, for AVX-512: the weights come from
+// memory once, and everything here is about keeping up with it.
+//
+// Each vector of 64 bytes is decoded to float32 in registers and multiplied with a broadcast of x; several rows of x
+// share the decoding. E2M1 has a faster way in gemv_int8.cpp where the instruction set has integer dot products.
+#if defined(__AVX512F__)
+
+#include "avx512.h"
+
+namespace MINIFLOAT_ISA {
+namespace {
+
+// How far ahead of its use a line is asked for.
+constexpr int64_t kPrefetchBytes = 1024;
+constexpr int kMaxRows = 4;  // of x that share the decoding
+
+const float kE2M1Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                               -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+// One vector of 16 rows as float32, kCols columns of it.
+struct Bf16Decoder {
+    static constexpr int kCols = 2;
+    void decode(const uint8_t* p, __m512 (&out)[kCols]) const {
+        const __m512i v = _mm512_load_si512(p);
+        out[0] = first_of_pair(v);
+        out[1] = second_of_pair(v);
+    }
+};
+
+#if defined(__AVX512VBMI__)
+
+struct E4m3Tables {
+    alignas(64) uint8_t low[128], high[128];
+};
+
+// The two bytes of every positive code as bf16.
+constexpr E4m3Tables make_e4m3_tables() {
+    E4m3Tables tables = {};
+    for (int code = 0; code < 128; ++code) {
+        int exponent = code >> kE4M3MantissaBits, mantissa = code & 7;
+        if (code == 0) continue;
+        if (exponent == 0) {  // normalised: 2^-9 times the mantissa
+            exponent = 1;
+            while (mantissa < 8) {
+                mantissa *= 2;
+                --exponent;
+            }
+            mantissa -= 8;
+        }
+        const int bits = (exponent + kBias - 7) << 7 | mantissa << 4;
+        tables.low[code] = static_cast<uint8_t>(bits);
+        tables.high[code] = static_cast<uint8_t>(bits >> 8);
+    }
+    return tables;
+}
+
+constexpr E4m3Tables kE4m3Tables = make_e4m3_tables();
+
+struct E4m3Decoder {
+    static constexpr int kCols = 4;
+    __m512i low0 = _mm512_load_si512(kE4m3Tables.low), low1 = _mm512_load_si512(kE4m3Tables.low + 64);
+    __m512i high0 = _mm512_load_si512(kE4m3Tables.high), high1 = _mm512_load_si512(kE4m3Tables.high + 64);
+
+    void decode(const uint8_t* p, __m512 (&out)[kCols]) const {
+        constexpr int kOrAnd = 0xf8;  // a | (b & c)
+        const __m512i v = _mm512_load_si512(p);
+        const __m512i low = _mm512_permutex2var_epi8(low0, v, low1);
+        const __m512i magnitude = _mm512_permutex2var_epi8(high0, v, high1);
+        const __m512i high =
+            _mm512_ternarylogic_epi32(magnitude, v, _mm512_set1_epi8(static_cast<char>(0x80)), kOrAnd);
+        const __m512i k01 = _mm512_unpacklo_epi8(low, high), k23 = _mm512_unpackhi_epi8(low, high);
+        out[0] = first_of_pair(k01);
+        out[1] = second_of_pair(k01);
+        out[2] = first_of_pair(k23);
+        out[3] = second_of_pair(k23);
+    }
+    static constexpr float kFactor = 1.0f;
+};
+
+#else
+
+struct E4m3Decoder {
+    static constexpr int kCols = 4;
+    // Words of the pairs k0 k1 of 16 rows, then k2 k3.
+    __m512i order = _mm512_set_epi16(31, 30, 29, 28, 23, 22, 21, 20, 15, 14, 13, 12, 7, 6, 5, 4,  //
+                                     27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
+
+    void decode(const uint8_t* p, __m512 (&out)[kCols]) const {
+        const __m512i keep = _mm512_set1_epi16(kHalfBitsOfE4M3);
+        const __m512i v = _mm512_permutexvar_epi16(order, _mm512_load_si512(p));
+        const __m512i odd = _mm512_and_si512(_mm512_srai_epi16(v, 1), keep);
+        const __m512i even = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(v, 8), 1), keep);
+        out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(even));
+        out[1] = _mm512_cvtph_ps(_mm512_castsi512_si256(odd));
+        out[2] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1));
+        out[3] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1));
+    }
+    static constexpr float kFactor = kHalfRebias;
+};
+
+#endif
+
+struct E2m1Decoder {
+    static constexpr int kCols = 8;
+    __m512 values = _mm512_loadu_ps(kE2M1Values);
+
+    void decode(const uint8_t* p, __m512 (&out)[kCols]) const {
+        const __m512i v = _mm512_load_si512(p);
+        // The look-up reads the low four bits of each word and ignores the others.
+        for (int i = 0; i < kCols; ++i)
+            out[i % 4 * 2 + i / 4] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * i), values);
+    }
+    static constexpr float kFactor = 1.0f;
+};
+
+// Sums of 32 rows of W and kRows rows of x, of even and of odd columns, for the latency of the multiply-add. The order of
+// summation is that of one row whatever kRows is: a row of x has the same result alone as among others.
+template <int kRows>
+struct Sums {
+    static constexpr int kChains = 2;
+    __m512 v[kRows][2][kChains];
+
+    void clear() {
+        for (int r = 0; r < kRows; ++r)
+            for (int t = 0; t < 2; ++t)
+                for (int c = 0; c < kChains; ++c) v[r][t][c] = _mm512_setzero_ps();
+    }
+    __m512 total(int r, int t) const { return _mm512_add_ps(v[r][t][0], v[r][t][1]); }
+};
+
+// Adds kVectors vectors of both tiles, which lie `kTileBytes` apart, times the columns of x that they stand for.
+template <int kVectors, int kRows, class Decoder>
+inline __attribute__((always_inline)) void add_vectors(const Decoder& decoder, const uint8_t* data, const float* x,
+                                                       int64_t x_stride, Sums<kRows>& sums) {
+    constexpr int kCols = Decoder::kCols;
+    constexpr int64_t kTileBytes = kHalfCols / kCols * kVectorBytes;
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors; ++i) {
+        __m512 w[2][kCols];
+        for (int t = 0; t < 2; ++t) {
+            const uint8_t* p = data + t * kTileBytes + i * kVectorBytes;
+            // In the order of memory, which the processor's own prefetcher follows.
+            prefetch(data + (2 * i + t) * kVectorBytes + kPrefetchBytes);
+            decoder.decode(p, w[t]);
+        }
+        for (int r = 0; r < kRows; ++r)
+            for (int k = 0; k < kCols; ++k) {
+                const __m512 xs = _mm512_set1_ps(x[r * x_stride + i * kCols + k]);
+                for (int t = 0; t < 2; ++t) {
+                    __m512& sum = sums.v[r][t][k % Sums<kRows>::kChains];
+                    sum = _mm512_fmadd_ps(w[t][k], xs, sum);
+                }
+            }
+    }
+}
+
+// The panel of a weight without inline scales: one group of columns, or blocks of them with a scale each.
+template <int kRows, class Decoder>
+void multiply_blocks(const Weight& w, int64_t p, const float* x, int64_t x_stride, __m512 (&out)[kRows][2]) {
+    constexpr int kVectors = kHalfCols / Decoder::kCols;
+    constexpr int64_t kHalfBytes = 2 * kVectors * kVectorBytes;
+    const Decoder decoder;
+    const uint8_t* data = w.panel(p);
+    const uint8_t* end = data + w.panel_bytes;
+    const bool scaled = w.grid == MINIFLOAT_GRID_BLOCK;
+    const int64_t group_bytes = w.groups == 1 ? w.panel_bytes : w.block_cols / kHalfCols * kHalfBytes;
+    Sums<kRows> sums;
+    for (int64_t g = 0; g < w.groups; ++g) {
+        sums.clear();
+        // The last group takes the columns of padding too.
+        const uint8_t* group_end = g + 1 == w.groups ? end : data + group_bytes;
+        for (; data < group_end; data += kHalfBytes, x += kHalfCols)
+            add_vectors<kVectors>(decoder, data, x, x_stride, sums);
+        const float* scales = scaled ? w.block_scale(p, g) : nullptr;
+        for (int t = 0; t < 2; ++t) {
+            __m512 scale = _mm512_set1_ps(1.0f);
+            if (scaled)
+                scale = w.block_lanes == 1 ? _mm512_set1_ps(*scales) : _mm512_loadu_ps(scales + t * kTileRows);
+            for (int r = 0; r < kRows; ++r) out[r][t] = _mm512_fmadd_ps(sums.total(r, t), scale, out[r][t]);
+        }
+    }
+}
+
+// The panel of a weight with scales at the head of each step: kVectors vectors of each tile share one.
+template <int kRows, int kVectors, class Decoder>
+void multiply_inline(const Weight& w, int64_t p, const float* x, int64_t x_stride, __m512 (&out)[kRows][2]) {
+    constexpr int kGroups = kStepCols / (kVectors * Decoder::kCols);
+    constexpr int kGroupsOfHalf = kGroups / 2;
+    constexpr int64_t kHalfBytes = 2 * (kHalfCols / Decoder::kCols) * kVectorBytes;
+    const Decoder decoder;
+    const uint8_t* step = w.panel(p);
+    Sums<kRows> sums;
+    for (int64_t s = 0; s < w.steps; ++s, step += w.step_bytes) {
+        for (int i = 0; i < w.scale_bytes; i += kVectorBytes) prefetch(step + i + kPrefetchBytes);
+#pragma GCC unroll 4
+        for (int g = 0; g < kGroups; ++g, x += kVectors * Decoder::kCols) {
+            const uint8_t* data = step + w.scale_bytes + g / kGroupsOfHalf * kHalfBytes +
+                                  g % kGroupsOfHalf * kVectors * kVectorBytes;
+            sums.clear();
+            add_vectors<kVectors>(decoder, data, x, x_stride, sums);
+            for (int t = 0; t < 2; ++t) {
+                const uint8_t* codes = step + g * kPanelRows + t * kTileRows;
+                const __m512 scale = kGroups == 2 ? e8m0_scales(codes) : e4m3_scales(codes);
+                for (int r = 0; r < kRows; ++r) out[r][t] = _mm512_fmadd_ps(sums.total(r, t), scale, out[r][t]);
+            }
+        }
+    }
+}
+
+template <int kRows>
+void multiply_panel(const Weight& w, int64_t p, const float* x, int64_t x_stride, __m512 (&out)[kRows][2]) {
+    if (w.element == MINIFLOAT_WEIGHT_BF16) return multiply_blocks<kRows, Bf16Decoder>(w, p, x, x_stride, out);
+    if (w.element == MINIFLOAT_E2M1) {
+        if (w.grid == MINIFLOAT_GRID_E4M3) return multiply_inline<kRows, 2, E2m1Decoder>(w, p, x, x_stride, out);
+        return multiply_inline<kRows, 4, E2m1Decoder>(w, p, x, x_stride, out);
+    }
+    if (w.grid == MINIFLOAT_GRID_E8M0) return multiply_inline<kRows, 8, E4m3Decoder>(w, p, x, x_stride, out);
+    return multiply_blocks<kRows, E4m3Decoder>(w, p, x, x_stride, out);
+}
+
+float factor_of(const Weight& w) {
+    float factor = w.element == MINIFLOAT_E4M3 ? E4m3Decoder::kFactor : 1.0f;
+    if (w.grid == MINIFLOAT_GRID_E4M3) factor *= kHalfRebias;
+    return factor;
+}
+
+template <int kRows>
+void multiply_rows(const Weight& w, const float* x, int64_t row, const Output& y, int64_t first, int64_t last) {
+    const int64_t x_stride = w.steps * kStepCols;
+    const __m512 factor = _mm512_set1_ps(factor_of(w));
+    for (int64_t p = first; p < last; ++p) {
+        __m512 out[kRows][2];
+        for (int r = 0; r < kRows; ++r) out[r][0] = out[r][1] = _mm512_setzero_ps();
+        multiply_panel<kRows>(w, p, x + row * x_stride, x_stride, out);
+        for (int r = 0; r < kRows; ++r) {
+            alignas(64) float sums[kPanelRows];
+            for (int t = 0; t < 2; ++t) _mm512_store_ps(sums + t * kTileRows, _mm512_mul_ps(out[r][t], factor));
+            store_row(w, y, p, row + r, sums);
+        }
+    }
+}
+
+int64_t prepared_bytes(const Weight& w, int64_t m, int32_t) { return m * w.steps * kStepCols * 4; }
+
+void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
+    const int64_t padded = w.steps * kStepCols;
+    for (int64_t i = x.m * part / parts; i < x.m * (part + 1) / parts; ++i) {
+        float* row = reinterpret_cast<float*>(prepared) + i * padded;
+        to_float(x.row(i), x.dtype, w.cols, row);
+        for (int64_t k = w.cols; k < padded; ++k) row[k] = 0.0f;
+    }
+}
+
+bool multiply(const Weight& w, const Input& in, const uint8_t* prepared, const Output& y, int64_t first,
+              int64_t last) {
+    const float* x = reinterpret_cast<const float*>(prepared);
+    // Panel by panel, so that the rows after the first four find the weights in the cache.
+    for (int64_t p = first; p < last; ++p)
+        for (int64_t row = 0; row < in.m; row += kMaxRows) {
+            const int64_t rows = min<int64_t>(kMaxRows, in.m - row);
+            if (rows == 1) multiply_rows<1>(w, x, row, y, p, p + 1);
+            if (rows == 2) multiply_rows<2>(w, x, row, y, p, p + 1);
+            if (rows == 3) multiply_rows<3>(w, x, row, y, p, p + 1);
+            if (rows == 4) multiply_rows<4>(w, x, row, y, p, p + 1);
+        }
+    return true;
+}
+
+}  // namespace
+
+extern const Path kGemvPath = {"gemv", prepared_bytes, prepare, multiply};
+
+}  // namespace MINIFLOAT_ISA
+
+#endif
