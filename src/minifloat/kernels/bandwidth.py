@@ -78,7 +78,7 @@ def read_bandwidth(size: int, threads: int, rounds: int = 9) -> ReadBandwidth:
 
 def _pages(size: int) -> mmap.mmap:
     """Memory of its own, in 2 MB pages where the system has them."""
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets small ones
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
