@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,6 +46,10 @@ class ElementFormat:
     bias: int
     special: Special
     signed: bool = True
+
+    def __reduce__(self) -> tuple[Callable[[str], ElementFormat], tuple[str]]:
+        """Copies and pickles give the declared record again: the package tells formats apart by identity."""
+        return get_format, (self.name,)
 
     @property
     def bits(self) -> int:

@@ -78,7 +78,7 @@ def experts(transposed: bool) -> tuple[QuantizedExperts, list[torch.Tensor]]:
     parts = [[quantized("mxfp4", 16, 64, seed), quantized("mxfp4", 16, 64, seed + 10)] for seed in range(3)]
     full = [torch.cat([part.dequantize() for part in expert]) for expert in parts]
     weights = [[QuantizedWeight(part, torch.bfloat16) for part in expert] for expert in parts]
-    return QuantizedExperts(weights, transposed), full
+    return QuantizedExperts(weights, transposed, multiplied=False), full
 
 
 @pytest.mark.parametrize("index", [2, torch.tensor(2), torch.tensor([2])])
@@ -107,7 +107,7 @@ def test_experts_refuse_an_index_that_is_not_one_integer(index: torch.Tensor) ->
 
 def test_experts_of_different_shapes_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"rows \{16, 48\}"):
-        QuantizedExperts([[QuantizedWeight(quantized("fp8", rows), torch.float32)] for rows in (16, 48)], False)
+        QuantizedExperts([[QuantizedWeight(quantized("fp8", rows), torch.float32)] for rows in (16, 48)], False, True)
 
 
 def test_the_source_of_a_class_tells_whether_it_indexes_its_experts() -> None:

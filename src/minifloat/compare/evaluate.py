@@ -121,6 +121,7 @@ def compare_models(
     dtype: str | None = None,
     device: str | torch.device = "cpu",
     weight_only: bool = False,
+    impl: str = "auto",
     progress: Progress | None = None,
 ) -> Comparison:
     """Measure how far the candidate's predictions are from the baseline's.
@@ -142,6 +143,8 @@ def compare_models(
             theirs.
         device: Where folders are loaded to.
         weight_only: Load folders with all inputs in `dtype`. Loaded models keep what they were loaded with.
+        impl: What multiplies the quantized weights of folders, as in `minifloat.serve.load.load`. The kernels do not
+            round weights to the 16 bits of `dtype`; "reference" does, as servers that dequantize first.
         progress: Called after each batch.
 
     Returns:
@@ -156,7 +159,12 @@ def compare_models(
     if dtype is not None and dtype not in _DTYPES:
         raise UnknownNameError("dtype", dtype, _DTYPES)
     contents = _read_texts(texts)
-    options = {"dtype": None if dtype is None else _DTYPES[dtype], "device": device, "weight_only": weight_only}
+    options = {
+        "dtype": None if dtype is None else _DTYPES[dtype],
+        "device": device,
+        "weight_only": weight_only,
+        "impl": impl,
+    }
     sides = [_Side.of(side, options) for side in (baseline, candidate)]
     first, second = sides
     tokenizer = _common_tokenizer(first, second)
@@ -201,7 +209,7 @@ class _Side:
     @classmethod
     def of(cls, given: PreTrainedModel | str | os.PathLike[str], options: dict[str, Any]) -> _Side:
         if isinstance(given, PreTrainedModel):
-            quantized = sum(m.quantized.nbytes for m in given.modules() if isinstance(m, QuantizedWeight))
+            quantized = sum(m.nbytes for m in given.modules() if isinstance(m, QuantizedWeight))
             return cls(given, str(given.config.name_or_path), quantized + sum(p.nbytes for p in given.parameters()))
         with Checkpoint.open(given) as checkpoint:
             nbytes = sum(info.nbytes for info in checkpoint.tensors.values())

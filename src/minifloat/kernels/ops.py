@@ -7,6 +7,7 @@ take the tensors of packed weights and check by their headers what they are, so 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels.linear import cpu
+from minifloat.kernels.moe import cpu as moe_cpu
 from minifloat.kernels.pack.layout import Header
 from minifloat.kernels.pack.memory import is_aligned
 
@@ -53,21 +55,16 @@ def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], row
 
 @torch.library.custom_op("minifloat::moe_linear", mutates_args=(), device_types="cpu")
 def moe_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    offsets: Tensor,
-    x_rows: Tensor | None,
-    rows: int,
+    x: Tensor, weights: Sequence[Tensor], offsets: Tensor, x_rows: Tensor | None, biases: Tensor | None, rows: int
 ) -> Tensor:
     """Row t of the result is row ``x_rows[t]`` of `x` times the expert that owns t.
 
     Args:
         x: ``[M, K]``, bfloat16, float16 or float32.
         weights: ``PackedWeight.data`` of each expert ``[N, K]``, all of one form.
-        biases: ``[N]`` or None for each, or empty.
         offsets: int64 ``[experts + 1]`` from 0 to T: expert e owns the rows ``offsets[e] .. offsets[e + 1] - 1``.
         x_rows: int64 ``[T]``, or None: row t of `x`, and T is M.
+        biases: ``[experts, N]`` or None.
         rows: N.
 
     Returns:
@@ -77,25 +74,50 @@ def moe_linear(
         ShapeError: Sizes do not go together, or a row that `x` does not have.
         UnsupportedTensorError: A dtype that there is no kernel for, or bytes that are no packed weight.
     """
-    _check(x, weights, biases, [rows] * len(weights))
-    total = x.shape[0] if x_rows is None else x_rows.shape[0]
-    _check_offsets(offsets, len(weights), total)
-    if x_rows is not None:
-        _check_rows(x_rows, x.shape[0])
-    addresses = [weight.data_ptr() for weight in weights]
-    return cpu.run_experts(x, addresses, biases or None, offsets, x_rows, rows)
+    if x.ndim != 2:
+        raise ShapeError("x", f"expected [M, K], got {list(x.shape)}")
+    parts = () if biases is None else biases.unbind()
+    _check(x, weights, parts, [rows] * len(weights))
+    check_groups(offsets, x_rows, len(weights), x.shape[0])
+    pointers = (ctypes.c_void_p * len(weights))(*[weight.data_ptr() for weight in weights])
+    return moe_cpu.run(x, pointers, offsets, x_rows, biases, rows)
 
 
 @moe_linear.register_fake
 def _(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    offsets: Tensor,
-    x_rows: Tensor | None,
-    rows: int,
+    x: Tensor, weights: Sequence[Tensor], offsets: Tensor, x_rows: Tensor | None, biases: Tensor | None, rows: int
 ) -> Tensor:
     return x.new_empty((x.shape[0] if x_rows is None else x_rows.shape[0], rows))
+
+
+def check_groups(offsets: Tensor, x_rows: Tensor | None, experts: int, tokens: int) -> None:
+    """See that the kernels may follow `offsets` and `x_rows` of `moe_linear`.
+
+    Args:
+        offsets: As there.
+        x_rows: As there.
+        experts: How many there are.
+        tokens: Rows of `x`.
+
+    Raises:
+        ShapeError: Sizes do not go together, offsets fall, or a row that `x` does not have.
+        UnsupportedTensorError: Not int64 on the CPU.
+    """
+    for name, tensor in (("offsets", offsets), ("x_rows", x_rows)):
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int64 or tensor.device.type != "cpu":
+            raise UnsupportedTensorError(name, f"expected int64 on the CPU, got {tensor.dtype}, {tensor.device}")
+        if tensor.ndim != 1 or not tensor.is_contiguous():
+            raise ShapeError(name, f"expected one contiguous dimension, got {list(tensor.shape)}")
+    total = tokens if x_rows is None else x_rows.shape[0]
+    values = offsets.tolist()
+    if len(values) != experts + 1 or values[0] != 0 or values[-1] != total or sorted(values) != values:
+        raise ShapeError("offsets", f"expected {experts + 1} numbers that do not fall, from 0 to {total}, got {values}")
+    if x_rows is not None and total:
+        low, high = (int(bound) for bound in x_rows.aminmax())
+        if low < 0 or high >= tokens:
+            raise ShapeError("x_rows", f"rows {low} to {high} of the {tokens} of x")
 
 
 def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Sequence[int]) -> None:
@@ -122,18 +144,3 @@ def _check_weight(weight: Tensor, rows: int, cols: int) -> None:
         raise UnsupportedTensorError("weight", header)
     if (header.rows, header.cols) != (rows, cols) or header.total > weight.numel():
         raise ShapeError("weight", f"expected a packed weight {rows}x{cols}, got one of {header.rows}x{header.cols}")
-
-
-def _check_offsets(offsets: Tensor, experts: int, total: int) -> None:
-    if offsets.dtype != torch.int64 or not offsets.is_contiguous() or offsets.shape != (experts + 1,):
-        raise ShapeError("offsets", f"expected contiguous int64 [{experts + 1}], got {offsets.dtype} {offsets.shape}")
-    values = offsets.tolist()
-    if values[0] != 0 or values[-1] != total or sorted(values) != values:
-        raise ShapeError("offsets", f"expected numbers that do not fall, from 0 to {total}, got {values}")
-
-
-def _check_rows(x_rows: Tensor, tokens: int) -> None:
-    if x_rows.dtype != torch.int64 or not x_rows.is_contiguous() or x_rows.ndim != 1:
-        raise ShapeError("x_rows", f"expected contiguous int64 [T], got {x_rows.dtype} {list(x_rows.shape)}")
-    if x_rows.numel() and not 0 <= int(x_rows.min()) <= int(x_rows.max()) < tokens:
-        raise ShapeError("x_rows", f"a row outside of the {tokens} of x")

@@ -2,7 +2,7 @@
 
 The eager forward of transformers' experts reads ``self.gate_up_proj[expert]`` for one expert at a time, so an object
 with `__getitem__` is enough and no forward is rewritten. Whether a class keeps to that is read off its source. Where
-inputs are quantized too, what the index returns is no tensor but an operand that multiplies in its own way.
+it only multiplies with what the index returns, that is no tensor but an operand that multiplies in its own way.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.errors import ShapeError
+from minifloat.kernels.linear import linear_fused
+from minifloat.kernels.pack import PackedWeight
 from minifloat.serve.linear import QuantizedWeight
 
 
@@ -28,6 +30,7 @@ class QuantizedExperts(nn.Module):
         experts: Of each expert the weights that follow each other along N: gate and up, or one. Either all quantize
             their inputs or none does.
         transposed: Whether the model multiplies with ``x @ w[e]`` (gpt-oss) and not with ``x @ w[e].T``.
+        multiplied: Whether the model does nothing else with them (`multiplies_experts`).
 
     Attributes:
         shape: The shape of the parameter that this stands for.
@@ -36,10 +39,11 @@ class QuantizedExperts(nn.Module):
         ShapeError: The experts differ in shape.
     """
 
-    def __init__(self, experts: Sequence[Sequence[QuantizedWeight]], transposed: bool) -> None:
+    def __init__(self, experts: Sequence[Sequence[QuantizedWeight]], transposed: bool, multiplied: bool) -> None:
         super().__init__()
-        self.transposed = transposed
+        self.transposed, self.multiplied = transposed, multiplied
         self.experts = nn.ModuleList(nn.ModuleList(parts) for parts in experts)
+        assert multiplied or all(part.activation is None for parts in experts for part in parts)
         heights = {sum(part.shape[0] for part in parts) for parts in experts}
         widths = {part.shape[1] for parts in experts for part in parts}
         if len(heights) != 1 or len(widths) != 1:
@@ -53,16 +57,16 @@ class QuantizedExperts(nn.Module):
     def __getitem__(self, index: int | Tensor) -> Tensor | ExpertFactor:
         """The weight ``[N, K]`` (``[K, N]`` where transposed) of one expert, to multiply an input with.
 
-        Weight-only, it is the dequantized tensor in the model's dtype. Where inputs are quantized it is an
-        `ExpertFactor`, which can do nothing but be multiplied with one.
+        It is an `ExpertFactor`, which can do nothing but be multiplied with an input; where the model does more, the
+        dequantized tensor in the model's dtype.
 
         Raises:
             TypeError: `index` is not one integer; other implementations of transformers' experts take many at once.
         """
         if isinstance(index, Tensor) and (index.numel() != 1 or index.is_floating_point()):
-            raise TypeError(f"experts are dequantized one at a time; got an index of shape {list(index.shape)}")
+            raise TypeError(f"experts are taken one at a time; got an index of shape {list(index.shape)}")
         parts = [part for part in self.experts[int(index)].children() if isinstance(part, QuantizedWeight)]
-        if any(part.activation is not None for part in parts):
+        if self.multiplied:
             return ExpertFactor(parts, self.transposed)
         weight = torch.cat([part.weight for part in parts])
         return weight.T if self.transposed else weight
@@ -71,9 +75,9 @@ class QuantizedExperts(nn.Module):
 class ExpertFactor:
     """Stands for one expert's weight in ``F.linear(x, w)``, or in ``x @ w`` where it is transposed.
 
-    The input that must be quantized is not known where experts are indexed, only where they are multiplied; so torch,
-    which asks foreign operands what to do, is told to multiply by `QuantizedWeight.multiply`. Any other use raises
-    TypeError: a product that passes by the quantization would be wrong in silence.
+    Kernels take the weight together with its input, which is not known where experts are indexed, only where they are
+    multiplied; so torch, which asks foreign operands what to do, is told to multiply by `QuantizedWeight.multiply`. Any
+    other use raises TypeError: a product that passes by the quantization of inputs would be wrong in silence.
 
     Args:
         parts: The weights of the expert, whose results follow each other in the last dimension.
@@ -89,11 +93,23 @@ class ExpertFactor:
     ) -> Tensor:
         """Called by torch in the place of `func`."""
         if len(args) == 2 and not kwargs and isinstance(args[0], Tensor) and isinstance(args[1], cls):
-            x, factor = args
+            x: Tensor = args[0]
+            factor: ExpertFactor = args[1]
             expected = _MATRIX_PRODUCTS if factor.transposed else (nn.functional.linear,)
             if func in expected:
-                return torch.cat([part.multiply(x) for part in factor.parts], dim=-1)
-        raise TypeError(f"an expert whose inputs are quantized can only be multiplied with one; got {func}")
+                return factor.multiply(x)
+        raise TypeError(f"a quantized expert can only be multiplied with an input; got {func}")
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """``x @ w.T`` for the parts on top of each other: ``[..., K]`` to ``[..., N]``."""
+        held = [part.held for part in self.parts]
+        packed = [weight for weight in held if isinstance(weight, PackedWeight)]
+        alike = all(part.activation is None and part.spec == self.parts[0].spec for part in self.parts)
+        if alike and len(packed) == len(held):
+            products = linear_fused(x, packed)
+        else:
+            products = tuple(part.multiply(x) for part in self.parts)
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
 _MATRIX_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)

@@ -1,30 +1,43 @@
 """Linear layers that hold a quantized weight, in the place of `torch.nn.Linear` inside a transformers model.
 
-Left out: gradients.
+A weight is held in one of two forms, never in both: packed, in the order in which the kernels of the CPU read it, or as
+checkpoints store it, which any device takes and the reference multiplies. Left out: gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from minifloat.kernels import native
 from minifloat.kernels.linear import linear
+from minifloat.kernels.linear.cpu import DTYPES
+from minifloat.kernels.pack import PackedWeight, pack, why_not
 from minifloat.quantize.activation import describe_activation
 from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.scheme import ActivationSpec
 
+_BUFFERS = ("codes", "scale", "global_scale", "packed")
+
 
 class QuantizedWeight(nn.Module):
-    """Codes and scales of one weight ``[N, K]`` and of its input, which move with a model and never change dtype.
+    """One quantized weight ``[N, K]`` and how its input is quantized; it moves with a model and never changes dtype.
 
     ``model.half()`` or ``model.to(torch.bfloat16)`` would round float32 scales; here such a call changes `dtype` alone.
 
+    It is made as the checkpoint stores it; `pack` exchanges that for the packed form. A move to another device, or to a
+    dtype that the kernels do not multiply in (float64), unpacks it first, and it stays unpacked until `pack` is called
+    again: a device is not left and come back to for the sake of speed. Copies and pickles keep the form; a state
+    dict fits a module of the same form.
+
     Attributes:
-        codes: uint8, as in `QuantizedTensor`.
+        codes: uint8, as in `QuantizedTensor`; unpacked only, as are the other two.
         scale: The scale grid.
         global_scale: float32 scalar or None.
+        packed: uint8, as `PackedWeight.data`; packed only.
         activation: How inputs are quantized before they are multiplied; None: not at all.
         input_scale: float32 scalar where `activation` is static, else None.
         dtype: The dtype that the weight stands for in the model, which `weight` has.
@@ -44,19 +57,47 @@ class QuantizedWeight(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.spec = quantized.spec
-        self.shape = quantized.shape
-        self.global_divides = quantized.global_divides
         self.dtype = dtype
-        self.register_buffer("codes", quantized.codes)
-        self.register_buffer("scale", quantized.scale)
-        self.register_buffer("global_scale", quantized.global_scale)
+        self._hold(quantized)
         self.register_buffer("input_scale", input_scale)
+
+    def _hold(self, weight: QuantizedTensor | PackedWeight) -> None:
+        """Exchange the form."""
+        for name in _BUFFERS:
+            self._buffers.pop(name, None)
+        self.shape = weight.shape
+        self._packed: PackedWeight | None = None
+        if isinstance(weight, PackedWeight):
+            self.register_buffer("packed", weight.data)
+            return
+        self.spec = weight.spec
+        self.global_divides = weight.global_divides
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("scale", weight.scale)
+        self.register_buffer("global_scale", weight.global_scale)
+
+    @property
+    def is_packed(self) -> bool:
+        """Which of the two forms it has."""
+        return "packed" in self._buffers
+
+    @property
+    def held(self) -> QuantizedTensor | PackedWeight:
+        """The weight as `linear` takes it, in the form that it has; shares the memory of this module."""
+        data = self._buffers.get("packed")
+        if data is None:
+            return QuantizedTensor(
+                self.spec, self.shape, self.codes, self.scale, self.global_scale, self.global_divides
+            )
+        if self._packed is None or self._packed.data is not data:  # moved or assigned since
+            self._packed = PackedWeight(data, self.spec, self.shape)
+        return self._packed
 
     @property
     def quantized(self) -> QuantizedTensor:
-        """The weight as kernels take it; shares the memory of this module."""
-        return QuantizedTensor(self.spec, self.shape, self.codes, self.scale, self.global_scale, self.global_divides)
+        """The weight as checkpoints store it: shares the memory of this module, or is made anew where it is packed."""
+        held = self.held
+        return _unpacked(held) if isinstance(held, PackedWeight) else held
 
     @property
     def weight(self) -> Tensor:
@@ -66,22 +107,54 @@ class QuantizedWeight(nn.Module):
         ``linear.weight`` outside of the linear's forward: Mamba's ``lm_head.weight.dtype``, T5's ``wo.weight.dtype``,
         the routers and latent-attention projections that multiply with it directly.
         """
-        return self.quantized.dequantize(self.dtype)
+        return self.held.dequantize(self.dtype)
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None, impl: str = "auto") -> Tensor:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight as checkpoints store it; packed it takes a little more, to whole panels and pages."""
+        rows, cols = self.shape
+        return round(self.spec.bits_per_weight(self.shape) * rows * cols / 8)
+
+    def pack(self) -> str:
+        """Hold the packed form from now on, and forget the other.
+
+        Returns:
+            Why it stays as it is; empty where it is packed now.
+
+        Raises:
+            NonFiniteError: A float32 scale is NaN or Inf.
+        """
+        if self.is_packed:
+            return ""
+        reason = native.why_unavailable() or why_not(self.spec, self.shape, self.codes.device)
+        if not reason:
+            self._hold(pack(self.quantized))
+        return reason
+
+    def unpack(self) -> None:
+        """Hold the weight as checkpoints store it from now on; with NVFP4 its tensor scale multiplies."""
+        if self.is_packed:
+            self._hold(self.quantized)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``, ``[..., K]`` to ``[..., N]``, the dtype of `x`, which `activation` may quantize."""
-        return linear(x, self.quantized, bias, impl=impl, activation=self.activation, input_scale=self.input_scale)
+        return linear(x, self.held, bias, activation=self.activation, input_scale=self.input_scale)
 
     def extra_repr(self) -> str:
-        """Shape, element format, granularity and scale format, and how inputs are quantized."""
+        """Shape, element format, granularity and scale format, how inputs are quantized, and whether it is packed."""
         rows, cols = self.shape
         inputs = "" if self.activation is None else f", inputs {describe_activation(self.activation)}"
         spec = self.spec
-        return f"[{rows}, {cols}], {spec.element.name}, {spec.granularity}, {spec.scale.name} scales{inputs}"
+        form = ", packed" if self.is_packed else ""
+        return f"[{rows}, {cols}], {spec.element.name}, {spec.granularity}, {spec.scale.name} scales{inputs}{form}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
         """Let `fn` move the codes and scales, but cast only what is not quantized (a bias)."""
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.codes.device)).dtype
+        device = next(buffer.device for buffer in self._buffers.values() if buffer is not None)
+        result = fn(torch.empty(0, dtype=self.dtype, device=device))
+        self.dtype = result.dtype
+        if result.device.type != "cpu" or result.dtype not in DTYPES:
+            self.unpack()
         held = {id(buffer) for buffer in self._buffers.values()}
 
         def move(tensor: Tensor) -> Tensor:
@@ -91,7 +164,20 @@ class QuantizedWeight(nn.Module):
             return tensor.to(moved.device)
 
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        self._packed = None  # share_memory_ moves what a tensor holds, and it stays the same object
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Copy into the buffers; what is packed there is looked at anew before the kernels read it."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self._packed = None
+
+
+def _unpacked(weight: PackedWeight) -> QuantizedTensor:
+    stored = weight.unpack()
+    if not isinstance(stored, QuantizedTensor):
+        raise TypeError("a BF16 weight in a module for quantized ones")
+    return stored
 
 
 class QuantizedLinear(QuantizedWeight):
@@ -101,7 +187,6 @@ class QuantizedLinear(QuantizedWeight):
         in_features: K.
         out_features: N.
         bias: ``[N]`` in the model's dtype, or None.
-        impl: Which kernel computes it.
     """
 
     bias: nn.Parameter | None
@@ -112,16 +197,14 @@ class QuantizedLinear(QuantizedWeight):
         dtype: torch.dtype,
         activation: ActivationSpec | None = None,
         input_scale: Tensor | None = None,
-        impl: str = "auto",
     ) -> None:
         super().__init__(quantized, dtype, activation, input_scale)
         self.out_features, self.in_features = quantized.shape
-        self.impl = impl
         self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., K]`` to ``[..., N]``, the dtype of `x`."""
-        return self.multiply(x, self.bias, self.impl)
+        return self.multiply(x, self.bias)
 
     def extra_repr(self) -> str:
         """As `torch.nn.Linear`, with the formats."""

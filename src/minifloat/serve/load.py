@@ -22,7 +22,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import CheckpointError, MinifloatError, ShapeError, UnsupportedTensorError, UsageError
+from minifloat.errors import (
+    CheckpointError,
+    KernelUnavailable,
+    MinifloatError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedTensorError,
+    UsageError,
+)
 from minifloat.layouts import Description, StoredWeight, describe, read_weight
 from minifloat.serve.build import config_dtype, empty_model, load_generation_config
 from minifloat.serve.experts import QuantizedExperts, indexes_experts, multiplies_experts
@@ -31,6 +39,10 @@ from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
 from minifloat.serve.names import Assignment, assign, keeps_float32, split_ignorable
 
 _LOG = logging.getLogger(__name__)
+
+#: What may multiply quantized weights.
+IMPLEMENTATIONS = ("auto", "reference", "cpu")
+_NOT_MULTIPLIED = "the code of their experts does more with a weight than multiply"
 
 #: Safetensors dtype of a tensor that belongs to no quantized weight -> torch dtype.
 TORCH_DTYPES = {
@@ -53,6 +65,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     weight_only: bool = False,
+    impl: str = "auto",
 ) -> PreTrainedModel:
     """Load a checkpoint, quantized or not, as a transformers model in eval mode.
 
@@ -67,11 +80,20 @@ def load(
     checkpoints weight-only, and `weight_only` is what they compute. Inputs of MX and NVFP4 weights, and of experts
     whose class does more with a weight than multiply, are not quantized; a warning names them.
 
+    On the CPU every quantized weight is packed for the kernels as soon as it is read, and the codes as stored are
+    forgotten: memory holds both of the tensor at work and the next ones only. Weights that have no packed form, or all
+    where the native library is missing, are held as stored and multiplied by the reference, which decodes them in every
+    call; a warning says why and how many. The two differ in one rounding: with 16-bit activations the kernels multiply
+    what codes and scales say, in float32; the reference rounds the weight to the 16 bits first, as a model of
+    dequantized weights would (`minifloat.kernels.linear.linear`).
+
     Args:
         path: A folder in Hugging Face layout.
         dtype: Dtype of all that is not quantized, and of the activations; by default that of config.json.
         device: Where the model goes, tensor by tensor.
         weight_only: Keep all inputs in `dtype`, whatever the checkpoint declares.
+        impl: What multiplies quantized weights: "auto", as above; "reference", on the CPU too; "cpu", the kernels or an
+            error.
 
     Returns:
         The model; its parameters want no gradient.
@@ -81,9 +103,11 @@ def load(
         ConfigError: transformers cannot build the model, or only with the checkpoint's own code; or static inputs are
             declared and a module has no scale for them.
         TensorError: A tensor does not fit its parameter, or a scale is NaN or Inf.
+        KernelUnavailable: `impl` is "cpu" and a weight cannot be packed.
+        UnknownNameError: Another `impl`.
     """
     with Checkpoint.open(path) as checkpoint:
-        loader = Loader(checkpoint, dtype=dtype, device=device, weight_only=weight_only)
+        loader = Loader(checkpoint, dtype=dtype, device=device, weight_only=weight_only, impl=impl)
         loader.run()
         model = loader.model
         load_generation_config(model, checkpoint)
@@ -121,6 +145,7 @@ class Loader:
         dtype: As in `load`.
         device: As in `load`.
         weight_only: As in `load`.
+        impl: As in `load`.
 
     Attributes:
         model: The model; parameters that nothing was placed in are on the meta device.
@@ -128,6 +153,7 @@ class Loader:
 
     Raises:
         ConfigError: transformers cannot build the model, or only with the checkpoint's own code.
+        UnknownNameError: Another `impl`.
     """
 
     def __init__(
@@ -137,7 +163,11 @@ class Loader:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         weight_only: bool = False,
+        impl: str = "auto",
     ) -> None:
+        if impl not in IMPLEMENTATIONS:
+            raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
+        self.impl = impl
         description = describe(checkpoint)
         dtype = dtype or config_dtype(checkpoint) or _stored_dtype(checkpoint, description)
         self.model = empty_model(checkpoint, dtype)
@@ -150,6 +180,7 @@ class Loader:
         known = _tensors_of(description)
         self.plain = [name for name in checkpoint.tensors if name not in known]
         self.dequantized: list[str] = []
+        self.unpacked: dict[str, list[str]] = {}
 
     def run(self) -> None:
         """Place every tensor, tie what is tied, and account for the rest."""
@@ -162,6 +193,14 @@ class Loader:
                 _listing(self.dequantized),
             )
         self.inputs.warn()
+        for reason, modules in self.unpacked.items():
+            _LOG.warning(
+                "%d of %d quantized weights are multiplied by the slow reference, because %s: %s",
+                len(modules),
+                sum(map(len, self.quantized.values())),
+                reason,
+                _listing(modules),
+            )
         if any(isinstance(module, QuantizedExperts) for module in self.model.modules()):
             self.model.set_experts_implementation("eager")
         self._tie()
@@ -203,8 +242,10 @@ class Loader:
             return False
         self._check_shape(assignment.target, torch.Size(stored[0].shape))
         weight = read_weight(self.checkpoint, stored[0])
-        swapped = QuantizedLinear(weight, self.dtype_of(assignment.target), *self.inputs.of(stored[0]))
-        swapped.to(self.device).register_parameter("bias", owner._parameters["bias"])
+        swapped = QuantizedLinear(weight, self.dtype_of(assignment.target), *self.inputs.of(stored[0])).to(self.device)
+        del weight
+        self._pack(swapped, stored[0])
+        swapped.register_parameter("bias", owner._parameters["bias"])
         self.model.set_submodule(path, swapped)
         self.missing.discard(assignment.target)
         return True
@@ -226,8 +267,9 @@ class Loader:
             rows, cols = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
             fits = self.expected[assignment.target].shape[1:] == (rows, cols)
             transposed = assignment.may_transpose and not fits
-        make = functools.partial(self._expert, self.dtype_of(assignment.target), multiplies_experts(type(owner), name))
-        stack = QuantizedExperts([[make(part) for part in expert] for expert in experts], transposed).to(self.device)
+        multiplied = multiplies_experts(type(owner), name)
+        make = functools.partial(self._expert, self.dtype_of(assignment.target), multiplied)
+        stack = QuantizedExperts([[make(part) for part in expert] for expert in experts], transposed, multiplied)
         self._check_shape(assignment.target, stack.shape)
         delattr(owner, name)
         setattr(owner, name, stack)
@@ -235,12 +277,25 @@ class Loader:
         return True
 
     def _expert(self, dtype: torch.dtype, multiplied: bool, stored: StoredWeight) -> QuantizedWeight:
-        """One weight of an expert; weight-only where it is not merely multiplied with its input."""
+        """One weight of an expert; weight-only, and as it is stored, where it is not merely multiplied."""
         weight = read_weight(self.checkpoint, stored)
-        if multiplied:
-            return QuantizedWeight(weight, dtype, *self.inputs.of(stored))
-        self.inputs.skip(stored, "the code of their experts does more with a weight than multiply")
-        return QuantizedWeight(weight, dtype)
+        if not multiplied:
+            self.inputs.skip(stored, _NOT_MULTIPLIED)
+        activation, scale = self.inputs.of(stored) if multiplied else (None, None)
+        made = QuantizedWeight(weight, dtype, activation, scale).to(self.device)
+        del weight
+        self._pack(made, stored, multiplied)
+        return made
+
+    def _pack(self, weight: QuantizedWeight, stored: StoredWeight, multiplied: bool = True) -> None:
+        """Pack what is meant for the kernels of the CPU, and note what cannot be."""
+        if self.impl == "reference" or (self.impl == "auto" and self.device.type != "cpu"):
+            return
+        reason = weight.pack() if multiplied else _NOT_MULTIPLIED
+        if reason and self.impl == "cpu":
+            raise KernelUnavailable(f"{stored.module}: the kernels cannot multiply it: {reason}")
+        if reason:
+            self.unpacked.setdefault(reason, []).append(stored.module)
 
     def _place_tensors(self, assignment: Assignment) -> None:
         """Make ordinary parameters or buffers, by transformers' conversion where it has one."""

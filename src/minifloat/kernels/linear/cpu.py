@@ -19,9 +19,8 @@ from minifloat.kernels import native, threads
 #: ``enum minifloat_dtype``.
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
-#: ``struct minifloat_linear_args`` and ``struct minifloat_moe_args``.
+#: ``struct minifloat_linear_args``.
 _LINEAR = struct.Struct("@PPPPqqqiiii")
-_MOE = struct.Struct("@PPPPPPqqiiii")
 
 
 def run(x: Tensor, addresses: Sequence[int], biases: Sequence[Tensor | None] | None, rows: int) -> Tensor:
@@ -57,57 +56,6 @@ def run(x: Tensor, addresses: Sequence[int], biases: Sequence[Tensor | None] | N
             matrix.stride(0),
             rows,
             matrix.shape[0],
-            count,
-            DTYPES[x.dtype],
-            bias_dtype,
-            threads.count(),
-        )
-    )
-    return y
-
-
-def run_experts(
-    x: Tensor,
-    addresses: Sequence[int],
-    biases: Sequence[Tensor | None] | None,
-    offsets: Tensor,
-    x_rows: Tensor | None,
-    rows: int,
-) -> Tensor:
-    """Row t of the result is row ``x_rows[t]`` of `x` times the expert that owns t.
-
-    Args:
-        x: ``[M, K]``, bfloat16, float16 or float32, on the CPU, any strides.
-        addresses: Where the packed weights ``[N, K]`` of the experts lie, all of one form.
-        biases: None, or per expert None or ``[N]``, contiguous, all of one dtype of `DTYPES`.
-        offsets: int64 ``[experts + 1]``, contiguous, not falling, from 0 to T: expert e owns
-            ``offsets[e] .. offsets[e + 1] - 1``.
-        x_rows: int64 ``[T]``, contiguous, below M; or None: row t of `x`.
-        rows: N.
-
-    Returns:
-        ``[T, rows]``, the dtype of `x`.
-    """
-    matrix = _matrix(x)
-    y = x.new_empty((x.shape[0] if x_rows is None else x_rows.shape[0], rows))
-    count = len(addresses)
-    weights = (ctypes.c_void_p * count)(*addresses)
-    bias_dtype, bias_pointers = 0, None
-    if biases is not None:
-        bias_dtype, bias_pointers = _bias_pointers(biases)
-    library = native.load()
-    if library is None:
-        raise KernelUnavailable(native.why_unavailable())
-    library.moe(
-        _MOE.pack(
-            ctypes.addressof(weights),
-            0 if bias_pointers is None else ctypes.addressof(bias_pointers),
-            offsets.data_ptr(),
-            0 if x_rows is None else x_rows.data_ptr(),
-            matrix.data_ptr(),
-            y.data_ptr(),
-            matrix.stride(0),
-            rows,
             count,
             DTYPES[x.dtype],
             bias_dtype,

@@ -1,0 +1,137 @@
+"""`moe_linear`: the linear over the experts of a layer, tokens grouped by expert, all experts in one call.
+
+A decoded token meets a handful of small matrices; one call for all of them keeps every thread busy with them, where a
+call for each would end in a wait for the slowest thread. Left out: the router, the activation function between two
+projections, and the weighted sum of the experts' results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
+from minifloat.kernels import native, ops
+from minifloat.kernels.linear.cpu import DTYPES
+from minifloat.kernels.moe import cpu, reference
+from minifloat.kernels.moe.experts import PackedExperts
+from minifloat.kernels.pack import PackedWeight
+
+__all__ = ["IMPLEMENTATIONS", "PackedExperts", "moe_linear", "sort_by_expert"]
+
+#: What `impl` may be, besides "auto".
+IMPLEMENTATIONS = ("reference", "cpu")
+
+
+def moe_linear(
+    x: Tensor,
+    experts: Sequence[PackedWeight],
+    offsets: Tensor,
+    x_rows: Tensor | None = None,
+    biases: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Row t of the result is ``x[x_rows[t]] @ experts[e].T + biases[e]`` for the expert e that owns row t.
+
+    The bits are those of `minifloat.kernels.linear.linear` for the rows of each expert, whatever the number of threads;
+    with "reference" those of its reference, up to the order of summation.
+
+    Args:
+        x: ``[M, K]``, bfloat16, float16 or float32.
+        experts: A packed weight ``[N, K]`` per expert, all of one kind. As `PackedExperts` they are looked at once and
+            not in every call.
+        offsets: int64 ``[len(experts) + 1]``, from 0 to T and never falling: expert e owns the rows
+            ``offsets[e] .. offsets[e + 1] - 1``, which may be none.
+        x_rows: int64 ``[T]``: which row of `x` is multiplied; by default row t.
+        biases: ``[len(experts), N]``, one of the dtypes of `x`.
+        impl: "auto" (the native library where it is loaded), "reference" or "cpu".
+
+    Returns:
+        ``[T, N]``, the dtype of `x`. There is no gradient.
+
+    Raises:
+        KernelUnavailable: `impl` cannot run here, or is none.
+        ShapeError: Sizes do not go together, offsets fall, or `x_rows` names a row that `x` does not have.
+        UnsupportedTensorError: A dtype or device without a kernel, or experts of several kinds.
+    """
+    if not isinstance(experts, PackedExperts):
+        experts = PackedExperts(experts)
+    _check(x, experts, biases)
+    eager = ops.is_eager(x)
+    if eager:  # while torch traces there is nothing to look at; the op does when it runs
+        ops.check_groups(offsets, x_rows, len(experts), x.shape[0])
+    if not _runs_native(impl):
+        return reference.moe_linear(x, experts, offsets, x_rows, biases)
+    if eager:
+        return cpu.run(x, experts.pointers, offsets, x_rows, biases, experts.shape[0])
+    data = [weight.data for weight in experts]
+    y: Tensor = torch.ops.minifloat.moe_linear(x, data, offsets, x_rows, biases, experts.shape[0])
+    return y
+
+
+def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Group the tokens of a batch by the experts that they were routed to.
+
+    Args:
+        expert_ids: int64 ``[T, k]``: the experts of each token.
+        experts: How many there are.
+
+    Returns:
+        offsets: int64 ``[experts + 1]`` for `moe_linear`.
+        x_rows: int64 ``[T * k]``: the token of each row.
+        order: int64 ``[T * k]``: the place of each row in ``expert_ids.flatten()``, tokens of an expert in their order;
+            ``weights.flatten()[order]`` are the router's weights of the rows.
+
+    Raises:
+        ShapeError: Not a matrix, or an expert that there is not.
+        UnsupportedTensorError: Not int64.
+    """
+    if expert_ids.ndim != 2:
+        raise ShapeError("expert_ids", f"expected [T, k], got {list(expert_ids.shape)}")
+    if expert_ids.dtype != torch.int64:
+        raise UnsupportedTensorError("expert_ids", f"expected int64, got {expert_ids.dtype}")
+    flat = expert_ids.flatten()
+    low, high = (int(bound) for bound in flat.aminmax()) if flat.numel() else (0, 0)
+    if low < 0 or high >= experts:
+        raise ShapeError("expert_ids", f"expected experts 0 to {experts - 1}, got {low} to {high}")
+    order = flat.argsort(stable=True)
+    offsets = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
+    torch.cumsum(flat.bincount(minlength=experts), 0, out=offsets[1:])
+    return offsets, order // max(expert_ids.shape[1], 1), order
+
+
+def _runs_native(impl: str) -> bool:
+    """The choice: whether the native library multiplies, or the reference."""
+    if impl == "auto":
+        return native.load() is not None
+    if impl == "reference":
+        return False
+    if impl != "cpu":
+        raise KernelUnavailable(
+            f"moe_linear has no implementation {impl!r}; there are: auto, {', '.join(IMPLEMENTATIONS)}"
+        )
+    if native.load() is None:
+        raise KernelUnavailable(f"moe_linear(impl='cpu') cannot run: {native.why_unavailable()}")
+    return True
+
+
+def _check(x: Tensor, experts: PackedExperts, biases: Tensor | None) -> None:
+    rows, cols = experts.shape
+    if x.ndim != 2 or x.shape[1] != cols:
+        raise ShapeError("x", f"expected [M, {cols}] for experts of {rows}x{cols}, got {list(x.shape)}")
+    _check_kind("x", x)
+    if biases is None:
+        return
+    if biases.shape != (len(experts), rows) or biases.stride(1) != 1:
+        raise ShapeError("biases", f"expected [{len(experts)}, {rows}] with contiguous rows, got {list(biases.shape)}")
+    _check_kind("biases", biases)
+
+
+def _check_kind(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPES or tensor.device.type != "cpu":
+        raise UnsupportedTensorError(
+            name, f"expected bfloat16, float16 or float32 on the CPU, got {tensor.dtype}, {tensor.device}"
+        )

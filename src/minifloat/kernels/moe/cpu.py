@@ -1,0 +1,71 @@
+"""`moe_linear` by the native library (``minifloat_moe``): the tokens of all experts in one call.
+
+Shapes and rows are validated by the caller, `minifloat.kernels.moe` or the op of torch; that memory holds packed
+weights, by `PackedWeight` or the op.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+from torch import Tensor
+
+from minifloat.errors import KernelUnavailable
+from minifloat.kernels import native, threads
+from minifloat.kernels.linear.cpu import DTYPES
+
+#: ``struct minifloat_moe_args``.
+_MOE = struct.Struct("@PPPPPPqqiiii")
+
+
+def run(
+    x: Tensor,
+    weights: ctypes.Array[ctypes.c_void_p],
+    offsets: Tensor,
+    x_rows: Tensor | None,
+    biases: Tensor | None,
+    rows: int,
+) -> Tensor:
+    """Row t of the result is row ``x_rows[t]`` of `x` times the expert e with ``offsets[e] <= t < offsets[e + 1]``.
+
+    Args:
+        x: ``[M, K]``, bfloat16, float16 or float32, on the CPU, any strides.
+        weights: Where the packed weights ``[N, K]`` of the experts lie, all of one form.
+        offsets: int64 ``[experts + 1]``, contiguous, not falling, from 0 to T.
+        x_rows: int64 ``[T]``, contiguous, below M; or None: row t of `x`.
+        biases: None, or ``[experts, N]`` of one of `DTYPES`, rows contiguous.
+        rows: N.
+
+    Returns:
+        ``[T, rows]``, the dtype of `x`.
+    """
+    library = native.load()
+    if library is None:
+        raise KernelUnavailable(native.why_unavailable())
+    matrix = x if x.stride(1) == 1 else x.contiguous()
+    y = x.new_empty((x.shape[0] if x_rows is None else x_rows.shape[0], rows))
+    count = len(weights)
+    bias_pointers, bias_dtype = None, 0
+    if biases is not None:
+        step = biases.stride(0) * biases.element_size()
+        first = biases.data_ptr()
+        bias_pointers = (ctypes.c_void_p * count)(*[first + step * expert for expert in range(count)])
+        bias_dtype = DTYPES[biases.dtype]
+    library.moe(
+        _MOE.pack(
+            ctypes.addressof(weights),
+            0 if bias_pointers is None else ctypes.addressof(bias_pointers),
+            offsets.data_ptr(),
+            0 if x_rows is None else x_rows.data_ptr(),
+            matrix.data_ptr(),
+            y.data_ptr(),
+            matrix.stride(0),
+            rows,
+            count,
+            DTYPES[x.dtype],
+            bias_dtype,
+            threads.count(),
+        )
+    )
+    return y
