@@ -14,7 +14,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,27 +22,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import (
-    CheckpointError,
-    KernelUnavailable,
-    MinifloatError,
-    ShapeError,
-    UnknownNameError,
-    UnsupportedTensorError,
-    UsageError,
-)
+from minifloat.errors import CheckpointError, MinifloatError, ShapeError, UnsupportedTensorError, UsageError
 from minifloat.layouts import Description, StoredWeight, describe, read_weight
+from minifloat.quantize.tensor import QuantizedTensor
+from minifloat.serve.ahead import ReadAhead
 from minifloat.serve.build import config_dtype, empty_model, load_generation_config
 from minifloat.serve.experts import QuantizedExperts, indexes_experts, multiplies_experts
 from minifloat.serve.inputs import InputQuantization
 from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
 from minifloat.serve.names import Assignment, assign, keeps_float32, split_ignorable
+from minifloat.serve.packing import NOT_MULTIPLIED, Packing
 
 _LOG = logging.getLogger(__name__)
-
-#: What may multiply quantized weights.
-IMPLEMENTATIONS = ("auto", "reference", "cpu")
-_NOT_MULTIPLIED = "the code of their experts does more with a weight than multiply"
 
 #: Safetensors dtype of a tensor that belongs to no quantized weight -> torch dtype.
 TORCH_DTYPES = {
@@ -165,13 +156,12 @@ class Loader:
         weight_only: bool = False,
         impl: str = "auto",
     ) -> None:
-        if impl not in IMPLEMENTATIONS:
-            raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
-        self.impl = impl
+        self.device = torch.device(device)
+        self.packing = Packing(impl, self.device)
         description = describe(checkpoint)
         dtype = dtype or config_dtype(checkpoint) or _stored_dtype(checkpoint, description)
         self.model = empty_model(checkpoint, dtype)
-        self.checkpoint, self.device = checkpoint, torch.device(device)
+        self.checkpoint = checkpoint
         self.inputs = InputQuantization(checkpoint, weight_only)
         self.expected: dict[str, Tensor] = self.model.state_dict()
         self.missing = set(self.expected)
@@ -180,12 +170,16 @@ class Loader:
         known = _tensors_of(description)
         self.plain = [name for name in checkpoint.tensors if name not in known]
         self.dequantized: list[str] = []
-        self.unpacked: dict[str, list[str]] = {}
+        self._read_weight: Callable[[StoredWeight], QuantizedTensor] = functools.partial(read_weight, checkpoint)
 
     def run(self) -> None:
         """Place every tensor, tie what is tied, and account for the rest."""
-        for assignment in self.assignments():
-            self.place(assignment)
+        assignments = self.assignments()
+        order = (weight for a in assignments for source in _in_order(a) for weight in self.quantized.get(source, ()))
+        with ReadAhead(self.checkpoint, order) as ahead:
+            self._read_weight = ahead.read
+            for assignment in assignments:
+                self.place(assignment)
         if self.dequantized:
             _LOG.warning(
                 "%d quantized weights are held dequantized, because no quantized module can take their place: %s",
@@ -193,14 +187,7 @@ class Loader:
                 _listing(self.dequantized),
             )
         self.inputs.warn()
-        for reason, modules in self.unpacked.items():
-            _LOG.warning(
-                "%d of %d quantized weights are multiplied by the slow reference, because %s: %s",
-                len(modules),
-                sum(map(len, self.quantized.values())),
-                reason,
-                _listing(modules),
-            )
+        self.packing.warn()
         if any(isinstance(module, QuantizedExperts) for module in self.model.modules()):
             self.model.set_experts_implementation("eager")
         self._tie()
@@ -241,10 +228,10 @@ class Loader:
         if assignment.converter is not None or len(assignment.sources) != 1 or len(stored) != 1:
             return False
         self._check_shape(assignment.target, torch.Size(stored[0].shape))
-        weight = read_weight(self.checkpoint, stored[0])
+        weight = self._read_weight(stored[0])
         swapped = QuantizedLinear(weight, self.dtype_of(assignment.target), *self.inputs.of(stored[0])).to(self.device)
         del weight
-        self._pack(swapped, stored[0])
+        self.packing.pack(swapped, stored[0].module)
         swapped.register_parameter("bias", owner._parameters["bias"])
         self.model.set_submodule(path, swapped)
         self.missing.discard(assignment.target)
@@ -278,24 +265,14 @@ class Loader:
 
     def _expert(self, dtype: torch.dtype, multiplied: bool, stored: StoredWeight) -> QuantizedWeight:
         """One weight of an expert; weight-only, and as it is stored, where it is not merely multiplied."""
-        weight = read_weight(self.checkpoint, stored)
+        weight = self._read_weight(stored)
         if not multiplied:
-            self.inputs.skip(stored, _NOT_MULTIPLIED)
+            self.inputs.skip(stored, NOT_MULTIPLIED)
         activation, scale = self.inputs.of(stored) if multiplied else (None, None)
         made = QuantizedWeight(weight, dtype, activation, scale).to(self.device)
         del weight
-        self._pack(made, stored, multiplied)
+        self.packing.pack(made, stored.module, multiplied=multiplied)
         return made
-
-    def _pack(self, weight: QuantizedWeight, stored: StoredWeight, multiplied: bool = True) -> None:
-        """Pack what is meant for the kernels of the CPU, and note what cannot be."""
-        if self.impl == "reference" or (self.impl == "auto" and self.device.type != "cpu"):
-            return
-        reason = weight.pack() if multiplied else _NOT_MULTIPLIED
-        if reason and self.impl == "cpu":
-            raise KernelUnavailable(f"{stored.module}: the kernels cannot multiply it: {reason}")
-        if reason:
-            self.unpacked.setdefault(reason, []).append(stored.module)
 
     def _place_tensors(self, assignment: Assignment) -> None:
         """Make ordinary parameters or buffers, by transformers' conversion where it has one."""
@@ -327,7 +304,7 @@ class Loader:
             return self._read_plain(source, dtype).to(self.device, dtype)
         for weight in stored:
             self.inputs.skip(weight, "they are held dequantized")
-        weights = [read_weight(self.checkpoint, weight).dequantize(dtype) for weight in stored]
+        weights = [self._read_weight(weight).dequantize(dtype) for weight in stored]
         if stored[0].expert is None:
             return weights[0].to(self.device)
         owner = self.model.get_submodule(source.rpartition(".")[0])
@@ -396,6 +373,12 @@ def _by_plain_name(description: Description) -> dict[str, list[StoredWeight]]:
         name = f"{stored.module}.weight" if stored.expert is None else stored.module.rpartition(".")[0]
         weights.setdefault(name, []).append(stored)
     return weights
+
+
+def _in_order(assignment: Assignment) -> Iterable[str]:
+    """The sources of an assignment in the order in which they are read."""
+    experts = assignment.expert_parts()
+    return assignment.sources if experts is None else (source for expert in experts for source in expert)
 
 
 def _is_transposed(owner: nn.Module) -> bool:

@@ -15,6 +15,9 @@ constexpr int64_t kBytesPerPiece = 128 << 10;
 constexpr int kPiecesPerThread = 4;
 // Of prepared input: up to here the calling thread prepares alone, which is faster than to meet afterwards.
 constexpr int64_t kBytesAlone = 64 << 10;
+// Of prepared input: experts go in waves of about what the caches hold, so that scratch memory does not grow with the
+// number of tokens; a single product takes what it needs.
+constexpr int64_t kBytesPerWave = 16 << 20;
 
 // One product: rows of x times one weight.
 struct Job {
@@ -116,6 +119,61 @@ int32_t check(const uint8_t* const* weights, int64_t count) {
 
 Weight view_of(const uint8_t* packed) { return view(*reinterpret_cast<const Header*>(packed)); }
 
+int64_t rows_of(const minifloat_moe_args& a, int32_t e) { return a.offsets[e + 1] - a.offsets[e]; }
+
+int64_t prepared_bytes(const minifloat_moe_args& a, int32_t e) {
+    const int64_t m = rows_of(a, e);
+    if (m == 0) return 0;
+    const Weight w = view_of(a.weights[e]);
+    return align(choose_path(w, m, a.x_dtype).prepared_bytes(w, m, a.x_dtype));
+}
+
+// Checks the experts that have rows; looking at the others would cost a cache miss each.
+int32_t check(const minifloat_moe_args& a) {
+    const Header* first = nullptr;
+    for (int32_t e = 0; e < a.experts; ++e) {
+        if (rows_of(a, e) < 0) return MINIFLOAT_BAD_ARGUMENT;
+        if (rows_of(a, e) == 0) continue;
+        if (!readable(a.weights[e])) return MINIFLOAT_BAD_WEIGHT;
+        const Header& h = *reinterpret_cast<const Header*>(a.weights[e]);
+        if (first == nullptr) first = &h;
+        if (h.element != first->element || h.grid != first->grid || h.cols != first->cols) return MINIFLOAT_BAD_WEIGHT;
+        if (h.rows != first->rows) return MINIFLOAT_BAD_ARGUMENT;
+    }
+    return MINIFLOAT_OK;
+}
+
+bool same_input(const Input& a, const Input& b) {
+    if (a.m != b.m || a.rows == nullptr || b.rows == nullptr) return false;
+    return __builtin_memcmp(a.rows, b.rows, static_cast<size_t>(a.m) * sizeof *a.rows) == 0;
+}
+
+// The products of experts begin .. end - 1, whose prepared input takes at most `bytes`.
+int32_t run_wave(const minifloat_moe_args& a, int32_t begin, int32_t end, int64_t bytes) {
+    const int64_t job_bytes = align((end - begin) * static_cast<int64_t>(sizeof(Job)));
+    uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, job_bytes + bytes));
+    if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
+    Call call = {reinterpret_cast<Job*>(memory), 0, 0, 0, 1};
+    memory += job_bytes;
+    const int size = dtype_bytes(a.x_dtype);
+    const int64_t x_stride = a.x_stride * size, y_stride = a.y_stride * size;
+    for (int32_t e = begin; e < end; ++e) {
+        const int64_t row = a.offsets[e], m = rows_of(a, e);
+        if (m == 0) continue;
+        const Weight w = view_of(a.weights[e]);
+        const uint8_t* x = static_cast<const uint8_t*>(a.x) + (a.x_rows ? 0 : row * x_stride);
+        const Input in = {x, x_stride, a.x_dtype, a.x_rows ? a.x_rows + row : nullptr, m};
+        const uint8_t* bias = a.biases ? static_cast<const uint8_t*>(a.biases[e]) : nullptr;
+        const Output out = {static_cast<uint8_t*>(a.y) + row * y_stride, y_stride, a.x_dtype, bias, a.bias_dtype};
+        const Job* before = call.count > 0 ? &call.jobs[call.count - 1] : nullptr;
+        const bool shares = before != nullptr && same_input(before->x, in);  // all experts of a single token do
+        uint8_t* prepared = shares ? before->prepared : memory + call.prepared_bytes;
+        if (!shares) call.prepared_bytes += prepared_bytes(a, e);
+        call.jobs[call.count++] = {w, in, out, &choose_path(w, m, a.x_dtype), prepared, !shares, 0, 0, 0};
+    }
+    return call.count == 0 ? static_cast<int32_t>(MINIFLOAT_OK) : run(call, a.threads);
+}
+
 }  // namespace
 
 int32_t linear(const minifloat_linear_args& a) {
@@ -142,39 +200,18 @@ int32_t linear(const minifloat_linear_args& a) {
 }
 
 int32_t moe(const minifloat_moe_args& a) {
-    const int32_t status = check(a.weights, a.experts);
+    const int32_t status = check(a);
     if (status != MINIFLOAT_OK) return status;
-    const Weight first = view_of(a.weights[0]);
-    Call call = {nullptr, 0, 0, 0, 1};
-    for (int32_t e = 0; e < a.experts; ++e) {
-        const int64_t m = a.offsets[e + 1] - a.offsets[e];
-        if (m < 0 || view_of(a.weights[e]).rows != first.rows) return MINIFLOAT_BAD_ARGUMENT;
-        if (m == 0) continue;
-        ++call.count;
-        call.prepared_bytes += align(choose_path(first, m, a.x_dtype).prepared_bytes(first, m, a.x_dtype));
+    for (int32_t begin = 0; begin < a.experts;) {
+        int32_t end = begin;
+        int64_t bytes = 0;
+        do bytes += prepared_bytes(a, end++);
+        while (end < a.experts && bytes + prepared_bytes(a, end) <= kBytesPerWave);
+        const int32_t result = run_wave(a, begin, end, bytes);
+        if (result != MINIFLOAT_OK) return result;
+        begin = end;
     }
-    if (call.count == 0) return MINIFLOAT_OK;
-    const int64_t job_bytes = align(call.count * static_cast<int64_t>(sizeof(Job)));
-    uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, job_bytes + call.prepared_bytes));
-    if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
-    call.jobs = reinterpret_cast<Job*>(memory);
-    memory += job_bytes;
-    const int bytes = dtype_bytes(a.x_dtype);
-    const int64_t x_stride = a.x_stride * bytes, y_stride = a.y_stride * bytes;
-    Job* job = call.jobs;
-    for (int32_t e = 0; e < a.experts; ++e) {
-        const int64_t begin = a.offsets[e], m = a.offsets[e + 1] - begin;
-        if (m == 0) continue;
-        const Weight w = view_of(a.weights[e]);
-        const Path& path = choose_path(w, m, a.x_dtype);
-        const uint8_t* x = static_cast<const uint8_t*>(a.x) + (a.x_rows ? 0 : begin * x_stride);
-        const Input in = {x, x_stride, a.x_dtype, a.x_rows ? a.x_rows + begin : nullptr, m};
-        const uint8_t* bias = a.biases ? static_cast<const uint8_t*>(a.biases[e]) : nullptr;
-        const Output out = {static_cast<uint8_t*>(a.y) + begin * y_stride, y_stride, a.x_dtype, bias, a.bias_dtype};
-        *job++ = {w, in, out, &path, memory, true, 0, 0, 0};
-        memory += align(path.prepared_bytes(w, m, a.x_dtype));
-    }
-    return run(call, a.threads);
+    return MINIFLOAT_OK;
 }
 
 }  // namespace MINIFLOAT_ISA

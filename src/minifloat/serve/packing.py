@@ -1,0 +1,70 @@
+"""Which weights of a model are packed for the kernels of the CPU, and what is said of those that are not."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from minifloat.errors import KernelUnavailable, UnknownNameError
+from minifloat.serve.linear import QuantizedWeight
+
+_LOG = logging.getLogger(__name__)
+
+#: What may multiply quantized weights.
+IMPLEMENTATIONS = ("auto", "reference", "cpu")
+NOT_MULTIPLIED = "the code of their experts does more with a weight than multiply"
+
+
+class Packing:
+    """Packs weight by weight; lives as long as one `load`.
+
+    Args:
+        impl: As in `minifloat.serve.load.load`.
+        device: Where the model goes.
+
+    Raises:
+        UnknownNameError: Another `impl`.
+    """
+
+    def __init__(self, impl: str, device: torch.device) -> None:
+        if impl not in IMPLEMENTATIONS:
+            raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
+        self._impl = impl
+        self._wanted = impl == "cpu" or (impl == "auto" and device.type == "cpu")
+        self._packed = 0
+        self._unpacked: dict[str, list[str]] = {}
+
+    def pack(self, weight: QuantizedWeight, module: str, *, multiplied: bool = True) -> None:
+        """Pack a weight where that is wanted and can be, or note why it cannot.
+
+        Args:
+            weight: On its device.
+            module: Its name in the checkpoint.
+            multiplied: Whether the model does nothing else with it.
+
+        Raises:
+            KernelUnavailable: It cannot be, and `impl` names the kernels.
+        """
+        if not self._wanted:
+            return
+        reason = weight.pack() if multiplied else NOT_MULTIPLIED
+        if reason and self._impl == "cpu":
+            raise KernelUnavailable(f"{module}: the kernels cannot multiply it: {reason}")
+        if reason:
+            self._unpacked.setdefault(reason, []).append(module)
+        else:
+            self._packed += 1
+
+    def warn(self) -> None:
+        """Log what was not packed, one warning per reason."""
+        total = self._packed + sum(map(len, self._unpacked.values()))
+        for reason, modules in self._unpacked.items():
+            shown = ", ".join(modules[:4]) + (f" and {len(modules) - 4} more" if len(modules) > 4 else "")
+            _LOG.warning(
+                "%d of %d quantized weights are multiplied by the slow reference, because %s: %s",
+                len(modules),
+                total,
+                reason,
+                shown,
+            )
