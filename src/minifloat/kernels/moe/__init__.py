@@ -110,9 +110,8 @@ def _runs_native(impl: str) -> bool:
     if impl == "reference":
         return False
     if impl != "cpu":
-        raise KernelUnavailable(
-            f"moe_linear has no implementation {impl!r}; there are: auto, {', '.join(IMPLEMENTATIONS)}"
-        )
+        known = ", ".join(IMPLEMENTATIONS)
+        raise KernelUnavailable(f"moe_linear has no implementation {impl!r}; available: auto, {known}")
     if native.load() is None:
         raise KernelUnavailable(f"moe_linear(impl='cpu') cannot run: {native.why_unavailable()}")
     return True
