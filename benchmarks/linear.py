@@ -31,7 +31,7 @@ import linear_bars
 import linear_shapes
 from linear_settings import Settings
 
-from minifloat.errors import MinifloatError, UsageError
+from minifloat.errors import MinifloatError
 from minifloat.kernels import native
 from minifloat.kernels.bandwidth import ReadBandwidth, read_bandwidth
 
@@ -181,16 +181,6 @@ def _extra(name: str) -> Callable[[Settings, float], object]:
     return extras[name]
 
 
-def _names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
-    if text in ("all", "none"):
-        return known if text == "all" else ()
-    names = tuple(text.split(","))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UsageError(f"unknown {what} {', '.join(unknown)}; there are: {', '.join(known)}, or all, none")
-    return names
-
-
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--shapes", default=linear_shapes.DEFAULT, show_default=True, help="model, model/layer, NxK, all; commas")
 @click.option("--m", "ms", default=",".join(map(str, ALL_M)), show_default=True, help="Rows of the input.")
@@ -222,8 +212,8 @@ def main(shapes: str, ms: str, isa: str | None, quick: bool, json_path: Path | N
     settings = Settings(
         shapes=linear_shapes.parse_shapes(shapes),
         ms=tuple(int(m) for m in ms.split(",")),
-        formats=_names(options["formats"], linear_bars.FORMATS, "formats"),
-        peers=() if quick else _names(options["peers"], PEERS, "peers"),
+        formats=linear_bars.parse_formats(options["formats"]),
+        peers=() if quick else linear_bars.parse_names(options["peers"], PEERS, "peers"),
         nbytes=int(options["gigabytes"] * 1e9),
         rounds=5 if quick else options["rounds"],
         seconds=options["seconds"],

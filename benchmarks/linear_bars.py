@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minifloat.errors import UsageError
+
 BASELINE = "torch BF16"
 FORMATS = ("fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "bf16")
 
@@ -77,15 +79,36 @@ BARS: dict[str, dict[int, tuple[Bar, ...]]] = {
 }
 
 
-def bars(contender: str, m: int, isa: str) -> tuple[Bar, ...]:
-    """What our `contender` is held to at `m` on `isa`; nothing for peers.
+def parse_formats(text: str) -> tuple[str, ...]:
+    """The formats that the command line asks for; see `parse_names`."""
+    return parse_names(text, FORMATS, "formats")
 
-    With AMX all bars; with AVX-512 alone those of M = 1; elsewhere only the two rules, which hold everywhere.
+
+def parse_names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
+    """Names with commas between, "all" or "none".
+
+    Raises:
+        UsageError: A name is not `known`; `what` says what they are names of.
+    """
+    if text in ("all", "none"):
+        return known if text == "all" else ()
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UsageError(f"unknown {what} {', '.join(unknown)}; there are: {', '.join(known)}, or all, none")
+    return names
+
+
+def bars(contender: str, m: int | None, isa: str) -> tuple[Bar, ...]:
+    """What our `contender` is held to at `m` rows of the input on `isa`; nothing for peers.
+
+    With AMX all bars; with AVX-512 alone those of M = 1; elsewhere, and where `m` is None, only the
+    two rules, which hold everywhere.
     """
     if contender not in FORMATS:
         return ()
     held = isa == "amx" or (isa.startswith("avx512") and m == 1)
-    special = BARS.get(contender, {}).get(m, ()) if held else ()
+    special = BARS.get(contender, {}).get(m, ()) if held and m is not None else ()
     rules = []
     if not any(bar.quantity == "x torch" for bar in special):
         rules.append(Bar("x torch", NEVER_BELOW_BASELINE))

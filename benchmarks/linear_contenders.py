@@ -6,7 +6,6 @@ finite values of the format: the time of a product does not depend on them.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import math
 import os
@@ -167,26 +166,35 @@ def _int8(name: str, shape: Shape, nbytes: int) -> Contender:
 
 def _module(name: str, shape: Shape, nbytes: int) -> Contender:
     """A peer that replaces the weight of a module."""
-    model: torch.nn.Module
-    module = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    if name == TORCHAO:
-        from torchao.quantization import Float8WeightOnlyConfig, quantize_
-
-        quantize_(module, Float8WeightOnlyConfig())
-        model = module
-    else:
-        from optimum.quanto import freeze, qfloat8, quantize
-
-        model = torch.nn.Sequential(module)
-        quantize(model, weights=qfloat8)
-        freeze(model)
     size = math.prod(shape) * torch.float8_e4m3fn.itemsize
-    weights = [model, *(copy.deepcopy(model) for _ in range(_count(nbytes, size) - 1))]
+    make = _torchao if name == TORCHAO else _quanto
+    weights = [make(shape) for _ in range(_count(nbytes, size))]
 
     def multiply(x: Tensor, model: torch.nn.Module) -> Any:
         return model(x)
 
     return Contender(name, multiply, weights, size)
+
+
+def _torchao(shape: Shape) -> torch.nn.Module:
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    module = _linear(shape)
+    quantize_(module, Float8WeightOnlyConfig())
+    return module
+
+
+def _quanto(shape: Shape) -> torch.nn.Module:
+    from optimum.quanto import freeze, qfloat8, quantize
+
+    model = torch.nn.Sequential(_linear(shape))
+    quantize(model, weights=qfloat8)
+    freeze(model)
+    return model
+
+
+def _linear(shape: Shape) -> torch.nn.Linear:
+    return torch.nn.Linear(shape[1], shape[0], bias=False, dtype=torch.bfloat16).requires_grad_(False)
 
 
 def _copies(weight: Tensor, nbytes: int, empty: Callable[[Tensor], Tensor] = torch.empty_like) -> list[Tensor]:

@@ -72,13 +72,14 @@ class Row:
     verdict: Verdict | None
 
 
-def rows_of(case: Case, isa: str) -> list[Row]:
+def rows_of(case: Case, isa: str, rules_only: bool = False) -> list[Row]:
     """The lines of a case, in the order in which it was measured.
 
     Args:
         case: Samples of the baseline and others; where `READ` is among them, shares of the bandwidth are taken round by
             round.
         isa: What our kernels ran on, which decides what they are held to.
+        rules_only: Hold them to the two rules, not to the bars of a linear with that M.
     """
     rows = []
     for name, samples in case.samples.items():
@@ -91,7 +92,7 @@ def rows_of(case: Case, isa: str) -> list[Row]:
         if larger in case.samples:
             measured["x next"] = ratio(case.samples[larger], samples)
         flops = 0 if name == READ else 2 * case.m * case.shape[0] * case.shape[1]
-        held_to = bars(name, case.m, isa)
+        held_to = bars(name, None if rules_only else case.m, isa)
         rows.append(
             Row(
                 case.name, case.m, name, seconds, spread(samples), measured, flops / seconds / 1e9, gbytes,
@@ -182,7 +183,7 @@ def _rules_table(rows: Sequence[Row]) -> list[str]:
         ("x next", f"x our next larger format, the worst shape (never below {NEVER_BELOW_NEXT:g})", NEVER_BELOW_NEXT),
     )
     for quantity, title, floor in tables:
-        lines += [f"{title}; ! marks what is below", f"{'M':<24}" + "".join(f"{m:>8}" for m in ms)]
+        judged = []
         for name in [*FORMATS, *([FP32] if quantity == "x torch" else [])]:
             cells = []
             for m in ms:
@@ -191,6 +192,8 @@ def _rules_table(rows: Sequence[Row]) -> list[str]:
                 mark = "!" if values and name in FORMATS and min(values) < floor else " "
                 cells.append(f"{min(values):7.2f}{mark}" if values else f"{'-':>7} ")
             if any("-" not in cell for cell in cells):
-                lines.append(f"{name:<24}" + "".join(cells))
-        lines.append("")
+                judged.append(f"{name:<24}" + "".join(cells))
+        if judged:
+            head = f"{'M':<24}" + "".join(f"{m:>8}" for m in ms)
+            lines += [f"{title}; ! marks what is below", head, *judged, ""]
     return lines[:-1]

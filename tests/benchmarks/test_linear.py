@@ -73,6 +73,7 @@ def test_without_amx_only_one_row_has_the_bars_of_the_format(bars: ModuleType) -
     assert bars.judge(bars.bars("mxfp4", 64, "avx512"), measured).word == "pass"
     assert bars.judge(bars.bars("mxfp4", 1, "avx512"), measured).word == "short"
     assert bars.judge(bars.bars("mxfp4", 1, "avx2"), measured).word == "pass"
+    assert bars.judge(bars.bars("mxfp4", None, "amx"), measured).word == "pass"
 
 
 def test_peers_are_not_judged(bars: ModuleType) -> None:
