@@ -1,14 +1,18 @@
 // Brings a weight from the order of checkpoints into that of layout.h, and back.
+//
+// A panel is packed by one thread, the one that will also read it, which puts its pages on that thread's NUMA node.
+// What moves is 32-bit words between rows and vectors; the compiler has the shuffles for it, so there is one source
+// for all instruction sets. plan_layout() at the end says which weights have a packed form.
 #include "../threads.h"
-#include "../quantize/load.h"
 #include "layout.h"
 
 namespace MINIFLOAT_ISA {
 namespace {
 
+constexpr int kMantissaBits = 23;
 constexpr uint8_t kE4M3Nan = 0x7f;  // without its sign
 constexpr uint8_t kE8M0Nan = 0xff;
-constexpr int kE8M0Bias = 127;
+constexpr uint8_t kE4M3Magnitude = 0x7f, kE2M1Magnitudes = 0x77;  // of the codes of a byte, without their signs
 
 const float kNan = __builtin_nanf("");
 
@@ -19,149 +23,276 @@ float decode_e8m0(int e) {
 
 int encode_e8m0(float scale) { return bit_cast<int32_t>(scale) >> kMantissaBits; }
 
-// Where the element of a row within the panel and a column within the step lies in a step, behind the inline scales.
-struct Place {
-    int byte;
-    int shift;  // of a nibble
-};
+// A tile is 16 rows and 32 columns, or so many 32-bit words of a row: [row][word] in checkpoints, [word][row] packed.
+template <int32_t kElement>
+constexpr int kTileWords = kElement == MINIFLOAT_WEIGHT_BF16 ? 16 : kElement == MINIFLOAT_E4M3 ? 8 : 4;
 
-Place place_of(int32_t element, int row, int col) {
-    const int half = col / kHalfCols, tile = row / kTileRows, n = row % kTileRows, k = col % kHalfCols;
-    const int vectors = element_bits(element) * kTileRows * kHalfCols / 8 / kVectorBytes;
-    const int cols = kHalfCols / vectors;  // of a vector
-    const int base = ((half * 2 + tile) * vectors + k / cols) * kVectorBytes;
-    const int i = k % cols;
-    if (element == MINIFLOAT_WEIGHT_BF16) return {base + n * 4 + i * 2, 0};
-    if (element == MINIFLOAT_E4M3) return {base + n / 4 * 16 + i / 2 * 8 + n % 4 * 2 + i % 2, 0};
-    const int nibble = i % 2 * 4 + i / 2;
-    return {base + n * 4 + nibble / 2, nibble % 2 * 4};
+constexpr uint32_t kEvenNibbles = 0x0f0f0f0f, kEvenBytes = 0x00ff00ff, kLowHalf = 0x0000ffff;
+
+// Nibbles k0 .. k7 of a word as k0 k2 k4 k6 k1 k3 k5 k7.
+inline uint32_t part_nibbles(uint32_t word) {
+    uint32_t even = word & kEvenNibbles, odd = word >> 4 & kEvenNibbles;
+    even = (even | even >> 4) & kEvenBytes;
+    odd = (odd | odd >> 4) & kEvenBytes;
+    return ((even | even >> 8) & kLowHalf) | (odd | odd >> 8) << 16;
 }
 
+inline uint32_t join_nibbles(uint32_t word) {
+    uint32_t even = word & kLowHalf, odd = word >> 16;
+    even = (even | even << 8) & kEvenBytes;
+    odd = (odd | odd << 8) & kEvenBytes;
+    return ((even | even << 4) & kEvenNibbles) | ((odd | odd << 4) & kEvenNibbles) << 4;
+}
+
+// Four words of one row, or of four rows.
+typedef uint32_t Words __attribute__((vector_size(16)));
+typedef uint16_t Halves __attribute__((vector_size(16)));
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define MINIFLOAT_SHUFFLE(Type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MINIFLOAT_SHUFFLE(Type, a, b, ...) __builtin_shuffle(a, b, Type{__VA_ARGS__})
+#endif
+
+// Rows to columns; its own inverse.
+inline void transpose(Words (&w)[4]) {
+    const Words low01 = MINIFLOAT_SHUFFLE(Words, w[0], w[1], 0, 4, 1, 5);
+    const Words low23 = MINIFLOAT_SHUFFLE(Words, w[2], w[3], 0, 4, 1, 5);
+    const Words high01 = MINIFLOAT_SHUFFLE(Words, w[0], w[1], 2, 6, 3, 7);
+    const Words high23 = MINIFLOAT_SHUFFLE(Words, w[2], w[3], 2, 6, 3, 7);
+    w[0] = MINIFLOAT_SHUFFLE(Words, low01, low23, 0, 1, 4, 5);
+    w[1] = MINIFLOAT_SHUFFLE(Words, low01, low23, 2, 3, 6, 7);
+    w[2] = MINIFLOAT_SHUFFLE(Words, high01, high23, 0, 1, 4, 5);
+    w[3] = MINIFLOAT_SHUFFLE(Words, high01, high23, 2, 3, 6, 7);
+}
+
+// Four columns of four rows of E4M3: (k0 k1) of all rows, then (k2 k3) of all; and back.
+inline Words part_halves(Words rows) {
+    const Halves h = bit_cast<Halves>(rows);
+    return bit_cast<Words>(MINIFLOAT_SHUFFLE(Halves, h, h, 0, 2, 4, 6, 1, 3, 5, 7));
+}
+
+inline Words join_halves(Words halves) {
+    const Halves h = bit_cast<Halves>(halves);
+    return bit_cast<Words>(MINIFLOAT_SHUFFLE(Halves, h, h, 0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+template <int32_t kElement>
+void pack_tile(uint32_t* rows, uint8_t* out) {
+    constexpr int kWords = kTileWords<kElement>;
+    if constexpr (kElement == MINIFLOAT_E2M1)
+        for (int i = 0; i < kTileRows * kWords; ++i) rows[i] = part_nibbles(rows[i]);
+    for (int n = 0; n < kTileRows; n += 4)
+        for (int v = 0; v < kWords; v += 4) {
+            Words w[4];
+            for (int i = 0; i < 4; ++i) __builtin_memcpy(&w[i], rows + (n + i) * kWords + v, sizeof(Words));
+            transpose(w);
+            for (int i = 0; i < 4; ++i) {
+                if constexpr (kElement == MINIFLOAT_E4M3) w[i] = part_halves(w[i]);
+                __builtin_memcpy(out + (v + i) * kVectorBytes + n * 4, &w[i], sizeof(Words));
+            }
+        }
+}
+
+template <int32_t kElement>
+void unpack_tile(const uint8_t* in, uint32_t* rows) {
+    constexpr int kWords = kTileWords<kElement>;
+    for (int n = 0; n < kTileRows; n += 4)
+        for (int v = 0; v < kWords; v += 4) {
+            Words w[4];
+            for (int i = 0; i < 4; ++i) {
+                __builtin_memcpy(&w[i], in + (v + i) * kVectorBytes + n * 4, sizeof(Words));
+                if constexpr (kElement == MINIFLOAT_E4M3) w[i] = join_halves(w[i]);
+            }
+            transpose(w);
+            for (int i = 0; i < 4; ++i) __builtin_memcpy(rows + (n + i) * kWords + v, &w[i], sizeof(Words));
+        }
+    if constexpr (kElement == MINIFLOAT_E2M1)
+        for (int i = 0; i < kTileRows * kWords; ++i) rows[i] = join_nibbles(rows[i]);
+}
+
+// The matrix and the scale grid of a checkpoint.
 struct Source {
     const minifloat_pack_args& a;
-    int64_t scale_cols;
+    int64_t row_bytes, scale_cols;
 
-    explicit Source(const minifloat_pack_args& args) : a(args), scale_cols(ceil_div(args.cols, args.block_cols)) {}
+    explicit Source(const minifloat_pack_args& args)
+        : a(args),
+          row_bytes(args.cols * element_bits(args.element) / 8),
+          scale_cols(ceil_div(args.cols, args.block_cols)) {}
 
-    int64_t row_bytes() const { return a.cols * element_bits(a.element) / 8; }
-    int64_t scale_index(int64_t row, int64_t col) const {
-        return row / a.block_rows * scale_cols + col / a.block_cols;
+    uint8_t* row(int64_t row) const { return const_cast<uint8_t*>(a.codes) + row * row_bytes; }
+    int64_t scale_row(int64_t row) const { return row / a.block_rows * scale_cols; }
+    uint8_t* scale_codes(int64_t row) const {
+        return static_cast<uint8_t*>(const_cast<void*>(a.scales)) + scale_row(row);
     }
-    uint8_t code(int64_t row, int64_t col) const {
-        if (a.element == MINIFLOAT_E4M3) return a.codes[row * a.cols + col];
-        return a.codes[row * row_bytes() + col / 2] >> col % 2 * 4 & 0xf;
-    }
-    uint8_t scale_code(int64_t row, int64_t col) const {
-        return static_cast<const uint8_t*>(a.scales)[scale_index(row, col)];
-    }
-    float scale(int64_t row, int64_t col) const {
-        return a.scales == nullptr ? 1.0f : static_cast<const float*>(a.scales)[scale_index(row, col)] * a.factor;
-    }
+    float* scales(int64_t row) const { return static_cast<float*>(const_cast<void*>(a.scales)) + scale_row(row); }
 };
 
-bool has_nan(const Source& s, int64_t row) {
-    if (s.a.element == MINIFLOAT_E4M3)
-        for (int64_t k = 0; k < s.a.cols; ++k)
-            if ((s.code(row, k) & 0x7f) == kE4M3Nan) return true;
-    if (s.a.grid == MINIFLOAT_GRID_E8M0 || s.a.grid == MINIFLOAT_GRID_E4M3) {
-        const uint8_t mask = s.a.grid == MINIFLOAT_GRID_E8M0 ? 0xff : 0x7f;
-        const uint8_t nan = s.a.grid == MINIFLOAT_GRID_E8M0 ? kE8M0Nan : kE4M3Nan;
-        for (int64_t k = 0; k < s.a.cols; k += s.a.block_cols)
-            if ((s.scale_code(row, k) & mask) == nan) return true;
-    }
-    return false;
+// Whether one of the bytes is `code`, but for the bits outside of the mask.
+bool contains(const uint8_t* bytes, int64_t count, uint8_t mask, uint8_t code) {
+    uint8_t found = 0;
+    for (int64_t i = 0; i < count; ++i) found |= (bytes[i] & mask) == code;
+    return found != 0;
 }
 
-bool all_zeros(const Source& s, int64_t row, int64_t begin, int64_t end) {
-    const uint8_t magnitude = s.a.element == MINIFLOAT_E4M3 ? 0x7f : 0x7;
-    for (int64_t k = begin; k < end; ++k)
-        if (s.code(row, k) & magnitude) return false;
-    return true;
+bool all_zeros(const uint8_t* bytes, int64_t count, uint8_t magnitude) {
+    uint8_t any = 0;
+    for (int64_t i = 0; i < count; ++i) any |= bytes[i] & magnitude;
+    return any == 0;
 }
 
+// Of a row, among its blocks that are not all zeros.
 int largest_e8m0(const Source& s, int64_t row) {
+    const int64_t block = kE8M0Cols * element_bits(s.a.element) / 8;
+    const uint8_t magnitude = s.a.element == MINIFLOAT_E4M3 ? kE4M3Magnitude : kE2M1Magnitudes;
+    const uint8_t* scales = s.scale_codes(row);
     int largest = 0;
-    for (int64_t k = 0; k < s.a.cols; k += kE8M0Cols) {
-        const int e = s.scale_code(row, k);
-        if (e > largest && e != kE8M0Nan && !all_zeros(s, row, k, min(k + kE8M0Cols, s.a.cols))) largest = e;
+    for (int64_t g = 0; g < s.scale_cols; ++g) {
+        const int e = scales[g];
+        if (e <= largest || e == kE8M0Nan) continue;
+        const int64_t begin = g * block;
+        if (!all_zeros(s.row(row) + begin, min(block, s.row_bytes - begin), magnitude)) largest = e;
     }
     return largest;
 }
 
-void pack_row(const Source& s, const Header& h, const Weight& w, int64_t row) {
-    const int64_t p = row / kPanelRows;
-    const int n = static_cast<int>(row % kPanelRows);
+bool is_flushed(int distance) { return distance > kMaxDistance; }
+
+uint8_t inline_scale(int32_t grid, uint8_t code, int largest) {
+    if (grid == MINIFLOAT_GRID_E4M3) return (code & kE4M3Magnitude) == kE4M3Nan ? 0 : code;
+    const int distance = largest - code;  // below zero: the scale of zeros, or NaN
+    return static_cast<uint8_t>(distance < 0 || is_flushed(distance) ? 0 : distance);
+}
+
+// Some rows of a weight on their way into a panel.
+struct Rows {
+    int64_t first;
+    int count;
+    int largest[kPanelRows];  // E8M0
+    bool has_nan;             // among the codes
+    bool has_flushed;         // blocks
+};
+
+// The scales of row `n` of `rows`, wherever they lie; the inline ones are zeros before.
+void pack_scales(const Source& s, const Header& h, const Weight& w, int64_t p, int n, Rows& rows) {
+    const int64_t row = rows.first + n;
     uint8_t* base = s.a.packed;
-    uint8_t* panel = base + h.steps + p * w.panel_bytes;
-    float* row_scale = reinterpret_cast<float*>(base + h.row_scales) + row;
-    const bool nan = has_nan(s, row);
-    const int largest = h.grid == MINIFLOAT_GRID_E8M0 ? largest_e8m0(s, row) : 0;
-    *row_scale = 1.0f;
-    if (h.grid == MINIFLOAT_GRID_ROW) *row_scale = s.scale(row, 0);
-    if (h.grid == MINIFLOAT_GRID_E8M0) *row_scale = decode_e8m0(largest);
-    if (h.grid == MINIFLOAT_GRID_E4M3) *row_scale = s.a.factor;
-    if (nan) *row_scale = kNan;
-    if (h.grid == MINIFLOAT_GRID_BLOCK) {
-        float* scales = reinterpret_cast<float*>(base + h.block_scales) + p * w.groups * w.block_lanes;
+    bool nan = h.element == MINIFLOAT_E4M3 && contains(s.row(row), s.row_bytes, kE4M3Magnitude, kE4M3Nan);
+    rows.has_nan |= nan;
+    float row_scale = 1.0f;
+    if (h.grid == MINIFLOAT_GRID_ROW) {
+        if (s.a.scales != nullptr) row_scale = s.scales(row)[0] * s.a.factor;
+    } else if (h.grid == MINIFLOAT_GRID_BLOCK) {
+        float* blocks = reinterpret_cast<float*>(base + h.block_scales) + p * w.groups * w.block_lanes;
         for (int64_t g = 0; g < w.groups; ++g)
-            scales[g * w.block_lanes + (w.block_lanes == 1 ? 0 : n)] = s.scale(row, g * w.block_cols);
+            blocks[g * w.block_lanes + (w.block_lanes == 1 ? 0 : n)] = s.scales(row)[g] * s.a.factor;
+    } else {
+        const uint8_t* codes = s.scale_codes(row);
+        const bool e8m0 = h.grid == MINIFLOAT_GRID_E8M0;
+        nan |= contains(codes, s.scale_cols, e8m0 ? 0xff : kE4M3Magnitude, e8m0 ? kE8M0Nan : kE4M3Nan);
+        rows.largest[n] = e8m0 ? largest_e8m0(s, row) : 0;
+        row_scale = e8m0 ? decode_e8m0(rows.largest[n]) : s.a.factor;
+        uint8_t* step = base + h.steps + p * w.panel_bytes + n;
+        for (int64_t g = 0; g < s.scale_cols; step += w.step_bytes)
+            for (int i = 0; i < w.scale_bytes && g < s.scale_cols; i += kPanelRows, ++g) {
+                step[i] = inline_scale(h.grid, codes[g], rows.largest[n]);
+                rows.has_flushed |= e8m0 && is_flushed(rows.largest[n] - codes[g]);
+            }
     }
-    for (int64_t k = 0; k < h.cols; ++k) {
-        uint8_t* step = panel + k / kStepCols * w.step_bytes;
-        const int col = static_cast<int>(k % kStepCols);
-        bool flush = false;
-        if (h.grid == MINIFLOAT_GRID_E8M0) {
-            const int distance = largest - s.scale_code(row, k);
-            flush = distance > kMaxDistance;
-            const bool usable = distance >= 0 && !flush && s.scale_code(row, k) != kE8M0Nan;
-            step[col / kE8M0Cols * kPanelRows + n] = static_cast<uint8_t>(usable ? distance : 0);
+    reinterpret_cast<float*>(base + h.row_scales)[row] = nan ? kNan : row_scale;
+}
+
+// The rows of tile `tile` of a panel, columns half * 32 and on; what is missing, NaN or flushed is zero.
+template <int32_t kElement>
+void load_tile(const Source& s, const Rows& rows, int tile, int64_t half, uint32_t* out) {
+    constexpr int64_t kBytes = kTileWords<kElement> * 4;
+    static_assert(kE8M0Cols == kHalfCols, "a tile has one E8M0 scale per row");
+    const int64_t begin = half * kBytes;
+    const int64_t width = max<int64_t>(0, min(kBytes, s.row_bytes - begin));
+    uint8_t* bytes = reinterpret_cast<uint8_t*>(out);
+    if (width < kBytes || rows.count < kPanelRows) __builtin_memset(bytes, 0, kTileRows * kBytes);
+    for (int n = 0; n < min(kTileRows, rows.count - tile * kTileRows); ++n) {
+        const uint8_t* source = s.row(rows.first + tile * kTileRows + n) + begin;
+        if (width == kBytes) {
+            __builtin_memcpy(bytes + n * kBytes, source, kBytes);
+        } else {
+            __builtin_memcpy(bytes + n * kBytes, source, width);
         }
-        if (h.grid == MINIFLOAT_GRID_E4M3) {
-            const uint8_t e = s.scale_code(row, k);
-            step[col / kE4M3Cols * kPanelRows + n] = (e & 0x7f) == kE4M3Nan ? 0 : e;
-        }
-        const Place place = place_of(h.element, n, col);
-        uint8_t* out = step + w.scale_bytes + place.byte;
-        if (h.element == MINIFLOAT_WEIGHT_BF16) {
-            __builtin_memcpy(out, s.a.codes + row * s.row_bytes() + k * 2, 2);
-        } else if (!flush) {
-            const uint8_t code = s.code(row, k);
-            const bool finite = h.element == MINIFLOAT_E2M1 || (code & 0x7f) != kE4M3Nan;
-            *out = static_cast<uint8_t>(*out | (finite ? code : 0) << place.shift);
-        }
+    }
+    if (rows.has_nan)
+        for (int64_t i = 0; i < kTileRows * kBytes; ++i)
+            bytes[i] = (bytes[i] & kE4M3Magnitude) == kE4M3Nan ? 0 : bytes[i];
+    for (int n = 0; rows.has_flushed && width != 0 && n < min(kTileRows, rows.count - tile * kTileRows); ++n) {
+        const int i = tile * kTileRows + n;
+        if (is_flushed(rows.largest[i] - s.scale_codes(rows.first + i)[half]))
+            __builtin_memset(bytes + n * kBytes, 0, kBytes);
     }
 }
 
-void unpack_row(const minifloat_pack_args& a, const Header& h, const Weight& w, int64_t row) {
-    const int64_t p = row / kPanelRows;
-    const int n = static_cast<int>(row % kPanelRows);
-    const uint8_t* panel = w.panel(p);
-    uint8_t* codes = const_cast<uint8_t*>(a.codes) + row * (a.cols * element_bits(a.element) / 8);
+template <int32_t kElement>
+void pack_panel(const Source& s, const Header& h, const Weight& w, int64_t p) {
+    uint8_t* panel = s.a.packed + h.steps + p * w.panel_bytes;
+    for (int64_t i = 0; w.scale_bytes != 0 && i < w.steps; ++i)
+        __builtin_memset(panel + i * w.step_bytes, 0, w.scale_bytes);
+    Rows rows = {p * kPanelRows, static_cast<int>(min<int64_t>(kPanelRows, h.rows - p * kPanelRows)), {}, false, false};
+    for (int n = 0; n < rows.count; ++n) pack_scales(s, h, w, p, n, rows);
+    uint32_t tile_rows[kTileRows * kTileWords<kElement>];
+    for (int64_t i = 0; i < w.steps; ++i) {
+        uint8_t* out = panel + i * w.step_bytes + w.scale_bytes;
+        for (int half = 0; half < 2; ++half)
+            for (int tile = 0; tile < 2; ++tile, out += sizeof tile_rows) {
+                load_tile<kElement>(s, rows, tile, i * 2 + half, tile_rows);
+                pack_tile<kElement>(tile_rows, out);
+            }
+    }
+}
+
+// The scales of a row; those that it shares with others are written by the first of them.
+void unpack_scales(const Source& s, const Weight& w, int64_t p, int64_t row) {
     const float row_scale = w.row_scales[row];
-    const bool nan = row_scale != row_scale;
-    const Source s(a);
-    float* scales = static_cast<float*>(const_cast<void*>(a.scales));
-    uint8_t* scale_codes = static_cast<uint8_t*>(const_cast<void*>(a.scales));
-    for (int64_t k = 0; k < h.cols; ++k) {
-        const uint8_t* step = panel + k / kStepCols * w.step_bytes;
-        const int col = static_cast<int>(k % kStepCols);
-        const Place place = place_of(h.element, n, col);
-        const uint8_t* in = step + w.scale_bytes + place.byte;
-        if (h.element == MINIFLOAT_WEIGHT_BF16) __builtin_memcpy(codes + k * 2, in, 2);
-        if (h.element == MINIFLOAT_E4M3) codes[k] = *in;
-        if (h.element == MINIFLOAT_E2M1) {
-            const uint8_t code = *in >> place.shift & 0xf;
-            codes[k / 2] = static_cast<uint8_t>(k % 2 ? codes[k / 2] | code << 4 : code);
-        }
-        if (a.scales == nullptr || k % a.block_cols != 0) continue;
-        const int64_t index = s.scale_index(row, k);
-        if (h.grid == MINIFLOAT_GRID_ROW) scales[index] = row_scale;
-        if (h.grid == MINIFLOAT_GRID_BLOCK)
-            scales[index] = nan ? kNan : w.block_scale(p, k / w.block_cols)[w.block_lanes == 1 ? 0 : n];
-        if (h.grid == MINIFLOAT_GRID_E8M0)
-            scale_codes[index] = nan ? kE8M0Nan
-                                     : static_cast<uint8_t>(encode_e8m0(row_scale) - step[col / kE8M0Cols * kPanelRows + n]);
-        if (h.grid == MINIFLOAT_GRID_E4M3) scale_codes[index] = nan ? kE4M3Nan : step[col / kE4M3Cols * kPanelRows + n];
+    const bool nan = row_scale != row_scale, e8m0 = w.grid == MINIFLOAT_GRID_E8M0;
+    const int lane = w.block_lanes == 1 ? 0 : static_cast<int>(row % kPanelRows);
+    if (w.grid == MINIFLOAT_GRID_BLOCK) {
+        for (int64_t g = 0; row % s.a.block_rows == 0 && g < w.groups; ++g)
+            s.scales(row)[g] = w.block_scale(p, g)[lane];
+    } else if (w.grid != MINIFLOAT_GRID_ROW) {
+        const uint8_t* step = w.panel(p) + row % kPanelRows;
+        uint8_t* codes = s.scale_codes(row);
+        for (int64_t g = 0; g < s.scale_cols; step += w.step_bytes)
+            for (int i = 0; i < w.scale_bytes && g < s.scale_cols; i += kPanelRows, ++g)
+                codes[g] = static_cast<uint8_t>(e8m0 ? encode_e8m0(row_scale) - step[i] : step[i]);
+        if (nan) __builtin_memset(codes, e8m0 ? kE8M0Nan : kE4M3Nan, s.scale_cols);
+    }
+}
+
+// A row with a NaN has lost its scale; where all that share one have, it is 1.
+void unpack_row_scales(const Source& s, const Weight& w) {
+    for (int64_t begin = 0; begin < w.rows; begin += s.a.block_rows) {
+        float known = 1.0f;
+        for (int64_t row = min(w.rows, begin + s.a.block_rows) - 1; row >= begin; --row)
+            if (w.row_scales[row] == w.row_scales[row]) known = w.row_scales[row];
+        s.scales(begin)[0] = known;
+    }
+}
+
+template <int32_t kElement>
+void unpack_panel(const Source& s, const Weight& w, int64_t p) {
+    constexpr int64_t kBytes = kTileWords<kElement> * 4;
+    const int64_t first = p * kPanelRows, last = min(first + kPanelRows, w.rows);
+    uint32_t tile_rows[kTileRows * kTileWords<kElement>];
+    for (int64_t i = 0; i < w.steps * 4; ++i) {  // half by half, tile by tile
+        const uint8_t* in = w.panel(p) + i / 4 * w.step_bytes + w.scale_bytes + i % 4 * sizeof tile_rows;
+        unpack_tile<kElement>(in, tile_rows);
+        const int64_t begin = i / 2 * kBytes, width = min(kBytes, s.row_bytes - begin);
+        const int64_t top = first + i % 2 * kTileRows;
+        for (int64_t row = top; width > 0 && row < min(top + kTileRows, last); ++row)
+            __builtin_memcpy(s.row(row) + begin, tile_rows + (row - top) * kTileWords<kElement>, width);
+    }
+    for (int64_t row = first; row < last; ++row) {
+        if (kElement == MINIFLOAT_E4M3 && w.row_scales[row] != w.row_scales[row])
+            __builtin_memset(s.row(row), kE4M3Nan, s.row_bytes);
+        if (s.a.scales != nullptr) unpack_scales(s, w, p, row);
     }
 }
 
@@ -224,8 +355,9 @@ int32_t pack(const minifloat_pack_args& args) {
     const Weight w = view(*reinterpret_cast<const Header*>(args.packed));
     const Source source(args);
     for_panels(w.panels, args.threads, [&](int64_t p) {
-        __builtin_memset(args.packed + h.steps + p * w.panel_bytes, 0, w.panel_bytes);
-        for (int64_t row = p * kPanelRows; row < min((p + 1) * kPanelRows, h.rows); ++row) pack_row(source, h, w, row);
+        if (w.element == MINIFLOAT_E4M3) pack_panel<MINIFLOAT_E4M3>(source, h, w, p);
+        if (w.element == MINIFLOAT_E2M1) pack_panel<MINIFLOAT_E2M1>(source, h, w, p);
+        if (w.element == MINIFLOAT_WEIGHT_BF16) pack_panel<MINIFLOAT_WEIGHT_BF16>(source, h, w, p);
     });
     return MINIFLOAT_OK;
 }
@@ -236,9 +368,13 @@ int32_t unpack(const minifloat_pack_args& args) {
     if (h.rows != args.rows || h.cols != args.cols || h.element != args.element || h.grid != args.grid)
         return MINIFLOAT_BAD_WEIGHT;
     const Weight w = view(h);
+    const Source source(args);
     for_panels(w.panels, args.threads, [&](int64_t p) {
-        for (int64_t row = p * kPanelRows; row < min((p + 1) * kPanelRows, h.rows); ++row) unpack_row(args, h, w, row);
+        if (w.element == MINIFLOAT_E4M3) unpack_panel<MINIFLOAT_E4M3>(source, w, p);
+        if (w.element == MINIFLOAT_E2M1) unpack_panel<MINIFLOAT_E2M1>(source, w, p);
+        if (w.element == MINIFLOAT_WEIGHT_BF16) unpack_panel<MINIFLOAT_WEIGHT_BF16>(source, w, p);
     });
+    if (args.scales != nullptr && w.grid == MINIFLOAT_GRID_ROW) unpack_row_scales(source, w);
     return MINIFLOAT_OK;
 }
 
