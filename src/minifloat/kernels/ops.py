@@ -18,13 +18,16 @@ from minifloat.kernels.linear import cpu
 from minifloat.kernels.moe import cpu as moe_cpu
 from minifloat.kernels.pack.layout import Header
 from minifloat.kernels.pack.memory import is_aligned
+from minifloat.kernels.pack.weight import Pointers
 
 
-def is_eager(x: Tensor) -> bool:
+def is_eager(x: Tensor, biases: Sequence[Tensor | None] | None = None) -> bool:
     """Whether a call may go straight to the library: nothing traces it, and no gradient is asked for."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
-    return not (x.requires_grad and torch.is_grad_enabled())
+    if not torch.is_grad_enabled():
+        return True
+    return not (x.requires_grad or (biases and any(bias is not None and bias.requires_grad for bias in biases)))
 
 
 @torch.library.custom_op("minifloat::linear", mutates_args=(), device_types="cpu")
@@ -45,7 +48,8 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         UnsupportedTensorError: A dtype that there is no kernel for, or bytes that are no packed weight.
     """
     _check(x, weights, biases, rows)
-    return cpu.run(x, [weight.data_ptr() for weight in weights], biases or None, sum(rows))
+    pointers = Pointers([weight.data_ptr() for weight in weights], rows, x.shape[-1])
+    return cpu.run(x, pointers, biases or None)
 
 
 @linear.register_fake
@@ -121,22 +125,17 @@ def check_groups(offsets: Tensor, x_rows: Tensor | None, experts: int, tokens: i
 
 
 def _check(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Sequence[int]) -> None:
-    if x.dtype not in cpu.DTYPES:
-        raise UnsupportedTensorError("x", f"expected bfloat16, float16 or float32, got {x.dtype}")
-    if not weights or len(rows) != len(weights) or len(biases) not in (0, len(weights)):
-        raise ShapeError("weights", f"{len(weights)} weights, {len(rows)} rows and {len(biases)} biases")
-    for weight, n in zip(weights, rows, strict=True):
-        _check_weight(weight, n, x.shape[-1])
-    for bias, n in zip(biases, rows, strict=False):
-        if bias is None:
-            continue
-        if bias.shape != (n,) or not bias.is_contiguous():
-            raise ShapeError("bias", f"expected a contiguous [{n}], got {list(bias.shape)}")
-        if bias.dtype not in cpu.DTYPES:
-            raise UnsupportedTensorError("bias", f"expected bfloat16, float16 or float32, got {bias.dtype}")
+    if not weights or len(rows) != len(weights):
+        raise ShapeError("weights", f"{len(weights)} weights and {len(rows)} rows")
+    if x.ndim == 0:
+        raise ShapeError("x", "expected [..., K], got a scalar")
+    cpu.check(x, x.shape[-1], rows, biases or None)
+    headers = [_header(weight, n, x.shape[-1]) for weight, n in zip(weights, rows, strict=True)]
+    if len({(header.element, header.grid) for header in headers}) != 1:
+        raise UnsupportedTensorError("weights", "several kinds of weights in one call; multiply them one by one")
 
 
-def _check_weight(weight: Tensor, rows: int, cols: int) -> None:
+def _header(weight: Tensor, rows: int, cols: int) -> Header:
     if weight.dtype != torch.uint8 or not weight.is_contiguous() or not is_aligned(weight):
         raise UnsupportedTensorError("weight", f"expected contiguous, 64-byte aligned uint8, got {weight.dtype}")
     header = Header.read(bytes(weight[: Header.FORMAT.size].numpy()))
@@ -144,3 +143,4 @@ def _check_weight(weight: Tensor, rows: int, cols: int) -> None:
         raise UnsupportedTensorError("weight", header)
     if (header.rows, header.cols) != (rows, cols) or header.total > weight.numel():
         raise ShapeError("weight", f"expected a packed weight {rows}x{cols}, got one of {header.rows}x{header.cols}")
+    return header

@@ -15,7 +15,7 @@ from torch import Tensor
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, ops
 from minifloat.kernels.linear import cpu, reference
-from minifloat.kernels.pack import PackedWeight
+from minifloat.kernels.pack import FusedWeights, PackedWeight
 from minifloat.quantize.activation import (
     can_quantize,
     dequantize_activation,
@@ -25,7 +25,7 @@ from minifloat.quantize.activation import (
 from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.scheme import ActivationSpec
 
-__all__ = ["IMPLEMENTATIONS", "linear", "linear_fused"]
+__all__ = ["IMPLEMENTATIONS", "FusedWeights", "linear", "linear_fused"]
 
 #: What `impl` may be, besides "auto".
 IMPLEMENTATIONS = ("reference", "cpu")
@@ -83,11 +83,11 @@ def linear(
 
     Source: vLLM, `cutlass_scaled_mm` and its block form; DeepSeek-V3 report, section 3.3.2, for Hopper's 14 bits.
     """
-    _check_shapes(x, weight.shape, bias)
     packed = _packed(weight, impl)
+    if packed is not None and activation is None:
+        return _multiply(x, packed, None if bias is None else (bias,))
+    _check_shapes(x, weight.shape, bias)
     if activation is None:
-        if packed is not None:
-            return _multiply(x, (packed,), None if bias is None else (bias,))
         return reference.linear(x, _unpacked(weight), bias)
     spec = weight.spec
     if spec is None or not can_quantize(activation, spec):
@@ -100,7 +100,7 @@ def linear(
     if packed is None:
         return reference.quantized_linear(x, _unpacked(weight), bias, activation, input_scale)
     values = dequantize_activation(*quantize_activation(x, activation, input_scale), activation)
-    return _multiply(values, (packed,), None if bias is None else (bias,)).to(x.dtype)
+    return _multiply(values, packed, None if bias is None else (bias,)).to(x.dtype)
 
 
 def linear_fused(
@@ -110,7 +110,8 @@ def linear_fused(
 
     Args:
         x: ``[..., K]``, bfloat16, float16 or float32.
-        weights: Packed weights ``[N_i, K]`` of one kind: the same format and kind of scales.
+        weights: Packed weights ``[N_i, K]`` of one kind: the same format and kind of scales. As `FusedWeights` they
+            are looked at once and not in every call.
         biases: None, or ``[N_i]`` or None for each weight, all of one dtype.
 
     Returns:
@@ -118,25 +119,15 @@ def linear_fused(
 
     Raises:
         KernelUnavailable: The native library is not loaded.
-        ShapeError: `x` or a bias does not fit.
-        UnsupportedTensorError: A dtype or device without a kernel, or weights of several kinds.
+        ShapeError: `x` or a bias does not fit, several K, or no weight at all.
+        UnsupportedTensorError: A dtype or device without a kernel, weights of several kinds, or biases of several
+            dtypes.
     """
-    if biases is not None and len(biases) != len(weights):
-        raise ShapeError("biases", f"expected one for each of {len(weights)} weights, got {len(biases)}")
-    if not weights:
-        raise ShapeError("weights", "expected at least one packed weight, got none")
-    dtypes = {bias.dtype for bias in biases or () if bias is not None}
-    if len(dtypes) > 1:
-        raise UnsupportedTensorError("biases", f"expected one dtype, got {', '.join(sorted(map(str, dtypes)))}")
-    for i, weight in enumerate(weights):
-        _check_shapes(x, weight.shape, None if biases is None else biases[i])
-        if weight.form.grid != weights[0].form.grid or weight.form.format is not weights[0].form.format:
-            raise UnsupportedTensorError("weights", "several kinds of weights in one call; multiply them one by one")
-    if not native.load():
+    if native.load() is None:
         raise KernelUnavailable(f"linear_fused cannot run: {native.why_unavailable()}")
-    y = _multiply(x, weights, biases)
-    parts: tuple[Tensor, ...] = torch.split(y, [weight.shape[0] for weight in weights], dim=-1)
-    return parts
+    fused = weights if isinstance(weights, FusedWeights) else FusedWeights(weights)
+    y = _multiply(x, fused, biases)
+    return torch.split_with_sizes(y, fused.rows, -1)
 
 
 def _packed(weight: QuantizedTensor | PackedWeight, impl: str) -> PackedWeight | None:
@@ -158,28 +149,16 @@ def _unpacked(weight: QuantizedTensor | PackedWeight) -> QuantizedTensor | Tenso
     return weight.unpack() if isinstance(weight, PackedWeight) else weight
 
 
-def _multiply(x: Tensor, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None) -> Tensor:
-    if x.dtype not in cpu.DTYPES or x.device.type != "cpu":
-        raise UnsupportedTensorError(
-            "x", f"expected bfloat16, float16 or float32 on the CPU, got {x.dtype}, {x.device}"
-        )
-    rows = [weight.shape[0] for weight in weights]
-    if biases is not None:
-        biases = [None if bias is None else _readable(bias) for bias in biases]
-    if ops.is_eager(x):
-        return cpu.run(x, [weight.address for weight in weights], biases, sum(rows))
-    data = [weight.data for weight in weights]
-    y: Tensor = torch.ops.minifloat.linear(x, data, list(biases or ()), rows)
+def _multiply(x: Tensor, weight: PackedWeight | FusedWeights, biases: Sequence[Tensor | None] | None) -> Tensor:
+    if ops.is_eager(x, biases):
+        pointers = weight.pointers
+        cpu.check(x, pointers.cols, pointers.rows, biases)
+        return cpu.run(x, pointers, biases)
+    weights = [weight] if isinstance(weight, PackedWeight) else list(weight)
+    rows = [each.shape[0] for each in weights]
+    cpu.check(x, weights[0].shape[1], rows, biases)
+    y: Tensor = torch.ops.minifloat.linear(x, [each.data for each in weights], list(biases or ()), rows)
     return y
-
-
-def _readable(bias: Tensor) -> Tensor:
-    """The bias as the kernels read it."""
-    if bias.dtype not in cpu.DTYPES or bias.device.type != "cpu":
-        raise UnsupportedTensorError(
-            "bias", f"expected bfloat16, float16 or float32 on the CPU, got {bias.dtype}, {bias.device}"
-        )
-    return bias.contiguous()
 
 
 def _check_shapes(x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:

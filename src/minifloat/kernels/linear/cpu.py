@@ -1,7 +1,7 @@
 """`linear` by the native library (``csrc/linear``): packed weights, and several of them in one call.
 
 What is here runs once per layer and token, so it does little: no object is made for the arguments but their bytes.
-Shapes are validated by the caller, `minifloat.kernels.linear`; that memory holds packed weights, by `PackedWeight`.
+The caller has called `check`; that memory holds packed weights is seen to by `PackedWeight`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable
+from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, threads
+from minifloat.kernels.pack.weight import Pointers
 
 #: ``enum minifloat_dtype``.
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -23,41 +24,82 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _LINEAR = struct.Struct("@PPPPqqqiiii")
 
 
-def run(x: Tensor, addresses: Sequence[int], biases: Sequence[Tensor | None] | None, rows: int) -> Tensor:
+def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | None] | None) -> None:
+    """See that `run` may take its arguments.
+
+    Args:
+        x: As there.
+        cols: K.
+        rows: N of each weight.
+        biases: As there.
+
+    Raises:
+        ShapeError: `x` or a bias does not fit.
+        UnsupportedTensorError: A dtype or device that there is no kernel for, or biases of several dtypes.
+    """
+    if x.dtype not in DTYPES or not x.is_cpu:
+        raise UnsupportedTensorError("x", f"expected bfloat16, float16 or float32 on the CPU, got {_kind(x)}")
+    if x.ndim == 0 or x.shape[-1] != cols:
+        raise ShapeError("x", f"expected [..., {cols}] for a weight {sum(rows)}x{cols}, got {list(x.shape)}")
+    if biases is None:
+        return
+    if len(biases) != len(rows):
+        raise ShapeError("biases", f"expected one for each of {len(rows)} weights, got {len(biases)}")
+    present = None
+    for bias, n in zip(biases, rows, strict=True):
+        if bias is None:
+            continue
+        if bias.shape != (n,):
+            raise ShapeError("bias", f"expected [{n}] for a weight {n}x{cols}, got {list(bias.shape)}")
+        if bias.dtype not in DTYPES or not bias.is_cpu:
+            raise UnsupportedTensorError("bias", f"expected bfloat16, float16 or float32 on the CPU, got {_kind(bias)}")
+        if present is not None and bias.dtype != present:
+            raise UnsupportedTensorError("biases", f"expected one dtype, got {present}, {bias.dtype}")
+        present = bias.dtype
+
+
+def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None) -> Tensor:
     """``x @ W.T + bias`` for several weights, their results side by side.
 
     Args:
         x: ``[..., K]``, bfloat16, float16 or float32, on the CPU, any strides.
-        addresses: Where the packed weights ``[N_i, K]`` lie, all of one form.
-        biases: None, or per weight None or ``[N_i]``, contiguous, all of one dtype of `DTYPES`.
-        rows: The sum of N_i.
+        pointers: Of packed weights ``[N_i, K]``, all of one form.
+        biases: None, or per weight None or ``[N_i]``, all of one dtype of `DTYPES`, any strides.
 
     Returns:
-        ``[..., rows]``, the dtype of `x`.
+        ``[..., sum of N_i]``, the dtype of `x`.
+
+    Raises:
+        KernelUnavailable: There is no native library.
     """
-    shape = x.shape
-    matrix = _matrix(x)
-    y = x.new_empty((*shape[:-1], rows))
-    count = len(addresses)
-    pointers = ctypes.c_void_p * count
-    weights = pointers(*addresses)
-    bias_dtype, bias_pointers = 0, None
-    if biases is not None:
-        bias_dtype, bias_pointers = _bias_pointers(biases)
     library = native.load()
     if library is None:
         raise KernelUnavailable(native.why_unavailable())
+    shape, rows = x.shape, pointers.total
+    if x.is_contiguous():
+        stride, m = pointers.cols, x.numel() // pointers.cols
+    else:
+        x = _matrix(x)
+        stride, m = x.stride(0), x.shape[0]
+    y = x.new_empty((*shape[:-1], rows))
+    table, bias_dtype = None, 0
+    if biases is not None:
+        held = [bias if bias is None or bias.is_contiguous() else bias.contiguous() for bias in biases]
+        table = (ctypes.c_void_p * len(held))(*[None if bias is None else bias.data_ptr() for bias in held])
+        bias_dtype = next((DTYPES[bias.dtype] for bias in held if bias is not None), 0)
+    bias_address = 0 if table is None else ctypes.addressof(table)
+    dtype = DTYPES[x.dtype]
     library.linear(
         _LINEAR.pack(
-            ctypes.addressof(weights),
-            0 if bias_pointers is None else ctypes.addressof(bias_pointers),
-            matrix.data_ptr(),
+            pointers.address,
+            bias_address,
+            x.data_ptr(),
             y.data_ptr(),
-            matrix.stride(0),
+            stride,
             rows,
-            matrix.shape[0],
-            count,
-            DTYPES[x.dtype],
+            m,
+            pointers.count,
+            dtype,
             bias_dtype,
             threads.count(),
         )
@@ -71,9 +113,5 @@ def _matrix(x: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
-def _bias_pointers(biases: Sequence[Tensor | None]) -> tuple[int, ctypes.Array[ctypes.c_void_p] | None]:
-    present = [bias for bias in biases if bias is not None]
-    if not present:
-        return 0, None
-    pointers = (ctypes.c_void_p * len(biases))(*[None if bias is None else bias.data_ptr() for bias in biases])
-    return DTYPES[present[0].dtype], pointers
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device}"

@@ -60,7 +60,7 @@ def moe_linear(
     if not isinstance(experts, PackedExperts):
         experts = PackedExperts(experts)
     _check(x, experts, biases)
-    eager = ops.is_eager(x)
+    eager = ops.is_eager(x, (biases,))
     if eager:  # while torch traces there is nothing to look at; the op does when it runs
         ops.check_groups(offsets, x_rows, len(experts), x.shape[0])
     if not _runs_native(impl):

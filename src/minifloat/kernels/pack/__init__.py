@@ -10,12 +10,12 @@ from minifloat.formats import E8M0, FLOAT32
 from minifloat.kernels.pack import cpu, reference
 from minifloat.kernels.pack.layout import BLOCK, ROW, form_of, plan
 from minifloat.kernels.pack.memory import allocate
-from minifloat.kernels.pack.weight import PackedWeight
+from minifloat.kernels.pack.weight import FusedWeights, PackedWeight
 from minifloat.quantize.cast import decode
 from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.scheme import WeightSpec
 
-__all__ = ["IMPLEMENTATIONS", "PackedWeight", "pack", "why_not"]
+__all__ = ["FusedWeights", "IMPLEMENTATIONS", "PackedWeight", "pack", "why_not"]
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu")
 

@@ -1,10 +1,12 @@
-"""`PackedWeight`: a weight in the layout of the kernels, and the way back."""
+"""`PackedWeight`: a weight in the layout of the kernels, and the way back; and several for one call."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +18,28 @@ from minifloat.kernels.pack.layout import BLOCK, CODED_E4M3, ROW, Form, Header, 
 from minifloat.kernels.pack.memory import is_aligned
 from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.scheme import WeightSpec
+
+
+class Pointers:
+    """Where the weights of one call lie, as the kernels take it; whoever holds this holds the weights too.
+
+    Attributes:
+        address: Of the array of addresses.
+        count: How many weights.
+        rows: N of each.
+        total: The sum of them.
+        cols: K.
+    """
+
+    __slots__ = ("_array", "address", "cols", "count", "rows", "total")
+
+    def __init__(self, addresses: Sequence[int], rows: Sequence[int], cols: int) -> None:
+        self._array = (ctypes.c_void_p * len(addresses))(*addresses)
+        self.address = ctypes.addressof(self._array)
+        self.count = len(addresses)
+        self.rows = list(rows)
+        self.total = sum(rows)
+        self.cols = cols
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +84,11 @@ class PackedWeight:
         """Where `data` lies, for the kernels: asked for once, when `check` has seen that they may read it."""
         self.check()
         return self.data.data_ptr()
+
+    @cached_property
+    def pointers(self) -> Pointers:
+        """For a call with this weight alone."""
+        return Pointers((self.address,), (self.shape[0],), self.shape[1])
 
     def check(self) -> None:
         """See that `data` is what `spec` and `shape` say, which the kernels rely on.
@@ -131,6 +160,50 @@ class PackedWeight:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"data": self.data, "spec": self.spec, "shape": self.shape}
+
+
+class FusedWeights(Sequence[PackedWeight]):
+    """Packed weights that are multiplied with the same input in one call: of q, k and v, or of gate and up.
+
+    Args:
+        weights: At least one; ``[N_i, K]`` with one K, of one format and kind of scales.
+
+    Attributes:
+        rows: N of each.
+
+    Raises:
+        ShapeError: None at all, or several K.
+        UnsupportedTensorError: Several formats or kinds of scales.
+    """
+
+    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+        self._weights = tuple(weights)
+        if not self._weights:
+            raise ShapeError("weights", "expected at least one packed weight, got none")
+        shapes = [weight.shape for weight in self._weights]
+        self.rows = [rows for rows, _ in shapes]
+        if len({cols for _, cols in shapes}) != 1:
+            raise ShapeError("weights", f"expected one K for all, got {shapes}")
+        forms = [weight.form for weight in self._weights]
+        if len({(form.element, form.grid) for form in forms}) != 1:
+            raise UnsupportedTensorError("weights", "several kinds of weights in one call; multiply them one by one")
+
+    @cached_property
+    def pointers(self) -> Pointers:
+        """For a call with all of them."""
+        addresses = [weight.address for weight in self._weights]
+        return Pointers(addresses, self.rows, self._weights[0].shape[1])
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    @overload
+    def __getitem__(self, index: int) -> PackedWeight: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PackedWeight]: ...
+    def __getitem__(self, index: int | slice) -> PackedWeight | Sequence[PackedWeight]:
+        """One of the weights, or several."""
+        return self._weights[index]
 
 
 def _unpack(codes: Tensor, scales: Tensor | None, form: Form, data: Tensor, use_cpu: bool) -> None:
