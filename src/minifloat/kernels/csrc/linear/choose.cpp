@@ -3,16 +3,23 @@
 
 namespace MINIFLOAT_ISA {
 
-extern const Path kFloatPath, kGemvPath, kAmxSmallPath, kAmxLargePath;
+extern const Path kFloatPath, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath;
 
-const Path& choose_path(const Weight&, [[maybe_unused]] int64_t m, int32_t) {
+const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m, int32_t) {
+#if defined(__AVX512F__)
+#if defined(__AMX_BF16__)
+    constexpr int64_t kMaxGemv = 1;
+#else
+    constexpr int64_t kMaxGemv = 8;
+#endif
+#if defined(__AVX512VNNI__)
+    if (m <= kMaxGemv && w.element == MINIFLOAT_E2M1) return kGemvInt8Path;
+#endif
+    if (m <= kMaxGemv) return kGemvPath;
+#endif
 #if defined(__AMX_BF16__)
     constexpr int64_t kMaxSmall = 32;  // two tiles of x
-    if (m == 1) return kGemvPath;
     return m <= kMaxSmall ? kAmxSmallPath : kAmxLargePath;
-#elif defined(__AVX512F__)
-    constexpr int64_t kMaxGemv = 8;
-    if (m <= kMaxGemv) return kGemvPath;
 #endif
     return kFloatPath;
 }

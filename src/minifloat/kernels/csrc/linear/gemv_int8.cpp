@@ -1,0 +1,244 @@
+// A few rows of x times E2M1 weights in integers: twice as fast as float32, in which decoding could not keep up with
+// the memory, and as accurate.
+//
+// E2M1 times two is a whole number of -12 .. 12. x is brought, for each group of columns that share a weight scale, into
+// whole numbers of up to 2^22 under one power of two; three balanced digits of base 256 make them planes of int8.
+// Sums of a group are then exact integers; they are joined, converted to float32, scaled and added up there. The only
+// roundings that float32 sums do not have are those of x: half of 2^-22 of the largest in its group, at most. Below
+// kSmallestExponent that becomes an absolute step, of 2^-125.
+//
+// The dot product of VNNI takes one operand unsigned, so the weights get 12 added and the sums start at what that adds.
+// A row of x with Inf or NaN has no such integers: it is computed in float32, element by element.
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+
+#include "avx512.h"
+#include "decode.h"
+
+namespace MINIFLOAT_ISA {
+namespace {
+
+constexpr int64_t kPrefetchBytes = 1024;
+constexpr int kMaxRows = 4;  // of x that share the decoding
+constexpr int kPlanes = 3;
+constexpr int kDigitBits = 8;
+constexpr int kOffset = 12;  // added to twice a weight
+constexpr int kIntegerBits = 22;
+constexpr int kSmallestExponent = 23;  // biased, so that 2^-kIntegerBits of it is a normal number
+constexpr int kInfiniteExponent = 255;
+constexpr int kVectorCols = 8;
+constexpr int kChunkCols = 16;  // prepared at a time: two vectors of every plane
+constexpr int kChunkBytes = kChunkCols * kPlanes;
+constexpr int kStepBytes = kStepCols / kChunkCols * kChunkBytes;
+constexpr int64_t kTileBytes = kHalfCols / kVectorCols * kVectorBytes;
+
+// Twice a weight plus kOffset by its code, four times over: the look-up takes six bits of a byte, a code is four.
+struct CodeTable {
+    alignas(64) uint8_t bytes[kVectorBytes];
+};
+constexpr CodeTable make_code_table() {
+    constexpr int kTwice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+    CodeTable table = {};
+    for (int i = 0; i < kVectorBytes; ++i)
+        table.bytes[i] = static_cast<uint8_t>(kOffset + (i & 8 ? -kTwice[i & 7] : kTwice[i & 7]));
+    return table;
+}
+constexpr CodeTable kCodes = make_code_table();
+
+// A prepared row of x: this, the digits of all steps, and the groups.
+struct alignas(64) RowHead {
+    int32_t finite;
+};
+struct Group {
+    int32_t start;  // of the sums: minus what kOffset adds
+    float scale;    // of the joined sums
+};
+
+int group_cols(const Weight& w) { return w.grid == MINIFLOAT_GRID_E4M3 ? kE4M3Cols : kE8M0Cols; }
+int64_t groups_at(const Weight& w) { return static_cast<int64_t>(sizeof(RowHead)) + w.steps * kStepBytes; }
+int64_t row_bytes(const Weight& w) {
+    const int64_t groups = w.steps * kStepCols / group_cols(w) * static_cast<int64_t>(sizeof(Group));
+    return round_up(groups_at(w) + groups, kVectorBytes);
+}
+
+int64_t prepared_bytes(const Weight& w, int64_t m, int32_t) { return m * row_bytes(w); }
+
+// Digits of 16 integers, the bytes of a vector in the order in which its nibbles lie (layout.h): low ones, high ones.
+void store_digits(__m512i q, uint8_t* out) {
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    for (int plane = 0; plane < kPlanes; ++plane) {
+        const __m512i digit = _mm512_srai_epi32(_mm512_slli_epi32(q, 32 - kDigitBits), 32 - kDigitBits);
+        const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(digit), order);
+        _mm_store_si128(reinterpret_cast<__m128i*>(out + plane * kChunkCols), bytes);
+        q = _mm512_srai_epi32(_mm512_sub_epi32(q, digit), kDigitBits);
+    }
+}
+
+// kChunks times 16 columns that share a scale. False where one is not finite.
+template <int kChunks>
+bool prepare_group(const float* x, uint8_t* digits, Group* group) {
+    __m512 values[kChunks];
+    __m512i bits = _mm512_setzero_si512();
+    for (int i = 0; i < kChunks; ++i) {
+        values[i] = _mm512_loadu_ps(x + i * kChunkCols);
+        bits = _mm512_max_epi32(bits, _mm512_and_si512(_mm512_castps_si512(values[i]), _mm512_set1_epi32(kMagnitude)));
+    }
+    const int exponent = max(_mm512_reduce_max_epi32(bits) >> kMantissaBits, kSmallestExponent);
+    const float to_integers = bit_cast<float>((2 * kBias + kIntegerBits - 1 - exponent) << kMantissaBits);
+    __m512i sum = _mm512_setzero_si512();
+    for (int i = 0; i < kChunks; ++i) {
+        const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(values[i], _mm512_set1_ps(to_integers)));
+        sum = _mm512_add_epi32(sum, q);
+        store_digits(q, digits + i * kChunkBytes);
+    }
+    group->start = -kOffset * _mm512_reduce_add_epi32(sum);
+    group->scale = bit_cast<float>((exponent - kIntegerBits) << kMantissaBits);  // half a unit: weights are doubled
+    return exponent != kInfiniteExponent;
+}
+
+void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
+    for (int64_t i = x.m * part / parts; i < x.m * (part + 1) / parts; ++i) {
+        uint8_t* row = prepared + i * row_bytes(w);
+        Group* group = reinterpret_cast<Group*>(row + groups_at(w));
+        uint8_t* digits = row + sizeof(RowHead);
+        bool finite = true;
+        for (int64_t k = 0; k < w.cols; k += kStepCols, digits += kStepBytes) {
+            float values[kStepCols];
+            const int64_t count = min<int64_t>(kStepCols, w.cols - k);
+            for (int64_t j = count; j < kStepCols; ++j) values[j] = 0.0f;
+            to_float(x.row(i) + k * dtype_bytes(x.dtype), x.dtype, count, values);
+            for (int j = 0; j < kStepCols; j += group_cols(w), ++group) {
+                uint8_t* out = digits + j / kChunkCols * kChunkBytes;
+                finite &= w.grid == MINIFLOAT_GRID_E4M3 ? prepare_group<1>(values + j, out, group)
+                                                        : prepare_group<2>(values + j, out, group);
+            }
+        }
+        reinterpret_cast<RowHead*>(row)->finite = finite;
+    }
+}
+
+__m512i broadcast_dword(const uint8_t* p) {
+    int32_t word;
+    __builtin_memcpy(&word, p, sizeof word);
+    return _mm512_set1_epi32(word);
+}
+
+// The panel for kRows rows of x; kVectors vectors of each tile share a scale.
+template <int kRows, int kVectors>
+inline __attribute__((always_inline)) void multiply_panel(const Weight& w, int64_t p, const uint8_t* x,
+                                                          int64_t x_stride, __m512 (&out)[kRows][2]) {
+    constexpr int kGroups = kStepCols / (kVectors * kVectorCols);
+    constexpr int kGroupsOfHalf = kGroups / 2;
+    const __m512i codes = _mm512_load_si512(kCodes.bytes);
+    const uint8_t* step = w.panel(p);
+    const uint8_t* digits = x + sizeof(RowHead);
+    const Group* groups = reinterpret_cast<const Group*>(x + groups_at(w));
+    for (int64_t s = 0; s < w.steps; ++s, step += w.step_bytes, digits += kStepBytes, groups += kGroups) {
+        for (int i = 0; i < w.scale_bytes; i += kVectorBytes) prefetch(step + i + kPrefetchBytes);
+#pragma GCC unroll 4
+        for (int g = 0; g < kGroups; ++g) {
+            const int64_t at = g / kGroupsOfHalf * 2 * kTileBytes + g % kGroupsOfHalf * kVectors * kVectorBytes;
+            const uint8_t* data = step + w.scale_bytes + at;
+            __m512i sums[kRows][2][kPlanes];
+            for (int r = 0; r < kRows; ++r)
+                for (int t = 0; t < 2; ++t) {
+                    const uint8_t* group = reinterpret_cast<const uint8_t*>(groups + g) + r * x_stride;
+                    sums[r][t][0] = broadcast_dword(group);
+                    for (int plane = 1; plane < kPlanes; ++plane) sums[r][t][plane] = _mm512_setzero_si512();
+                }
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) {
+                __m512i weights[2][2];
+                for (int t = 0; t < 2; ++t) {
+                    const uint8_t* line = data + t * kTileBytes + v * kVectorBytes;
+                    prefetch(step + w.scale_bytes + (g * kVectors * 2 + v * 2 + t) * kVectorBytes + kPrefetchBytes);
+                    const __m512i nibbles = _mm512_load_si512(line);
+                    weights[t][0] = _mm512_permutexvar_epi8(nibbles, codes);
+                    weights[t][1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(nibbles, 4), codes);
+                }
+                const int vector = g * kVectors + v;
+                const uint8_t* xs = digits + vector / 2 * kChunkBytes + vector % 2 * kVectorCols;
+                for (int r = 0; r < kRows; ++r)
+                    for (int plane = 0; plane < kPlanes; ++plane)
+                        for (int part = 0; part < 2; ++part) {
+                            const __m512i q = broadcast_dword(xs + r * x_stride + plane * kChunkCols + part * 4);
+                            for (int t = 0; t < 2; ++t)
+                                sums[r][t][plane] = _mm512_dpbusd_epi32(sums[r][t][plane], weights[t][part], q);
+                        }
+            }
+            for (int t = 0; t < 2; ++t) {
+                const uint8_t* scales = step + g * kPanelRows + t * kTileRows;
+                const __m512 scale = kGroups == 2 ? e8m0_scales(scales) : e4m3_scales(scales);
+                for (int r = 0; r < kRows; ++r) {
+                    const __m512i* planes = sums[r][t];
+                    const __m512i upper = _mm512_add_epi32(planes[1], _mm512_slli_epi32(planes[2], kDigitBits));
+                    const __m512i sum = _mm512_add_epi32(planes[0], _mm512_slli_epi32(upper, kDigitBits));
+                    const Group* group =
+                        reinterpret_cast<const Group*>(reinterpret_cast<const uint8_t*>(groups + g) + r * x_stride);
+                    const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+                    out[r][t] = _mm512_fmadd_ps(scaled, _mm512_set1_ps(group->scale), out[r][t]);
+                }
+            }
+        }
+    }
+}
+
+template <int kRows>
+void multiply_rows(const Weight& w, const uint8_t* prepared, int64_t row, const Output& y, int64_t p) {
+    const int64_t stride = row_bytes(w);
+    const uint8_t* x = prepared + row * stride;
+    __m512 out[kRows][2];
+    for (int r = 0; r < kRows; ++r) out[r][0] = out[r][1] = _mm512_setzero_ps();
+    float factor = 1.0f;
+    if (w.grid == MINIFLOAT_GRID_E4M3) {
+        multiply_panel<kRows, 2>(w, p, x, stride, out);
+        factor = kHalfRebias;
+    } else {
+        multiply_panel<kRows, 4>(w, p, x, stride, out);
+    }
+    for (int r = 0; r < kRows; ++r) {
+        alignas(64) float sums[kPanelRows];
+        for (int t = 0; t < 2; ++t)
+            _mm512_store_ps(sums + t * kTileRows, _mm512_mul_ps(out[r][t], _mm512_set1_ps(factor)));
+        store_row(w, y, p, row + r, sums);
+    }
+}
+
+// A row of x that is not finite: what Inf and NaN become is up to the float multiplication.
+void multiply_nonfinite(const Weight& w, const Input& x, int64_t row, const Output& y, int64_t p) {
+    alignas(64) float weights[kStepCols * kPanelRows], sums[kPanelRows] = {};
+    for (int64_t s = 0; s < w.steps; ++s) {
+        float values[kStepCols];
+        const int64_t count = min<int64_t>(kStepCols, w.cols - s * kStepCols);
+        to_float(x.row(row) + s * kStepCols * dtype_bytes(x.dtype), x.dtype, count, values);
+        decode_step(w, p, s, weights);
+        for (int64_t k = 0; k < count; ++k)
+            for (int n = 0; n < kPanelRows; ++n) sums[n] += values[k] * weights[k * kPanelRows + n];
+    }
+    store_row(w, y, p, row, sums);
+}
+
+bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first, int64_t last) {
+    const int64_t stride = row_bytes(w);
+    for (int64_t p = first; p < last; ++p) {
+        // Row group by row group, so that those after the first find the weights in the cache.
+        for (int64_t row = 0; row < x.m; row += kMaxRows) {
+            const int64_t rows = min<int64_t>(kMaxRows, x.m - row);
+            if (rows == 1) multiply_rows<1>(w, prepared, row, y, p);
+            if (rows == 2) multiply_rows<2>(w, prepared, row, y, p);
+            if (rows == 3) multiply_rows<3>(w, prepared, row, y, p);
+            if (rows == 4) multiply_rows<4>(w, prepared, row, y, p);
+        }
+        for (int64_t row = 0; row < x.m; ++row)
+            if (!reinterpret_cast<const RowHead*>(prepared + row * stride)->finite)
+                multiply_nonfinite(w, x, row, y, p);
+    }
+    return true;
+}
+
+}  // namespace
+
+extern const Path kGemvInt8Path = {"gemv_int8", prepared_bytes, prepare, multiply};
+
+}  // namespace MINIFLOAT_ISA
+
+#endif
