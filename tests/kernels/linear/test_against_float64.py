@@ -48,6 +48,22 @@ def test_every_number_of_rows(kernels: Kernels, kind: str, dtype: torch.dtype) -
 
 
 @kinds
+@pytest.mark.parametrize(("m", "dtype"), [(1100, torch.bfloat16), (600, torch.float16), (400, torch.float32)], ids=str)
+def test_more_than_one_block_of_everything(kernels: Kernels, kind: str, m: int, dtype: torch.dtype) -> None:
+    stored, values = weight(kind, 300, 600)
+    x, bias = inputs(m, 600, dtype), inputs(1, 300, dtype)[0]
+    exact = many_sums(kind, m, dtype)
+    result = kernels.linear(x, kernels.pack(stored), bias, threads=2)
+    assert_close(result, exact, x, values)
+    assert_within_bar(result, exact)
+
+
+@functools.cache
+def many_sums(kind: str, m: int, dtype: torch.dtype) -> torch.Tensor:
+    return product(inputs(m, 600, dtype), weight(kind, 300, 600)[1], inputs(1, 300, dtype)[0])
+
+
+@kinds
 def test_ragged_shapes(kernels: Kernels, kind: str) -> None:
     dtypes = itertools.cycle(DTYPES)
     for rows, cols in itertools.product(ROWS, COLS):

@@ -94,12 +94,9 @@ def test_e8m0_scales_spread_over_a_row_by_all_that_is_kept(kernels: Kernels, kin
         scales = torch.stack([(largest - torch.arange(groups)).roll(shift) for shift in range(len(rows))])
         stored = Stored(KINDS[kind], rows, scales.to(torch.uint8))
         packed, exact = kernels.pack(stored), stored.values().T[picks]
-        below_largest = (exact * 2.0 ** (E8M0.bias - largest)).abs()
         for together in (1, 16, 40):
             result = torch.cat([kernels.linear(part, packed) for part in x.split(together)])
-            wrong = result.double() != exact.float().double()
-            assert not (wrong & (below_largest >= SMALLEST)).any()
-            assert (result[wrong] == 0).all()
+            assert torch.equal(result.double(), exact.float().double())
 
 
 def test_every_e2m1_code_with_every_e4m3_scale(kernels: Kernels) -> None:
@@ -214,12 +211,9 @@ def test_a_bf16_weight_may_hold_any_number(kernels: Kernels, dtype: torch.dtype)
     for m in TOGETHER[:4]:
         result = kernels.linear(x[:m], kernels.pack(stored)).float()
         expected = exact[:m].to(dtype).float()
-        finite = stored.values().isfinite().all(1)
-        # A path may take x for the sum of several numbers, and one of them is zero: Inf times zero is NaN.
-        assert not result[:, ~finite].isfinite().any()
-        torch.testing.assert_close(result[:, finite], expected[:, finite], rtol=2.0**-7, atol=torch.finfo(dtype).tiny)
-        if dtype is torch.bfloat16:
-            torch.testing.assert_close(result[:, ~finite], expected[:, ~finite], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            result, expected, rtol=2.0**-7, atol=torch.finfo(dtype).smallest_normal, equal_nan=True
+        )
 
 
 def test_the_tables_are_not_those_of_the_kernels() -> None:
