@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import BARS, DTYPES, KINDS, Kernels, assert_close, bits, make, product
+from kernel_cases import (
+    BARS,
+    DTYPES,
+    ENOUGH,
+    KINDS,
+    Kernels,
+    assert_close,
+    assert_within_bar,
+    bits,
+    make,
+    product,
+)
 
 M = (1, 2, 5, 16, 33, 100)
 WIDE = (torch.bfloat16, torch.float32)  # dtypes with the exponents of float32
@@ -51,6 +62,21 @@ def test_a_massive_activation_costs_no_accuracy(kernels: Kernels, kind: str, dty
     exact = product(x, values)
     for m in M:
         assert_close(kernels.linear(x[:m], packed), exact[:m], x[:m], values)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_massive_activation_hides_nothing_from_weights_that_are_zero_there(
+    kernels: Kernels, kind: str, dtype: torch.dtype
+) -> None:
+    stored = make(kind, ENOUGH, 100)
+    stored.codes[:, 17] = 0
+    packed, values = kernels.pack(stored), stored.values()
+    x = inputs(40, 100).to(dtype)
+    x[:, 17] = 1e4
+    exact = product(x, values)
+    for m in (1, 4, 16, 40):
+        assert_within_bar(kernels.linear(x[:m], packed), exact[:m])
 
 
 @kinds

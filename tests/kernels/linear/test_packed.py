@@ -245,3 +245,17 @@ def test_an_empty_weight_is_refused(shape: tuple[int, int]) -> None:
 def test_a_weight_on_another_device_is_refused() -> None:
     with pytest.raises(UnsupportedTensorError, match="meta"):
         pack(torch.zeros(4, 4, dtype=torch.bfloat16, device="meta"))
+
+
+def test_a_nan_code_stays_in_its_row_through_packing_and_back() -> None:
+    for scheme in ("fp8-static", "fp8", "fp8-block", "mxfp8"):
+        weight = quantized(scheme, 200, 160)
+        weight.codes[5, 7] = 0x7F
+        result = pack(weight)
+        others = torch.arange(200) != 5
+        y = linear(inputs(3, 160), result)
+        assert y[:, 5].isnan().all()
+        assert y[:, others].isfinite().all()
+        back = result.dequantize()
+        assert back[5].isnan().all()
+        assert torch.equal(back[others], weight.dequantize()[others])
