@@ -16,6 +16,7 @@ import click
 
 from minifloat._version import __version__
 from minifloat.errors import MinifloatError, UsageError
+from minifloat.kernels.processors import bound_spin
 from minifloat.scheme import DEFAULT_SCHEME, SCHEMES
 
 _EXISTING_FOLDER = click.Path(path_type=Path)
@@ -45,6 +46,7 @@ class _Commands(click.Group):
 @click.version_option(__version__, prog_name="minifloat")
 def main(debug: bool) -> None:
     """Quantize language models to FP8 and FP4, and prove that they are still the same models."""
+    bound_spin()  # before a command imports torch
 
 
 def _scheme_help() -> str:
@@ -281,6 +283,13 @@ def _inspect_stats(path: Path, rule: str, plot: Path | None, *, verbose: bool) -
         click.echo(f"Drawn to {plot}")
 
 
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        from minifloat.kernels.threads import set_threads
+
+        set_threads(threads)
+
+
 @main.command()
 @click.argument("baseline", type=_EXISTING_FOLDER)
 @click.argument("candidate", type=_EXISTING_FOLDER)
@@ -289,6 +298,7 @@ def _inspect_stats(path: Path, rule: str, plot: Path | None, *, verbose: bool) -
 @click.option("--max-tokens", type=click.IntRange(min=2), help="Stop after this many tokens of each text.")
 @click.option("--dtype", help="bfloat16, float16 or float32, for both.  [default: that of each config.json]")
 @click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: torch's]")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def compare(
     baseline: Path,
@@ -298,9 +308,11 @@ def compare(
     max_tokens: int | None,
     dtype: str | None,
     weight_only: bool,
+    threads: int | None,
     as_json: bool,
 ) -> None:
     """Compare CANDIDATE with BASELINE on the same tokens: perplexity, KL divergence, top-1 agreement."""
+    _set_threads(threads)
     from minifloat.compare import compare_models
     from minifloat.display import print_comparison, progress_bar
 
@@ -329,6 +341,7 @@ def compare(
 @click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True))
 @click.option("--seed", type=int, help="For sampling.")
 @click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: torch's]")
 def generate(
     model: Path,
     prompt: str,
@@ -337,8 +350,10 @@ def generate(
     top_p: float,
     seed: int | None,
     weight_only: bool,
+    threads: int | None,
 ) -> None:
     """Continue PROMPT with the checkpoint MODEL, quantized or not, streaming the text."""
+    _set_threads(threads)
     from minifloat.serve.load import load
     from minifloat.serve.text import generate as stream
 

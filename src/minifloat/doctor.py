@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import importlib
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
 from minifloat._version import __version__
-from minifloat.kernels import native
+from minifloat.kernels import native, processors
 
 _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "compressed-tensors")
 
@@ -19,27 +21,54 @@ class Diagnosis:
 
     Attributes:
         versions: minifloat, Python and the packages that matter; "not installed" where missing.
-        cores: Cores that this process may use.
+        cores: Cores that this process may be scheduled on.
+        cpu_quota: How many cores' worth of time control groups leave it, None without a limit.
+        threads: What the kernels compute with at most.
+        openmp: Paths of the OpenMP runtimes that torch and the native kernels load.
         instruction_set: What the native kernels run on, None without them.
         advice: Sentences on what is missing and what it costs; empty when nothing is.
     """
 
     versions: dict[str, str]
     cores: int
+    cpu_quota: float | None
+    threads: int
+    openmp: tuple[str, ...]
     instruction_set: str | None
     advice: tuple[str, ...]
 
 
 def diagnose() -> Diagnosis:
-    """Look at the installation; imports nothing heavy."""
+    """Look at the installation; imports torch, to see which OpenMP runtime comes with it."""
     versions = {"minifloat": __version__, "python": platform.python_version()}
     versions |= {package: _version(package) for package in _PACKAGES}
+    with contextlib.suppress(ImportError, OSError):  # that it does not load is for the commands that need it to say
+        importlib.import_module("torch")
     loaded = native.load() is not None
-    advice = () if loaded else (
-        f"native kernels are not available: {native.why_unavailable()}. Quantizing falls back to plain torch, with "
-        "the same bits and many times slower.",
-    )  # fmt: skip
-    return Diagnosis(versions, len(os.sched_getaffinity(0)), native.isa() if loaded else None, advice)
+    openmp = processors.openmp_runtimes()
+    return Diagnosis(
+        versions,
+        processors.available(),
+        processors.cgroup_quota(),
+        processors.limit(),
+        openmp,
+        native.isa() if loaded else None,
+        tuple(_advice(loaded, openmp)),
+    )
+
+
+def _advice(loaded: bool, openmp: tuple[str, ...]) -> Iterator[str]:
+    if not loaded:
+        yield (
+            f"native kernels are not available: {native.why_unavailable()}. Quantizing falls back to plain torch, with "
+            "the same bits and many times slower."
+        )
+    if len(openmp) > 1:
+        yield (
+            f"{len(openmp)} OpenMP runtimes are loaded ({', '.join(openmp)}): torch and the kernels then have threads "
+            "of their own, which take the cores from each other. Build the kernels with the compiler whose runtime "
+            "torch brings (libgomp: g++; libomp: clang++)."
+        )
 
 
 def _version(package: str) -> str:

@@ -1,13 +1,26 @@
-"""How many threads a call of the kernels uses."""
+"""How many threads a call of the kernels uses.
+
+They are the threads of OpenMP that torch computes with, so there is one number for both: `torch.set_num_threads`,
+``OMP_NUM_THREADS`` (which torch reads) and `set_threads` all set it. It is capped by what the process may use, which
+torch does not look at: in a container with two processors' worth of time on a machine with 64, torch starts 64 threads,
+and most of them wait for their turn while the others wait for them.
+
+Any number of Python threads may call at once; each has a team of threads of its own, so give each a share. After a fork
+the threads of the parent are gone: a child of a process that had started them computes with one thread (use spawn to
+have more).
+
+A program that uses this package as a library on a machine that is busy with other work should call
+`minifloat.kernels.processors.bound_spin` before anything imports torch, as the command line does; that module says why.
+"""
 
 from __future__ import annotations
-
-import os
-from functools import cache
 
 import torch
 
 from minifloat.errors import UsageError
+from minifloat.kernels.processors import limit
+
+__all__ = ["count", "limit", "set_threads"]
 
 
 def count() -> int:
@@ -18,15 +31,12 @@ def count() -> int:
 def set_threads(threads: int) -> None:
     """Compute with that many threads from now on, torch's own ops included.
 
+    Args:
+        threads: How many; the kernels use no more than `limit`.
+
     Raises:
         UsageError: Fewer than one.
     """
     if threads < 1:
         raise UsageError(f"at least one thread is needed, got {threads}")
     torch.set_num_threads(threads)
-
-
-@cache
-def limit() -> int:
-    """Threads that can run at the same time."""
-    return len(os.sched_getaffinity(0))

@@ -1,0 +1,108 @@
+"""What a process may compute with: processors, their share by control groups, and the OpenMP runtimes it has loaded.
+
+Imports no torch, so that the command line can tell OpenMP how long to spin before torch loads it.
+
+A thread of OpenMP that has nothing to do, and one that waits for the others at the end of a product, spins for a while
+before it sleeps: waking up costs 50 to 100 us, as much as a small product. By default GNU's runtime spins for more than
+ten milliseconds, which takes a processor from the very thread that is waited for when another process is busy: products
+of 0.2 ms then stall for 8 ms and more. `bound_spin` sets less. Left out: LLVM's and Intel's runtimes, which have a
+setting of their own (KMP_BLOCKTIME).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from pathlib import Path
+
+#: Rounds that a waiting thread spins, about 25 ns each.
+SPIN_COUNT = 30000
+
+_SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_MAPS = Path("/proc/self/maps")
+
+
+def bound_spin() -> None:
+    """Bound the spin of GNU's OpenMP, unless the environment says something about it already.
+
+    The runtime reads it when it is loaded, with torch: later calls change nothing.
+    """
+    if not any(name in os.environ for name in _SPIN_VARIABLES):
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+
+
+@cache
+def limit() -> int:
+    """Threads that this process can run at the same time, found out once: never less than 1.
+
+    The processors that it may be scheduled on (affinity), or fewer where control groups allow less of their time: a
+    quota of 1.5 processors is 2 threads.
+    """
+    quota = cgroup_quota()
+    processors = available()
+    return processors if quota is None else max(1, min(processors, math.ceil(quota)))
+
+
+def available() -> int:
+    """Processors that this process may be scheduled on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cgroup_quota(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> float | None:
+    """The processors' worth of time that control groups, of version 1 or 2, leave to this process.
+
+    Args:
+        membership: The file that says which groups it is in.
+        cgroups: Where their file system is mounted.
+
+    Returns:
+        The least of its group and all above it, None without a limit. A group that is not to be seen from inside a
+        container is passed over.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            roots = [cgroups]
+        elif "cpu" in controllers.split(","):
+            roots = [cgroups / controllers, cgroups / "cpu"]
+        else:
+            continue
+        path = Path(group.lstrip("/"))
+        quotas += [_quota(root / above) for root in roots for above in (path, *path.parents)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(group: Path) -> float | None:
+    """The limit of one group: ``cpu.max`` in version 2, two files in version 1."""
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def openmp_runtimes(maps: Path = _MAPS) -> tuple[str, ...]:
+    """Paths of the OpenMP runtimes that this process has loaded; empty where that cannot be seen.
+
+    Args:
+        maps: What it has mapped into memory, as Linux lists it.
+    """
+    try:
+        fields = [line.split(maxsplit=5) for line in maps.read_text().splitlines()]
+    except OSError:
+        return ()
+    files = {line[5] for line in fields if len(line) > 5}
+    return tuple(sorted(file for file in files if Path(file).name.startswith(("libgomp", "libomp", "libiomp"))))

@@ -1,0 +1,91 @@
+"""What a process may compute with: control groups of both versions, the spin of OpenMP, its runtimes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minifloat.kernels import processors
+
+
+def membership(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cgroup"
+    path.write_text(text)
+    return path
+
+
+def group(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_the_least_quota_above_a_group_of_version_2_counts(tmp_path: Path) -> None:
+    root = tmp_path / "fs"
+    group(root / "a" / "b", cpu__max="max 100000\n")
+    group(root / "a", cpu__max="150000 100000\n")
+    assert processors.cgroup_quota(membership(tmp_path, "0::/a/b\n"), root) == 1.5
+    group(root / "a" / "b", cpu__max="50000 100000\n")
+    assert processors.cgroup_quota(membership(tmp_path, "0::/a/b\n"), root) == 0.5
+
+
+def test_a_quota_of_version_1_is_read(tmp_path: Path) -> None:
+    root = tmp_path / "fs"
+    group(root / "cpu,cpuacct" / "box", cpu__cfs_quota_us="300000\n", cpu__cfs_period_us="100000\n")
+    group(root / "cpu,cpuacct", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
+    lines = "9:memory:/box\n4:cpu,cpuacct:/box\n0::/\n"
+    assert processors.cgroup_quota(membership(tmp_path, lines), root) == 3.0
+
+
+def test_a_group_that_a_container_cannot_see_is_passed_over(tmp_path: Path) -> None:
+    root = tmp_path / "fs"
+    group(root, cpu__max="200000 100000\n")
+    assert processors.cgroup_quota(membership(tmp_path, "0::/not/mounted/here\n"), root) == 2.0
+
+
+@pytest.mark.parametrize("text", ["max 100000\n", "", "nonsense\n", "100000 0\n"])
+def test_without_a_quota_there_is_none(tmp_path: Path, text: str) -> None:
+    group(tmp_path / "fs", cpu__max=text)
+    assert processors.cgroup_quota(membership(tmp_path, "0::/\n"), tmp_path / "fs") is None
+    assert processors.cgroup_quota(tmp_path / "missing", tmp_path / "fs") is None
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(None, 8), (1.5, 2), (0.1, 1), (99.0, 8)])
+def test_the_limit_is_the_lesser_rounded_up(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int
+) -> None:
+    monkeypatch.setattr(processors, "cgroup_quota", lambda: quota)
+    monkeypatch.setattr(processors, "available", lambda: 8)
+    assert processors.limit.__wrapped__() == expected
+
+
+def test_the_command_line_bounds_the_spin_unless_the_user_said_something() -> None:
+    code = "import os; from minifloat.kernels.processors import bound_spin; bound_spin(); print(os.environ.get({!r}))"
+
+    def spin(**environment: str) -> str:
+        kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+        command = [sys.executable, "-c", code.format("GOMP_SPINCOUNT")]
+        return subprocess.run(
+            command, env=kept | environment, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    assert spin() == str(processors.SPIN_COUNT)
+    assert spin(GOMP_SPINCOUNT="7") == "7"
+    assert spin(OMP_WAIT_POLICY="active") == "None"
+
+
+def test_openmp_runtimes_are_told_from_other_libraries(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    lines = ["7f00-7f01 r-xp 00000000 08:01 11 /a b/libgomp.so.1", "7f01-7f02 r--p 00000000 08:01 11 /a b/libgomp.so.1"]
+    lines += [
+        "7f02-7f03 r-xp 0 08:01 12 /usr/lib/libiomp5.so",
+        "7f03-7f04 rw-p 0 00:00 0",
+        "7f04-7f05 r-xp 0 0 0 /x/libc.so",
+    ]
+    maps.write_text("\n".join(lines))
+    assert processors.openmp_runtimes(maps) == ("/a b/libgomp.so.1", "/usr/lib/libiomp5.so")
+    assert processors.openmp_runtimes(tmp_path / "missing") == ()

@@ -1,0 +1,78 @@
+"""Threads: how many, from several Python threads at once, and after a fork."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from minifloat.errors import UsageError
+from minifloat.kernels import native, threads
+from minifloat.kernels.linear import linear
+from minifloat.kernels.pack import pack
+
+native_only = pytest.mark.skipif(native.load() is None, reason=native.why_unavailable())
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_as_many_as_torch_has_but_no_more_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "limit", lambda: 3)
+    for asked, expected in ((1, 1), (3, 3), (7, 3)):
+        threads.set_threads(asked)
+        assert torch.get_num_threads() == asked
+        assert threads.count() == expected
+    with pytest.raises(UsageError, match="at least one"):
+        threads.set_threads(0)
+
+
+@native_only
+def test_several_python_threads_may_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "limit", lambda: 2)
+    threads.set_threads(2)
+    weight = pack(torch.randn(512, 512).to(torch.bfloat16))
+    x = [torch.randn(rows, 512).to(torch.bfloat16) for rows in (1, 5, 40, 1, 17, 64, 2, 33)]
+    expected = [linear(each, weight) for each in x]
+
+    def repeat(index: int) -> bool:
+        torch.set_num_threads(2)  # torch's number is one per thread that asks
+        return all(torch.equal(linear(x[index], weight), expected[index]) for _ in range(20))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(repeat, range(len(x))))
+
+
+_FORK = """
+import os, torch
+from minifloat.kernels import threads
+from minifloat.kernels.linear import linear
+from minifloat.kernels.pack import pack
+
+threads.limit = lambda: 2
+torch.set_num_threads(2)
+weight = pack(torch.randn(1024, 512).to(torch.bfloat16))
+x = torch.randn(3, 512).to(torch.bfloat16)
+expected = linear(x, weight)
+child = os.fork()
+if child == 0:
+    same = linear(x, weight).view(torch.int16).numpy() == expected.view(torch.int16).numpy()
+    os._exit(0 if same.all() else 1)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0
+assert torch.equal(linear(x, weight), expected)
+"""
+
+
+@native_only
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_forked_process_computes_and_so_does_its_parent_afterwards() -> None:
+    subprocess.run([sys.executable, "-c", _FORK], check=True, timeout=120)
