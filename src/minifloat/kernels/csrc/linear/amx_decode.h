@@ -58,7 +58,10 @@ constexpr WordTable nibble_table(Function function) {
     return t;
 }
 
-inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+template <_mm_hint kCache>
+inline void prefetch(const uint8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), kCache);
+}
 
 // The scales of a tile's 16 rows, in the words of the pairs of columns.
 inline __m512i twice(__m512i dwords) { return _mm512_or_si512(dwords, _mm512_slli_epi32(dwords, 16)); }
@@ -76,9 +79,10 @@ class Bf16Tiles {
     static constexpr bool kBlocks = false;
     static constexpr float kFactor = 1.0f;
 
+    template <_mm_hint kCache>
     void tile(const uint8_t* step, int index, uint8_t*, int64_t ahead) const {
         const uint8_t* p = step + index * kTileBytes + ahead;
-        for (int i = 0; i < kTileBytes; i += kVectorBytes) prefetch(p + i);
+        for (int i = 0; i < kTileBytes; i += kVectorBytes) prefetch<kCache>(p + i);
     }
 };
 
@@ -92,14 +96,15 @@ class E4m3Tiles {
     static constexpr int kLift = kGrid == MINIFLOAT_GRID_E8M0 ? 8 : 0;
     static constexpr float kFactor = kGrid == MINIFLOAT_GRID_E8M0 ? 0x1p-8f : 1.0f;
 
+    template <_mm_hint kCache>
     void tile(const uint8_t* step, int index, uint8_t* out, int64_t ahead) const {
         constexpr bool kScaled = kGrid == MINIFLOAT_GRID_E8M0;
         const uint8_t* in = step + (kScaled ? kVectorBytes : 0) + index * (kTileBytes / 2);
         const __m512i distance = kScaled ? e8m0_distance(step + index * kTileRows) : _mm512_setzero_si512();
-        if (kScaled && index == 0) prefetch(step + ahead);
+        if (kScaled && index == 0) prefetch<kCache>(step + ahead);
 #pragma GCC unroll 8
         for (int i = 0; i < kTileBytes / 2; i += kVectorBytes) {
-            prefetch(in + i + ahead);
+            prefetch<kCache>(in + i + ahead);
             const __m512i codes = _mm512_load_si512(in + i);
             const __m512i low = _mm512_permutex2var_epi8(low0_, codes, low1_);
             const __m512i high = _mm512_permutex2var_epi8(high0_, codes, high1_);
@@ -135,13 +140,14 @@ class Mxfp4Tiles {
     static constexpr bool kBlocks = false;
     static constexpr float kFactor = 1.0f;
 
+    template <_mm_hint kCache>
     void tile(const uint8_t* step, int index, uint8_t* out, int64_t ahead) const {
         const uint8_t* in = step + kVectorBytes + index * (kTileBytes / 4);
         const __m512i distance = e8m0_distance(step + index * kTileRows);
-        if (index == 0) prefetch(step + ahead);
+        if (index == 0) prefetch<kCache>(step + ahead);
 #pragma GCC unroll 4
         for (int i = 0; i < kTileBytes / 4; i += kVectorBytes, out += 4 * kVectorBytes) {
-            prefetch(in + i + ahead);
+            prefetch<kCache>(in + i + ahead);
             const __m512i codes = _mm512_load_si512(in + i);
             _mm512_store_si512(out, value(codes, distance));
             _mm512_store_si512(out + kVectorBytes, value(_mm512_srli_epi16(codes, 4), distance));
@@ -172,15 +178,16 @@ class Nvfp4Tiles {
     static constexpr bool kBlocks = false;
     static constexpr float kFactor = 1.0f;
 
+    template <_mm_hint kCache>
     void tile(const uint8_t* step, int index, uint8_t* out, int64_t ahead) const {
         const uint8_t* in = step + 2 * kVectorBytes + index * (kTileBytes / 4);
-        if (index < 2) prefetch(step + index * kVectorBytes + ahead);
+        if (index < 2) prefetch<kCache>(step + index * kVectorBytes + ahead);
         for (int quarter = 0; quarter < 2; ++quarter) {
             const int row = (index / 2 * 2 + quarter) * kPanelRows + index % 2 * kTileRows;
             const Scales scales = scales_of(step + row);
 #pragma GCC unroll 2
             for (int i = 0; i < 2; ++i, in += kVectorBytes, out += 4 * kVectorBytes) {
-                prefetch(in + ahead);
+                prefetch<kCache>(in + ahead);
                 const __m512i codes = _mm512_load_si512(in);
                 _mm512_store_si512(out, value(codes, scales));
                 _mm512_store_si512(out + kVectorBytes, value(_mm512_srli_epi16(codes, 4), scales));

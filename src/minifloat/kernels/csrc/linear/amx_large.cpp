@@ -12,14 +12,15 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-constexpr int64_t kChunkSteps = 4;  // 16 KiB of bf16: a third of the first cache, x streams through the rest
 constexpr int64_t kGroupPanels = 8;
 constexpr int64_t kBlockBytes = 512 << 10;  // of x, per chunk
-constexpr int64_t kChunkUnits = kChunkSteps * 2;
-constexpr int64_t kChunkBytes = kChunkSteps * kStepTiles * kTileBytes;
 constexpr int kPairFloats = 4 * kTileFloats;
 // Scratch in one 2 MB page: walks through 4 KB pages would cost more than the memory.
 constexpr int64_t kScratchBytes = 2 << 20;
+
+// Of a chunk: 32 KiB of bf16, two thirds of the first cache, which x passes by. With few rows of x the chunk that is
+// being decoded would drive out the one that is being multiplied.
+inline int64_t chunk_steps(const Tiling& t) { return t.pairs > 2 ? 8 : 4; }
 
 // Rows of x as blocks of pairs of tiles.
 struct Blocks {
@@ -27,14 +28,17 @@ struct Blocks {
     int64_t count;
 
     explicit Blocks(const Tiling& t) {
-        const int64_t fitting = max<int64_t>(1, kBlockBytes / (kChunkUnits * t.unit_bytes()));
+        const int64_t fitting = max<int64_t>(1, kBlockBytes / (chunk_steps(t) * 2 * t.unit_bytes()));
         count = ceil_div(t.pairs, fitting);
         pairs = ceil_div(t.pairs, count);
     }
 };
 
-int64_t scratch_bytes(const Blocks& blocks) {
-    return 2 * kChunkBytes + (1 + kGroupPanels * blocks.pairs) * kPairFloats * static_cast<int64_t>(sizeof(float));
+int64_t decoded_bytes(const Tiling& t) { return chunk_steps(t) * kStepTiles * kTileBytes; }
+
+int64_t scratch_bytes(const Tiling& t) {
+    const int64_t pairs = 1 + kGroupPanels * Blocks(t).pairs;
+    return 2 * decoded_bytes(t) + pairs * kPairFloats * static_cast<int64_t>(sizeof(float));
 }
 
 // Where the loops stand: block of rows, group of panels, chunk of columns, panel.
@@ -83,16 +87,17 @@ inline void zero_sums() {
     _tile_zero(3);
 }
 
+// x is asked for as if it would not be used again: it is read from the second cache each time, and leaves the first to W.
 inline void multiply_unit(const Tiling& t, const uint8_t* x, const uint8_t* tiles) {
     const int tile_bytes = t.rows * kVectorBytes;
     const uint8_t* other = x + t.planes * tile_bytes;
     for (int plane = 0; plane < t.planes; ++plane, x += tile_bytes, other += tile_bytes) {
-        _tile_loadd(4, x, kVectorBytes);
+        _tile_stream_loadd(4, x, kVectorBytes);
         _tile_loadd(6, tiles, kVectorBytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, tiles + kTileBytes, kVectorBytes);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, other, kVectorBytes);
+        _tile_stream_loadd(5, other, kVectorBytes);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
@@ -108,7 +113,7 @@ class Decoder {
     int64_t left() const { return left_; }
 
     void tile() {
-        format_.tile(step_, index_, out_, ahead_);
+        format_.template tile<_MM_HINT_T1>(step_, index_, out_, ahead_);
         out_ += kTileBytes;
         --left_;
         if (++index_ == kStepTiles) {
@@ -132,8 +137,9 @@ class Product {
     Product(const Format& format, const Weight& w, const Input& x, const uint8_t* packed, const Output& y,
             uint8_t* scratch, int64_t first, int64_t last)
         : format_(format), w_(w), x_(x), packed_(packed), y_(y), t_(tiling(x.m, x.dtype)), blocks_(t_),
-          loops_{first, last, blocks_.count, ceil_div(w.steps, kChunkSteps)},
-          decoded_{scratch, scratch + kChunkBytes}, block_(reinterpret_cast<float*>(scratch + 2 * kChunkBytes)),
+          chunk_steps_(chunk_steps(t_)), loops_{first, last, blocks_.count, ceil_div(w.steps, chunk_steps_)},
+          decoded_{scratch, scratch + decoded_bytes(t_)},
+          block_(reinterpret_cast<float*>(scratch + 2 * decoded_bytes(t_))),
           sums_(block_ + kPairFloats) {}
 
     void run() {
@@ -150,9 +156,9 @@ class Product {
     }
 
   private:
-    int64_t steps(const Place& at) const { return min(kChunkSteps, w_.steps - at.chunk * kChunkSteps); }
+    int64_t steps(const Place& at) const { return min(chunk_steps_, w_.steps - at.chunk * chunk_steps_); }
     const uint8_t* chunk(const Place& at) const {
-        return w_.panel(at.panel) + at.chunk * kChunkSteps * w_.step_bytes;
+        return w_.panel(at.panel) + at.chunk * chunk_steps_ * w_.step_bytes;
     }
 
     Decoder<Format> decoder(const Place& at, const Place& after, uint8_t* out) const {
@@ -164,7 +170,7 @@ class Product {
         const int64_t first = at.block * blocks_.pairs, count = min(blocks_.pairs, t_.pairs - first);
         const int64_t units = steps(at) * 2;
         const int64_t pair_bytes = units * t_.unit_bytes();
-        const uint8_t* x = packed_ + at.chunk * kChunkUnits * t_.pairs * t_.unit_bytes() + first * pair_bytes;
+        const uint8_t* x = packed_ + at.chunk * chunk_steps_ * 2 * t_.pairs * t_.unit_bytes() + first * pair_bytes;
         float* sums = sums_ + (at.panel - at.group) * blocks_.pairs * kPairFloats;
         const int64_t share = ceil_div(ahead.left(), count);
         for (int64_t pair = 0; pair < count; ++pair, x += pair_bytes, sums += kPairFloats) {
@@ -198,7 +204,7 @@ class Product {
     // The part of the chunk that each block of columns takes, one after the other.
     void multiply_blocks(const Place& at, int64_t units, const uint8_t* x, const uint8_t* tiles, float* sums,
                          Decoder<Format>& ahead, int64_t keep) {
-        const int64_t block_units = w_.block_cols / kHalfCols, origin = at.chunk * kChunkUnits;
+        const int64_t block_units = w_.block_cols / kHalfCols, origin = at.chunk * chunk_steps_ * 2;
         for (int64_t u = 0; u < units;) {
             const int64_t group = min((origin + u) / block_units, w_.groups - 1);
             const int64_t end = group + 1 < w_.groups ? min(units, (group + 1) * block_units - origin) : units;
@@ -217,6 +223,7 @@ class Product {
     const Output& y_;
     const Tiling t_;
     const Blocks blocks_;
+    const int64_t chunk_steps_;
     const Loops loops_;
     uint8_t* const decoded_[2];
     float* const block_;
@@ -226,12 +233,12 @@ class Product {
 int64_t prepared_bytes(const Weight& w, int64_t m, int32_t x_dtype) { return packed_x_bytes(w, tiling(m, x_dtype)); }
 
 void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
-    pack_x(w, x, kChunkUnits, prepared, part, parts);
+    pack_x(w, x, chunk_steps(tiling(x.m, x.dtype)) * 2, prepared, part, parts);
 }
 
 bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first, int64_t last) {
     const Tiling t = tiling(x.m, x.dtype);
-    const int64_t bytes = max(scratch_bytes(Blocks(t)), kScratchBytes);
+    const int64_t bytes = max(scratch_bytes(t), kScratchBytes);
     uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchThread, bytes));
     if (memory == nullptr) return false;
     const Tiles tiles(t.rows);

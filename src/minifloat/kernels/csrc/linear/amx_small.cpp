@@ -62,7 +62,7 @@ void multiply_panels(const Format& format, const Weight& w, const Tiling& t, con
     const int64_t block_units = w.block_cols / kHalfCols;
     int buffer = 0;
     if (Format::kDecodes)
-        for (int i = 0; i < kStepTiles; ++i) format.tile(step, i, decoded[0] + i * kTileBytes, kAhead);
+        for (int i = 0; i < kStepTiles; ++i) format.template tile<_MM_HINT_T0>(step, i, decoded[0] + i * kTileBytes, kAhead);
     for (int64_t p = first; p < last; ++p) {
         const uint8_t* xs = packed;
         int64_t left = block_units, group = 0;
@@ -73,7 +73,7 @@ void multiply_panels(const Format& format, const Weight& w, const Tiling& t, con
             publish();
             if (next < end)
                 for (int i = 0; i < kStepTiles; ++i)
-                    format.tile(next, i, decoded[buffer ^ 1] + i * kTileBytes, kAhead);
+                    format.template tile<_MM_HINT_T0>(next, i, decoded[buffer ^ 1] + i * kTileBytes, kAhead);
             for (int half = 0; half < 2; ++half) {
                 xs = multiply_unit<kTwo>(t, xs, tiles + half * 2 * kTileBytes);
                 if (Format::kBlocks && --left == 0 && group + 1 < w.groups) {
