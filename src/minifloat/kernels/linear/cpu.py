@@ -82,12 +82,20 @@ def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None) -
         x = _matrix(x)
         stride, m = x.stride(0), x.shape[0]
     y = x.new_empty((*shape[:-1], rows))
-    table, bias_dtype = None, 0
+    bias_address, bias_dtype = 0, 0
     if biases is not None:
-        held = [bias if bias is None or bias.is_contiguous() else bias.contiguous() for bias in biases]
-        table = (ctypes.c_void_p * len(held))(*[None if bias is None else bias.data_ptr() for bias in held])
-        bias_dtype = next((DTYPES[bias.dtype] for bias in held if bias is not None), 0)
-    bias_address = 0 if table is None else ctypes.addressof(table)
+        addresses: list[int | None] = []
+        held = []  # copies live until the call is done
+        for bias in biases:
+            if bias is None:
+                addresses.append(None)
+                continue
+            readable = bias if bias.is_contiguous() else bias.contiguous()
+            held.append(readable)
+            addresses.append(readable.data_ptr())
+            bias_dtype = DTYPES[bias.dtype]
+        table = (ctypes.c_void_p * len(addresses))(*addresses)
+        bias_address = ctypes.addressof(table)
     dtype = DTYPES[x.dtype]
     library.linear(
         _LINEAR.pack(
