@@ -14,7 +14,16 @@ constexpr int kHalfFromE4M3 = kHalfMantissaBits - kE4M3MantissaBits;
 constexpr float kHalfRebias = 0x1p8f;  // the exponent biases of E4M3 and half differ by 8
 constexpr int16_t kHalfBitsOfE4M3 = static_cast<int16_t>(0xbf80);
 
-inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+// How far ahead of its use a line of weights is asked for: into the second cache first, for the time that memory takes,
+// then into the first. From memory straight into the first, lines would hold the few buffers of that cache too long
+// (measured for E4M3: 83% of the read bandwidth with the near one alone, 96% with both).
+constexpr int64_t kFarBytes = 3072;
+constexpr int64_t kNearBytes = 512;
+
+inline void prefetch_ahead(const uint8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p + kNearBytes), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(p + kFarBytes), _MM_HINT_T1);
+}
 
 // Two floats of a 32-bit word that holds a pair of bf16.
 inline __m512 first_of_pair(__m512i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16)); }

@@ -10,8 +10,6 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-// How far ahead of its use a line is asked for.
-constexpr int64_t kPrefetchBytes = 1024;
 constexpr int kMaxRows = 4;  // of x that share the decoding
 
 const float kE2M1Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
@@ -140,7 +138,7 @@ inline __attribute__((always_inline)) void add_vectors(const Decoder& decoder, c
         for (int t = 0; t < 2; ++t) {
             const uint8_t* p = data + t * kTileBytes + i * kVectorBytes;
             // In the order of memory, which the processor's own prefetcher follows.
-            prefetch(data + (2 * i + t) * kVectorBytes + kPrefetchBytes);
+            prefetch_ahead(data + (2 * i + t) * kVectorBytes);
             decoder.decode(p, w[t]);
         }
         for (int r = 0; r < kRows; ++r)
@@ -191,7 +189,7 @@ void multiply_inline(const Weight& w, int64_t p, const float* x, int64_t x_strid
     const uint8_t* step = w.panel(p);
     Sums<kRows> sums;
     for (int64_t s = 0; s < w.steps; ++s, step += w.step_bytes) {
-        for (int i = 0; i < w.scale_bytes; i += kVectorBytes) prefetch(step + i + kPrefetchBytes);
+        for (int i = 0; i < w.scale_bytes; i += kVectorBytes) prefetch_ahead(step + i);
 #pragma GCC unroll 4
         for (int g = 0; g < kGroups; ++g, x += kVectors * Decoder::kCols) {
             const uint8_t* data = step + w.scale_bytes + g / kGroupsOfHalf * kHalfBytes +

@@ -17,7 +17,6 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-constexpr int64_t kPrefetchBytes = 1024;
 constexpr int kMaxRows = 4;  // of x that share the decoding
 constexpr int kPlanes = 3;
 constexpr int kDigitBits = 8;
@@ -133,7 +132,7 @@ inline __attribute__((always_inline)) void multiply_panel(const Weight& w, int64
     const uint8_t* digits = x + sizeof(RowHead);
     const Group* groups = reinterpret_cast<const Group*>(x + groups_at(w));
     for (int64_t s = 0; s < w.steps; ++s, step += w.step_bytes, digits += kStepBytes, groups += kGroups) {
-        for (int i = 0; i < w.scale_bytes; i += kVectorBytes) prefetch(step + i + kPrefetchBytes);
+        for (int i = 0; i < w.scale_bytes; i += kVectorBytes) prefetch_ahead(step + i);
 #pragma GCC unroll 4
         for (int g = 0; g < kGroups; ++g) {
             const int64_t at = g / kGroupsOfHalf * 2 * kTileBytes + g % kGroupsOfHalf * kVectors * kVectorBytes;
@@ -150,7 +149,7 @@ inline __attribute__((always_inline)) void multiply_panel(const Weight& w, int64
                 __m512i weights[2][2];
                 for (int t = 0; t < 2; ++t) {
                     const uint8_t* line = data + t * kTileBytes + v * kVectorBytes;
-                    prefetch(step + w.scale_bytes + (g * kVectors * 2 + v * 2 + t) * kVectorBytes + kPrefetchBytes);
+                    prefetch_ahead(step + w.scale_bytes + (g * kVectors * 2 + v * 2 + t) * kVectorBytes);
                     const __m512i nibbles = _mm512_load_si512(line);
                     weights[t][0] = _mm512_permutexvar_epi8(nibbles, codes);
                     weights[t][1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(nibbles, 4), codes);
