@@ -15,8 +15,8 @@ constexpr float kHalfRebias = 0x1p8f;  // the exponent biases of E4M3 and half d
 constexpr int16_t kHalfBitsOfE4M3 = static_cast<int16_t>(0xbf80);
 
 // How far ahead of its use a line of weights is asked for: into the second cache first, for the time that memory takes,
-// then into the first. From memory straight into the first, lines would hold the few buffers of that cache too long
-// (measured for E4M3: 83% of the read bandwidth with the near one alone, 96% with both).
+// then into the first. Measured for E4M3: 83% of the read bandwidth with the near one alone, 96% with
+// both; probably because a line on its way from memory straight into the first cache holds one of its few fill buffers.
 constexpr int64_t kFarBytes = 3072;
 constexpr int64_t kNearBytes = 512;
 
