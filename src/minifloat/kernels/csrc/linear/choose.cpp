@@ -10,12 +10,14 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
 #if defined(__AVX512F__)
 #if defined(__AMX_BF16__)
     constexpr int64_t kMaxGemv = 1;
+    [[maybe_unused]] constexpr int64_t kMaxGemvInt8 = 2;  // above, tiles are faster
 #else
     constexpr int64_t kMaxGemv = 8;
+    [[maybe_unused]] constexpr int64_t kMaxGemvInt8 = 8;
 #endif
 #if defined(__AVX512VNNI__)
     // Its integers have 22 bits under the largest of a group: beside an outlier, too few for what rounds to 11 or 24.
-    if (m <= kMaxGemv && w.element == MINIFLOAT_E2M1 && x_dtype == MINIFLOAT_BF16) return kGemvInt8Path;
+    if (m <= kMaxGemvInt8 && w.element == MINIFLOAT_E2M1 && x_dtype == MINIFLOAT_BF16) return kGemvInt8Path;
 #endif
     if (m <= kMaxGemv) return kGemvPath;
 #endif

@@ -111,8 +111,8 @@ struct E2m1Decoder {
     static constexpr float kFactor = 1.0f;
 };
 
-// Sums of 32 rows of W and kRows rows of x, of even and of odd columns, for the latency of the multiply-add. The order of
-// summation is that of one row whatever kRows is: a row of x has the same result alone as among others.
+// Sums of 32 rows of W and kRows rows of x, of even and of odd columns, for the latency of the multiply-add. The order
+// of summation does not depend on kRows: a row of x has the same result alone as among others.
 template <int kRows>
 struct Sums {
     static constexpr int kChains = 2;
