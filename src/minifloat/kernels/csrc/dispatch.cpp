@@ -3,8 +3,10 @@
 
 #include "api.h"
 
-#if defined(MINIFLOAT_AMX)
+#if defined(MINIFLOAT_X86)
 #include <cpuid.h>
+#endif
+#if defined(MINIFLOAT_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -56,8 +58,11 @@ struct Isa {
 
 // The features are those that CMakeLists.txt compiles the object file with.
 #if defined(MINIFLOAT_X86)
+// Compilers differ in which names of features they know; where they do, the processor is asked itself.
 bool has_avx2() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);  // F16C
 }
 
 bool has_avx512() {
@@ -71,7 +76,6 @@ bool has_avx512_vnni() {
 #endif
 
 #if defined(MINIFLOAT_AMX)
-// Compilers differ in whether they know the names of these features, so the processor is asked itself.
 bool has_amx() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!has_avx512_vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;

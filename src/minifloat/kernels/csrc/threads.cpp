@@ -18,6 +18,7 @@ namespace {
 constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr int kSpins = 20000;  // some tens of microseconds
 
+#if defined(_OPENMP)
 bool g_started = false;  // whether OpenMP's threads may have been started in this process
 bool g_orphaned = false;  // forked from a process of which that was true
 
@@ -27,6 +28,7 @@ void watch_forks() {
     static std::once_flag once;
     std::call_once(once, [] { pthread_atfork(nullptr, nullptr, after_fork_in_child); });
 }
+#endif
 
 class DefaultFloatEnvironment {
   public:

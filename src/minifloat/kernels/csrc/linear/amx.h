@@ -8,17 +8,7 @@
 // Source: Intel Architecture Instruction Set Extensions Programming Reference, chapter AMX.
 #pragma once
 
-// gcc 12 finds the undefined values in its own header that its intrinsics start from.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
-
+#include "../intrinsics.h"
 #include "convert.h"
 #include "path.h"
 

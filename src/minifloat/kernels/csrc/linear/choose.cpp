@@ -3,7 +3,7 @@
 
 namespace MINIFLOAT_ISA {
 
-extern const Path kFloatPath, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath;
+extern const Path kFloatPath, kAvx2Path, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath;
 
 const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
                         [[maybe_unused]] int32_t x_dtype) {
@@ -20,6 +20,9 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
     if (m <= kMaxGemvInt8 && w.element == MINIFLOAT_E2M1 && x_dtype == MINIFLOAT_BF16) return kGemvInt8Path;
 #endif
     if (m <= kMaxGemv) return kGemvPath;
+#elif defined(__AVX2__)
+    constexpr int64_t kMaxGemv = 4;  // rows of which each decodes the weights
+    if (m <= kMaxGemv) return kAvx2Path;
 #endif
 #if defined(__AMX_BF16__)
     constexpr int64_t kMaxSmall = 32;  // two tiles of x

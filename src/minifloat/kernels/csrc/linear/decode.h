@@ -33,7 +33,8 @@ struct E4M3Part {
     static constexpr float kFactor = 0x1p8f;
 #if defined(__AVX512F__)
     static void unpack(const uint8_t* p, F32 (&cols)[kCols]) {
-        const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), mask = _mm512_set1_epi16(int16_t(0xbf80));
+        const __m512i mask = _mm512_set1_epi16(static_cast<int16_t>(0xbf80));
+        const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
         const __m512i pairs = _mm512_permutexvar_epi64(order, load_as<__m512i>(p));
         const __m512i even = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(pairs, 8), 1), mask);
         const __m512i odd = _mm512_and_si512(_mm512_srai_epi16(pairs, 1), mask);
@@ -44,7 +45,8 @@ struct E4M3Part {
     }
 #else
     static void unpack(const uint8_t* p, F32 (&cols)[kCols]) {
-        const __m256i pairs = _mm256_permute4x64_epi64(load_as<__m256i>(p), 0xd8), mask = _mm256_set1_epi16(int16_t(0xbf80));
+        const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+        const __m256i pairs = _mm256_permute4x64_epi64(load_as<__m256i>(p), 0xd8);
         const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(pairs, 8), 1), mask);
         const __m256i odd = _mm256_and_si256(_mm256_srai_epi16(pairs, 1), mask);
         cols[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(even));

@@ -1,7 +1,7 @@
 // The path for every instruction set and every M: x and W in float32, one multiply-add per element.
 //
-// A block of columns of a panel is decoded into the first-level cache and multiplied with rows of x, a tile of them at a
-// time whose sums stay in registers. Sums of a panel lie in memory between blocks. x is brought to float32 once per
+// A block of columns of a panel is decoded into the first-level cache and multiplied with rows of x, a tile of them at
+// a time whose sums stay in registers. Sums of a panel lie in memory between blocks. x is brought to float32 once per
 // call while that is small; else each piece of work converts the rows and columns that it is about to use, which is
 // little beside multiplying them and keeps the memory that a call takes independent of M and K.
 #include "../threads.h"

@@ -108,7 +108,6 @@ struct E2m1Decoder {
         for (int i = 0; i < kCols; ++i)
             out[i % 4 * 2 + i / 4] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * i), values);
     }
-    static constexpr float kFactor = 1.0f;
 };
 
 // Sums of 32 rows of W and kRows rows of x, of even and of odd columns, for the latency of the multiply-add. The order

@@ -92,7 +92,7 @@ int32_t run(Call& call, int threads) {
     minifloat::Schedule schedule;
     minifloat::Barrier barrier;
     const bool alone = call.prepared_bytes <= kBytesAlone;
-    if (alone) prepare(call, 0, 1);
+    if (alone) minifloat::parallel(1, [&](int, int) { prepare(call, 0, 1); });  // in the environment of the threads
     schedule.reset(call.pieces, call.threads);
     int32_t failed = 0;
     minifloat::parallel(call.threads, [&](int thread, int count) {
@@ -145,7 +145,7 @@ int32_t check(const minifloat_moe_args& a) {
 
 bool same_input(const Input& a, const Input& b) {
     if (a.m != b.m || a.rows == nullptr || b.rows == nullptr) return false;
-    return __builtin_memcmp(a.rows, b.rows, static_cast<size_t>(a.m) * sizeof *a.rows) == 0;
+    return __builtin_memcmp(a.rows, b.rows, static_cast<uint64_t>(a.m) * sizeof *a.rows) == 0;
 }
 
 // The products of experts begin .. end - 1, whose prepared input takes at most `bytes`.

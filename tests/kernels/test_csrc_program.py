@@ -1,0 +1,48 @@
+"""The kernels through their C interface alone, on this processor and on an emulated ARM one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from minifloat.kernels import native
+
+REPOSITORY = Path(__file__).parents[2]
+HEADERS = REPOSITORY / "src" / "minifloat" / "kernels" / "csrc"
+SOURCE = Path(__file__).parent / "csrc" / "linear_program.cpp"
+COMPILER = os.environ.get("CXX", "g++")
+ARM_COMPILER = "aarch64-linux-gnu-g++"
+ARM_EMULATOR = "qemu-aarch64"
+ARM_ROOT = "/usr/aarch64-linux-gnu"
+
+
+def run(*command: object) -> str:
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no {COMPILER}")
+def test_a_program_in_c_gets_the_products_of_a_double_loop(tmp_path: Path) -> None:
+    library = native.load()
+    if library is None:
+        pytest.skip(native.why_unavailable())
+    files = [folder / name for folder in native.folders() for name in native.FILE_NAMES]
+    file = next(file for file in files if file.exists()).absolute()
+    program = tmp_path / "program"
+    run(COMPILER, "-std=c++17", "-O2", f"-I{HEADERS}", SOURCE, file, f"-Wl,-rpath,{file.parent}", "-o", program)
+    assert run(program).split() == list(library.isas)
+
+
+def test_an_emulated_arm_processor_gets_the_products_of_a_double_loop(tmp_path: Path) -> None:
+    missing = [tool for tool in ("cmake", ARM_COMPILER, ARM_EMULATOR) if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    target = ("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={ARM_COMPILER}")
+    run("cmake", "-S", REPOSITORY, "-B", tmp_path, *target)
+    run("cmake", "--build", tmp_path, "--target", "minifloat_linear_program", "--parallel")
+    assert run(ARM_EMULATOR, "-L", ARM_ROOT, tmp_path / "minifloat_linear_program").split() == ["baseline"]
