@@ -1,5 +1,6 @@
 // Steps of packed weights as bf16 tiles, one class per format. A tile is half a step wide and half a panel high; the
-// four of a step are decoded on their own, so that the work can be put between products.
+// four of a step are decoded on their own, so that the work can be put between products. prefetch(p) is called for every
+// line that is read, to ask for one further on.
 //
 // Exactness: E4M3 and E2M1 have at most 4 significant bits, their product with a scale in E4M3 at most 6, powers of two
 // cost none, and bf16 has 8. All are normal numbers of bf16, as tiles need them; what a format is lifted by for that is
@@ -58,11 +59,6 @@ constexpr WordTable nibble_table(Function function) {
     return t;
 }
 
-template <_mm_hint kCache>
-inline void prefetch(const uint8_t* p) {
-    _mm_prefetch(reinterpret_cast<const char*>(p), kCache);
-}
-
 // The scales of a tile's 16 rows, in the words of the pairs of columns.
 inline __m512i twice(__m512i dwords) { return _mm512_or_si512(dwords, _mm512_slli_epi32(dwords, 16)); }
 inline __m512i row_bytes(const uint8_t* p) {
@@ -79,10 +75,10 @@ class Bf16Tiles {
     static constexpr bool kBlocks = false;
     static constexpr float kFactor = 1.0f;
 
-    template <_mm_hint kCache>
-    void tile(const uint8_t* step, int index, uint8_t*, int64_t ahead) const {
-        const uint8_t* p = step + index * kTileBytes + ahead;
-        for (int i = 0; i < kTileBytes; i += kVectorBytes) prefetch<kCache>(p + i);
+    template <class Prefetch>
+    void tile(const uint8_t* step, int index, uint8_t*, const Prefetch& prefetch) const {
+        const uint8_t* p = step + index * kTileBytes;
+        for (int i = 0; i < kTileBytes; i += kVectorBytes) prefetch(p + i);
     }
 };
 
@@ -96,15 +92,15 @@ class E4m3Tiles {
     static constexpr int kLift = kGrid == MINIFLOAT_GRID_E8M0 ? 8 : 0;
     static constexpr float kFactor = kGrid == MINIFLOAT_GRID_E8M0 ? 0x1p-8f : 1.0f;
 
-    template <_mm_hint kCache>
-    void tile(const uint8_t* step, int index, uint8_t* out, int64_t ahead) const {
+    template <class Prefetch>
+    void tile(const uint8_t* step, int index, uint8_t* out, const Prefetch& prefetch) const {
         constexpr bool kScaled = kGrid == MINIFLOAT_GRID_E8M0;
         const uint8_t* in = step + (kScaled ? kVectorBytes : 0) + index * (kTileBytes / 2);
         const __m512i distance = kScaled ? e8m0_distance(step + index * kTileRows) : _mm512_setzero_si512();
-        if (kScaled && index == 0) prefetch<kCache>(step + ahead);
+        if (kScaled && index == 0) prefetch(step);
 #pragma GCC unroll 8
         for (int i = 0; i < kTileBytes / 2; i += kVectorBytes) {
-            prefetch<kCache>(in + i + ahead);
+            prefetch(in + i);
             const __m512i codes = _mm512_load_si512(in + i);
             const __m512i low = _mm512_permutex2var_epi8(low0_, codes, low1_);
             const __m512i high = _mm512_permutex2var_epi8(high0_, codes, high1_);
@@ -140,14 +136,14 @@ class Mxfp4Tiles {
     static constexpr bool kBlocks = false;
     static constexpr float kFactor = 1.0f;
 
-    template <_mm_hint kCache>
-    void tile(const uint8_t* step, int index, uint8_t* out, int64_t ahead) const {
+    template <class Prefetch>
+    void tile(const uint8_t* step, int index, uint8_t* out, const Prefetch& prefetch) const {
         const uint8_t* in = step + kVectorBytes + index * (kTileBytes / 4);
         const __m512i distance = e8m0_distance(step + index * kTileRows);
-        if (index == 0) prefetch<kCache>(step + ahead);
+        if (index == 0) prefetch(step);
 #pragma GCC unroll 4
         for (int i = 0; i < kTileBytes / 4; i += kVectorBytes, out += 4 * kVectorBytes) {
-            prefetch<kCache>(in + i + ahead);
+            prefetch(in + i);
             const __m512i codes = _mm512_load_si512(in + i);
             _mm512_store_si512(out, value(codes, distance));
             _mm512_store_si512(out + kVectorBytes, value(_mm512_srli_epi16(codes, 4), distance));
@@ -178,16 +174,16 @@ class Nvfp4Tiles {
     static constexpr bool kBlocks = false;
     static constexpr float kFactor = 1.0f;
 
-    template <_mm_hint kCache>
-    void tile(const uint8_t* step, int index, uint8_t* out, int64_t ahead) const {
+    template <class Prefetch>
+    void tile(const uint8_t* step, int index, uint8_t* out, const Prefetch& prefetch) const {
         const uint8_t* in = step + 2 * kVectorBytes + index * (kTileBytes / 4);
-        if (index < 2) prefetch<kCache>(step + index * kVectorBytes + ahead);
+        if (index < 2) prefetch(step + index * kVectorBytes);
         for (int quarter = 0; quarter < 2; ++quarter) {
             const int row = (index / 2 * 2 + quarter) * kPanelRows + index % 2 * kTileRows;
             const Scales scales = scales_of(step + row);
 #pragma GCC unroll 2
             for (int i = 0; i < 2; ++i, in += kVectorBytes, out += 4 * kVectorBytes) {
-                prefetch<kCache>(in + ahead);
+                prefetch(in);
                 const __m512i codes = _mm512_load_si512(in);
                 _mm512_store_si512(out, value(codes, scales));
                 _mm512_store_si512(out + kVectorBytes, value(_mm512_srli_epi16(codes, 4), scales));

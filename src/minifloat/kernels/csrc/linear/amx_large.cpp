@@ -113,7 +113,9 @@ class Decoder {
     int64_t left() const { return left_; }
 
     void tile() {
-        format_.template tile<_MM_HINT_T1>(step_, index_, out_, ahead_);
+        format_.tile(step_, index_, out_, [this](const uint8_t* p) {
+            _mm_prefetch(reinterpret_cast<const char*>(p + ahead_), _MM_HINT_T1);
+        });
         out_ += kTileBytes;
         --left_;
         if (++index_ == kStepTiles) {

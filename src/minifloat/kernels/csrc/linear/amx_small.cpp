@@ -2,47 +2,56 @@
 // one before it are multiplied, and the sums of a panel stay in the tile registers from its first column to its last.
 #include "../threads.h"
 #include "amx_decode.h"
+#include "avx512.h"
 
 #if defined(__AMX_BF16__)
 
 namespace MINIFLOAT_ISA {
 namespace {
 
-constexpr int kAhead = 3072;  // bytes of weights between prefetching and reading
-
 constexpr int kStepBytes = kStepTiles * kTileBytes;  // decoded
 constexpr int kPairFloats = 4 * kTileFloats;
 
-template <bool kTwo>
 inline void zero_sums() {
     _tile_zero(0);
     _tile_zero(1);
-    if (kTwo) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+    _tile_zero(2);
+    _tile_zero(3);
 }
 
-template <bool kTwo>
-inline void take_sums(float* out) {
+// With two tiles of x all four tiles of sums are taken. With one there are two for each half of a step, so that a product
+// need not wait for the one before it, and `kSplit` says that both were used.
+template <bool kTwo, bool kSplit>
+inline void take_sums(const Tiling& t, float* out) {
+    alignas(64) float other[kSplit ? 2 * kTileFloats : kTileRows];
     _tile_stored(0, out, kVectorBytes);
     _tile_stored(1, out + kTileFloats, kVectorBytes);
-    if (kTwo) {
-        _tile_stored(2, out + 2 * kTileFloats, kVectorBytes);
-        _tile_stored(3, out + 3 * kTileFloats, kVectorBytes);
-    }
+    if (!kTwo && !kSplit) return;
+    float* rest = kTwo ? out + 2 * kTileFloats : other;
+    _tile_stored(2, rest, kVectorBytes);
+    _tile_stored(3, rest + kTileFloats, kVectorBytes);
+    if (kTwo) return;
+    for (int tile = 0; tile < 2; ++tile)
+        for (int i = tile * kTileFloats; i < tile * kTileFloats + t.rows * kTileRows; i += kTileRows)
+            _mm512_store_ps(out + i, _mm512_add_ps(_mm512_load_ps(out + i), _mm512_load_ps(other + i)));
 }
 
-// One unit: 32 columns of x, behind each other its tiles and their planes, times two tiles of W.
-template <bool kTwo>
+// One unit: 32 columns of x, behind each other its tiles and their planes, times two tiles of W. With one tile of x the
+// sums are in tiles 2 and 3 if `kOther`.
+template <bool kTwo, bool kOther>
 inline const uint8_t* multiply_unit(const Tiling& t, const uint8_t* x, const uint8_t* tiles) {
     const int tile_bytes = t.rows * kVectorBytes;
     _tile_loadd(6, tiles, kVectorBytes);
     _tile_loadd(7, tiles + kTileBytes, kVectorBytes);
     for (int plane = 0; plane < t.planes; ++plane, x += tile_bytes) {
         _tile_loadd(4, x, kVectorBytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
+        if (kTwo || !kOther) {
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        } else {
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_dpbf16ps(3, 4, 7);
+        }
         if (kTwo) {
             _tile_loadd(5, x + t.planes * tile_bytes, kVectorBytes);
             _tile_dpbf16ps(2, 5, 6);
@@ -52,40 +61,69 @@ inline const uint8_t* multiply_unit(const Tiling& t, const uint8_t* x, const uin
     return kTwo ? x + t.planes * tile_bytes : x;
 }
 
+// BF16, which is tiles as it stands.
+template <bool kTwo>
+void multiply_panels(const Bf16Tiles&, const Weight& w, const Tiling& t, const Input& x, const uint8_t* packed,
+                     const Output& y, int64_t first, int64_t last) {
+    constexpr int64_t kAhead = 3072;
+    alignas(64) float sums[kPairFloats];
+    const uint8_t* step = w.panel(first);
+    for (int64_t p = first; p < last; ++p) {
+        const uint8_t* xs = packed;
+        zero_sums();
+        for (int64_t s = 0; s < w.steps; ++s, step += w.step_bytes) {
+            // Once, and all lines of a step together: faster here than prefetch_ahead (measured, 15%).
+            for (int i = 0; i < kStepBytes; i += kVectorBytes)
+                _mm_prefetch(reinterpret_cast<const char*>(step + i + kAhead), _MM_HINT_T0);
+            for (int half = 0; half < 2; ++half)
+                xs = multiply_unit<kTwo, false>(t, xs, step + half * 2 * kTileBytes);
+        }
+        take_sums<kTwo, false>(t, sums);
+        store_tiles(w, y, x.m, t, p, 0, Bf16Tiles::kFactor, sums);
+    }
+}
+
+template <int kNumber>
+struct Constant {
+    static constexpr int kValue = kNumber;
+};
+
+// The formats that are decoded.
 template <bool kTwo, class Format>
 void multiply_panels(const Format& format, const Weight& w, const Tiling& t, const Input& x, const uint8_t* packed,
                      const Output& y, int64_t first, int64_t last) {
-    alignas(64) uint8_t decoded[2][Format::kDecodes ? kStepBytes : kVectorBytes];
+    alignas(64) uint8_t decoded[2][kStepBytes];
     alignas(64) float sums[kPairFloats], block[kPairFloats];
     const uint8_t* step = w.panel(first);
     const uint8_t* end = w.panel(last);
     const int64_t block_units = w.block_cols / kHalfCols;
     int buffer = 0;
-    if (Format::kDecodes)
-        for (int i = 0; i < kStepTiles; ++i) format.template tile<_MM_HINT_T0>(step, i, decoded[0] + i * kTileBytes, kAhead);
+    for (int i = 0; i < kStepTiles; ++i) format.tile(step, i, decoded[0] + i * kTileBytes, prefetch_ahead);
     for (int64_t p = first; p < last; ++p) {
         const uint8_t* xs = packed;
         int64_t left = block_units, group = 0;
-        zero_sums<kTwo>();
+        zero_sums();
         for (int64_t s = 0; s < w.steps; ++s, step += w.step_bytes, buffer ^= 1) {
-            const uint8_t* next = Format::kDecodes ? step + w.step_bytes : step;
-            const uint8_t* tiles = Format::kDecodes ? decoded[buffer] : step;
+            const uint8_t* next = step + w.step_bytes;
             publish();
-            if (next < end)
-                for (int i = 0; i < kStepTiles; ++i)
-                    format.template tile<_MM_HINT_T0>(next, i, decoded[buffer ^ 1] + i * kTileBytes, kAhead);
-            for (int half = 0; half < 2; ++half) {
-                xs = multiply_unit<kTwo>(t, xs, tiles + half * 2 * kTileBytes);
+            const auto half = [&](auto number) {
+                constexpr int kHalf = decltype(number)::kValue;
+                if (next < end)
+                    for (int i = 2 * kHalf; i < 2 * kHalf + 2; ++i)
+                        format.tile(next, i, decoded[buffer ^ 1] + i * kTileBytes, prefetch_ahead);
+                xs = multiply_unit<kTwo, kHalf == 1>(t, xs, decoded[buffer] + kHalf * 2 * kTileBytes);
                 if (Format::kBlocks && --left == 0 && group + 1 < w.groups) {
-                    take_sums<kTwo>(block);
-                    zero_sums<kTwo>();
+                    take_sums<kTwo, !kTwo>(t, block);
+                    zero_sums();
                     add_block(w, p, group, t, group == 0, block, sums);
                     left = block_units;
                     ++group;
                 }
-            }
+            };
+            half(Constant<0>());
+            half(Constant<1>());
         }
-        take_sums<kTwo>(Format::kBlocks ? block : sums);
+        take_sums<kTwo, !kTwo>(t, Format::kBlocks ? block : sums);
         if (Format::kBlocks) add_block(w, p, group, t, group == 0, block, sums);
         store_tiles(w, y, x.m, t, p, 0, Format::kFactor, sums);
     }
