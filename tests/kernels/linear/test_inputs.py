@@ -97,6 +97,23 @@ def test_outliers_that_cancel_leave_the_rest(kernels: Kernels, kind: str, dtype:
 
 @kinds
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("ratio", [1e4, 1e8])
+def test_an_outlier_that_meets_zeros_takes_nothing_from_the_rest(
+    kernels: Kernels, kind: str, dtype: torch.dtype, ratio: float
+) -> None:
+    stored = make(kind, 70, 300)
+    stored.codes[:, 10 // 2 if stored.codes.shape[1] < 300 else 10] = 0
+    packed, values = kernels.pack(stored), stored.values()
+    x = inputs(100, 300).to(dtype)
+    x[:, 10] = ratio
+    exact = product(x, values)
+    for m in M:
+        parts = [kernels.linear(part, packed) for part in x.split(m)]
+        assert_within_bar(torch.cat(parts), exact)
+
+
+@kinds
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
 def test_rows_of_x_may_differ_by_sixty_powers_of_ten(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
     stored = make(kind, 70, 100)
     packed, values = kernels.pack(stored), stored.values()

@@ -71,7 +71,7 @@ def test_ragged_groups_give_what_float64_gives(fmt: str, dtype: torch.dtype, imp
         bound = 6e-3  # the reference rounds weights to 16 bits, and with them the products
     else:
         bound = 1e-5 if dtype == torch.float32 else 2e-3
-    for counts in COUNTS:
+    for counts in COUNTS[:1] if impl == "reference" else COUNTS:
         weights, total = experts(fmt, len(counts)), sum(counts)
         biases = inputs(len(counts), torch.float32, ROWS)
         x_rows = torch.randint(30, (total,), generator=torch.Generator().manual_seed(1))

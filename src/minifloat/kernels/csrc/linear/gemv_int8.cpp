@@ -1,5 +1,5 @@
-// A few rows of x times E2M1 weights in integers: with fewer instructions per weight than in float32, where decoding did
-// not keep up with the memory (4096x4096, one row: 359 us against 410 on the same machine).
+// A few rows of x times E2M1 weights in integers: with fewer instructions per weight than in float32, where decoding does
+// not keep up with the memory.
 //
 // E2M1 times two is a whole number of -12 .. 12. x is brought, for each group of columns that share a weight scale,
 // into whole numbers of up to 2^22 under one power of two; three balanced digits of base 256 make them planes of int8.
@@ -8,7 +8,8 @@
 // kSmallestExponent that becomes an absolute step, of 2^-125.
 //
 // The dot product of VNNI takes one operand unsigned, so the weights get 12 added and the sums start at what that adds.
-// A row of x with Inf or NaN has no such integers: it is computed in float32, element by element.
+// A row of x with Inf or NaN has no such integers, and beside an outlier they have too few bits: such rows are computed in
+// float32, element by element.
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
 #include "avx512.h"
@@ -24,6 +25,8 @@ constexpr int kOffset = 12;  // added to twice a weight
 constexpr int kIntegerBits = 22;
 constexpr int kSmallestExponent = 23;  // biased, so that 2^-kIntegerBits of it is a normal number
 constexpr int kInfiniteExponent = 255;
+constexpr int kExactExponents = kIntegerBits - 8;  // below the largest of a group: bf16 values there are exact
+constexpr int kMostInexact = 4;                    // of a group: the fourth part of its values, or the eighth
 constexpr int kVectorCols = 8;
 constexpr int kChunkCols = 16;  // prepared at a time: two vectors of every plane
 constexpr int kChunkBytes = kChunkCols * kPlanes;
@@ -45,7 +48,7 @@ constexpr CodeTable kCodes = make_code_table();
 
 // A prepared row of x: this, the digits of all steps, and the groups.
 struct alignas(64) RowHead {
-    int32_t finite;
+    int32_t usable;
 };
 struct Group {
     int32_t start;  // of the sums: minus what kOffset adds
@@ -72,7 +75,7 @@ void store_digits(__m512i q, uint8_t* out) {
     }
 }
 
-// kChunks times 16 columns that share a scale. False where one is not finite.
+// kChunks times 16 columns that share a scale. False where one is not finite, or an outlier takes the bits of others.
 template <int kChunks>
 bool prepare_group(const float* x, uint8_t* digits, Group* group) {
     __m512 values[kChunks];
@@ -83,15 +86,20 @@ bool prepare_group(const float* x, uint8_t* digits, Group* group) {
     }
     const int exponent = max(_mm512_reduce_max_epi32(bits) >> kMantissaBits, kSmallestExponent);
     const float to_integers = bit_cast<float>((2 * kBias + kIntegerBits - 1 - exponent) << kMantissaBits);
+    const __m512i exact = _mm512_set1_epi32(max(exponent - kExactExponents, 0) << kMantissaBits);
+    int inexact = 0;
     __m512i sum = _mm512_setzero_si512();
     for (int i = 0; i < kChunks; ++i) {
+        const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(values[i]), _mm512_set1_epi32(kMagnitude));
+        inexact += __builtin_popcount(
+            _mm512_mask_cmplt_epi32_mask(_mm512_test_epi32_mask(magnitude, magnitude), magnitude, exact));
         const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(values[i], _mm512_set1_ps(to_integers)));
         sum = _mm512_add_epi32(sum, q);
         store_digits(q, digits + i * kChunkBytes);
     }
     group->start = -kOffset * _mm512_reduce_add_epi32(sum);
     group->scale = bit_cast<float>((exponent - kIntegerBits) << kMantissaBits);  // half a unit: weights are doubled
-    return exponent != kInfiniteExponent;
+    return exponent != kInfiniteExponent && inexact <= kMostInexact;
 }
 
 void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
@@ -99,7 +107,7 @@ void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int p
         uint8_t* row = prepared + i * row_bytes(w);
         Group* group = reinterpret_cast<Group*>(row + groups_at(w));
         uint8_t* digits = row + sizeof(RowHead);
-        bool finite = true;
+        bool usable = true;
         for (int64_t k = 0; k < w.cols; k += kStepCols, digits += kStepBytes) {
             float values[kStepCols];
             const int64_t count = min<int64_t>(kStepCols, w.cols - k);
@@ -107,11 +115,11 @@ void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int p
             to_float(x.row(i) + k * dtype_bytes(x.dtype), x.dtype, count, values);
             for (int j = 0; j < kStepCols; j += group_cols(w), ++group) {
                 uint8_t* out = digits + j / kChunkCols * kChunkBytes;
-                finite &= w.grid == MINIFLOAT_GRID_E4M3 ? prepare_group<1>(values + j, out, group)
+                usable &= w.grid == MINIFLOAT_GRID_E4M3 ? prepare_group<1>(values + j, out, group)
                                                         : prepare_group<2>(values + j, out, group);
             }
         }
-        reinterpret_cast<RowHead*>(row)->finite = finite;
+        reinterpret_cast<RowHead*>(row)->usable = usable;
     }
 }
 
@@ -203,7 +211,7 @@ void multiply_rows(const Weight& w, const uint8_t* prepared, int64_t row, const 
 }
 
 // A row of x that is not finite: what Inf and NaN become is up to the float multiplication.
-void multiply_nonfinite(const Weight& w, const Input& x, int64_t row, const Output& y, int64_t p) {
+void multiply_in_float(const Weight& w, const Input& x, int64_t row, const Output& y, int64_t p) {
     alignas(64) float weights[kStepCols * kPanelRows], sums[kPanelRows] = {};
     for (int64_t s = 0; s < w.steps; ++s) {
         float values[kStepCols];
@@ -228,8 +236,8 @@ bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Ou
             if (rows == 4) multiply_rows<4>(w, prepared, row, y, p);
         }
         for (int64_t row = 0; row < x.m; ++row)
-            if (!reinterpret_cast<const RowHead*>(prepared + row * stride)->finite)
-                multiply_nonfinite(w, x, row, y, p);
+            if (!reinterpret_cast<const RowHead*>(prepared + row * stride)->usable)
+                multiply_in_float(w, x, row, y, p);
     }
     return true;
 }
