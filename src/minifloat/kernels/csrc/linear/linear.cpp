@@ -11,7 +11,7 @@ namespace {
 
 // Of weights: what is worth a thread of its own, and what one piece of work is.
 constexpr int64_t kBytesPerThread = 32 << 10;
-constexpr int64_t kBytesPerPiece = 128 << 10;
+constexpr int64_t kBytesPerPiece = 1 << 20;
 constexpr int kPiecesPerThread = 4;
 // Of prepared input: up to here the calling thread prepares alone, which is faster than to meet afterwards.
 constexpr int64_t kBytesAlone = 64 << 10;
