@@ -168,6 +168,47 @@ inline void store_tiles(const Weight& w, const Output& y, int64_t m, const Tilin
     }
 }
 
+// What the sums of some panels are multiplied with and what is added then, a float per column of y.
+struct Finish {
+    static constexpr int kMaxPanels = 8;
+    alignas(64) float scale[kMaxPanels * kPanelRows], bias[kMaxPanels * kPanelRows];
+
+    Finish(const Weight& w, const Output& y, int64_t first, int64_t last, float factor) {
+        const int64_t col = first * kPanelRows, count = min(last * kPanelRows, w.rows) - col;
+        for (int64_t n = 0; n < (last - first) * kPanelRows; ++n) {
+            scale[n] = w.row_scale(first)[n] * factor;
+            bias[n] = -0.0f;  // added to a sum that is minus zero, it leaves that alone
+        }
+        if (y.bias != nullptr) to_float(y.bias + col * dtype_bytes(y.bias_dtype), y.bias_dtype, count, bias);
+    }
+};
+
+// Rows of y for all columns of panels first .. last - 1: each a run of bytes, where panel by panel the rows of y would be
+// as many pages that are walked to for one line each. `sums` is of the first panel, the next `panel_floats` further on.
+template <class Row>
+inline void store_runs(const Weight& w, const Output& y, int64_t m, const Tiling& t, int64_t first, int64_t last,
+                       int64_t pair, const Finish& finish, const float* sums, int64_t panel_floats) {
+    for (int i = 0; i < t.tiles; ++i) {
+        const int64_t begin = (pair * t.tiles + i) * t.rows;
+        const int rows = static_cast<int>(min<int64_t>(t.rows, m - begin));
+        for (int r = 0; r < rows; ++r) {
+            uint8_t* out = y.data + (begin + r) * y.stride + first * kPanelRows * Row::kBytes;
+            const float* from = sums + i * 2 * kTileFloats + r * kTileRows;
+            int64_t left = w.rows - first * kPanelRows;
+            for (int64_t p = first; p < last; ++p, from += panel_floats)
+                for (int j = 0; j < 2 && left > 0; ++j, left -= kTileRows, out += kTileRows * Row::kBytes) {
+                    const int64_t n = (p - first) * kPanelRows + j * kTileRows;
+                    const F32 value = load(from + j * kTileFloats) * load(finish.scale + n) + load(finish.bias + n);
+                    if (left >= kTileRows) {
+                        Row::store(out, value);
+                    } else {
+                        store_some<Row>(out, value, left);
+                    }
+                }
+        }
+    }
+}
+
 // sums += tiles of one block of columns, times its scales; sums = that, for the first.
 inline void add_block(const Weight& w, int64_t panel, int64_t group, const Tiling& t, bool first, const float* block,
                       float* sums) {

@@ -12,7 +12,7 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-constexpr int64_t kGroupPanels = 8;
+constexpr int64_t kGroupPanels = Finish::kMaxPanels;
 constexpr int64_t kBlockBytes = 512 << 10;  // of x, per chunk
 constexpr int kPairFloats = 4 * kTileFloats;
 // Scratch in one 2 MB page: walks through 4 KB pages would cost more than the memory.
@@ -190,8 +190,21 @@ class Product {
                 store_sums(sums);
             }
             while (ahead.left() > keep) ahead.tile();
-            if (at.chunk + 1 == loops_.chunks)
-                store_tiles(w_, y_, x_.m, t_, at.panel, first + pair, Format::kFactor, sums);
+        }
+        if (at.chunk + 1 == loops_.chunks && at.panel + 1 == loops_.group_end(at)) store_group(at, first, count);
+    }
+
+    void store_group(const Place& at, int64_t first, int64_t count) {
+        const int64_t last = loops_.group_end(at), panel_floats = blocks_.pairs * kPairFloats;
+        const Finish finish(w_, y_, at.group, last, Format::kFactor);
+        for (int64_t pair = 0; pair < count; ++pair) {
+            const float* sums = sums_ + pair * kPairFloats;
+            const auto store = [&](auto row) {
+                store_runs<decltype(row)>(w_, y_, x_.m, t_, at.group, last, first + pair, finish, sums, panel_floats);
+            };
+            if (y_.dtype == MINIFLOAT_BF16) store(Bf16Row());
+            if (y_.dtype == MINIFLOAT_F16) store(F16Row());
+            if (y_.dtype == MINIFLOAT_F32) store(F32Row());
         }
     }
 
