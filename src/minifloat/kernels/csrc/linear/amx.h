@@ -130,44 +130,6 @@ inline void pack_x(const Weight& w, const Input& x, int64_t chunk_units, uint8_t
     }
 }
 
-template <class Row>
-inline void store_column(const Output& y, int64_t first, int rows, int64_t col, int64_t count, F32 scale, F32 bias,
-                         const float* sums) {
-    uint8_t* out = y.data + first * y.stride + col * Row::kBytes;
-    for (int r = 0; r < rows; ++r, out += y.stride) {
-        const F32 value = load(sums + r * kTileRows) * scale + bias;
-        if (count == kTileRows) {
-            Row::store(out, value);
-        } else {
-            store_some<Row>(out, value, count);
-        }
-    }
-}
-
-// Tiles of sums as they leave for y: `sums` [tile of x][tile of W][16 rows][16], times `factor` and the row scales, plus
-// bias.
-inline void store_tiles(const Weight& w, const Output& y, int64_t m, const Tiling& t, int64_t panel, int64_t pair,
-                        float factor, const float* sums) {
-    for (int j = 0; j < 2; ++j) {
-        const int64_t col = panel * kPanelRows + j * kTileRows;
-        if (col >= w.rows) return;
-        const int64_t count = min<int64_t>(kTileRows, w.rows - col);
-        const F32 scale = load(w.row_scale(panel) + j * kTileRows) * factor;
-        // Minus zero: added to a sum that is minus zero, it leaves that alone.
-        alignas(64) float bias[kTileRows];
-        store_as(bias, broadcast(-0.0f));
-        if (y.bias != nullptr) to_float(y.bias + col * dtype_bytes(y.bias_dtype), y.bias_dtype, count, bias);
-        for (int i = 0; i < t.tiles; ++i) {
-            const int64_t first = (pair * t.tiles + i) * t.rows;
-            const int rows = static_cast<int>(min<int64_t>(t.rows, m - first));
-            const float* tile = sums + (i * 2 + j) * kTileFloats;
-            if (y.dtype == MINIFLOAT_BF16) store_column<Bf16Row>(y, first, rows, col, count, scale, load(bias), tile);
-            if (y.dtype == MINIFLOAT_F16) store_column<F16Row>(y, first, rows, col, count, scale, load(bias), tile);
-            if (y.dtype == MINIFLOAT_F32) store_column<F32Row>(y, first, rows, col, count, scale, load(bias), tile);
-        }
-    }
-}
-
 // What the sums of some panels are multiplied with and what is added then, a float per column of y.
 struct Finish {
     static constexpr int kMaxPanels = 8;
@@ -183,10 +145,8 @@ struct Finish {
     }
 };
 
-// Rows of y for all columns of panels first .. last - 1: each a run of bytes, where panel by panel the rows of y would be
-// as many pages that are walked to for one line each. `sums` is of the first panel, the next `panel_floats` further on.
 template <class Row>
-inline void store_runs(const Weight& w, const Output& y, int64_t m, const Tiling& t, int64_t first, int64_t last,
+inline void store_rows(const Weight& w, const Output& y, int64_t m, const Tiling& t, int64_t first, int64_t last,
                        int64_t pair, const Finish& finish, const float* sums, int64_t panel_floats) {
     for (int i = 0; i < t.tiles; ++i) {
         const int64_t begin = (pair * t.tiles + i) * t.rows;
@@ -207,6 +167,19 @@ inline void store_runs(const Weight& w, const Output& y, int64_t m, const Tiling
                 }
         }
     }
+}
+
+// Rows of y for all columns of panels first .. last - 1: each a run of bytes, where panel by panel the rows of y would be
+// as many pages that are walked to for one line each. `sums` [tile of x][tile of W][16 rows][16] is of the first panel,
+// the next `panel_floats` further on.
+inline void store_panels(const Weight& w, const Output& y, int64_t m, const Tiling& t, int64_t first, int64_t last,
+                         int64_t pair, const Finish& finish, const float* sums, int64_t panel_floats) {
+    const auto store = [&](auto row) {
+        store_rows<decltype(row)>(w, y, m, t, first, last, pair, finish, sums, panel_floats);
+    };
+    if (y.dtype == MINIFLOAT_BF16) store(Bf16Row());
+    if (y.dtype == MINIFLOAT_F16) store(F16Row());
+    if (y.dtype == MINIFLOAT_F32) store(F32Row());
 }
 
 // sums += tiles of one block of columns, times its scales; sums = that, for the first.

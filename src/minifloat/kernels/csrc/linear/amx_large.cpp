@@ -197,15 +197,8 @@ class Product {
     void store_group(const Place& at, int64_t first, int64_t count) {
         const int64_t last = loops_.group_end(at), panel_floats = blocks_.pairs * kPairFloats;
         const Finish finish(w_, y_, at.group, last, Format::kFactor);
-        for (int64_t pair = 0; pair < count; ++pair) {
-            const float* sums = sums_ + pair * kPairFloats;
-            const auto store = [&](auto row) {
-                store_runs<decltype(row)>(w_, y_, x_.m, t_, at.group, last, first + pair, finish, sums, panel_floats);
-            };
-            if (y_.dtype == MINIFLOAT_BF16) store(Bf16Row());
-            if (y_.dtype == MINIFLOAT_F16) store(F16Row());
-            if (y_.dtype == MINIFLOAT_F32) store(F32Row());
-        }
+        for (int64_t pair = 0; pair < count; ++pair)
+            store_panels(w_, y_, x_.m, t_, at.group, last, first + pair, finish, sums_ + pair * kPairFloats, panel_floats);
     }
 
     void multiply_units(int64_t begin, int64_t end, const uint8_t* x, const uint8_t* tiles, Decoder<Format>& ahead,

@@ -79,7 +79,7 @@ void multiply_panels(const Bf16Tiles&, const Weight& w, const Tiling& t, const I
                 xs = multiply_unit<kTwo, false>(t, xs, step + half * 2 * kTileBytes);
         }
         take_sums<kTwo, false>(t, sums);
-        store_tiles(w, y, x.m, t, p, 0, Bf16Tiles::kFactor, sums);
+        store_panels(w, y, x.m, t, p, p + 1, 0, Finish(w, y, p, p + 1, Bf16Tiles::kFactor), sums, kPairFloats);
     }
 }
 
@@ -125,7 +125,7 @@ void multiply_panels(const Format& format, const Weight& w, const Tiling& t, con
         }
         take_sums<kTwo, !kTwo>(t, Format::kBlocks ? block : sums);
         if (Format::kBlocks) add_block(w, p, group, t, group == 0, block, sums);
-        store_tiles(w, y, x.m, t, p, 0, Format::kFactor, sums);
+        store_panels(w, y, x.m, t, p, p + 1, 0, Finish(w, y, p, p + 1, Format::kFactor), sums, kPairFloats);
     }
 }
 
