@@ -1,7 +1,6 @@
 // The exported functions: one table row per instruction set of this build, chosen by the caller.
-#include <cfenv>
-
 #include "api.h"
+#include "float_environment.h"
 
 #if defined(MINIFLOAT_X86)
 #include <cpuid.h>
@@ -101,21 +100,6 @@ const Isa kIsas[] = {
 };
 constexpr int32_t kIsaCount = sizeof kIsas / sizeof kIsas[0];
 
-// The arithmetic is that of IEEE 754 whatever the calling thread has set (flush to zero, another rounding mode).
-class DefaultFloatEnvironment {
-  public:
-    DefaultFloatEnvironment() {
-        std::fegetenv(&saved_);
-        std::fesetenv(FE_DFL_ENV);
-    }
-    ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
-    DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
-    DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
-
-  private:
-    std::fenv_t saved_;
-};
-
 bool known_dtype(int32_t dtype) { return dtype >= MINIFLOAT_BF16 && dtype <= MINIFLOAT_F32; }
 
 bool known_format(const minifloat_format& f) {
@@ -178,7 +162,7 @@ int32_t minifloat_isa_supported(int32_t isa) { return runs_here(isa); }
 int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    const DefaultFloatEnvironment environment;
+    const minifloat::DefaultFloatEnvironment environment;
     kIsas[isa].quantize_rows(*args);
     return MINIFLOAT_OK;
 }
@@ -186,7 +170,7 @@ int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args
 int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (args->count < 0 || !known_dtype(args->dtype)) return MINIFLOAT_BAD_ARGUMENT;
-    const DefaultFloatEnvironment environment;
+    const minifloat::DefaultFloatEnvironment environment;
     kIsas[isa].amax(*args);
     return MINIFLOAT_OK;
 }
@@ -194,7 +178,7 @@ int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args) {
 int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (args->count < 0 || !known_dtype(args->dtype)) return MINIFLOAT_BAD_ARGUMENT;
-    const DefaultFloatEnvironment environment;
+    const minifloat::DefaultFloatEnvironment environment;
     kIsas[isa].histogram(*args);
     return MINIFLOAT_OK;
 }

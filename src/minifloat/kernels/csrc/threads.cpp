@@ -1,11 +1,12 @@
 #include "threads.h"
 
+#include "float_environment.h"
+
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
-#include <cfenv>
 #include <mutex>
 
 #if defined(_OPENMP)
@@ -29,20 +30,6 @@ void watch_forks() {
     std::call_once(once, [] { pthread_atfork(nullptr, nullptr, after_fork_in_child); });
 }
 #endif
-
-class DefaultFloatEnvironment {
-  public:
-    DefaultFloatEnvironment() {
-        std::fegetenv(&saved_);
-        std::fesetenv(FE_DFL_ENV);
-    }
-    ~DefaultFloatEnvironment() { std::fesetenv(&saved_); }
-    DefaultFloatEnvironment(const DefaultFloatEnvironment&) = delete;
-    DefaultFloatEnvironment& operator=(const DefaultFloatEnvironment&) = delete;
-
-  private:
-    std::fenv_t saved_;
-};
 
 void relax() {
 #if defined(__x86_64__)

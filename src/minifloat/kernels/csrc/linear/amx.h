@@ -169,8 +169,8 @@ inline void store_rows(const Weight& w, const Output& y, int64_t m, const Tiling
     }
 }
 
-// Rows of y for all columns of panels first .. last - 1: each a run of bytes, where panel by panel the rows of y would be
-// as many pages that are walked to for one line each. `sums` [tile of x][tile of W][16 rows][16] is of the first panel,
+// Rows of y for all columns of panels first .. last - 1: each a run of bytes, where panel by panel the rows of y would
+// be as many pages that are walked to for one line each. `sums` [tile of x][tile of W][16 rows][16] is of the first panel,
 // the next `panel_floats` further on.
 inline void store_panels(const Weight& w, const Output& y, int64_t m, const Tiling& t, int64_t first, int64_t last,
                          int64_t pair, const Finish& finish, const float* sums, int64_t panel_floats) {

@@ -1,6 +1,6 @@
 // Steps of packed weights as bf16 tiles, one class per format. A tile is half a step wide and half a panel high; the
-// four of a step are decoded on their own, so that the work can be put between products. prefetch(p) is called for every
-// line that is read, to ask for one further on.
+// four of a step are decoded on their own, so that the work can be put between products. prefetch(p) is called for
+// every line that is read, to ask for one further on.
 //
 // Exactness: E4M3 and E2M1 have at most 4 significant bits, their product with a scale in E4M3 at most 6, powers of two
 // cost none, and bf16 has 8. All are normal numbers of bf16, as tiles need them; what a format is lifted by for that is

@@ -87,7 +87,8 @@ inline void zero_sums() {
     _tile_zero(3);
 }
 
-// x is asked for as if it would not be used again: it is read from the second cache each time, and leaves the first to W.
+// x is asked for as if it would not be used again: it is read from the second cache each time, and leaves the first to
+// W.
 inline void multiply_unit(const Tiling& t, const uint8_t* x, const uint8_t* tiles) {
     const int tile_bytes = t.rows * kVectorBytes;
     const uint8_t* other = x + t.planes * tile_bytes;
@@ -198,7 +199,8 @@ class Product {
         const int64_t last = loops_.group_end(at), panel_floats = blocks_.pairs * kPairFloats;
         const Finish finish(w_, y_, at.group, last, Format::kFactor);
         for (int64_t pair = 0; pair < count; ++pair)
-            store_panels(w_, y_, x_.m, t_, at.group, last, first + pair, finish, sums_ + pair * kPairFloats, panel_floats);
+            store_panels(w_, y_, x_.m, t_, at.group, last, first + pair, finish, sums_ + pair * kPairFloats,
+                         panel_floats);
     }
 
     void multiply_units(int64_t begin, int64_t end, const uint8_t* x, const uint8_t* tiles, Decoder<Format>& ahead,

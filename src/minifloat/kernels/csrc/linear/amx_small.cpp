@@ -19,8 +19,8 @@ inline void zero_sums() {
     _tile_zero(3);
 }
 
-// With two tiles of x all four tiles of sums are taken. With one there are two for each half of a step, so that a product
-// need not wait for the one before it, and `kSplit` says that both were used.
+// With two tiles of x all four tiles of sums are taken. With one there are two for each half of a step, so that a
+// product need not wait for the one before it, and `kSplit` says that both were used.
 template <bool kTwo, bool kSplit>
 inline void take_sums(const Tiling& t, float* out) {
     alignas(64) float other[kSplit ? 2 * kTileFloats : kTileRows];

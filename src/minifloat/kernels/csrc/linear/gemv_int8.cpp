@@ -1,5 +1,5 @@
-// A few rows of x times E2M1 weights in integers: with fewer instructions per weight than in float32, where decoding does
-// not keep up with the memory.
+// A few rows of x times E2M1 weights in integers: with fewer instructions per weight than in float32, where decoding
+// does not keep up with the memory.
 //
 // E2M1 times two is a whole number of -12 .. 12. x is brought, for each group of columns that share a weight scale,
 // into whole numbers of up to 2^22 under one power of two; three balanced digits of base 256 make them planes of int8.
@@ -8,8 +8,8 @@
 // kSmallestExponent that becomes an absolute step, of 2^-125.
 //
 // The dot product of VNNI takes one operand unsigned, so the weights get 12 added and the sums start at what that adds.
-// A row of x with Inf or NaN has no such integers, and beside an outlier they have too few bits: such rows are computed in
-// float32, element by element.
+// A row of x with Inf or NaN has no such integers, and beside an outlier they have too few bits: such rows are computed
+// in float32, element by element.
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
 #include "avx512.h"

@@ -1,7 +1,7 @@
 // How a packed weight lies in memory: the order in which the kernels read it, from its first byte to its last.
 //
-// A weight [N, K] is cut into panels of 32 rows, and a panel into steps of 64 columns; rows and columns that fill up the
-// last ones hold zeros. Panels follow each other, and so do the steps of a panel:
+// A weight [N, K] is cut into panels of 32 rows, and a panel into steps of 64 columns; rows and columns that fill up
+// the last ones hold zeros. Panels follow each other, and so do the steps of a panel:
 //
 //   Header | row scales, float [panels * 32] | block scales, float [panels, groups, lanes] | steps, page aligned
 //
@@ -78,7 +78,9 @@ struct Weight {
 
     const uint8_t* panel(int64_t p) const { return data + p * panel_bytes; }
     const float* row_scale(int64_t p) const { return row_scales + p * kPanelRows; }
-    const float* block_scale(int64_t p, int64_t group) const { return block_scales + (p * groups + group) * block_lanes; }
+    const float* block_scale(int64_t p, int64_t group) const {
+        return block_scales + (p * groups + group) * block_lanes;
+    }
 };
 
 inline int32_t element_bits(int32_t element) {

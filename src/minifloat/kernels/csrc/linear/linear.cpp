@@ -183,7 +183,8 @@ int32_t linear(const minifloat_linear_args& a) {
     const Path& path = choose_path(first, a.m, a.x_dtype);
     Call call = {nullptr, a.count, align(path.prepared_bytes(first, a.m, a.x_dtype)), 0, 1};
     const int64_t job_bytes = align(a.count * static_cast<int64_t>(sizeof(Job)));
-    uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, job_bytes + call.prepared_bytes));
+    const int64_t bytes_needed = job_bytes + call.prepared_bytes;
+    uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, bytes_needed));
     if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
     call.jobs = reinterpret_cast<Job*>(memory);
     const int bytes = dtype_bytes(a.x_dtype);
