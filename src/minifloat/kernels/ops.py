@@ -7,7 +7,6 @@ take the tensors of packed weights and check by their headers what they are, so 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -83,8 +82,8 @@ def moe_linear(
     parts = () if biases is None else biases.unbind()
     _check(x, weights, parts, [rows] * len(weights))
     check_groups(offsets, x_rows, len(weights), x.shape[0])
-    pointers = (ctypes.c_void_p * len(weights))(*[weight.data_ptr() for weight in weights])
-    return moe_cpu.run(x, pointers, offsets, x_rows, biases, rows)
+    pointers = Pointers([weight.data_ptr() for weight in weights], [rows] * len(weights), x.shape[-1])
+    return moe_cpu.run(x, pointers, offsets, x_rows, biases)
 
 
 @moe_linear.register_fake

@@ -26,6 +26,7 @@ from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, encode_ind
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.errors import CheckpointError, TensorError, UsageError
+from minifloat.kernels import processors
 from minifloat.layouts import compressed_tensors, get_writer
 from minifloat.quantize.calibrated import Calibration, apply_calibration
 from minifloat.quantize.card import model_card
@@ -90,7 +91,7 @@ def quantize_checkpoint(
     chosen = get_scheme(scheme) if isinstance(scheme, str) else scheme
     writer_layout = get_writer(layout)
     parsed = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
-    threads = min(len(os.sched_getaffinity(0)), 8) if workers is None else workers
+    threads = min(processors.available(), 8) if workers is None else workers
     if threads < 1:
         raise UsageError(f"workers is at least 1, got {threads}")
     with Checkpoint.open(source) as checkpoint:

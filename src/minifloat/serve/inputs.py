@@ -16,6 +16,7 @@ from minifloat.errors import ConfigError, NonFiniteError, ShapeError, Unsupporte
 from minifloat.layouts import StoredWeight
 from minifloat.quantize.activation import can_quantize, describe_activation
 from minifloat.scheme import ActivationSpec
+from minifloat.serve.names import listing
 
 _LOG = logging.getLogger(__name__)
 _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -59,8 +60,7 @@ class InputQuantization:
     def warn(self) -> None:
         """Log what was skipped, one warning per reason."""
         for reason, modules in self._skipped.items():
-            shown = ", ".join(modules[:4]) + (f" and {len(modules) - 4} more" if len(modules) > 4 else "")
-            _LOG.warning("%d modules are computed weight-only, because %s: %s", len(modules), reason, shown)
+            _LOG.warning("%d modules are computed weight-only, because %s: %s", len(modules), reason, listing(modules))
 
     def _read_scale(self, stored: StoredWeight, spec: ActivationSpec) -> Tensor:
         name = stored.input_scale

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from minifloat.kernels import native
+from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.linear import linear
-from minifloat.kernels.linear.cpu import DTYPES
 from minifloat.kernels.pack import PackedWeight, pack, why_not
 from minifloat.quantize.activation import describe_activation
 from minifloat.quantize.tensor import QuantizedTensor

@@ -30,7 +30,7 @@ from minifloat.serve.build import config_dtype, empty_model, load_generation_con
 from minifloat.serve.experts import QuantizedExperts, indexes_experts, multiplies_experts
 from minifloat.serve.inputs import InputQuantization
 from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
-from minifloat.serve.names import Assignment, assign, keeps_float32, split_ignorable
+from minifloat.serve.names import Assignment, assign, keeps_float32, listing, split_ignorable
 from minifloat.serve.packing import NOT_MULTIPLIED, Packing
 
 _LOG = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class Loader:
             _LOG.warning(
                 "%d quantized weights are held dequantized, because no quantized module can take their place: %s",
                 len(self.dequantized),
-                _listing(self.dequantized),
+                listing(self.dequantized),
             )
         self.inputs.warn()
         self.packing.warn()
@@ -276,7 +276,7 @@ class Loader:
 
     def _place_tensors(self, assignment: Assignment) -> None:
         """Make ordinary parameters or buffers, by transformers' conversion where it has one."""
-        sources = _listing(assignment.sources)
+        sources = listing(assignment.sources)
         if assignment.converter is None and len(assignment.sources) > 1:
             raise self._error(f"{sources} are all the parameter {assignment.target}; expected one of them")
         self.dequantized += [source for source in assignment.sources if source in self.quantized]
@@ -336,11 +336,11 @@ class Loader:
         droppable, lost = split_ignorable(self.model, names)
         if lost:
             raise self._error(
-                f"{len(lost)} tensors have no place in {type(self.model).__name__}: {_listing(lost)}; "
+                f"{len(lost)} tensors have no place in {type(self.model).__name__}: {listing(lost)}; "
                 "the config is of another model, or transformers is too old for this one"
             )
         if droppable:
-            _LOG.warning("%d tensors are not used by the model: %s", len(droppable), _listing(droppable))
+            _LOG.warning("%d tensors are not used by the model: %s", len(droppable), listing(droppable))
 
     def _account_for_missing(self) -> None:
         """Refuse a model with a parameter that nothing filled."""
@@ -352,7 +352,7 @@ class Loader:
         ]
         if unfilled:
             raise self._error(
-                f"{len(unfilled)} parameters of {type(self.model).__name__} have no tensor: {_listing(unfilled)}"
+                f"{len(unfilled)} parameters of {type(self.model).__name__} have no tensor: {listing(unfilled)}"
             )
 
     def _check_shape(self, target: str, found: torch.Size) -> None:
@@ -384,8 +384,3 @@ def _in_order(assignment: Assignment) -> Iterable[str]:
 def _is_transposed(owner: nn.Module) -> bool:
     """Whether an experts module keeps ``[E, in, out]``, where fused codes are always ``[E, out, in]``."""
     return bool(getattr(owner, "is_transposed", False))
-
-
-def _listing(names: Sequence[str], shown: int = 4) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

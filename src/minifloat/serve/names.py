@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,3 +157,9 @@ def keeps_float32(model: PreTrainedModel, dtype: Any) -> re.Pattern[str] | None:
     """The parameters that the model class wants in float32 although the model has `dtype`; None if there are none."""
     plan = model._get_dtype_plan(dtype)
     return re.compile("|".join(name.replace("*", ".*") for name in plan)) if plan else None
+
+
+def listing(names: Sequence[str], shown: int = 4) -> str:
+    """The first names and how many more there are, for messages."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -8,6 +8,7 @@ import torch
 
 from minifloat.errors import KernelUnavailable, UnknownNameError
 from minifloat.serve.linear import QuantizedWeight
+from minifloat.serve.names import listing
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,11 +61,10 @@ class Packing:
         """Log what was not packed, one warning per reason."""
         total = self._packed + sum(map(len, self._unpacked.values()))
         for reason, modules in self._unpacked.items():
-            shown = ", ".join(modules[:4]) + (f" and {len(modules) - 4} more" if len(modules) > 4 else "")
             _LOG.warning(
                 "%d of %d quantized weights are multiplied by the slow reference, because %s: %s",
                 len(modules),
                 total,
                 reason,
-                shown,
+                listing(modules),
             )

@@ -123,7 +123,8 @@ def test_a_forked_child_computes_and_its_parent_goes_on(isa: str) -> None:
     paths = os.pathsep.join(sys.path)
     result = subprocess.run(
         [sys.executable, "-c", FORK, isa],
-        env={**os.environ, "PYTHONPATH": paths},
+        # One thread for torch itself: its own operators hang in a forked child once OpenMP has started threads.
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=100,

@@ -7,21 +7,16 @@ The caller has called `check`; that memory holds packed weights is seen to by `P
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, threads
+from minifloat.kernels.dtypes import DTYPES, has_kernel, unsupported
 from minifloat.kernels.pack.weight import Pointers
 
-#: ``enum minifloat_dtype``.
-DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-
-#: ``struct minifloat_linear_args``.
-_LINEAR = struct.Struct("@PPPPqqqiiii")
+_LINEAR = native.struct_of(native.LinearArgs)
 
 
 def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | None] | None) -> None:
@@ -37,8 +32,8 @@ def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | N
         ShapeError: `x` or a bias does not fit.
         UnsupportedTensorError: A dtype or device that there is no kernel for, or biases of several dtypes.
     """
-    if x.dtype not in DTYPES or not x.is_cpu:
-        raise UnsupportedTensorError("x", f"expected bfloat16, float16 or float32 on the CPU, got {_kind(x)}")
+    if not has_kernel(x):
+        raise unsupported("x", x)
     if x.ndim == 0 or x.shape[-1] != cols:
         raise ShapeError("x", f"expected [..., {cols}] for a weight {sum(rows)}x{cols}, got {list(x.shape)}")
     if biases is None:
@@ -51,8 +46,8 @@ def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | N
             continue
         if bias.shape != (n,):
             raise ShapeError("bias", f"expected [{n}] for a weight {n}x{cols}, got {list(bias.shape)}")
-        if bias.dtype not in DTYPES or not bias.is_cpu:
-            raise UnsupportedTensorError("bias", f"expected bfloat16, float16 or float32 on the CPU, got {_kind(bias)}")
+        if not has_kernel(bias):
+            raise unsupported("bias", bias)
         if present is not None and bias.dtype != present:
             raise UnsupportedTensorError("biases", f"expected one dtype, got {present}, {bias.dtype}")
         present = bias.dtype
@@ -119,7 +114,3 @@ def _matrix(x: Tensor) -> Tensor:
     """`x` as ``[M, K]`` with contiguous rows; a copy only where its strides ask for one."""
     matrix = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} on {tensor.device}"

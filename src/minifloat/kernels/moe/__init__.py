@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, ops
-from minifloat.kernels.linear.cpu import DTYPES
+from minifloat.kernels.dtypes import has_kernel, unsupported
 from minifloat.kernels.moe import cpu, reference
 from minifloat.kernels.moe.experts import PackedExperts
 from minifloat.kernels.pack import PackedWeight
@@ -66,7 +66,7 @@ def moe_linear(
     if not _runs_native(impl):
         return reference.moe_linear(x, experts, offsets, x_rows, biases)
     if eager:
-        return cpu.run(x, experts.pointers, offsets, x_rows, biases, experts.shape[0])
+        return cpu.run(x, experts.pointers, offsets, x_rows, biases)
     data = [weight.data for weight in experts]
     y: Tensor = torch.ops.minifloat.moe_linear(x, data, offsets, x_rows, biases, experts.shape[0])
     return y
@@ -121,16 +121,11 @@ def _check(x: Tensor, experts: PackedExperts, biases: Tensor | None) -> None:
     rows, cols = experts.shape
     if x.ndim != 2 or x.shape[1] != cols:
         raise ShapeError("x", f"expected [M, {cols}] for experts of {rows}x{cols}, got {list(x.shape)}")
-    _check_kind("x", x)
+    if not has_kernel(x):
+        raise unsupported("x", x)
     if biases is None:
         return
     if biases.shape != (len(experts), rows) or biases.stride(1) != 1:
         raise ShapeError("biases", f"expected [{len(experts)}, {rows}] with contiguous rows, got {list(biases.shape)}")
-    _check_kind("biases", biases)
-
-
-def _check_kind(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in DTYPES or tensor.device.type != "cpu":
-        raise UnsupportedTensorError(
-            name, f"expected bfloat16, float16 or float32 on the CPU, got {tensor.dtype}, {tensor.device}"
-        )
+    if not has_kernel(biases):
+        raise unsupported("biases", biases)

@@ -7,45 +7,37 @@ weights, by `PackedWeight` or the op.
 from __future__ import annotations
 
 import ctypes
-import struct
 
 from torch import Tensor
 
 from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native, threads
-from minifloat.kernels.linear.cpu import DTYPES
+from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.pack.weight import Pointers
 
-#: ``struct minifloat_moe_args``.
-_MOE = struct.Struct("@PPPPPPqqiiii")
+_MOE = native.struct_of(native.MoeArgs)
 
 
-def run(
-    x: Tensor,
-    weights: ctypes.Array[ctypes.c_void_p],
-    offsets: Tensor,
-    x_rows: Tensor | None,
-    biases: Tensor | None,
-    rows: int,
-) -> Tensor:
+def run(x: Tensor, pointers: Pointers, offsets: Tensor, x_rows: Tensor | None, biases: Tensor | None) -> Tensor:
     """Row t of the result is row ``x_rows[t]`` of `x` times the expert e with ``offsets[e] <= t < offsets[e + 1]``.
 
     Args:
         x: ``[M, K]``, bfloat16, float16 or float32, on the CPU, any strides.
-        weights: Where the packed weights ``[N, K]`` of the experts lie, all of one form.
+        pointers: Of the packed weights ``[N, K]`` of the experts, all of one form.
         offsets: int64 ``[experts + 1]``, contiguous, not falling, from 0 to T.
         x_rows: int64 ``[T]``, contiguous, below M; or None: row t of `x`.
         biases: None, or ``[experts, N]`` of one of `DTYPES`, rows contiguous.
-        rows: N.
 
     Returns:
-        ``[T, rows]``, the dtype of `x`.
+        ``[T, N]``, the dtype of `x`.
     """
     library = native.load()
     if library is None:
         raise KernelUnavailable(native.why_unavailable())
     matrix = x if x.stride(1) == 1 else x.contiguous()
+    rows = pointers.rows[0]
     y = x.new_empty((x.shape[0] if x_rows is None else x_rows.shape[0], rows))
-    count = len(weights)
+    count = pointers.count
     bias_pointers, bias_dtype = None, 0
     if biases is not None:
         step = biases.stride(0) * biases.element_size()
@@ -54,7 +46,7 @@ def run(
         bias_dtype = DTYPES[biases.dtype]
     library.moe(
         _MOE.pack(
-            ctypes.addressof(weights),
+            pointers.address,
             0 if bias_pointers is None else ctypes.addressof(bias_pointers),
             offsets.data_ptr(),
             0 if x_rows is None else x_rows.data_ptr(),

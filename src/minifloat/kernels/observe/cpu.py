@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native
-
-#: ``enum minifloat_dtype``.
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+from minifloat.kernels.dtypes import DTYPES
 
 
 def why_not() -> str:
@@ -31,7 +28,7 @@ def observe(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> tuple[float, 
     library = native.load()
     if library is None:
         raise KernelUnavailable(native.why_unavailable())
-    data, count, dtype = x.data_ptr(), x.numel(), _DTYPES[x.dtype]
+    data, count, dtype = x.data_ptr(), x.numel(), DTYPES[x.dtype]
     args = native.AmaxArgs(data=data, count=count, dtype=dtype)
     library.amax(args)
     if histogram is not None:

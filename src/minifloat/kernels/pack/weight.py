@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -162,7 +163,52 @@ class PackedWeight:
         return {"data": self.data, "spec": self.spec, "shape": self.shape}
 
 
-class FusedWeights(Sequence[PackedWeight]):
+class PackedWeights(Sequence[PackedWeight]):
+    """Packed weights of one call: what the kernels need to know of them, found out once.
+
+    Args:
+        weights: At least one; all of one format and kind of scales.
+
+    Raises:
+        ShapeError: None at all.
+        UnsupportedTensorError: Several formats or kinds of scales.
+    """
+
+    #: What errors call them.
+    name = "weights"
+
+    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+        self._weights = tuple(weights)
+        if not self._weights:
+            raise ShapeError(self.name, "expected at least one, got none")
+        self._check_shapes([weight.shape for weight in self._weights])
+        forms = [weight.form for weight in self._weights]
+        if len({(form.element, form.grid) for form in forms}) != 1:
+            raise UnsupportedTensorError(self.name, "several formats or kinds of scales in one call")
+
+    @abstractmethod
+    def _check_shapes(self, shapes: list[tuple[int, int]]) -> None:
+        """Raise ShapeError where the kernels do not take weights of these shapes in one call."""
+
+    @cached_property
+    def pointers(self) -> Pointers:
+        """For a call with all of them."""
+        addresses = [weight.address for weight in self._weights]
+        return Pointers(addresses, [weight.shape[0] for weight in self._weights], self._weights[0].shape[1])
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    @overload
+    def __getitem__(self, index: int) -> PackedWeight: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PackedWeight]: ...
+    def __getitem__(self, index: int | slice) -> PackedWeight | Sequence[PackedWeight]:
+        """One of the weights, or several."""
+        return self._weights[index]
+
+
+class FusedWeights(PackedWeights):
     """Packed weights that are multiplied with the same input in one call: of q, k and v, or of gate and up.
 
     Args:
@@ -176,34 +222,10 @@ class FusedWeights(Sequence[PackedWeight]):
         UnsupportedTensorError: Several formats or kinds of scales.
     """
 
-    def __init__(self, weights: Sequence[PackedWeight]) -> None:
-        self._weights = tuple(weights)
-        if not self._weights:
-            raise ShapeError("weights", "expected at least one packed weight, got none")
-        shapes = [weight.shape for weight in self._weights]
+    def _check_shapes(self, shapes: list[tuple[int, int]]) -> None:
         self.rows = [rows for rows, _ in shapes]
         if len({cols for _, cols in shapes}) != 1:
-            raise ShapeError("weights", f"expected one K for all, got {shapes}")
-        forms = [weight.form for weight in self._weights]
-        if len({(form.element, form.grid) for form in forms}) != 1:
-            raise UnsupportedTensorError("weights", "several kinds of weights in one call; multiply them one by one")
-
-    @cached_property
-    def pointers(self) -> Pointers:
-        """For a call with all of them."""
-        addresses = [weight.address for weight in self._weights]
-        return Pointers(addresses, self.rows, self._weights[0].shape[1])
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-    @overload
-    def __getitem__(self, index: int) -> PackedWeight: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PackedWeight]: ...
-    def __getitem__(self, index: int | slice) -> PackedWeight | Sequence[PackedWeight]:
-        """One of the weights, or several."""
-        return self._weights[index]
+            raise ShapeError(self.name, f"expected one K for all, got {shapes}")
 
 
 def _unpack(codes: Tensor, scales: Tensor | None, form: Form, data: Tensor, use_cpu: bool) -> None:

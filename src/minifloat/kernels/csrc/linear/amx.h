@@ -130,21 +130,6 @@ inline void pack_x(const Weight& w, const Input& x, int64_t chunk_units, uint8_t
     }
 }
 
-// What the sums of some panels are multiplied with and what is added then, a float per column of y.
-struct Finish {
-    static constexpr int kMaxPanels = 8;
-    alignas(64) float scale[kMaxPanels * kPanelRows], bias[kMaxPanels * kPanelRows];
-
-    Finish(const Weight& w, const Output& y, int64_t first, int64_t last, float factor) {
-        const int64_t col = first * kPanelRows, count = min(last * kPanelRows, w.rows) - col;
-        for (int64_t n = 0; n < (last - first) * kPanelRows; ++n) {
-            scale[n] = w.row_scale(first)[n] * factor;
-            bias[n] = -0.0f;  // added to a sum that is minus zero, it leaves that alone
-        }
-        if (y.bias != nullptr) to_float(y.bias + col * dtype_bytes(y.bias_dtype), y.bias_dtype, count, bias);
-    }
-};
-
 template <class Row>
 inline void store_rows(const Weight& w, const Output& y, int64_t m, const Tiling& t, int64_t first, int64_t last,
                        int64_t pair, const Finish& finish, const float* sums, int64_t panel_floats) {

@@ -8,43 +8,16 @@
 #pragma once
 
 #include "amx.h"
+#include "avx512.h"
 
 #if defined(__AMX_BF16__)
 
 namespace MINIFLOAT_ISA {
 
-constexpr int kBf16Mantissa = 7;
-
-constexpr int bf16_exponent(int e) { return (e + 127) << kBf16Mantissa; }
-
-// The magnitude of an E4M3 code as bf16.
-constexpr int e4m3_to_bf16(int code) {
-    const int e = code >> 3, m = code & 7;
-    if (e > 0) return bf16_exponent(e - 7) | m << 4;
-    if (m == 0) return 0;
-    const int top = m >= 4 ? 2 : m >= 2 ? 1 : 0;  // m * 2^-9 = 2^(top - 9) * (1 + ...)
-    return bf16_exponent(top - 9) | (m << (kBf16Mantissa - top) & 0x7f);
-}
-
 constexpr int e2m1_to_bf16(int code) {
     const int e = code >> 1 & 3, m = code & 1;
     if (e > 0) return bf16_exponent(e - 1) | m << 6;
     return m == 0 ? 0 : bf16_exponent(-1);
-}
-
-// 16-bit values of 7-bit codes, as VPERMI2B finds them.
-struct ByteTables {
-    alignas(64) uint8_t low[128], high[128];
-};
-
-template <class Function>
-constexpr ByteTables byte_tables(Function function) {
-    ByteTables t = {};
-    for (int code = 0; code < 128; ++code) {
-        t.low[code] = static_cast<uint8_t>(function(code) & 0xff);
-        t.high[code] = static_cast<uint8_t>(function(code) >> 8);
-    }
-    return t;
 }
 
 struct WordTable {
@@ -66,6 +39,15 @@ inline __m512i row_bytes(const uint8_t* p) {
 }
 inline __m512i e8m0_distance(const uint8_t* p) {
     return twice(_mm512_slli_epi32(row_bytes(p), kBf16Mantissa));
+}
+
+// The four pairs of columns of a vector of E2M1, each with its codes in the low nibbles.
+template <class Value>
+inline void store_pairs(uint8_t* out, __m512i codes, const Value& value) {
+    _mm512_store_si512(out, value(codes));
+    _mm512_store_si512(out + kVectorBytes, value(_mm512_srli_epi16(codes, 4)));
+    _mm512_store_si512(out + 2 * kVectorBytes, value(_mm512_srli_epi16(codes, 8)));
+    _mm512_store_si512(out + 3 * kVectorBytes, value(_mm512_srli_epi16(codes, 12)));
 }
 
 // BF16 is tiles as it stands.
@@ -102,19 +84,17 @@ class E4m3Tiles {
         for (int i = 0; i < kTileBytes / 2; i += kVectorBytes) {
             prefetch(in + i);
             const __m512i codes = _mm512_load_si512(in + i);
-            const __m512i low = _mm512_permutex2var_epi8(low0_, codes, low1_);
-            const __m512i high = _mm512_permutex2var_epi8(high0_, codes, high1_);
             if (!kScaled) {
-                constexpr int kOrAnd = 0xf8;
-                const __m512i top = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(-128), kOrAnd);
-                _mm512_store_si512(out + i * 2, _mm512_unpacklo_epi8(low, top));
-                _mm512_store_si512(out + i * 2 + kVectorBytes, _mm512_unpackhi_epi8(low, top));
+                const E4m3Pairs pairs = values_.signed_pairs(codes);
+                _mm512_store_si512(out + i * 2, pairs.first);
+                _mm512_store_si512(out + i * 2 + kVectorBytes, pairs.second);
             } else {
                 // The sign waits, since zero would borrow from it.
+                const E4m3Pairs pairs = values_.magnitude_pairs(codes);
                 const __m512i signs = _mm512_and_si512(codes, _mm512_set1_epi8(-128));
                 const __m512i zero = _mm512_setzero_si512();
-                const __m512i a = _mm512_subs_epu16(_mm512_unpacklo_epi8(low, high), distance);
-                const __m512i b = _mm512_subs_epu16(_mm512_unpackhi_epi8(low, high), distance);
+                const __m512i a = _mm512_subs_epu16(pairs.first, distance);
+                const __m512i b = _mm512_subs_epu16(pairs.second, distance);
                 _mm512_store_si512(out + i * 2, _mm512_or_si512(a, _mm512_unpacklo_epi8(zero, signs)));
                 _mm512_store_si512(out + i * 2 + kVectorBytes, _mm512_or_si512(b, _mm512_unpackhi_epi8(zero, signs)));
             }
@@ -125,8 +105,7 @@ class E4m3Tiles {
     static constexpr ByteTables kTables = byte_tables([](int code) {
         return code == 0 ? 0 : e4m3_to_bf16(code) + (kLift << kBf16Mantissa);
     });
-    const __m512i low0_ = _mm512_load_si512(kTables.low), low1_ = _mm512_load_si512(kTables.low + 64);
-    const __m512i high0_ = _mm512_load_si512(kTables.high), high1_ = _mm512_load_si512(kTables.high + 64);
+    const E4m3Lookup values_ = E4m3Lookup(kTables);
 };
 
 // E2M1 with E8M0: the value by table, then its exponent lowered; both zeros decode to +0, which stays.
@@ -145,10 +124,7 @@ class Mxfp4Tiles {
         for (int i = 0; i < kTileBytes / 4; i += kVectorBytes, out += 4 * kVectorBytes) {
             prefetch(in + i);
             const __m512i codes = _mm512_load_si512(in + i);
-            _mm512_store_si512(out, value(codes, distance));
-            _mm512_store_si512(out + kVectorBytes, value(_mm512_srli_epi16(codes, 4), distance));
-            _mm512_store_si512(out + 2 * kVectorBytes, value(_mm512_srli_epi16(codes, 8), distance));
-            _mm512_store_si512(out + 3 * kVectorBytes, value(_mm512_srli_epi16(codes, 12), distance));
+            store_pairs(out, codes, [&](__m512i shifted) { return value(shifted, distance); });
         }
     }
 
@@ -185,10 +161,7 @@ class Nvfp4Tiles {
             for (int i = 0; i < 2; ++i, in += kVectorBytes, out += 4 * kVectorBytes) {
                 prefetch(in);
                 const __m512i codes = _mm512_load_si512(in);
-                _mm512_store_si512(out, value(codes, scales));
-                _mm512_store_si512(out + kVectorBytes, value(_mm512_srli_epi16(codes, 4), scales));
-                _mm512_store_si512(out + 2 * kVectorBytes, value(_mm512_srli_epi16(codes, 8), scales));
-                _mm512_store_si512(out + 3 * kVectorBytes, value(_mm512_srli_epi16(codes, 12), scales));
+                store_pairs(out, codes, [&](__m512i shifted) { return value(shifted, scales); });
             }
         }
     }

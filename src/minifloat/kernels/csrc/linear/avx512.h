@@ -25,6 +25,68 @@ inline void prefetch_ahead(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p + kFarBytes), _MM_HINT_T1);
 }
 
+#if defined(__AVX512VBMI__)
+
+constexpr int kBf16Mantissa = 7;
+
+constexpr int bf16_exponent(int e) { return (e + 127) << kBf16Mantissa; }
+
+// The magnitude of an E4M3 code as bf16.
+constexpr int e4m3_to_bf16(int code) {
+    const int e = code >> 3, m = code & 7;
+    if (e > 0) return bf16_exponent(e - 7) | m << 4;
+    if (m == 0) return 0;
+    const int top = m >= 4 ? 2 : m >= 2 ? 1 : 0;  // m * 2^-9 = 2^(top - 9) * (1 + ...)
+    return bf16_exponent(top - 9) | (m << (kBf16Mantissa - top) & 0x7f);
+}
+
+// 16-bit values of 7-bit codes, as VPERMI2B finds them.
+struct ByteTables {
+    alignas(64) uint8_t low[128], high[128];
+};
+
+template <class Function>
+constexpr ByteTables byte_tables(Function function) {
+    ByteTables t = {};
+    for (int code = 0; code < 128; ++code) {
+        t.low[code] = static_cast<uint8_t>(function(code) & 0xff);
+        t.high[code] = static_cast<uint8_t>(function(code) >> 8);
+    }
+    return t;
+}
+
+// Two vectors of the pairs of bf16 that a vector of E4M3 is (layout.h).
+struct E4m3Pairs {
+    __m512i first, second;
+};
+
+// E4M3 as bf16, by tables of the two bytes of its magnitudes.
+class E4m3Lookup {
+  public:
+    explicit E4m3Lookup(const ByteTables& t)
+        : low0_(_mm512_load_si512(t.low)),
+          low1_(_mm512_load_si512(t.low + 64)),
+          high0_(_mm512_load_si512(t.high)),
+          high1_(_mm512_load_si512(t.high + 64)) {}
+
+    E4m3Pairs magnitude_pairs(__m512i codes) const { return pairs(codes, high(codes)); }
+    E4m3Pairs signed_pairs(__m512i codes) const {
+        constexpr int kOrAnd = 0xf8;  // a | (b & c)
+        return pairs(codes, _mm512_ternarylogic_epi32(high(codes), codes, _mm512_set1_epi8(-128), kOrAnd));
+    }
+
+  private:
+    __m512i high(__m512i codes) const { return _mm512_permutex2var_epi8(high0_, codes, high1_); }
+    E4m3Pairs pairs(__m512i codes, __m512i high) const {
+        const __m512i low = _mm512_permutex2var_epi8(low0_, codes, low1_);
+        return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+    }
+
+    __m512i low0_, low1_, high0_, high1_;
+};
+
+#endif
+
 // Two floats of a 32-bit word that holds a pair of bf16.
 inline __m512 first_of_pair(__m512i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16)); }
 inline __m512 second_of_pair(__m512i words) {

@@ -109,10 +109,25 @@ inline void to_float(const uint8_t* src, int32_t dtype, int64_t count, float* ds
     if (dtype == MINIFLOAT_F32) row_to_float<F32Row>(src, count, dst);
 }
 
+// What the sums of some panels are multiplied with and what is added then, a float per column of y.
+struct Finish {
+    static constexpr int kMaxPanels = 8;
+    alignas(64) float scale[kMaxPanels * kPanelRows], bias[kMaxPanels * kPanelRows];
+
+    Finish(const Weight& w, const Output& y, int64_t first, int64_t last, float factor) {
+        const int64_t col = first * kPanelRows, count = min(last * kPanelRows, w.rows) - col;
+        for (int64_t n = 0; n < (last - first) * kPanelRows; ++n) {
+            scale[n] = w.row_scale(first)[n] * factor;
+            bias[n] = -0.0f;  // added to a sum that is minus zero, it leaves that alone
+        }
+        if (y.bias != nullptr) to_float(y.bias + col * dtype_bytes(y.bias_dtype), y.bias_dtype, count, bias);
+    }
+};
+
 template <class Row>
-inline void store_row_as(const float* sums, const float* scales, const float* bias, int count, uint8_t* out) {
+inline void store_row_as(const float* sums, const Finish& finish, int count, uint8_t* out) {
     for (int n = 0; n < count; n += kWidth) {
-        const F32 value = load(sums + n) * load(scales + n) + load(bias + n);
+        const F32 value = load(sums + n) * load(finish.scale + n) + load(finish.bias + n);
         if (n + kWidth <= count) {
             Row::store(out + n * Row::kBytes, value);
         } else {
@@ -125,15 +140,11 @@ inline void store_row_as(const float* sums, const float* scales, const float* bi
 inline void store_row(const Weight& w, const Output& y, int64_t p, int64_t i, const float* sums) {
     const int64_t begin = p * kPanelRows;
     const int count = static_cast<int>(min<int64_t>(kPanelRows, w.rows - begin));
-    alignas(64) float bias[kPanelRows];
-    // Minus zero: added to a sum that is minus zero, it leaves that alone.
-    for (int n = 0; n < kPanelRows; ++n) bias[n] = -0.0f;
-    if (y.bias != nullptr) to_float(y.bias + begin * dtype_bytes(y.bias_dtype), y.bias_dtype, count, bias);
+    const Finish finish(w, y, p, p + 1, 1.0f);
     uint8_t* out = y.data + i * y.stride + begin * dtype_bytes(y.dtype);
-    const float* scales = w.row_scale(p);
-    if (y.dtype == MINIFLOAT_BF16) store_row_as<Bf16Row>(sums, scales, bias, count, out);
-    if (y.dtype == MINIFLOAT_F16) store_row_as<F16Row>(sums, scales, bias, count, out);
-    if (y.dtype == MINIFLOAT_F32) store_row_as<F32Row>(sums, scales, bias, count, out);
+    if (y.dtype == MINIFLOAT_BF16) store_row_as<Bf16Row>(sums, finish, count, out);
+    if (y.dtype == MINIFLOAT_F16) store_row_as<F16Row>(sums, finish, count, out);
+    if (y.dtype == MINIFLOAT_F32) store_row_as<F32Row>(sums, finish, count, out);
 }
 
 }  // namespace MINIFLOAT_ISA

@@ -92,7 +92,6 @@ void multiply_rows(int rows, const float* x, const float* weights, int cols, boo
         multiply_tile<kRows, kVectors>(x, weights + n, cols, first, sums + n);
 }
 
-
 void multiply_block(int64_t m, const float* x, const float* weights, int cols, bool first, float* sums) {
     const int64_t tiles = ceil_div(m, kMaxTileRows);
     for (int64_t t = 0; t < tiles; ++t) {

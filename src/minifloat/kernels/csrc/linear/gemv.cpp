@@ -27,50 +27,18 @@ struct Bf16Decoder {
 
 #if defined(__AVX512VBMI__)
 
-struct E4m3Tables {
-    alignas(64) uint8_t low[128], high[128];
-};
-
-// The two bytes of every positive code as bf16.
-constexpr E4m3Tables make_e4m3_tables() {
-    E4m3Tables tables = {};
-    for (int code = 0; code < 128; ++code) {
-        int exponent = code >> kE4M3MantissaBits, mantissa = code & 7;
-        if (code == 0) continue;
-        if (exponent == 0) {  // normalised: 2^-9 times the mantissa
-            exponent = 1;
-            while (mantissa < 8) {
-                mantissa *= 2;
-                --exponent;
-            }
-            mantissa -= 8;
-        }
-        const int bits = (exponent + kBias - 7) << 7 | mantissa << 4;
-        tables.low[code] = static_cast<uint8_t>(bits);
-        tables.high[code] = static_cast<uint8_t>(bits >> 8);
-    }
-    return tables;
-}
-
-constexpr E4m3Tables kE4m3Tables = make_e4m3_tables();
+constexpr ByteTables kE4m3Tables = byte_tables(e4m3_to_bf16);
 
 struct E4m3Decoder {
     static constexpr int kCols = 4;
-    __m512i low0 = _mm512_load_si512(kE4m3Tables.low), low1 = _mm512_load_si512(kE4m3Tables.low + 64);
-    __m512i high0 = _mm512_load_si512(kE4m3Tables.high), high1 = _mm512_load_si512(kE4m3Tables.high + 64);
+    E4m3Lookup values = E4m3Lookup(kE4m3Tables);
 
     void decode(const uint8_t* p, __m512 (&out)[kCols]) const {
-        constexpr int kOrAnd = 0xf8;  // a | (b & c)
-        const __m512i v = _mm512_load_si512(p);
-        const __m512i low = _mm512_permutex2var_epi8(low0, v, low1);
-        const __m512i magnitude = _mm512_permutex2var_epi8(high0, v, high1);
-        const __m512i high =
-            _mm512_ternarylogic_epi32(magnitude, v, _mm512_set1_epi8(static_cast<char>(0x80)), kOrAnd);
-        const __m512i k01 = _mm512_unpacklo_epi8(low, high), k23 = _mm512_unpackhi_epi8(low, high);
-        out[0] = first_of_pair(k01);
-        out[1] = second_of_pair(k01);
-        out[2] = first_of_pair(k23);
-        out[3] = second_of_pair(k23);
+        const E4m3Pairs pairs = values.signed_pairs(_mm512_load_si512(p));
+        out[0] = first_of_pair(pairs.first);
+        out[1] = second_of_pair(pairs.first);
+        out[2] = first_of_pair(pairs.second);
+        out[3] = second_of_pair(pairs.second);
     }
     static constexpr float kFactor = 1.0f;
 };
@@ -222,18 +190,16 @@ float factor_of(const Weight& w) {
 }
 
 template <int kRows>
-void multiply_rows(const Weight& w, const float* x, int64_t row, const Output& y, int64_t first, int64_t last) {
+void multiply_rows(const Weight& w, const float* x, int64_t row, const Output& y, int64_t p) {
     const int64_t x_stride = w.steps * kStepCols;
     const __m512 factor = _mm512_set1_ps(factor_of(w));
-    for (int64_t p = first; p < last; ++p) {
-        __m512 out[kRows][2];
-        for (int r = 0; r < kRows; ++r) out[r][0] = out[r][1] = _mm512_setzero_ps();
-        multiply_panel<kRows>(w, p, x + row * x_stride, x_stride, out);
-        for (int r = 0; r < kRows; ++r) {
-            alignas(64) float sums[kPanelRows];
-            for (int t = 0; t < 2; ++t) _mm512_store_ps(sums + t * kTileRows, _mm512_mul_ps(out[r][t], factor));
-            store_row(w, y, p, row + r, sums);
-        }
+    __m512 out[kRows][2];
+    for (int r = 0; r < kRows; ++r) out[r][0] = out[r][1] = _mm512_setzero_ps();
+    multiply_panel<kRows>(w, p, x + row * x_stride, x_stride, out);
+    for (int r = 0; r < kRows; ++r) {
+        alignas(64) float sums[kPanelRows];
+        for (int t = 0; t < 2; ++t) _mm512_store_ps(sums + t * kTileRows, _mm512_mul_ps(out[r][t], factor));
+        store_row(w, y, p, row + r, sums);
     }
 }
 
@@ -255,10 +221,10 @@ bool multiply(const Weight& w, const Input& in, const uint8_t* prepared, const O
     for (int64_t p = first; p < last; ++p)
         for (int64_t row = 0; row < in.m; row += kMaxRows) {
             const int64_t rows = min<int64_t>(kMaxRows, in.m - row);
-            if (rows == 1) multiply_rows<1>(w, x, row, y, p, p + 1);
-            if (rows == 2) multiply_rows<2>(w, x, row, y, p, p + 1);
-            if (rows == 3) multiply_rows<3>(w, x, row, y, p, p + 1);
-            if (rows == 4) multiply_rows<4>(w, x, row, y, p, p + 1);
+            if (rows == 1) multiply_rows<1>(w, x, row, y, p);
+            if (rows == 2) multiply_rows<2>(w, x, row, y, p);
+            if (rows == 3) multiply_rows<3>(w, x, row, y, p);
+            if (rows == 4) multiply_rows<4>(w, x, row, y, p);
         }
     return true;
 }

@@ -210,7 +210,7 @@ void multiply_rows(const Weight& w, const uint8_t* prepared, int64_t row, const 
     }
 }
 
-// A row of x that is not finite: what Inf and NaN become is up to the float multiplication.
+// A row of x that integers do not serve: what becomes of Inf and NaN is up to the float multiplication.
 void multiply_in_float(const Weight& w, const Input& x, int64_t row, const Output& y, int64_t p) {
     alignas(64) float weights[kStepCols * kPanelRows], sums[kPanelRows] = {};
     for (int64_t s = 0; s < w.steps; ++s) {

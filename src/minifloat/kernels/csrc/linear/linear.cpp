@@ -106,13 +106,18 @@ int32_t run(Call& call, int threads) {
     return failed ? MINIFLOAT_NO_MEMORY : MINIFLOAT_OK;
 }
 
+// Whether two weights can be multiplied with the same prepared input.
+bool alike(const Header& a, const Header& b) {
+    return a.element == b.element && a.grid == b.grid && a.cols == b.cols;
+}
+
 // Checks the weights against each other; all must be of one format and have one number of columns.
 int32_t check(const uint8_t* const* weights, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
         if (!readable(weights[i])) return MINIFLOAT_BAD_WEIGHT;
         const Header& h = *reinterpret_cast<const Header*>(weights[i]);
         const Header& first = *reinterpret_cast<const Header*>(weights[0]);
-        if (h.element != first.element || h.grid != first.grid || h.cols != first.cols) return MINIFLOAT_BAD_WEIGHT;
+        if (!alike(h, first)) return MINIFLOAT_BAD_WEIGHT;
     }
     return MINIFLOAT_OK;
 }
@@ -137,7 +142,7 @@ int32_t check(const minifloat_moe_args& a) {
         if (!readable(a.weights[e])) return MINIFLOAT_BAD_WEIGHT;
         const Header& h = *reinterpret_cast<const Header*>(a.weights[e]);
         if (first == nullptr) first = &h;
-        if (h.element != first->element || h.grid != first->grid || h.cols != first->cols) return MINIFLOAT_BAD_WEIGHT;
+        if (!alike(h, *first)) return MINIFLOAT_BAD_WEIGHT;
         if (h.rows != first->rows) return MINIFLOAT_BAD_ARGUMENT;
     }
     return MINIFLOAT_OK;
