@@ -1,0 +1,129 @@
+"""`KVCache`: keys and values of all layers, in blocks of `BLOCK_TOKENS` tokens that any sequence may own.
+
+A block of one key-value head and layer is contiguous, keys before values, so that attention reads it as one stream.
+Keys lie transposed: the same dimension of all tokens of a block is one vector, so that the scores of a query with them
+need no horizontal sums. bfloat16 comes in pairs, of dimensions for keys and of tokens for values: the order in which
+matrix units take their second operand, and one shift or mask away from float32.
+
+    float32, E4M3   keys [d][token]           values [token][padded d]
+    bfloat16        keys [d / 2][token][2]    values [token / 2][padded d][2]
+
+Values are padded to whole vectors; what the padding holds does not matter. Which block is whose is not known here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import ShapeError, lookup
+from minifloat.formats import E4M3
+from minifloat.kernels.decoder.types import BLOCK_TOKENS
+from minifloat.kernels.pack.memory import allocate
+from minifloat.quantize.cast import decode, encode
+
+#: What a cache may hold, and the dtype that stores it.
+ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "E4M3": torch.uint8}
+_VECTOR = 16
+
+
+class KVCache:
+    """The memory of a cache; what a block holds before a step has written it is undefined.
+
+    Args:
+        layers: Layers of the decoder.
+        kv_heads: Heads of keys and values.
+        head_dim: Size of a head, even.
+        blocks: How many blocks.
+        element: One of `ELEMENTS`. E4M3 holds what is left after division by the scale of the layer, rounded to
+            nearest, ties to even, clamped to the largest value.
+
+    Attributes:
+        data: uint8 ``[layers, blocks, kv_heads, bytes]``.
+
+    Raises:
+        UnknownNameError: Another `element`.
+        ShapeError: A size that cannot be.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, blocks: int, element: str) -> None:
+        for name, size in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim), ("blocks", blocks)):
+            if size < 1:
+                raise ShapeError(name, f"expected at least 1, got {size}")
+        if head_dim % 2:
+            raise ShapeError("head_dim", f"expected an even number, got {head_dim}")
+        self.layers, self.kv_heads, self.head_dim, self.blocks, self.element = (
+            layers,
+            kv_heads,
+            head_dim,
+            blocks,
+            element,
+        )
+        block = self.bytes_per_block(layers, kv_heads, head_dim, element)
+        self.data = allocate(block * blocks).view(layers, blocks, kv_heads, block // (layers * kv_heads))
+
+    @staticmethod
+    def bytes_per_block(layers: int, kv_heads: int, head_dim: int, element: str) -> int:
+        """Bytes of one block over all layers and heads.
+
+        Raises:
+            UnknownNameError: Another `element`.
+        """
+        dtype = lookup("element of a cache", element, ELEMENTS)
+        return layers * kv_heads * BLOCK_TOKENS * (head_dim + _padded(head_dim)) * dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.data.nbytes
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, scales: tuple[float, float]) -> None:
+        """Store tokens; the plain PyTorch way.
+
+        Args:
+            layer: Which one.
+            slots: int64 ``[T]``: block times `BLOCK_TOKENS` plus row.
+            keys: float32 ``[T, kv_heads, head_dim]``.
+            values: Likewise.
+            scales: Of keys and values, for E4M3.
+        """
+        block, row = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
+        key_view, value_view, pair = self._views(layer)
+        key_view[block, :, :, row] = self._coded(keys, scales[0]).view(*keys.shape[:2], -1, pair)
+        value_view[block, :, row // pair, : self.head_dim, row % pair] = self._coded(values, scales[1])
+
+    def read(self, layer: int, blocks: Tensor, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        """Keys and values, float32 ``[len(blocks) * BLOCK_TOKENS, kv_heads, head_dim]``; the plain PyTorch way.
+
+        Args:
+            layer: Which one.
+            blocks: int64, blocks of one sequence in their order.
+            scales: Of keys and values, for E4M3.
+        """
+        key_view, value_view, _ = self._views(layer)
+        keys = key_view[blocks].permute(0, 3, 1, 2, 4).flatten(3)
+        values = value_view[blocks].permute(0, 2, 4, 1, 3)[..., : self.head_dim].flatten(1, 2)
+        return self._decoded(keys.flatten(0, 1), scales[0]), self._decoded(values.flatten(0, 1), scales[1])
+
+    def _views(self, layer: int) -> tuple[Tensor, Tensor, int]:
+        """Keys ``[blocks, kv_heads, d / pair, token, pair]`` and values ``[.., token / pair, padded d, pair]``."""
+        d, padded, dtype = self.head_dim, _padded(self.head_dim), ELEMENTS[self.element]
+        pair = 2 if dtype == torch.bfloat16 else 1
+        data = self.data[layer].view(dtype)
+        keys, values = data[..., : BLOCK_TOKENS * d], data[..., BLOCK_TOKENS * d :]
+        heads = (self.blocks, self.kv_heads)
+        return (
+            keys.view(*heads, d // pair, BLOCK_TOKENS, pair),
+            values.view(*heads, BLOCK_TOKENS // pair, padded, pair),
+            pair,
+        )
+
+    def _coded(self, x: Tensor, scale: float) -> Tensor:
+        return encode(x / scale, E4M3) if self.element == E4M3.name else x.to(ELEMENTS[self.element])
+
+    def _decoded(self, x: Tensor, scale: float) -> Tensor:
+        return decode(x, E4M3) * scale if self.element == E4M3.name else x.float()
+
+
+def _padded(head_dim: int) -> int:
+    return -(-head_dim // _VECTOR) * _VECTOR

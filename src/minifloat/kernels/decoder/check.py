@@ -1,0 +1,102 @@
+"""What a batch must be: checked before every step, in some tens of microseconds.
+
+A block table is what keeps sequences apart and the kernels inside of their memory, so all that a step reads of one is
+looked at.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from minifloat.errors import ShapeError, UnsupportedTensorError
+from minifloat.kernels.decoder.cache import KVCache
+from minifloat.kernels.decoder.types import BLOCK_TOKENS, Batch, Decoder
+
+_Array = NDArray[np.int32]
+_RANKS = {"tokens": 1, "positions": 1, "starts": 1, "contexts": 1, "blocks": 2, "logits": 1}
+
+
+def check(decoder: Decoder, cache: KVCache, batch: Batch) -> None:
+    """See that a step may run.
+
+    Raises:
+        ShapeError: The cache is not of the decoder, sizes do not go together, or a number is out of range; the error
+            names the field.
+        UnsupportedTensorError: A tensor of the batch is not int32, contiguous, on the CPU.
+    """
+    needed = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
+    given = (cache.layers, cache.kv_heads, cache.head_dim)
+    if given != needed:
+        raise ShapeError("cache", f"expected layers, key-value heads and head size {needed}, got {given}")
+    tokens, positions, starts, contexts, blocks, logits = (_array(batch, name, rank) for name, rank in _RANKS.items())
+    _check_range("tokens", tokens, decoder.vocab)
+    _check_range("logits", logits, len(tokens))
+    if positions.shape != tokens.shape:
+        raise ShapeError("positions", f"expected {list(tokens.shape)}, got {list(positions.shape)}")
+    if contexts.size < 1 or starts.size != contexts.size + 1 or blocks.shape[0] != contexts.size:
+        found = f"starts {starts.size}, contexts {contexts.size}, blocks {list(blocks.shape)}"
+        raise ShapeError(
+            "contexts", f"expected one for each sequence, as starts less 1 and rows of blocks; got {found}"
+        )
+    counts = starts[1:] - starts[:-1]
+    if starts[0] != 0 or starts[-1] != tokens.size or counts.min() < 1:
+        raise ShapeError("starts", f"expected 0, rising, to {tokens.size}; got {starts.tolist()}")
+    first = contexts - counts
+    if first.min() < 0:
+        raise ShapeError("contexts", f"expected at least the new tokens {counts.tolist()}, got {contexts.tolist()}")
+    expected = np.arange(tokens.size, dtype=np.int32) + np.repeat(first - starts[:-1], counts)
+    if not np.array_equal(positions, expected):
+        at = int((positions != expected).argmax())
+        raise ShapeError("positions", f"expected {expected[at]} for token {at}, got {positions[at]}")
+    _check_blocks(cache, blocks, _first_key(decoder, first), first, contexts)
+
+
+def _first_key(decoder: Decoder, first: _Array) -> _Array:
+    """The first position that a query at `first` or later sees in any layer."""
+    windows = [layer.attention.window for layer in decoder.layers]
+    sizes = [window for window in windows if window is not None]
+    if len(sizes) < len(windows):
+        return np.zeros_like(first)
+    return np.maximum(first - (max(sizes) - 1), 0)
+
+
+def _check_blocks(cache: KVCache, blocks: _Array, begin: _Array, first: _Array, contexts: _Array) -> None:
+    """See that the blocks of the keys from `begin` on exist, and that no two sequences write into one."""
+    ends = -(-contexts // BLOCK_TOKENS)
+    if ends.max() > blocks.shape[1]:
+        sequence = int(ends.argmax())
+        raise ShapeError(
+            "blocks", f"expected {ends[sequence]} blocks for sequence {sequence}, got columns for {blocks.shape[1]}"
+        )
+    column = np.arange(blocks.shape[1], dtype=np.int32)
+    used = (column >= (begin // BLOCK_TOKENS)[:, None]) & (column < ends[:, None])
+    bad = used & ((blocks < 0) | (blocks >= cache.blocks))
+    if bad.any():
+        sequence, index = (int(i) for i in np.argwhere(bad)[0])
+        raise ShapeError(
+            "blocks",
+            f"expected a block 0 to {cache.blocks - 1} for sequence {sequence}, entry {index}; "
+            f"got {blocks[sequence, index]}",
+        )
+    written = np.sort(blocks[used & (column >= (first // BLOCK_TOKENS)[:, None])])
+    twice = written[1:] == written[:-1]
+    if twice.any():
+        raise ShapeError("blocks", f"block {written[1:][twice][0]} would be written twice")
+
+
+def _array(batch: Batch, name: str, rank: int) -> _Array:
+    tensor = getattr(batch, name)
+    if tensor.dtype != torch.int32 or not tensor.is_cpu or not tensor.is_contiguous():
+        found = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
+        raise UnsupportedTensorError(name, f"expected contiguous int32 on the CPU, got {found}")
+    if tensor.ndim != rank:
+        raise ShapeError(name, f"expected {rank} dimensions, got {list(tensor.shape)}")
+    array: _Array = tensor.numpy()
+    return array
+
+
+def _check_range(name: str, values: _Array, end: int) -> None:
+    if values.size and (values.min() < 0 or values.max() >= end):
+        raise ShapeError(name, f"expected 0 to {end - 1}, got {values.min()} to {values.max()}")

@@ -1,0 +1,117 @@
+"""What a step, a decoder and a cache refuse: each by the name of its field, before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from decoder_cases import Session, decoder_of, model_of, prompt
+
+from minifloat.errors import ShapeError, TensorError, UnknownNameError, UnsupportedTensorError
+from minifloat.kernels.decoder import BLOCK_TOKENS, Batch, Decoder, KVCache, step
+
+
+@functools.cache
+def decoder(name: str = "mistral") -> Decoder:
+    return decoder_of(model_of(name))
+
+
+def session() -> tuple[Session, Batch]:
+    """Two sequences that have run, and a batch of three and one new tokens."""
+    running = Session.start(decoder(), "reference")
+    running.run({"a": prompt(20), "b": prompt(5)})
+    return running, running.batch({"a": prompt(3), "b": prompt(1)})
+
+
+def int32(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+WRONG = {
+    "a token that there is not": ("tokens", int32([0, 97, 1, 1])),
+    "a negative token": ("tokens", int32([0, -1, 1, 1])),
+    "tokens in 64 bits": ("tokens", torch.zeros(4, dtype=torch.int64)),
+    "tokens in two dimensions": ("tokens", int32([[0, 0, 1, 1]])),
+    "positions of other tokens": ("positions", int32([20, 21, 23, 5])),
+    "too few positions": ("positions", int32([20, 21, 22])),
+    "starts that do not begin at zero": ("starts", int32([1, 3, 4])),
+    "starts that end early": ("starts", int32([0, 2, 3])),
+    "starts that fall": ("starts", int32([0, 5, 4])),
+    "a sequence without new tokens": ("starts", int32([0, 4, 4])),
+    "a context shorter than its new tokens": ("contexts", int32([2, 6])),
+    "too few contexts": ("contexts", int32([23])),
+    "a context beyond the block table": ("blocks", int32([[0], [1]])),
+    "a block that there is not": ("blocks", int32([[0, 64, -1], [2, -1, -1]])),
+    "an unset block within the context": ("blocks", int32([[0, -1, -1], [2, -1, -1]])),
+    "a block that two sequences write": ("blocks", int32([[0, 2, -1], [2, -1, -1]])),
+    "one block table for two sequences": ("blocks", int32([[0, 2, -1]])),
+    "blocks that are not contiguous": ("blocks", int32([[0, 1], [2, 3], [4, 5]]).T),
+    "logits of a token that there is not": ("logits", int32([4])),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_batch_names_its_field_and_writes_nothing(case: str) -> None:
+    running, batch = session()
+    name, value = WRONG[case]
+    before = running.cache.data.clone()
+    with pytest.raises(TensorError) as error:
+        step(running.decoder, running.cache, dataclasses.replace(batch, **{name: value}))
+    assert error.value.tensor == name or (case == "one block table for two sequences" and "blocks" in str(error.value))
+    assert torch.equal(running.cache.data, before)
+
+
+def test_blocks_before_every_window_are_not_looked_at() -> None:
+    running = Session.start(decoder(), "auto")
+    window = running.decoder.layers[0].attention.window
+    assert window == 21
+    running.run({"a": prompt(70)})
+    batch = running.batch({"a": prompt(1)})
+    expected = step(running.decoder, running.cache, batch)
+    gone = (70 - window + 1) // BLOCK_TOKENS
+    assert gone == 3
+    blocks = batch.blocks.clone()
+    blocks[0, :gone] = -1
+    assert torch.equal(step(running.decoder, running.cache, dataclasses.replace(batch, blocks=blocks)), expected)
+    blocks[0, gone] = -1
+    with pytest.raises(ShapeError, match="entry 3"):
+        step(running.decoder, running.cache, dataclasses.replace(batch, blocks=blocks))
+
+
+def test_a_cache_of_another_decoder_is_refused() -> None:
+    running, batch = session()
+    with pytest.raises(ShapeError, match="cache"):
+        step(running.decoder, KVCache(3, 2, 8, 4, "float32"), batch)
+
+
+def test_unknown_names_are_refused() -> None:
+    running, batch = session()
+    with pytest.raises(UnknownNameError, match="impl"):
+        step(running.decoder, running.cache, batch, impl="triton")
+    with pytest.raises(UnknownNameError, match="float32, bfloat16, E4M3"):
+        KVCache(1, 1, 8, 1, "E5M2")
+
+
+@pytest.mark.parametrize("element", ["float32", "bfloat16", "E4M3"])
+def test_a_cache_tells_its_bytes_beforehand(element: str) -> None:
+    cache = KVCache(3, 2, 24, 5, element)
+    assert cache.nbytes == 5 * KVCache.bytes_per_block(3, 2, 24, element) == cache.data.numel()
+
+
+def test_a_decoder_whose_parts_do_not_fit_names_the_field() -> None:
+    good = decoder()
+    layer = good.layers[1]
+    attention = dataclasses.replace(layer.attention, q_norm=torch.ones(3))
+    with pytest.raises(ShapeError, match=r"layers\.1\.attention\.q_norm"):
+        dataclasses.replace(good, layers=(good.layers[0], dataclasses.replace(layer, attention=attention)))
+    with pytest.raises(ShapeError, match="heads"):
+        dataclasses.replace(good, heads=3)
+    with pytest.raises(ShapeError, match=r"layers\.0\.attention\.qkv"):
+        dataclasses.replace(good, head_dim=32)
+    with pytest.raises(UnsupportedTensorError, match="norm"):
+        dataclasses.replace(good, norm=good.norm.bfloat16())
+    with pytest.raises(UnsupportedTensorError, match="dtype"):
+        dataclasses.replace(good, dtype=torch.float64)

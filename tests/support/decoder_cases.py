@@ -1,0 +1,203 @@
+"""Small random models of transformers, the decoders of their weights, and sequences run through both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from minifloat.kernels.decoder import BLOCK_TOKENS, Attention, Batch, Decoder, Experts, KVCache, Layer, Mlp, step
+from minifloat.kernels.moe import PackedExperts
+from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
+
+VOCAB = 97
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
+    "llama3-rope": lambda: transformers.LlamaConfig(
+        **_SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mistral": lambda: transformers.MistralConfig(**_SIZES, sliding_window=21),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **_SIZES, use_sliding_window=True, sliding_window=18, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**_SIZES, head_dim=24),
+    "mixtral": lambda: transformers.MixtralConfig(**_SIZES, num_local_experts=6, sliding_window=None),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **_SIZES, **_EXPERTS, shared_expert_intermediate_size=80, mlp_only_layers=[1]
+    ),
+}
+
+
+def model_of(name: str) -> Any:
+    """A model in float32 whose weights are values of bfloat16, so that packing them changes nothing."""
+    torch.manual_seed(0)
+    models: Any = transformers.AutoModelForCausalLM
+    model = models.from_config(CONFIGS[name](), attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norms and biases away from one and zero, and linears large enough that the layers matter.
+            wide = torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.2)
+            centre = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
+            parameter.copy_((wide + centre).bfloat16())
+    return model
+
+
+def _packed(weight: Tensor) -> PackedWeight:
+    return pack(weight.detach().bfloat16())
+
+
+def _mlp(module: Any) -> Mlp:
+    parts = (module.gate_proj, module.up_proj)
+    biases = None if parts[0].bias is None else tuple(part.bias.detach() for part in parts)
+    down_bias = None if module.down_proj.bias is None else module.down_proj.bias.detach()
+    return Mlp(FusedWeights([_packed(p.weight) for p in parts]), _packed(module.down_proj.weight), biases, down_bias)
+
+
+def _experts(module: Any, apart: bool) -> Experts:
+    gate_up, shared = module.experts.gate_up_proj.detach(), getattr(module, "shared_expert", None)
+    halves = gate_up.chunk(2, dim=1) if apart else (gate_up,)
+    return Experts(
+        router=module.gate.weight.detach(),
+        top_k=module.gate.top_k,
+        normalize=getattr(module.gate, "norm_topk_prob", True),
+        gate_up=tuple(PackedExperts([_packed(w) for w in half]) for half in halves),
+        down=PackedExperts([_packed(w) for w in module.experts.down_proj]),
+        shared=None if shared is None else _mlp(shared),
+        shared_gate=None if shared is None else module.shared_expert_gate.weight.detach()[0],
+    )
+
+
+def decoder_of(model: Any, dtype: torch.dtype = torch.float32, apart: bool = True) -> Decoder:
+    """The decoder of a model; `apart`: gate and up of experts as two weights."""
+    config, layers = model.config, []
+    for module in model.model.layers:
+        attention = module.self_attn
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        layers.append(
+            Layer(
+                module.input_layernorm.weight.detach(),
+                Attention(
+                    qkv=FusedWeights([_packed(part.weight) for part in parts]),
+                    out=_packed(attention.o_proj.weight),
+                    qkv_bias=None if parts[0].bias is None else tuple(part.bias.detach() for part in parts),
+                    out_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
+                    q_norm=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
+                    k_norm=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
+                    window=getattr(attention, "sliding_window", None) or _window_of(config),
+                ),
+                module.post_attention_layernorm.weight.detach(),
+                _experts(module.mlp, apart) if hasattr(module.mlp, "experts") else _mlp(module.mlp),
+            )
+        )
+    rotary, first = model.model.rotary_emb, model.model.layers[0].self_attn
+    return Decoder(
+        dtype=dtype,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=first.head_dim,
+        eps=config.rms_norm_eps,
+        inv_freq=rotary.inv_freq,
+        attention_scaling=rotary.attention_scaling,
+        scale=first.scaling,
+        embedding=model.model.embed_tokens.weight.detach(),
+        layers=tuple(layers),
+        norm=model.model.norm.weight.detach(),
+        lm_head=_packed(model.lm_head.weight),
+    )
+
+
+def _window_of(config: Any) -> int | None:
+    return config.sliding_window if isinstance(config, transformers.MistralConfig) else None
+
+
+@dataclass
+class Session:
+    """Sequences in a cache whose blocks are handed out in no order.
+
+    Attributes:
+        decoder: What runs.
+        cache: Filled with bytes that are NaN in every element.
+        impl: Of `step`.
+        contexts: Keys of each sequence so far, by its name.
+        blocks: Of each sequence.
+    """
+
+    decoder: Decoder
+    cache: KVCache
+    impl: str
+    contexts: dict[str, int] = field(default_factory=dict)
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, decoder: Decoder, impl: str, blocks: int = 64, element: str = "float32") -> Session:
+        cache = KVCache(len(decoder.layers), decoder.kv_heads, decoder.head_dim, blocks, element)
+        cache.data.fill_(0xFF)
+        return cls(decoder, cache, impl)
+
+    def __post_init__(self) -> None:
+        order = torch.randperm(self.cache.blocks, generator=torch.Generator().manual_seed(3))
+        self._free = order.tolist()
+
+    def batch(self, new: Mapping[str, Sequence[int]], logits: Sequence[int] | None = None) -> Batch:
+        """New tokens of some sequences, blocks found for them; by default the logits of all."""
+        positions: list[int] = []
+        for name, tokens in new.items():
+            begin = self.contexts.get(name, 0)
+            positions.extend(range(begin, begin + len(tokens)))
+            self.contexts[name] = begin + len(tokens)
+            table = self.blocks.setdefault(name, [])
+            while len(table) * BLOCK_TOKENS < self.contexts[name]:
+                table.append(self._free.pop())
+        width = max(len(self.blocks[name]) for name in new) + 1
+        flat = [token for tokens in new.values() for token in tokens]
+        starts = [0]
+        for tokens in new.values():
+            starts.append(starts[-1] + len(tokens))
+        return Batch(
+            tokens=_int32(flat),
+            positions=_int32(positions),
+            starts=_int32(starts),
+            contexts=_int32([self.contexts[name] for name in new]),
+            blocks=_int32([self.blocks[n] + [-1] * (width - len(self.blocks[n])) for n in new]),
+            logits=_int32(list(range(len(flat)) if logits is None else logits)),
+        )
+
+    def run(self, new: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """The logits of all new tokens of each sequence."""
+        logits = step(self.decoder, self.cache, self.batch(new), self.impl)
+        parts = torch.split_with_sizes(logits, [len(tokens) for tokens in new.values()])
+        return dict(zip(new, parts, strict=True))
+
+
+def _int32(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
