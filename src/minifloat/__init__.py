@@ -4,6 +4,7 @@
     load(path)                                              -> a transformers model that holds the quantized weights
     compare_models(baseline, candidate, [text])             -> Comparison
     generate(path, prompt)                                  -> pieces of text
+    Engine(path).generate([prompt, prompt])                 -> completions, decoded together
     inspect_checkpoint(path)                                -> Inspection
 
 Importing this package imports no torch: the names are resolved on first use.
@@ -25,18 +26,22 @@ if TYPE_CHECKING:
     from minifloat.quantize.report import QuantizeReport
     from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
     from minifloat.scheme import SCHEMES, Scheme
+    from minifloat.serve.engine import AsyncEngine, Engine, SamplingParams
     from minifloat.serve.load import load
     from minifloat.serve.text import generate
 
 #: Public name -> the module that defines it.
 _EXPORTS = {
+    "AsyncEngine": "minifloat.serve.engine",
     "Checkpoint": "minifloat.checkpoint",
     "Comparison": "minifloat.compare",
+    "Engine": "minifloat.serve.engine",
     "Inspection": "minifloat.inspection",
     "MinifloatError": "minifloat.errors",
     "QuantizeReport": "minifloat.quantize.report",
     "QuantizedTensor": "minifloat.quantize.tensor",
     "SCHEMES": "minifloat.scheme",
+    "SamplingParams": "minifloat.serve.engine",
     "Scheme": "minifloat.scheme",
     "compare_models": "minifloat.compare",
     "generate": "minifloat.serve.text",
@@ -48,12 +53,15 @@ _EXPORTS = {
 
 __all__ = [
     "SCHEMES",
+    "AsyncEngine",
     "Checkpoint",
     "Comparison",
+    "Engine",
     "Inspection",
     "MinifloatError",
     "QuantizeReport",
     "QuantizedTensor",
+    "SamplingParams",
     "Scheme",
     "__version__",
     "compare_models",

@@ -5,7 +5,8 @@
     │   ├── UnknownNameError          a scheme, layout or rule that does not exist; lists the valid names
     │   ├── PatternError              a regex that does not compile or matches nothing
     │   ├── DestinationError          the output folder exists, or cannot be created there
-    │   └── DataError                 calibration text that is missing, empty, too short or unreadable
+    │   ├── DataError                 calibration text that is missing, empty, too short or unreadable
+    │   └── ContextLengthError        a prompt that leaves no room in the model's context
     ├── CheckpointError               the files on disk are not what they claim to be
     │   ├── NotACheckpointError       no config.json, no safetensors
     │   ├── UnsafeFileError           pickle files; names that leave the folder
@@ -21,6 +22,8 @@
     ├── SaturationError               static scales would saturate more held-out text than is allowed
     ├── AlreadyQuantizedError         the source carries a quantization_config already
     ├── KernelUnavailable             an implementation was named that cannot run here
+    ├── QueueFull                     as many requests wait for the engine as may
+    ├── EngineStopped                 the engine is shutting down, or has failed
     └── StorageError                  the operating system refused: disk full, no permission, a failed read
 
 A message names the file or tensor, what was expected, what was found, and the cure. The command line prints
@@ -81,6 +84,10 @@ class DestinationError(UsageError):
 
 class DataError(UsageError):
     """The text for calibration is missing, empty, too short or unreadable."""
+
+
+class ContextLengthError(UsageError):
+    """A prompt that leaves no room for an answer in the model's context."""
 
 
 class CheckpointError(MinifloatError):
@@ -173,6 +180,14 @@ class AlreadyQuantizedError(MinifloatError):
 
 class KernelUnavailable(MinifloatError):
     """An implementation was asked for by name that cannot run here."""
+
+
+class QueueFull(MinifloatError):
+    """As many requests wait for the engine as may; the same request may be possible later."""
+
+
+class EngineStopped(MinifloatError):
+    """The engine is shutting down, or has failed: it takes no requests."""
 
 
 class StorageError(MinifloatError):

@@ -27,11 +27,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from minifloat.errors import CheckpointError, UsageError
+from minifloat.serve.detokenize import Detokenizer
 from minifloat.serve.load import load
-
-#: Tokens that one character may be spread over: a byte each.
-_LONGEST_CHARACTER = 4
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
@@ -128,7 +125,7 @@ def _stream(
     worker = threading.Thread(target=run, name="minifloat-generate", daemon=True)
     worker.start()
     try:
-        decoder = _Decoder(tokenizer, prompt)
+        decoder = Detokenizer(tokenizer, prompt)
         while (item := feed.tokens.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
@@ -187,37 +184,3 @@ class _Draw(LogitsProcessor):
         probabilities = probabilities.masked_fill(before >= self.top_p, 0)
         drawn = order.gather(-1, torch.multinomial(probabilities, 1, generator=self.generator))
         return torch.full_like(scores, -torch.inf).scatter(-1, drawn.to(scores.device), 0)
-
-
-class _Decoder:
-    """Turns tokens into text one by one.
-
-    What a token adds is the text with it minus the text without it, both decoded from a few tokens back, since the
-    first token of a text may be decoded differently (a leading space). Text that ends inside a character waits.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> None:
-        self.tokenizer = tokenizer
-        self.ids = list(prompt)
-        self.start = max(len(prompt) - _LONGEST_CHARACTER, 0)
-        self.said = len(prompt)
-
-    def add(self, token: int) -> str:
-        """The text that is certain with one more token; it may be empty."""
-        self.ids.append(token)
-        piece = self._pending()
-        if piece.endswith(_INCOMPLETE) and len(self.ids) - self.said < _LONGEST_CHARACTER:
-            return ""
-        self.start, self.said = self.said, len(self.ids)
-        return piece
-
-    def rest(self) -> str:
-        """What still waits at the end."""
-        return self._pending()
-
-    def _pending(self) -> str:
-        before, after = (self._decode(self.ids[self.start : end]) for end in (self.said, len(self.ids)))
-        return after[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

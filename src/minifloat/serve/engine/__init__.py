@@ -1,0 +1,30 @@
+"""The embedded engine: many requests decoded together, one step after the other.
+
+`Engine.step` is the whole of it: the scheduler says which tokens of which sequences are computed, the runner computes
+them, the sampler takes the next token of each, and what is new is delivered. One file per noun.
+"""
+
+from minifloat.serve.engine.async_engine import AsyncEngine, RequestStream
+from minifloat.serve.engine.engine import Engine
+from minifloat.serve.engine.grammar import Grammar
+from minifloat.serve.engine.info import ModelInfo
+from minifloat.serve.engine.observer import Observer, StepStats
+from minifloat.serve.engine.sampling import SamplingParams, TokenLogprob
+from minifloat.serve.engine.sequence import Completion, Delivery, Request, Timings, Usage
+
+__all__ = [
+    "AsyncEngine",
+    "Completion",
+    "Delivery",
+    "Engine",
+    "Grammar",
+    "ModelInfo",
+    "Observer",
+    "Request",
+    "RequestStream",
+    "SamplingParams",
+    "StepStats",
+    "Timings",
+    "TokenLogprob",
+    "Usage",
+]

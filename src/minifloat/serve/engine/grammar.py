@@ -1,0 +1,126 @@
+"""Text that must be JSON: llguidance says which tokens may follow.
+
+A schema is untrusted input. llguidance compiles it in Rust within limits of its own (size of the grammar, time and
+steps of the parser), and what it refuses is an error of the request (CVE-2025-48942 and its kin).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import KernelUnavailable, UsageError
+
+MAX_SCHEMA_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a text must be.
+
+    Attributes:
+        source: The grammar in llguidance's own JSON.
+    """
+
+    source: str
+
+    @classmethod
+    def json_schema(cls, schema: dict[str, Any] | str) -> Grammar:
+        """JSON that a schema (JSON Schema, draft 2020-12 as far as llguidance has it) accepts.
+
+        Raises:
+            UsageError: It is no schema, or too large.
+            KernelUnavailable: llguidance is not installed.
+        """
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        if len(text) > MAX_SCHEMA_BYTES:
+            raise UsageError(f"json_schema: expected at most {MAX_SCHEMA_BYTES} bytes, got {len(text)}")
+        try:
+            return cls(_llguidance().LLMatcher.grammar_from_json_schema(text))
+        except ValueError as error:
+            raise UsageError(f"json_schema: {error}") from error
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+        import llguidance.hf
+    except ImportError as error:
+        raise KernelUnavailable("JSON output needs llguidance: pip install 'minifloat[serve]'") from error
+    return llguidance
+
+
+class Grammars:
+    """Makes the states of grammars for one tokenizer.
+
+    Args:
+        tokenizer: transformers' tokenizer; it must be a fast one.
+        vocab: Logits of the model.
+        end_tokens: The model's end-of-sequence tokens.
+    """
+
+    def __init__(self, tokenizer: Any, vocab: int, end_tokens: list[int]) -> None:
+        self._tokenizer, self._vocab, self._end = tokenizer, vocab, end_tokens
+        self._made: Any = None
+
+    def begin(self, grammar: Grammar) -> GrammarState:
+        """The state before the first token.
+
+        Raises:
+            UsageError: The grammar cannot be used.
+            KernelUnavailable: llguidance is not installed, or does not know this tokenizer.
+        """
+        module = _llguidance()
+        if self._made is None:
+            try:
+                self._made = module.hf.from_tokenizer(self._tokenizer, self._vocab, self._end or None)
+            except Exception as error:  # llguidance raises several kinds for tokenizers that it cannot read
+                raise KernelUnavailable(f"JSON output is not possible with this tokenizer: {error}") from error
+        problem = module.LLMatcher.validate_grammar(grammar.source, self._made)
+        if problem:
+            raise UsageError(f"response_format: {problem}")
+        return GrammarState(module.LLMatcher(self._made, grammar.source, log_level=0), self._vocab)
+
+
+class GrammarState:
+    """The place of one text in its grammar.
+
+    Args:
+        matcher: llguidance's.
+        vocab: Logits of the model.
+    """
+
+    def __init__(self, matcher: Any, vocab: int) -> None:
+        self._matcher, self._vocab = matcher, vocab
+
+    def forbid(self, logits: Tensor) -> None:
+        """Set the logits ``[vocab]`` of the tokens that cannot follow to -Inf.
+
+        Raises:
+            UsageError: The grammar has come to its own limits.
+        """
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise UsageError(f"response_format: {self._matcher.get_error()}")
+        bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
+        allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
+        logits[: len(allowed)].masked_fill_(~allowed[: self._vocab], -torch.inf)
+        logits[len(allowed) :] = -torch.inf
+
+    def add(self, token: int) -> None:
+        """Go on by a token; one that cannot follow (a stop token of the request) changes nothing."""
+        self._matcher.try_consume_tokens([token])
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing can follow."""
+        return bool(self._matcher.is_stopped())

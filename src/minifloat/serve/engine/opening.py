@@ -1,0 +1,218 @@
+"""A folder becomes a runner: what is loaded, how much memory the KV cache gets, and what runs the model."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import UnknownNameError, UsageError
+from minifloat.formats import E4M3
+from minifloat.granularity import TENSOR
+from minifloat.inspection import inspect_checkpoint
+from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache
+from minifloat.layouts import describe
+from minifloat.serve.engine.cache import blocks_for
+from minifloat.serve.engine.info import ModelInfo
+from minifloat.serve.engine.native import KVScales, NativeRunner, NotNative, decoder_of, why_not_native
+from minifloat.serve.engine.runner import Runner
+from minifloat.serve.engine.transformers_runner import TransformersRunner
+from minifloat.serve.load import TORCH_DTYPES, load
+
+_LOG = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+#: `kv_cache_dtype` -> the element of the cache; "auto" follows the checkpoint, then the dtype of the model.
+KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "E4M3", "float32": "float32"}
+LM_HEADS = ("auto", "fp8")
+#: What the KV cache gets where nobody says: enough for all sequences at full length, up to this, and to this share of
+#: the memory that is available.
+_KV_BYTES = 1 << 30
+_KV_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is opened.
+
+    Attributes:
+        dtype: Of the activations, a name in `DTYPES`; None: that of the checkpoint.
+        kv_cache_memory: Bytes of the KV cache; None: chosen.
+        kv_cache_dtype: A name in `KV_DTYPES`.
+        max_model_len: Tokens of the longest sequence; None: what model and cache hold.
+        max_num_seqs: Sequences that run at a time.
+        lm_head: "auto" keeps it as the checkpoint has it; "fp8" quantizes it per channel.
+        runner: "auto", "native" or "transformers".
+        impl: Of the kernels: "auto", "reference" or "cpu".
+    """
+
+    dtype: str | None = None
+    kv_cache_memory: int | None = None
+    kv_cache_dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    lm_head: str = "auto"
+    runner: str = "auto"
+    impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        for kind, name, table in (
+            ("dtype", self.dtype or "bfloat16", tuple(DTYPES)),
+            ("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_DTYPES)),
+            ("lm_head", self.lm_head, LM_HEADS),
+            ("runner", self.runner, ("auto", "native", "transformers")),
+        ):
+            if name not in table:
+                raise UnknownNameError(kind, name, table)
+        for field in ("kv_cache_memory", "max_model_len", "max_num_seqs"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise UsageError(f"{field}: expected at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A runner, the model's numbers, and transformers' configs of it."""
+
+    runner: Runner
+    info: ModelInfo
+    config: Any
+    generation_config: Any
+
+
+def open_model(path: str | os.PathLike[str], options: Options) -> Opened:
+    """Load a checkpoint for serving.
+
+    Raises:
+        CheckpointError: The folder cannot be loaded.
+        UsageError: The options do not go together with the model, or the KV cache does not hold one sequence.
+        KernelUnavailable: `impl` is "cpu", which cannot run here.
+    """
+    started = time.perf_counter()
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    inspection = inspect_checkpoint(path)
+    model = load(path, dtype=dtype, weight_only=True, impl=options.impl)
+    config, generation = model.config, getattr(model, "generation_config", None)
+    architecture, model_dtype = type(model).__name__, model.dtype
+    reason = "the transformers runner was asked for" if options.runner == "transformers" else why_not_native(model)
+    runner: Runner | None = None
+    if not reason:
+        element, scales = _kv_cache(path, options, model_dtype)
+        try:
+            decoder = decoder_of(model, scales, lm_head_fp8=options.lm_head == "fp8")
+            per_block = KVCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
+            blocks, length = _size(options, config, per_block)
+            runner = NativeRunner(decoder, blocks, element, options.impl)
+        except NotNative as error:  # the model is in pieces
+            reason = str(error)
+            del model
+            model = load(path, dtype=dtype, weight_only=True, impl=options.impl)
+    if runner is None:
+        if options.runner == "native":
+            raise UsageError(f"the native decoder does not cover this model: {reason}")
+        if options.lm_head != "auto" or options.kv_cache_dtype not in ("auto", _name(model_dtype)):
+            raise UsageError(f"lm_head and kv_cache_dtype are the native decoder's, which does not run here: {reason}")
+        if options.runner == "auto":
+            _LOG.warning(
+                "transformers' code runs this model, one sequence after the other (slower), because %s", reason
+            )
+        per_block = TransformersRunner.bytes_per_block(model)
+        blocks, length = _size(options, config, per_block)
+        runner = TransformersRunner(model, blocks, inspection.nbytes)
+    folder = Path(path)
+    formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
+    info = ModelInfo(
+        name=folder.resolve().name,
+        path=str(folder),
+        architecture=architecture,
+        runner=runner.name,
+        reason_not_native=reason,
+        scheme=" and ".join(formats) or "none",
+        dtype=_name(model_dtype),
+        weight_bytes=inspection.nbytes,
+        bf16_bytes=inspection.elements * torch.bfloat16.itemsize,
+        step_bytes=runner.weight_bytes,
+        kv_element=runner.kv_element,
+        kv_bytes=runner.kv_bytes,
+        kv_bytes_per_token=per_block // BLOCK_TOKENS,
+        kv_blocks=blocks,
+        max_model_len=length,
+        max_num_seqs=options.max_num_seqs,
+        vocab_size=runner.vocab,
+        load_seconds=time.perf_counter() - started,
+    )
+    return Opened(runner, info, config, generation)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kv_cache(path: str | os.PathLike[str], options: Options, dtype: torch.dtype) -> tuple[str, KVScales]:
+    """The element of the KV cache, and its scales where it is E4M3.
+
+    Raises:
+        UsageError: E4M3 is wanted, and the checkpoint has no scales.
+    """
+    element = KV_DTYPES[options.kv_cache_dtype]
+    with Checkpoint.open(path) as checkpoint:
+        kv = describe(checkpoint).kv
+        announced = kv is not None and kv.element is E4M3 and kv.granularity == TENSOR
+        if element != E4M3.name and not (element is None and announced):
+            return element or ("float32" if dtype == torch.float32 else "bfloat16"), {}
+        scales = _kv_scales(checkpoint)
+    if scales:
+        return E4M3.name, scales
+    if announced and element is None:
+        _LOG.warning("the checkpoint announces an FP8 KV cache and has no scales for it: the cache is BF16")
+        return "bfloat16", {}
+    raise UsageError(
+        "an FP8 KV cache needs the checkpoint's k_scale and v_scale, and it has none: without them accuracy is lost in "
+        "silence; make them with: minifloat quantize --kv-cache fp8 --calibration DATA"
+    )
+
+
+def _kv_scales(checkpoint: Checkpoint) -> KVScales:
+    """By attention module; empty where one is missing for a layer."""
+    scales: dict[str, dict[str, float]] = {}
+    for name, info in checkpoint.tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf in ("k_scale", "v_scale") and math.prod(info.shape) == 1:
+            values = torch.from_numpy(checkpoint.read(name)).view(TORCH_DTYPES[info.dtype])
+            scales.setdefault(module, {})[leaf] = float(values)
+    layers = int(checkpoint.config.get("num_hidden_layers", 0))
+    complete = {name: (pair["k_scale"], pair["v_scale"]) for name, pair in scales.items() if len(pair) == 2}
+    return complete if len(complete) == layers else {}
+
+
+def _size(options: Options, config: Any, per_block: int) -> tuple[int, int]:
+    """Blocks of the KV cache, and tokens of the longest sequence.
+
+    Raises:
+        UsageError: The model has fewer positions than `max_model_len`, or the cache does not hold one sequence.
+    """
+    positions = int(getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
+    length = options.max_model_len or positions
+    if length > positions:
+        raise UsageError(f"max_model_len: the model has {positions} positions, got {length}")
+    one = blocks_for(length) * per_block
+    budget = options.kv_cache_memory
+    if budget is None:
+        available = int(psutil.virtual_memory().available * _KV_SHARE)
+        budget = min(options.max_num_seqs * one, max(_KV_BYTES, one if options.max_model_len else 0), available)
+    blocks = budget // per_block
+    if blocks < (blocks_for(length) if options.max_model_len else 2):
+        raise UsageError(
+            f"kv_cache_memory: {budget} bytes hold {blocks * BLOCK_TOKENS} tokens, fewer than one sequence; "
+            f"{one} bytes hold one of {length}"
+        )
+    return blocks, min(length, blocks * BLOCK_TOKENS)

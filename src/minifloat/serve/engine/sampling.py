@@ -1,0 +1,305 @@
+"""How the next token is chosen: what a request may ask for, and the choice.
+
+The order is vLLM's, so that the same parameters mean the same: logit_bias, the penalties of repetition (Keskar et al.,
+CTRL, 2019), presence and frequency (OpenAI), forbidden tokens (a grammar, min_tokens), temperature, min_p (Nguyen et
+al., 2024), top_k, top_p (Holtzman et al., 2019). Log-probabilities are those of the model, before all of it.
+
+A draw takes one number from a counter-based generator (Philox; Salmon et al., SC 2011) keyed by the request's seed, at
+the token's position: it does not depend on what else runs, nor on how often the sequence was preempted.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minifloat.errors import UsageError
+
+if TYPE_CHECKING:
+    from minifloat.serve.engine.grammar import Grammar, GrammarState
+
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000  #: characters
+MAX_LOGIT_BIAS = 1024  #: entries
+_SEED_BITS = 64
+#: Candidates that are looked at first where only the most probable tokens can be drawn.
+_CANDIDATES = 1024
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a request may ask for.
+
+    Attributes:
+        temperature: 0 takes the most probable token; otherwise logits are divided by it and a token is drawn.
+        top_p: Draw from the smallest set of most probable tokens that together have this probability.
+        top_k: Draw from so many most probable tokens; 0: all.
+        min_p: Draw from tokens at least so many times as probable as the most probable one.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output.
+        presence_penalty: Taken from the logits of tokens in the output.
+        frequency_penalty: Taken from them, times how often they are in it.
+        seed: Makes draws repeatable; None: another one for every request.
+        max_tokens: At most so many; None: as many as the model's context holds.
+        min_tokens: At least so many: until then nothing ends the text but a stop string.
+        stop: Strings that end the text.
+        stop_token_ids: Tokens that end it, beside the model's own.
+        ignore_eos: Do not end at the model's end-of-sequence tokens.
+        include_stop: Whether the stop string is part of the text.
+        logprobs: Report the log-probability of each token and of so many most probable ones beside it; None: nothing.
+        logit_bias: Added to the logits of tokens.
+        grammar: What the text must be.
+
+    Raises:
+        UsageError: A value is out of range; the message begins with the attribute's name.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high, open_low in (
+            ("temperature", 0.0, 100.0, False),
+            ("top_p", 0.0, 1.0, True),
+            ("min_p", 0.0, 1.0, False),
+            ("repetition_penalty", 0.0, 100.0, True),
+            ("presence_penalty", -2.0, 2.0, False),
+            ("frequency_penalty", -2.0, 2.0, False),
+        ):
+            value = getattr(self, name)
+            good = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
+            if not good:
+                raise UsageError(f"{name}: expected {low} {'<' if open_low else '<='} {name} <= {high}, got {value}")
+        if self.top_k < 0:
+            raise UsageError(f"top_k: expected at least 0, got {self.top_k}")
+        if self.seed is not None and not -(2 ** (_SEED_BITS - 1)) <= self.seed < 2**_SEED_BITS:
+            raise UsageError(f"seed: expected {_SEED_BITS} bits, got {self.seed}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UsageError(f"max_tokens: expected at least 1, got {self.max_tokens}")
+        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
+            raise UsageError(f"min_tokens: expected 0 .. max_tokens, got {self.min_tokens}")
+        if len(self.stop) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop):
+            raise UsageError(f"stop: expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
+        if len(self.stop_token_ids) > MAX_STOPS:
+            raise UsageError(f"stop_token_ids: expected at most {MAX_STOPS}, got {len(self.stop_token_ids)}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise UsageError(f"logprobs: expected 0 .. {MAX_LOGPROBS}, got {self.logprobs}")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS or not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
+            raise UsageError(f"logit_bias: expected at most {MAX_LOGIT_BIAS} values of -100 .. 100")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken."""
+        return self.temperature == 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the logits are changed before the choice."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.min_tokens
+            or self.grammar is not None
+        )
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and how probable the model held it.
+
+    Attributes:
+        token: Its id.
+        text: What it says; a token that is part of a character says U+FFFD.
+        raw: Its bytes, or those of `text` where the tokenizer does not tell.
+        logprob: Natural logarithm of its probability.
+        top: The most probable tokens in its place.
+    """
+
+    token: int
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The next token of a sequence; `logprob` and `top` (ids and log-probabilities) only where they were asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SamplingState:
+    """What the choices of one sequence depend on.
+
+    Args:
+        params: The request's.
+        prompt: Its prompt's tokens.
+        end_tokens: Tokens that `min_tokens` forbids.
+        grammar: Where `params` has one: its place in the text so far.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        end_tokens: Sequence[int] = (),
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self.params, self.grammar = params, grammar
+        seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed % 2**_SEED_BITS
+        self._key = seed
+        self._end = torch.tensor(sorted(end_tokens), dtype=torch.int64)
+        self._bias = torch.tensor(list(params.logit_bias.keys()), dtype=torch.int64)
+        self._bias_values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        self._counts: dict[int, int] = {}
+        self._seen = dict.fromkeys(prompt) if params.repetition_penalty != 1.0 else {}
+        self.length = 0
+
+    def add(self, token: int) -> None:
+        """Take note of a token of the output."""
+        self.length += 1
+        if self.params.presence_penalty or self.params.frequency_penalty:
+            self._counts[token] = self._counts.get(token, 0) + 1
+        if self.params.repetition_penalty != 1.0:
+            self._seen[token] = None
+        if self.grammar is not None:
+            self.grammar.add(token)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the grammar lets nothing follow."""
+        return self.grammar is not None and self.grammar.done
+
+    def change(self, logits: Tensor) -> Tensor:
+        """The logits ``[vocab]`` as the choice is made by them; the argument is not changed."""
+        params = self.params
+        logits = logits.clone()
+        if params.logit_bias:
+            logits[self._bias] += self._bias_values
+        if self._seen:
+            seen = torch.tensor(list(self._seen), dtype=torch.int64)
+            values, penalty = logits[seen], params.repetition_penalty
+            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if self._counts:
+            tokens = torch.tensor(list(self._counts), dtype=torch.int64)
+            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
+            logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+        if self.length < params.min_tokens:
+            logits[self._end] = -torch.inf
+        if self.grammar is not None:
+            self.grammar.forbid(logits)
+        return logits
+
+    def uniform(self) -> float:
+        """The number in [0, 1) that the next token is drawn with."""
+        return float(np.random.Generator(np.random.Philox(key=self._key, counter=self.length)).random())
+
+
+class NonFiniteLogits(Exception):
+    """The model's logits for a sequence are NaN or Inf."""
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Choice | Exception]:
+    """Choose the next token of each sequence.
+
+    Args:
+        logits: float32 ``[sequences, vocab]``.
+        states: Of the sequences.
+
+    Returns:
+        Per sequence the choice, or why there is none: `NonFiniteLogits`, or a grammar that came to its limits.
+    """
+    highest, best = (result.tolist() for result in logits.max(dim=-1))
+    choices: list[Choice | Exception] = []
+    for row, state, top, token in zip(logits, states, highest, best, strict=True):
+        try:
+            choices.append(_choose(row, state, top, token))
+        except (NonFiniteLogits, UsageError) as error:  # of this sequence; the others go on
+            choices.append(error)
+    return choices
+
+
+def _choose(logits: Tensor, state: SamplingState, highest: float, best: int) -> Choice:
+    """The next token of one sequence; `best` is the most probable one, with the logit `highest`."""
+    if not math.isfinite(highest):
+        raise NonFiniteLogits(f"the model's logits are not finite (their largest is {highest})")
+    params, token = state.params, best
+    if params.changes_logits or not params.is_greedy:
+        changed = state.change(logits) if params.changes_logits else logits
+        token = int(changed.argmax()) if params.is_greedy else draw(changed, params, state.uniform())
+    return _reported(logits, token, params.logprobs)
+
+
+def _reported(logits: Tensor, token: int, wanted: int | None) -> Choice:
+    if wanted is None:
+        return Choice(token)
+    logprobs = logits.log_softmax(-1)
+    values, tokens = logprobs.topk(wanted)
+    top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    return Choice(token, float(logprobs[token]), top)
+
+
+def draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
+    """Draw a token.
+
+    Args:
+        logits: float32 ``[vocab]``.
+        params: Temperature, min_p, top_k and top_p count here.
+        uniform: In [0, 1).
+
+    Returns:
+        The first token whose cumulative probability is above `uniform`: in the order of probability where only the
+        most probable can be drawn, else in the order of the vocabulary.
+    """
+    scaled = logits.double() / params.temperature
+    if params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0:
+        return _invert((scaled - scaled.max()).exp(), uniform)
+    vocab = len(logits)
+    # Few tokens are enough nearly always; where they are not, all are sorted. Both ways give the same token.
+    for count in dict.fromkeys((min(params.top_k or _CANDIDATES, vocab), vocab)):
+        values, tokens = scaled.topk(count)
+        weights = (values - values[0]).exp()
+        if params.min_p and float(weights[-1]) >= params.min_p and count < (params.top_k or vocab):
+            continue
+        kept = int((weights >= params.min_p).sum())
+        total = weights[:kept].sum() if params.top_k or params.min_p else (scaled - values[0]).exp().sum()
+        before = weights[:kept].cumsum(0) - weights[:kept]
+        within = int((before < params.top_p * total).sum())
+        if within < count or count == vocab or params.top_k or params.min_p:
+            return int(tokens[_invert(weights[: min(within, kept)], uniform)])
+    raise AssertionError("the whole vocabulary is always enough")
+
+
+def _invert(weights: Tensor, uniform: float) -> int:
+    """The first index whose cumulative weight is above `uniform` of the whole."""
+    sums = weights.cumsum(0)
+    index = int(torch.searchsorted(sums, uniform * sums[-1], right=True))
+    return min(index, len(weights) - 1)
