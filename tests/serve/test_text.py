@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from minifloat.errors import CheckpointError, UsageError
 from minifloat.quantize.model import quantize_checkpoint
+from minifloat.serve.detokenize import Detokenizer
 from minifloat.serve.load import load
-from minifloat.serve.text import _Decoder, generate, load_tokenizer
+from minifloat.serve.text import generate, load_tokenizer
 
 PROMPT = "Once upon"
 
@@ -71,7 +72,7 @@ def test_a_replacement_character_that_the_model_means_is_shown(
 def test_bytes_that_are_no_character_are_not_held_back(llama_folder: Path) -> None:
     tokenizer = load_tokenizer(llama_folder)
     start_of_four = tokenizer("🙂").input_ids[0]
-    decoder = _Decoder(tokenizer, tokenizer("x").input_ids)
+    decoder = Detokenizer(tokenizer, tokenizer("x").input_ids)
     pieces = [decoder.add(token) for token in [start_of_four] * 8]
     assert len("".join(pieces)) >= 4
     assert decoder.add(tokenizer("y").input_ids[0]) + decoder.rest() != ""

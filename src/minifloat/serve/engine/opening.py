@@ -122,9 +122,7 @@ def open_model(path: str | os.PathLike[str], options: Options) -> Opened:
         if options.lm_head != "auto" or options.kv_cache_dtype not in ("auto", _name(model_dtype)):
             raise UsageError(f"lm_head and kv_cache_dtype are the native decoder's, which does not run here: {reason}")
         if options.runner == "auto":
-            _LOG.warning(
-                "transformers' code runs this model, one sequence after the other (slower), because %s", reason
-            )
+            _LOG.warning("transformers' code runs this model, one sequence at a time (slower), because %s", reason)
         per_block = TransformersRunner.bytes_per_block(model)
         blocks, length = _size(options, config, per_block)
         runner = TransformersRunner(model, blocks, inspection.nbytes)
