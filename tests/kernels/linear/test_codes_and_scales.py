@@ -61,6 +61,21 @@ def test_every_e4m3_code_with_a_float_scale(kernels: Kernels, kind: str, scale: 
         assert_products(kernels, stored, 1.0, torch.bfloat16, together)
 
 
+@pytest.mark.parametrize("kind", ["fp8-channel", "fp8-block-128", "mxfp8"])
+@pytest.mark.parametrize("one_in", [7, 500])
+def test_zeros_and_subnormals_are_decoded_beside_normal_numbers(kernels: Kernels, kind: str, one_in: int) -> None:
+    # Paths look at the first columns to choose how they decode the others; here there is nothing to see in those.
+    first = 64
+    codes = finite_codes(E4M3)
+    rare = codes[codes & 0x7F < 1 << E4M3.mantissa_bits]
+    normal = table(codes[codes & 0x7F >= 1 << E4M3.mantissa_bits], 70).repeat(1, 2)
+    later = torch.randint(one_in, normal[:, first:].shape) == 0
+    normal[:, first:][later] = rare.repeat(-(-int(later.sum()) // len(rare)))[: int(later.sum())]
+    stored = Stored(KINDS[kind], normal, make(kind, *normal.shape).scales)
+    for together in TOGETHER:
+        assert_products(kernels, stored, 1.0, torch.float32, together)
+
+
 @pytest.mark.parametrize(("kind", "element"), [("mxfp8", E4M3), ("mxfp4", E2M1)])
 @pytest.mark.parametrize("value", [2.0**-100, 1.0, 2.0**100])
 def test_every_code_with_every_e8m0_scale(kernels: Kernels, kind: str, element: ElementFormat, value: float) -> None:

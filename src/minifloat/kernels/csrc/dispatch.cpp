@@ -70,7 +70,9 @@ bool has_avx512() {
 }
 
 bool has_avx512_vnni() {
-    return has_avx512() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!has_avx512() || !__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vnni")) return false;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 8 & 1);  // GFNI
 }
 #endif
 

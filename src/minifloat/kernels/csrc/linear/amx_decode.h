@@ -64,7 +64,7 @@ class Bf16Tiles {
     }
 };
 
-// E4M3: the two bytes of a bf16 by table, the sign beside them. `kGrid` is that of the inline scales.
+// E4M3, two vectors together: where all codes are normal numbers by bit matrices, else by table. `kGrid` is that of the inline scales.
 template <int32_t kGrid>
 class E4m3Tiles {
   public:
@@ -74,38 +74,80 @@ class E4m3Tiles {
     static constexpr int kLift = kGrid == MINIFLOAT_GRID_E8M0 ? 8 : 0;
     static constexpr float kFactor = kGrid == MINIFLOAT_GRID_E8M0 ? 0x1p-8f : 1.0f;
 
+#if defined(__GFNI__)
+    // `step` is one of those to come.
+    explicit E4m3Tiles(const uint8_t* step) : mostly_normal_(mostly_normal(step + kScaleBytes)) {}
+#else
+    explicit E4m3Tiles(const uint8_t*) {}
+#endif
+
     template <class Prefetch>
     void tile(const uint8_t* step, int index, uint8_t* out, const Prefetch& prefetch) const {
-        constexpr bool kScaled = kGrid == MINIFLOAT_GRID_E8M0;
-        const uint8_t* in = step + (kScaled ? kVectorBytes : 0) + index * (kTileBytes / 2);
+        const uint8_t* in = step + kScaleBytes + index * (kTileBytes / 2);
         const __m512i distance = kScaled ? e8m0_distance(step + index * kTileRows) : _mm512_setzero_si512();
         if (kScaled && index == 0) prefetch(step);
+        const E4m3Lookup lookup(kTables);
+#if defined(__GFNI__)
+        if (mostly_normal_) {
+#pragma GCC unroll 4
+            for (int i = 0; i < kTileBytes / 2; i += 2 * kVectorBytes) {
+                prefetch(in + i);
+                prefetch(in + i + kVectorBytes);
+                const __m512i a = _mm512_load_si512(in + i), b = _mm512_load_si512(in + i + kVectorBytes);
+                if (__builtin_expect(all_normal(a, b), 1)) {
+                    store_normal(out + i * 2, a, distance);
+                    store_normal(out + i * 2 + 2 * kVectorBytes, b, distance);
+                } else {
+                    store_any(out + i * 2, a, distance, lookup);
+                    store_any(out + i * 2 + 2 * kVectorBytes, b, distance, lookup);
+                }
+            }
+            return;
+        }
+#endif
 #pragma GCC unroll 8
         for (int i = 0; i < kTileBytes / 2; i += kVectorBytes) {
             prefetch(in + i);
-            const __m512i codes = _mm512_load_si512(in + i);
-            if (!kScaled) {
-                const E4m3Pairs pairs = values_.signed_pairs(codes);
-                _mm512_store_si512(out + i * 2, pairs.first);
-                _mm512_store_si512(out + i * 2 + kVectorBytes, pairs.second);
-            } else {
-                // The sign waits, since zero would borrow from it.
-                const E4m3Pairs pairs = values_.magnitude_pairs(codes);
-                const __m512i signs = _mm512_and_si512(codes, _mm512_set1_epi8(-128));
-                const __m512i zero = _mm512_setzero_si512();
-                const __m512i a = _mm512_subs_epu16(pairs.first, distance);
-                const __m512i b = _mm512_subs_epu16(pairs.second, distance);
-                _mm512_store_si512(out + i * 2, _mm512_or_si512(a, _mm512_unpacklo_epi8(zero, signs)));
-                _mm512_store_si512(out + i * 2 + kVectorBytes, _mm512_or_si512(b, _mm512_unpackhi_epi8(zero, signs)));
-            }
+            store_any(out + i * 2, _mm512_load_si512(in + i), distance, lookup);
         }
     }
 
   private:
+    static constexpr bool kScaled = kGrid == MINIFLOAT_GRID_E8M0;
+    static constexpr int kScaleBytes = kScaled ? kVectorBytes : 0;
+
+    static void store(uint8_t* out, const E4m3Pairs& pairs) {
+        _mm512_store_si512(out, pairs.first);
+        _mm512_store_si512(out + kVectorBytes, pairs.second);
+    }
+    static E4m3Pairs lowered(const E4m3Pairs& p, __m512i distance) {
+        return {_mm512_subs_epu16(p.first, distance), _mm512_subs_epu16(p.second, distance)};
+    }
+
+#if defined(__GFNI__)
+    static void store_normal(uint8_t* out, __m512i codes, __m512i distance) {
+        const E4m3Pairs pairs = E4m3Normal<kLift>()(codes).pairs();
+        store(out, kScaled ? lowered(pairs, distance) : pairs);
+    }
+#endif
+
+    static void store_any(uint8_t* out, __m512i codes, __m512i distance, const E4m3Lookup& lookup) {
+        if (!kScaled) return store(out, lookup(codes).pairs());
+        // The sign waits, since zero would borrow from it.
+        const E4m3Pairs pairs = lowered(lookup.magnitudes(codes).pairs(), distance);
+        const __m512i signs = _mm512_and_si512(codes, _mm512_set1_epi8(-128));
+        const __m512i zero = _mm512_setzero_si512();
+        store(out, {_mm512_or_si512(pairs.first, _mm512_unpacklo_epi8(zero, signs)),
+                    _mm512_or_si512(pairs.second, _mm512_unpackhi_epi8(zero, signs))});
+    }
+
     static constexpr ByteTables kTables = byte_tables([](int code) {
         return code == 0 ? 0 : e4m3_to_bf16(code) + (kLift << kBf16Mantissa);
     });
-    const E4m3Lookup values_ = E4m3Lookup(kTables);
+
+#if defined(__GFNI__)
+    bool mostly_normal_;
+#endif
 };
 
 // E2M1 with E8M0: the value by table, then its exponent lowered; both zeros decode to +0, which stays.
@@ -213,15 +255,15 @@ class Nvfp4Tiles {
     const __m512i is_other_ = _mm512_load_si512(kIsOther.words);
 };
 
-// Calls `function` with the tiles of the weight's format.
+// Calls `function` with the tiles of the weight's format, for panel `first` and those after it.
 template <class Function>
-inline bool with_format(const Weight& w, const Function& function) {
+inline bool with_format(const Weight& w, int64_t first, const Function& function) {
     if (w.element == MINIFLOAT_WEIGHT_BF16) return function(Bf16Tiles());
     if (w.element == MINIFLOAT_E2M1 && w.grid == MINIFLOAT_GRID_E8M0) return function(Mxfp4Tiles());
     if (w.element == MINIFLOAT_E2M1) return function(Nvfp4Tiles());
-    if (w.grid == MINIFLOAT_GRID_E8M0) return function(E4m3Tiles<MINIFLOAT_GRID_E8M0>());
-    if (w.grid == MINIFLOAT_GRID_BLOCK) return function(E4m3Tiles<MINIFLOAT_GRID_BLOCK>());
-    return function(E4m3Tiles<MINIFLOAT_GRID_ROW>());
+    if (w.grid == MINIFLOAT_GRID_E8M0) return function(E4m3Tiles<MINIFLOAT_GRID_E8M0>(w.panel(first)));
+    if (w.grid == MINIFLOAT_GRID_BLOCK) return function(E4m3Tiles<MINIFLOAT_GRID_BLOCK>(w.panel(first)));
+    return function(E4m3Tiles<MINIFLOAT_GRID_ROW>(w.panel(first)));
 }
 
 }  // namespace MINIFLOAT_ISA

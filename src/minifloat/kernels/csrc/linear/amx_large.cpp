@@ -252,7 +252,7 @@ bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Ou
     uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchThread, bytes));
     if (memory == nullptr) return false;
     const Tiles tiles(t.rows);
-    return with_format(w, [&](const auto& format) {
+    return with_format(w, first, [&](const auto& format) {
         Product(format, w, x, prepared, y, memory, first, last).run();
         return true;
     });

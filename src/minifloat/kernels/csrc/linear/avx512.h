@@ -60,6 +60,13 @@ struct E4m3Pairs {
     __m512i first, second;
 };
 
+// The same before low and high bytes of each number are brought together.
+struct E4m3Bytes {
+    __m512i low, high;
+
+    E4m3Pairs pairs() const { return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)}; }
+};
+
 // E4M3 as bf16, by tables of the two bytes of its magnitudes.
 class E4m3Lookup {
   public:
@@ -69,21 +76,54 @@ class E4m3Lookup {
           high0_(_mm512_load_si512(t.high)),
           high1_(_mm512_load_si512(t.high + 64)) {}
 
-    E4m3Pairs magnitude_pairs(__m512i codes) const { return pairs(codes, high(codes)); }
-    E4m3Pairs signed_pairs(__m512i codes) const {
+    E4m3Bytes magnitudes(__m512i codes) const {
+        return {_mm512_permutex2var_epi8(low0_, codes, low1_), _mm512_permutex2var_epi8(high0_, codes, high1_)};
+    }
+    E4m3Bytes operator()(__m512i codes) const {
         constexpr int kOrAnd = 0xf8;  // a | (b & c)
-        return pairs(codes, _mm512_ternarylogic_epi32(high(codes), codes, _mm512_set1_epi8(-128), kOrAnd));
+        const E4m3Bytes b = magnitudes(codes);
+        return {b.low, _mm512_ternarylogic_epi32(b.high, codes, _mm512_set1_epi8(-128), kOrAnd)};
     }
 
   private:
-    __m512i high(__m512i codes) const { return _mm512_permutex2var_epi8(high0_, codes, high1_); }
-    E4m3Pairs pairs(__m512i codes, __m512i high) const {
-        const __m512i low = _mm512_permutex2var_epi8(low0_, codes, low1_);
-        return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
-    }
-
     __m512i low0_, low1_, high0_, high1_;
 };
+
+#if defined(__GFNI__)
+
+// E4M3 as bf16 in two instructions, for numbers that are normal in E4M3 too. The exponent e of s eeee mmm becomes
+// e + 120, which is a matter of copying bits: s e3 ~e3 ~e3 ~e3 ~e3 e2 e1 and e0 mmm 0000; times 2^8, e + 128, it is
+// s 1 0 0 0 e3 e2 e1. A matrix has a byte per bit of the result, the highest bit's in its lowest byte.
+template <int kLift>
+struct E4m3Normal {
+    static_assert(kLift == 0 || kLift == 8, "these have their matrix");
+    static constexpr int64_t kLow = 0x0000000001020408;
+    static constexpr int64_t kHigh = kLift == 0 ? 0x1020404040404080 : 0x1020400000000080;
+    static constexpr int kSet = kLift == 0 ? 0x3c : 0x40;
+
+    E4m3Bytes operator()(__m512i codes) const {
+        return {_mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kLow), 0),
+                _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kHigh), kSet)};
+    }
+};
+
+inline bool all_normal(__m512i a, __m512i b) {
+    const __m512i exponent = _mm512_set1_epi8(0x78);
+    const __mmask64 normal = _mm512_mask_test_epi8_mask(_mm512_test_epi8_mask(a, exponent), b, exponent);
+    return _kortestc_mask64_u8(normal, normal);
+}
+
+// Whether to ask all_normal() at all, from the vectors of one step: zeros and subnormals are one code in some thousand
+// of weights as they are trained, and with one in a hundred the processor would guess wrong all the time.
+inline bool mostly_normal(const uint8_t* vectors) {
+    constexpr int kVectors = kPanelRows * kStepCols / kVectorBytes;
+    int others = 0;
+    for (const uint8_t* p = vectors; p < vectors + kVectors * kVectorBytes; p += 2 * kVectorBytes)
+        others += !all_normal(_mm512_load_si512(p), _mm512_load_si512(p + kVectorBytes));
+    return others < 2;
+}
+
+#endif
 
 #endif
 

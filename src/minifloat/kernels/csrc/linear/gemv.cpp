@@ -18,6 +18,7 @@ const float kE2M1Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  
 // One vector of 16 rows as float32, kCols columns of it.
 struct Bf16Decoder {
     static constexpr int kCols = 2;
+    static constexpr bool kTogether = false;
     void decode(const uint8_t* p, __m512 (&out)[kCols]) const {
         const __m512i v = _mm512_load_si512(p);
         out[0] = first_of_pair(v);
@@ -29,24 +30,53 @@ struct Bf16Decoder {
 
 constexpr ByteTables kE4m3Tables = byte_tables(e4m3_to_bf16);
 
+// Four columns of 16 rows.
+inline void split(const E4m3Pairs& pairs, __m512 (&out)[4]) {
+    out[0] = first_of_pair(pairs.first);
+    out[1] = second_of_pair(pairs.first);
+    out[2] = first_of_pair(pairs.second);
+    out[3] = second_of_pair(pairs.second);
+}
+
 struct E4m3Decoder {
     static constexpr int kCols = 4;
-    E4m3Lookup values = E4m3Lookup(kE4m3Tables);
-
-    void decode(const uint8_t* p, __m512 (&out)[kCols]) const {
-        const E4m3Pairs pairs = values.signed_pairs(_mm512_load_si512(p));
-        out[0] = first_of_pair(pairs.first);
-        out[1] = second_of_pair(pairs.first);
-        out[2] = first_of_pair(pairs.second);
-        out[3] = second_of_pair(pairs.second);
-    }
+    static constexpr bool kTogether = false;
     static constexpr float kFactor = 1.0f;
+    E4m3Lookup lookup = E4m3Lookup(kE4m3Tables);
+
+    void decode(const uint8_t* p, __m512 (&out)[kCols]) const { split(lookup(_mm512_load_si512(p)).pairs(), out); }
 };
+
+#if defined(__GFNI__)
+
+// For weights that are mostly_normal().
+struct E4m3NormalDecoder {
+    static constexpr int kCols = 4;
+    static constexpr bool kTogether = true;
+
+    void decode(const uint8_t* p, const uint8_t* q, __m512 (&out)[2][kCols]) const {
+        const __m512i a = _mm512_load_si512(p), b = _mm512_load_si512(q);
+        E4m3Bytes first, second;
+        if (__builtin_expect(all_normal(a, b), 1)) {
+            first = E4m3Normal<0>()(a);
+            second = E4m3Normal<0>()(b);
+        } else {
+            const E4m3Lookup lookup(kE4m3Tables);  // not a member, which would take registers
+            first = lookup(a);
+            second = lookup(b);
+        }
+        split(first.pairs(), out[0]);
+        split(second.pairs(), out[1]);
+    }
+};
+
+#endif
 
 #else
 
 struct E4m3Decoder {
     static constexpr int kCols = 4;
+    static constexpr bool kTogether = false;
     // Words of the pairs k0 k1 of 16 rows, then k2 k3.
     __m512i order = _mm512_set_epi16(31, 30, 29, 28, 23, 22, 21, 20, 15, 14, 13, 12, 7, 6, 5, 4,  //
                                      27, 26, 25, 24, 19, 18, 17, 16, 11, 10, 9, 8, 3, 2, 1, 0);
@@ -68,6 +98,7 @@ struct E4m3Decoder {
 
 struct E2m1Decoder {
     static constexpr int kCols = 8;
+    static constexpr bool kTogether = false;
     __m512 values = _mm512_loadu_ps(kE2M1Values);
 
     void decode(const uint8_t* p, __m512 (&out)[kCols]) const {
@@ -77,6 +108,18 @@ struct E2m1Decoder {
             out[i % 4 * 2 + i / 4] = _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * i), values);
     }
 };
+
+// A vector of each tile.
+template <class Decoder, int kCols>
+inline __attribute__((always_inline)) void decode_two(const Decoder& decoder, const uint8_t* p, const uint8_t* q,
+                                                      __m512 (&out)[2][kCols]) {
+    if constexpr (Decoder::kTogether) {
+        decoder.decode(p, q, out);
+    } else {
+        decoder.decode(p, out[0]);
+        decoder.decode(q, out[1]);
+    }
+}
 
 // Sums of 32 rows of W and kRows rows of x, of even and of odd columns, for the latency of the multiply-add. The order
 // of summation does not depend on kRows: a row of x has the same result alone as among others.
@@ -102,12 +145,9 @@ inline __attribute__((always_inline)) void add_vectors(const Decoder& decoder, c
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) {
         __m512 w[2][kCols];
-        for (int t = 0; t < 2; ++t) {
-            const uint8_t* p = data + t * kTileBytes + i * kVectorBytes;
-            // In the order of memory, which the processor's own prefetcher follows.
-            prefetch_ahead(data + (2 * i + t) * kVectorBytes);
-            decoder.decode(p, w[t]);
-        }
+        // In the order of memory, which the processor's own prefetcher follows.
+        for (int t = 0; t < 2; ++t) prefetch_ahead(data + (2 * i + t) * kVectorBytes);
+        decode_two(decoder, data + i * kVectorBytes, data + kTileBytes + i * kVectorBytes, w);
         for (int r = 0; r < kRows; ++r)
             for (int k = 0; k < kCols; ++k) {
                 const __m512 xs = _mm512_set1_ps(x[r * x_stride + i * kCols + k]);
@@ -119,9 +159,11 @@ inline __attribute__((always_inline)) void add_vectors(const Decoder& decoder, c
     }
 }
 
-// The panel of a weight without inline scales: one group of columns, or blocks of them with a scale each.
+// The panel of a weight without inline scales: one group of columns, or blocks of them with a scale each. Not inlined:
+// beside loops of other formats the compiler spills what the inner loop needs, which costs a third.
 template <int kRows, class Decoder>
-void multiply_blocks(const Weight& w, int64_t p, const float* x, int64_t x_stride, __m512 (&out)[kRows][2]) {
+__attribute__((noinline)) void multiply_blocks(const Weight& w, int64_t p, const float* x, int64_t x_stride,
+                                               __m512 (&out)[kRows][2]) {
     constexpr int kVectors = kHalfCols / Decoder::kCols;
     constexpr int64_t kHalfBytes = 2 * kVectors * kVectorBytes;
     const Decoder decoder;
@@ -148,7 +190,8 @@ void multiply_blocks(const Weight& w, int64_t p, const float* x, int64_t x_strid
 
 // The panel of a weight with scales at the head of each step: kVectors vectors of each tile share one.
 template <int kRows, int kVectors, class Decoder>
-void multiply_inline(const Weight& w, int64_t p, const float* x, int64_t x_stride, __m512 (&out)[kRows][2]) {
+__attribute__((noinline)) void multiply_inline(const Weight& w, int64_t p, const float* x, int64_t x_stride,
+                                               __m512 (&out)[kRows][2]) {
     constexpr int kGroups = kStepCols / (kVectors * Decoder::kCols);
     constexpr int kGroupsOfHalf = kGroups / 2;
     constexpr int64_t kHalfBytes = 2 * (kHalfCols / Decoder::kCols) * kVectorBytes;
@@ -179,6 +222,13 @@ void multiply_panel(const Weight& w, int64_t p, const float* x, int64_t x_stride
         if (w.grid == MINIFLOAT_GRID_E4M3) return multiply_inline<kRows, 2, E2m1Decoder>(w, p, x, x_stride, out);
         return multiply_inline<kRows, 4, E2m1Decoder>(w, p, x, x_stride, out);
     }
+#if defined(__GFNI__)
+    if (mostly_normal(w.panel(p) + w.scale_bytes)) {
+        if (w.grid == MINIFLOAT_GRID_E8M0)
+            return multiply_inline<kRows, 8, E4m3NormalDecoder>(w, p, x, x_stride, out);
+        return multiply_blocks<kRows, E4m3NormalDecoder>(w, p, x, x_stride, out);
+    }
+#endif
     if (w.grid == MINIFLOAT_GRID_E8M0) return multiply_inline<kRows, 8, E4m3Decoder>(w, p, x, x_stride, out);
     return multiply_blocks<kRows, E4m3Decoder>(w, p, x, x_stride, out);
 }
