@@ -1,0 +1,102 @@
+"""The application: an engine behind OpenAI's API. `create_app` for those who embed it, `serve` for those who run it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, cast
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from minifloat._version import __version__
+from minifloat.errors import MinifloatError
+from minifloat.serve.server import completions, routes
+from minifloat.serve.server.connection import Server, address
+from minifloat.serve.server.errors import APIError, from_http, from_minifloat, from_validation
+from minifloat.serve.server.middleware import Guard, RequestLog
+from minifloat.serve.server.service import Service
+from minifloat.serve.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from minifloat.serve.engine import AsyncEngine
+
+_LOG = logging.getLogger("minifloat.server")
+
+
+def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
+    """An ASGI application.
+
+    It starts the engine when it starts, and closes it, without waiting for what runs, when it ends: whoever wants that
+    finished (`serve` does) closes the engine first.
+
+    Args:
+        engine: Not started yet.
+        settings: How it is served.
+    """
+    service = Service(engine, settings)
+    engine.engine.observer = service.metrics
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await engine.start()
+        yield
+        await engine.close()
+        service.prompts.close()
+
+    app = FastAPI(
+        title="minifloat",
+        version=__version__,
+        description="A language model behind OpenAI's API.",
+        lifespan=lifespan,
+        docs_url=None,  # these pages load scripts from elsewhere
+        redoc_url=None,
+        responses={},
+    )
+    app.state.service = service
+    app.include_router(completions.router)
+    app.include_router(routes.router)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(MinifloatError, _failed)
+    app.add_exception_handler(Exception, _broken)
+    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(RequestLog, metrics=service.metrics)
+    return app
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    return from_validation(cast(RequestValidationError, error).errors()).response()
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    return from_http(cast(HTTPException, error)).response()
+
+
+async def _failed(request: Request, error: Exception) -> JSONResponse:
+    answer = from_minifloat(cast(MinifloatError, error))
+    if answer.code in ("queue_full", "stopping"):
+        request.app.state.service.metrics.rejected(answer.code)
+    return answer.response()
+
+
+async def _broken(request: Request, error: Exception) -> JSONResponse:
+    return APIError(500, "internal server error").response()  # uvicorn logs the traceback
+
+
+def serve(engine: AsyncEngine, settings: ServerSettings, listening: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what was admitted.
+
+    Args:
+        engine: Not started yet.
+        settings: How it is served.
+        listening: From `connection.listen`.
+    """
+    server = Server(create_app(engine, settings), engine, settings)
+    _LOG.info("serving %s on %s", settings.model_name, address(listening))
+    asyncio.run(server.serve(sockets=[listening]))

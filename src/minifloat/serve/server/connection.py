@@ -1,0 +1,110 @@
+"""How the server speaks HTTP: uvicorn with h11, which takes limits, and stops in an order that loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from minifloat.errors import UsageError
+from minifloat.serve.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from minifloat.serve.engine import AsyncEngine
+
+_LOG = logging.getLogger("minifloat.server")
+#: Seconds beyond the drain in which answers about its end are still written.
+_LAST_WORDS = 5
+_KEEP_ALIVE_SECONDS = 30
+
+
+class _Protocol(H11Protocol):
+    """Also ends connections on which the head of a request does not come: uvicorn waits for the first one forever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._first_head = self.loop.call_later(self.timeout_keep_alive, self._close_if_silent)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._first_head.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGTERM or SIGINT, then finishes what was admitted; a second signal ends it at once.
+
+    Args:
+        app: What is served.
+        engine: Drained at the end.
+        settings: Address and limits.
+    """
+
+    def __init__(self, app: ASGIApp, engine: AsyncEngine, settings: ServerSettings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=_Protocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=settings.max_connections,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=int(settings.shutdown_timeout) + _LAST_WORDS,
+                h11_max_incomplete_event_size=settings.max_header_bytes,
+            )
+        )
+        self._engine, self._seconds = engine, settings.shutdown_timeout
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, let the engine finish what it has, wait until it is written."""
+        _LOG.info("stopping: finishing what was admitted, for at most %g s", self._seconds)
+        draining = asyncio.create_task(self._engine.close(self._seconds))
+        await super().shutdown(sockets)
+        await draining
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal stops, the second one hurries.
+
+        uvicorn would raise them again at its end; a stop that was asked for is no death by a signal.
+        """
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """A listening socket, made before a model is loaded: an address in use is found out at once.
+
+    Raises:
+        UsageError: The address cannot be had.
+    """
+    host = settings.host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, settings.port))
+    except OSError as error:
+        made.close()
+        raise UsageError(f"{settings.host}:{settings.port}: cannot listen there: {error.strerror}") from error
+    return made
+
+
+def address(listening: socket.socket) -> str:
+    """The URL of a socket."""
+    name: Any = listening.getsockname()
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    return f"http://{host}:{name[1]}"

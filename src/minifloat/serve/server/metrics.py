@@ -1,0 +1,206 @@
+"""What the engine and the server count, for Prometheus and for the status page.
+
+Names are vLLM's under our prefix (`minifloat_` for `vllm:`), so that dashboards can be ported by replacing it. The
+engine calls from its own thread, the server reads from the event loop: one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from minifloat.serve.engine import ModelInfo, StepStats, Timings, Usage
+
+if TYPE_CHECKING:
+    from minifloat.serve.engine import AsyncEngine
+
+PREFIX = "minifloat"
+
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+#: Seconds that the status page looks back.
+_WINDOW = 60
+#: Seconds over which a rate is taken.
+_RATE_SECONDS = 5
+#: Latencies that are kept for the status page.
+_KEPT = 4096
+
+
+class Metrics:
+    """Counts; an `Observer` of the engine.
+
+    Args:
+        engine: Asked for what runs and waits.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._lock = threading.Lock()
+        self._last_usage = 0.0
+        self._seconds: deque[_Second] = deque(maxlen=_WINDOW + 1)
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._between: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._make_gauges(engine.engine.info)
+        self._make_counters()
+        self._make_histograms()
+
+    def _make_gauges(self, info: ModelInfo) -> None:
+        running = self._gauge("num_requests_running", "Requests that are being computed.")
+        running.set_function(lambda: self._engine.running)
+        waiting = self._gauge("num_requests_waiting", "Requests that wait for their turn.")
+        waiting.set_function(lambda: self._engine.waiting)
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.")
+        self._bandwidth = self._gauge(
+            "decode_bandwidth_bytes_per_second", "Bytes of weights read per second of the last step."
+        )
+        self._gauge("kv_bytes", "Memory of the KV cache.").set(info.kv_bytes)
+        weights = self._gauge("weight_bytes", "Bytes of the weights.", ("format",))
+        weights.labels(format=info.scheme).set(info.weight_bytes)
+
+    def _make_counters(self) -> None:
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were computed.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens that were made.")
+        self._prefix_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self._prefix_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._preemptions = self._counter("num_preemptions", "Requests that lost their place in the KV cache.")
+        self._finished = self._counter("request_success", "Requests that are done.", ("finished_reason",))
+        for reason in ("stop", "length", "cancelled", "error"):
+            self._finished.labels(finished_reason=reason)
+        self._rejections = self._counter("admission_rejections", "Requests that were not taken.", ("reason",))
+        for reason in ("queue_full", "stopping"):
+            self._rejections.labels(reason=reason)
+        self._http = self._counter("http_requests", "Answers by route and status.", ("route", "status"))
+
+    def _make_histograms(self) -> None:
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _LONG)
+        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", _SHORT)
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time per token after the first, of a request.", _SHORT
+        )
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LONG)
+        self._queue_time = self._histogram("request_queue_time_seconds", "From arrival to the first step.", _LONG)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _LONG
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", _LONG)
+
+    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        return Gauge(f"{PREFIX}_{name}", text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"{PREFIX}_{name}", text, buckets=buckets, registry=self.registry)
+
+    # ------------------------------------------------------------------------------- from the engine's thread
+
+    def step(self, stats: StepStats) -> None:
+        """A step is done."""
+        self._kv_usage.set(stats.kv_usage)
+        if stats.seconds > 0:
+            self._bandwidth.set(stats.weight_bytes_read / stats.seconds)
+        self._prompt_tokens.inc(stats.prompt_tokens)
+        self._generation_tokens.inc(stats.generation_tokens)
+        self._prefix_queries.inc(stats.prefix_queries)
+        self._prefix_hits.inc(stats.prefix_hits)
+        self._preemptions.inc(stats.preemptions)
+        with self._lock:
+            self._last_usage = stats.kv_usage
+            second = int(time.monotonic())
+            if not self._seconds or self._seconds[-1].at != second:
+                self._seconds.append(_Second(second))
+            self._seconds[-1].add(stats)
+
+    def token(self, since_previous: float) -> None:
+        """A token came."""
+        self._itl.observe(since_previous)
+        with self._lock:
+            self._between.append((time.monotonic(), since_previous))
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a request came."""
+        self._ttft.observe(seconds)
+        with self._lock:
+            self._first_tokens.append((time.monotonic(), seconds))
+
+    def finished(self, reason: str, timings: Timings, usage: Usage) -> None:
+        """A request is done."""
+        self._finished.labels(finished_reason=reason).inc()
+        if timings.finished is None:
+            return
+        self._e2e.observe(timings.finished - timings.arrived)
+        if timings.scheduled is not None:
+            self._queue_time.observe(timings.scheduled - timings.arrived)
+        if timings.scheduled is not None and timings.first_token is not None:
+            decode = timings.finished - timings.first_token
+            self._prefill.observe(timings.first_token - timings.scheduled)
+            self._decode.observe(decode)
+            if usage.completion_tokens > 1:
+                self._tpot.observe(decode / (usage.completion_tokens - 1))
+
+    # ------------------------------------------------------------------------------- from the server
+
+    def rejected(self, reason: str) -> None:
+        """A request was not taken."""
+        self._rejections.labels(reason=reason).inc()
+
+    def answered(self, route: str, status: int) -> None:
+        """An answer was given."""
+        self._http.labels(route=route, status=str(status)).inc()
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def recent(self) -> dict[str, Any]:
+        """The last minute, for the status page: rates in tokens per second, latencies in milliseconds."""
+        now = time.monotonic()
+        with self._lock:
+            seconds = list(self._seconds)
+            first_tokens = [value for at, value in self._first_tokens if at > now - _WINDOW]
+            between = [value for at, value in self._between if at > now - _WINDOW]
+        by_second = {second.at: second for second in seconds}
+        history = [by_second.get(int(now) - age) for age in range(_WINDOW, 0, -1)]
+        rates = [0 if second is None else second.generated for second in history]
+        return {
+            "running": self._engine.running,
+            "waiting": self._engine.waiting,
+            "kv_usage": self._last_usage,
+            "generation_tokens_per_second": sum(rates[-_RATE_SECONDS:]) / _RATE_SECONDS,
+            "prompt_tokens_per_second": sum(second.read for second in history[-_RATE_SECONDS:] if second)
+            / _RATE_SECONDS,
+            "history": rates,
+            "ttft_ms": _quantiles(first_tokens),
+            "itl_ms": _quantiles(between),
+        }
+
+
+class _Second:
+    """What happened in one second.
+
+    Args:
+        at: Which one, of the monotonic clock.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.at, self.generated, self.read = at, 0, 0
+
+    def add(self, stats: StepStats) -> None:
+        self.generated += stats.generation_tokens
+        self.read += stats.prompt_tokens
+
+
+def _quantiles(seconds: list[float]) -> dict[str, float] | None:
+    """Median and p99 in milliseconds; None where nothing was measured."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return {"median": 1e3 * median(ordered), "p99": 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]}

@@ -1,0 +1,59 @@
+"""What the OpenAPI document says of answers beyond the types of the code: statuses, and events in place of JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from minifloat.serve.server.errors import ErrorBody
+
+_MEANINGS = {
+    400: "The request can never work; `param` names the field.",
+    401: "No valid API key.",
+    403: "A host name that this server does not answer to.",
+    404: "Another model, or nothing at this path.",
+    408: "The request took too long to arrive.",
+    413: "The body is too large.",
+    415: "The body is not declared as JSON.",
+    503: "The queue is full, or the server is stopping; see Retry-After.",
+    504: "Not finished in time.",
+}
+_GUARDED = (401, 403)
+_WITH_BODY = (*_GUARDED, 400, 404, 408, 413, 415)
+
+
+def failures(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The answers other than success of a route."""
+    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
+
+
+def text(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
+    """The answers of a route that gives text."""
+    success: dict[int | str, dict[str, Any]] = {
+        200: {"description": description, "content": {media_type: {"schema": {"type": "string"}}}}
+    }
+    return success | failures(*_GUARDED)
+
+
+def answers(model: type[BaseModel], *, with_body: bool = False) -> dict[int | str, dict[str, Any]]:
+    """The answers of a route that gives JSON.
+
+    Args:
+        model: Of success.
+        with_body: Whether the request has a body, about which more can be wrong.
+    """
+    success: dict[int | str, dict[str, Any]] = {200: {"model": model}}
+    return success | failures(*(_WITH_BODY if with_body else _GUARDED))
+
+
+def streamed(model: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The answers of a route that generates.
+
+    Args:
+        model: The answer at once.
+        chunk: Each event of a streamed answer.
+    """
+    events = {"schema": {"type": "string", "description": f"`data: {chunk.__name__}` ..., then `data: [DONE]`"}}
+    success: dict[int | str, dict[str, Any]] = {200: {"model": model, "content": {"text/event-stream": events}}}
+    return success | failures(*_WITH_BODY, 503, 504)

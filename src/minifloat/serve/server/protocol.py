@@ -1,0 +1,341 @@
+"""The requests that the server understands, as OpenAI's clients and vLLM's send them, with a bound on everything.
+
+A field that is not declared here is refused by name, never ignored; values are not converted (a string is no number,
+a boolean is no integer). Lists and texts have their caps here, so that nothing large is tokenized or compiled before it
+is refused. What only the engine can judge, such as the room in the context, is left to `Engine.check`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+from minifloat.serve.engine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
+
+MAX_CHOICES = 8
+MAX_PROMPTS = 64
+MAX_MESSAGES = 1024
+MAX_PARTS = 256
+MAX_STOP_CHARACTERS = 256
+MAX_SCHEMA_NODES = 20_000
+MAX_SCHEMA_DEPTH = 64
+#: Longest list of tokens: more than any model's context, less than what hurts.
+MAX_TOKENS = 4_194_304
+
+_TOKEN_MAX = 2**31 - 1
+_SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1
+
+#: Fields of OpenAI's API that are not served, with what to do instead.
+_NOT_SERVED = {
+    "tools": "tool calls are not supported by this server",
+    "tool_choice": "tool calls are not supported by this server",
+    "parallel_tool_calls": "tool calls are not supported by this server",
+    "functions": "tool calls are not supported by this server",
+    "function_call": "tool calls are not supported by this server",
+    "best_of": "best_of is not supported; ask for n answers and choose among them",
+    "suffix": "insertion is not supported by this server",
+    "audio": "only text is supported by this server",
+    "modalities": "only text is supported by this server",
+    "chat_template": "a template in a request is refused; start the server with --chat-template",
+}
+
+
+def _one_of(expected: str) -> WrapValidator:
+    """One message for a union, in place of a complaint per alternative."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise ValueError(f"expected {expected}") from error
+
+    return WrapValidator(validate)
+
+
+Token = Annotated[StrictInt, Field(ge=0, le=_TOKEN_MAX)]
+TokenList = Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
+Prompt = Annotated[
+    str
+    | TokenList
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    | Annotated[list[TokenList], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)],
+    Field(union_mode="left_to_right"),
+    _one_of(
+        f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either; token ids are integers "
+        f"from 0 on, and no list is empty"
+    ),
+]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stop = Annotated[
+    StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)],
+    _one_of(f"a string, or at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARACTERS} characters"),
+]
+
+
+class _Strict(BaseModel):
+    """Unknown fields are refused, nothing is converted, NaN and Infinity are no numbers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(_Strict):
+    """How to stream."""
+
+    include_usage: bool = Field(default=False, description="End with a chunk that has the usage and no choices.")
+
+
+class TextFormat(_Strict):
+    """Free text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Strict):
+    """A JSON schema that the answer follows."""
+
+    name: str = Field(default="answer", max_length=64)
+    description: str | None = Field(default=None, max_length=4096, description="Has no effect.")
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(default=None, description="The schema is always followed strictly.")
+
+    @field_validator("schema_")
+    @classmethod
+    def _bounded(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        _check_size(schema)
+        return schema
+
+
+class JsonSchemaFormat(_Strict):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class SamplingRequest(_Strict):
+    """What both kinds of completions share."""
+
+    model: str = Field(max_length=512, description="The served model's name, as /v1/models gives it.")
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES, description="Answers per prompt.")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(default=None, ge=0, le=100, description="0: the most probable token.")
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=_TOKEN_MAX, description="0 or -1: all tokens.")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    seed: int | None = Field(default=None, ge=_SEED_MIN, le=_SEED_MAX)
+    max_tokens: int | None = Field(default=None, ge=1, le=_TOKEN_MAX)
+    min_tokens: int = Field(default=0, ge=0, le=_TOKEN_MAX)
+    stop: Stop | None = None
+    stop_token_ids: list[Token] = Field(default=[], max_length=MAX_STOPS)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[str, float] | None = Field(
+        default=None, max_length=MAX_LOGIT_BIAS, description="Token id to -100 .. 100."
+    )
+    response_format: ResponseFormat | None = None
+    cache_salt: str | None = Field(
+        default=None, min_length=1, max_length=256, description="Requests share cached prefixes only with their salt."
+    )
+    user: str | None = Field(default=None, max_length=512, description="Has no effect.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_served(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in _NOT_SERVED.keys() & data.keys():
+            raise_unserved(name)
+        return data
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token, value in (bias or {}).items():
+            if not (token.isascii() and token.isdigit() and len(token) <= len(str(_TOKEN_MAX))):
+                raise ValueError("expected token ids as keys")
+            if not -100 <= value <= 100:
+                raise ValueError("expected values from -100 to 100")
+        return bias
+
+    @model_validator(mode="after")
+    def _streams(self) -> SamplingRequest:
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "it is for streams only; set stream to true")
+        return self
+
+
+class FieldError(ValueError):
+    """A complaint about one field that needs the others to be judged."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def raise_unserved(name: str) -> None:
+    """Refuse a field of the API that this server does not serve.
+
+    Raises:
+        FieldError: Always.
+    """
+    raise FieldError(name, _NOT_SERVED[name])
+
+
+class CompletionRequest(SamplingRequest):
+    """``POST /v1/completions``."""
+
+    prompt: Prompt
+    echo: bool = Field(default=False, description="Begin the text with the prompt.")
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: bool = Field(default=True, description="Begin the prompt as the tokenizer begins a text.")
+
+    @model_validator(mode="after")
+    def _no_logprobs_of_the_prompt(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise FieldError("echo", "log-probabilities of the prompt are not supported; leave out echo or logprobs")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one by one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [list(self.prompt)]
+        return list(self.prompt)
+
+
+class TextPart(_Strict):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)],
+    _one_of(f'a string, or 1 to {MAX_PARTS} parts {{"type": "text", "text": ...}}; only text is supported'),
+]
+
+
+class Message(_Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: str | None = Field(default=None, max_length=256)
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates expect it: one text; `developer` is OpenAI's newer name of `system`."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class TemplateOptions(_Strict):
+    """The variables of chat templates that a request may set: those that turn thinking on, off or down.
+
+    No others: `tokenize`, `chat_template` and the like are arguments of the function that renders.
+    """
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
+
+
+class ChatCompletionRequest(SamplingRequest):
+    """``POST /v1/chat/completions``."""
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=_TOKEN_MAX)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("top_logprobs", "it needs logprobs: true")
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise FieldError("max_completion_tokens", "it differs from max_tokens; give one of them")
+        if self.max_tokens is None:
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+    def template_options(self) -> dict[str, bool | str]:
+        """The variables that the template gets."""
+        given = {} if self.chat_template_kwargs is None else self.chat_template_kwargs.model_dump(exclude_none=True)
+        return given | ({} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort})
+
+
+class TokenizeRequest(_Strict):
+    """``POST /tokenize``: a prompt, or messages through the chat template."""
+
+    model: str | None = Field(default=None, max_length=512)
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise FieldError("prompt", "expected either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Strict):
+    """``POST /detokenize``."""
+
+    model: str | None = Field(default=None, max_length=512)
+    tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS, fail_fast=True)]
+
+
+def _check_size(schema: Any) -> None:
+    """A schema is compiled into a grammar; one that is absurdly large or deep is refused before that.
+
+    Raises:
+        ValueError: It is.
+    """
+    nodes, level = 0, [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        nodes += len(level)
+        if not level:
+            return
+        if nodes > MAX_SCHEMA_NODES:
+            raise ValueError(f"the schema has more than {MAX_SCHEMA_NODES} values")
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+    raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")

@@ -1,0 +1,119 @@
+"""What every route needs: the engine, its tokenizer, the settings, and the way from a request to the engine."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request as HTTPRequest
+
+from minifloat.serve.engine import Grammar, Request, SamplingParams
+from minifloat.serve.server.chat import ChatTemplate
+from minifloat.serve.server.errors import APIError
+from minifloat.serve.server.generation import Generation
+from minifloat.serve.server.metrics import Metrics
+from minifloat.serve.server.prompts import Prompts
+from minifloat.serve.server.protocol import JsonObjectFormat, JsonSchemaFormat, SamplingRequest
+from minifloat.serve.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from minifloat.serve.engine import AsyncEngine
+
+#: Sampling parameters whose defaults a model may bring in generation_config.json.
+_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SEEDS = 2**64
+
+
+class Service:
+    """A served model.
+
+    Args:
+        engine: Runs it.
+        settings: How it is served.
+    """
+
+    def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
+        self.engine, self.settings, self.info = engine, settings, engine.engine.info
+        self.created = int(time.time())
+        longest = settings.prompt_characters(self.info.max_model_len)
+        tokenizer = engine.engine.tokenizer
+        template = ChatTemplate(tokenizer, settings.chat_template, settings.render_seconds, longest)
+        self.prompts = Prompts(tokenizer, template, longest, self.info.vocab_size)
+        self.metrics = Metrics(engine)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            APIError: 404.
+        """
+        if name is not None and name != self.settings.model_name:
+            raise APIError(
+                404,
+                f"this server has only the model {self.settings.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def submit(
+        self, prompts: list[tuple[int, ...]], request: SamplingRequest, logprobs: int | None, caller: HTTPRequest
+    ) -> tuple[str, Generation]:
+        """Have the engine take a request.
+
+        Args:
+            prompts: Tokens of each.
+            request: How to choose tokens, and how many answers to give to each prompt.
+            logprobs: Alternatives to report for each token; None: no log-probabilities.
+            caller: Who asks.
+
+        Returns:
+            A new id, and the answers to come: `request.n` to the first prompt, then to the second.
+
+        Raises:
+            MinifloatError: It cannot be taken.
+        """
+        params = await self.prompts.beside(self._params, prompts, request, logprobs)
+        name = secrets.token_hex(12)
+        salt = f"{caller.scope['state'].get('api_key', '')}/{request.cache_salt or ''}"
+        requests = [
+            Request(f"{name}-{index}", prompt, params[choice], salt)
+            for index, (prompt, choice) in enumerate((prompt, n) for prompt in prompts for n in range(request.n))
+        ]
+        return name, await Generation.submit(self.engine, requests)
+
+    def _params(
+        self, prompts: list[tuple[int, ...]], request: SamplingRequest, logprobs: int | None
+    ) -> list[SamplingParams]:
+        """The sampling parameters of each answer to a prompt: they differ in the seed."""
+        stop = request.stop or []
+        chosen: dict[str, Any] = dict(self.engine.engine.generation_defaults)
+        chosen |= {name: value for name in _MODEL_DEFAULTS if (value := getattr(request, name)) is not None}
+        chosen["top_k"] = max(chosen.get("top_k", 0), 0)
+        params = SamplingParams(
+            **chosen,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            max_tokens=request.max_tokens,
+            min_tokens=request.min_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+            include_stop=request.include_stop_str_in_output,
+            logprobs=logprobs,
+            logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
+            grammar=_grammar(request),
+        )
+        for prompt in prompts:
+            self.engine.engine.check(prompt, params)
+        if request.seed is None:
+            return [params] * request.n
+        return [replace(params, seed=(request.seed + index) % _SEEDS) for index in range(request.n)]
+
+
+def _grammar(request: SamplingRequest) -> Grammar | None:
+    wanted = request.response_format
+    if isinstance(wanted, JsonSchemaFormat):
+        return Grammar.json_schema(wanted.json_schema.schema_)
+    return Grammar.json_object() if isinstance(wanted, JsonObjectFormat) else None

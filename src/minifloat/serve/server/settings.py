@@ -1,0 +1,106 @@
+"""What a server is told: names, keys, limits.
+
+A value of its own, so that the command line, a test and an embedding application make the same server. What the engine
+is told (memory, context, dtypes) is not here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minifloat.errors import StorageError, UsageError
+
+_MIB = 1 << 20
+#: Characters that a prompt may have per token of the context. Text has about four; long runs of blanks more.
+_CHARACTERS_PER_TOKEN = 32
+#: A key that can be guessed is worse than none: it looks like protection.
+_SHORTEST_KEY = 8
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a server presents and protects itself.
+
+    Attributes:
+        model_name: The name that requests must give in ``model``.
+        host: The address that the server listens on.
+        port: The TCP port; 0 lets the system choose one.
+        api_keys: SHA-256 of the keys of which a request must carry one; empty: no key is asked for.
+        allowed_hosts: Names that a ``Host`` header may have; on a loopback address its own names are always among them.
+            Empty on any other address: every name is allowed.
+        chat_template: A Jinja template in place of the tokenizer's own.
+        max_body_bytes: The largest body of a request.
+        max_header_bytes: The largest request line with headers.
+        max_connections: Beyond so many, a connection is answered with 503.
+        read_timeout: Seconds in which a client must have sent the head, and then the body, of a request.
+        request_timeout: Seconds from the arrival of a request to the end of its answer.
+        shutdown_timeout: Seconds that admitted requests are given to end after SIGTERM.
+        render_seconds: Seconds of processor time that a chat template may take.
+        max_prompt_characters: Prompts of more characters are refused before they are tokenized. None: in proportion to
+            the context of the model.
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: frozenset[bytes] = field(default=frozenset(), repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+    chat_template: str | None = None
+    max_body_bytes: int = 8 * _MIB
+    max_header_bytes: int = 16 * 1024
+    max_connections: int = 2048
+    read_timeout: float = 30.0
+    request_timeout: float = 600.0
+    shutdown_timeout: float = 30.0
+    render_seconds: float = 2.0
+    max_prompt_characters: int | None = None
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:
+            return False
+
+    def prompt_characters(self, max_model_len: int) -> int:
+        """The longest prompt in characters, for a model with a context of so many tokens."""
+        if self.max_prompt_characters is not None:
+            return self.max_prompt_characters
+        return _CHARACTERS_PER_TOKEN * max_model_len
+
+
+def hash_key(key: bytes) -> bytes:
+    """What is kept of an API key."""
+    return hashlib.sha256(key).digest()
+
+
+def read_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> frozenset[bytes]:
+    """The hashes of API keys given one by one, and of those in a file, one per line.
+
+    Raises:
+        UsageError: A key is too short or not printable ASCII without spaces.
+        StorageError: The file cannot be read.
+    """
+    given = list(keys)
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise StorageError(f"{file}: the file of API keys cannot be read: {error}") from error
+        given += [line for line in lines if line and not line.startswith("#")]
+        if not given:
+            raise UsageError(f"{file}: no API key in it; write one per line")
+    for number, key in enumerate(given, 1):
+        if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            raise UsageError(
+                f"API key {number}: expected at least {_SHORTEST_KEY} printable ASCII characters without spaces; "
+                "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+    return frozenset(hash_key(key.encode("ascii")) for key in given)

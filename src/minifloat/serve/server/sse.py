@@ -1,0 +1,89 @@
+"""Server-sent events: an answer that comes in pieces.
+
+Starlette's own streaming response would do, but for three things: the time limit must hold while a client that does not
+read blocks a write, an error on the way is an event of its own, and leaving must cancel at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from minifloat.errors import MinifloatError
+from minifloat.serve.server.errors import APIError, from_minifloat
+from minifloat.serve.server.generation import Disconnected, Generation, unless_disconnected
+
+DONE = b"data: [DONE]\n\n"
+
+_LOG = logging.getLogger("minifloat.server")
+#: Seconds that a client is given to take the last event of an answer that failed.
+_LAST_WORDS = 5.0
+
+
+class EventStream(Response):
+    """Answers with events.
+
+    Args:
+        events: Bodies of the events.
+        generation: Where they come from; cancelled when the answer ends, however it ends.
+        seconds: Time limit of the whole.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[BaseModel, None], generation: Generation, seconds: float) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._generation, self._seconds = events, generation, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            with contextlib.suppress(Disconnected):
+                await unless_disconnected(receive, self._send(send))
+        finally:
+            self._generation.cancel()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with asyncio.timeout(self._seconds), contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    await send(_body(_event(event)))
+                await send(_body(DONE))
+        except Exception as error:
+            self._generation.cancel()
+            last = _event(_told(error, self._seconds).body) + DONE
+            async with asyncio.timeout(_LAST_WORDS):
+                await send(_body(last))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _told(error: Exception, seconds: float) -> APIError:
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, MinifloatError):
+        return from_minifloat(error)
+    if isinstance(error, TimeoutError):
+        return out_of_time(seconds)
+    _LOG.error("a streamed answer failed", exc_info=error)
+    return APIError(500, "internal server error")
+
+
+def out_of_time(seconds: float) -> APIError:
+    """The answer to a request that took too long."""
+    return APIError(504, f"not finished within {seconds:g} s; ask for fewer tokens", code="timeout")
+
+
+def _event(body: BaseModel) -> bytes:
+    return b"data: " + body.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+def _body(data: bytes) -> dict[str, object]:
+    return {"type": "http.response.body", "body": data, "more_body": True}

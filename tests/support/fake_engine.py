@@ -1,0 +1,160 @@
+"""An engine without a model, for tests of what lies around one: it can be slow, full, and fail on purpose.
+
+It stands in for `minifloat.serve.engine.Engine` under the real `AsyncEngine`. What it "generates" is its prompt, token
+by token, over and over, so that every answer can be foretold.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from minifloat.errors import ContextLengthError, UsageError
+from minifloat.serve.engine import (
+    Delivery,
+    ModelInfo,
+    Observer,
+    Request,
+    SamplingParams,
+    StepStats,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from minifloat.serve.engine.text import TextStream
+
+INFO = ModelInfo(
+    name="fake",
+    path="/nowhere/fake",
+    architecture="FakeForCausalLM",
+    runner="native",
+    reason_not_native="",
+    scheme="mxfp4",
+    dtype="bfloat16",
+    weight_bytes=1_000,
+    bf16_bytes=3_500,
+    step_bytes=900,
+    kv_element="bfloat16",
+    kv_bytes=1 << 20,
+    kv_bytes_per_token=64,
+    kv_blocks=64,
+    max_model_len=512,
+    max_num_seqs=8,
+    vocab_size=288,
+    load_seconds=0.1,
+)
+
+
+class FakeEngine:
+    """Repeats prompts.
+
+    Args:
+        tokenizer: Turns tokens into text.
+        seconds: How long a step takes.
+        fails: The message of the error of a request that fails, by its request; None: it does not.
+        defaults: As those of a generation_config.json.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        seconds: float = 0.0,
+        fails: Callable[[Request], str | None] = lambda request: None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.info, self.tokenizer, self.generation_defaults = INFO, tokenizer, dict(defaults or {})
+        self.seconds, self.fails = seconds, fails
+        self.observer: Observer | None = None
+        self.seen: list[Request] = []
+        self.broken: Exception | None = None  #: raised by the next step, which ends the engine's thread
+        self._at_work: dict[str, _Work] = {}
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        if len(prompt) + max(1, params.min_tokens) > self.info.max_model_len:
+            raise ContextLengthError(f"prompt: {len(prompt)} tokens do not fit")
+        for name, tokens in (("prompt", prompt), ("logit_bias", params.logit_bias)):
+            if any(not 0 <= token < self.info.vocab_size for token in tokens):
+                raise UsageError(f"{name}: expected token ids of 0 .. {self.info.vocab_size - 1}")
+
+    def add(self, request: Request) -> None:
+        self.check(request.prompt, request.params)
+        self.seen.append(request)
+        self._at_work[request.request_id] = _Work(request, self.tokenizer)
+
+    def cancel(self, request_id: str) -> Delivery | None:
+        work = self._at_work.get(request_id)
+        return None if work is None else self._finish(work, Delivery(request_id), "cancelled")
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._at_work)
+
+    @property
+    def running(self) -> int:
+        return min(len(self._at_work), self.info.max_num_seqs)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._at_work) - self.running
+
+    def step(self) -> list[Delivery]:
+        if self.broken is not None:
+            raise self.broken
+        time.sleep(self.seconds)
+        works = list(self._at_work.values())[: self.info.max_num_seqs]
+        deliveries = [self._deliver(work) for work in works]
+        if self.observer is not None:
+            read = sum(len(work.request.prompt) for work in works if work.made == 1)
+            self.observer.step(
+                StepStats(self.running, self.waiting, self.running / 8, read, len(works), self.seconds, 0, 900, 0, 0)
+            )
+        return deliveries
+
+    def _deliver(self, work: _Work) -> Delivery:
+        name, params, prompt = work.request.request_id, work.request.params, work.request.prompt
+        problem = self.fails(work.request)
+        if problem is not None:
+            return self._finish(work, Delivery(name), "error", problem)
+        token = prompt[work.made % len(prompt)]
+        work.made += 1
+        if work.timings.first_token is None:
+            work.timings.scheduled = work.timings.first_token = time.monotonic()
+            if self.observer is not None:
+                self.observer.first_token(0.001)
+        elif self.observer is not None:
+            self.observer.token(0.001)
+        text, stop = work.text.add(token)
+        one = TokenLogprob(token, chr(token % 96 + 32), bytes([token % 96 + 32]), -0.5)
+        top = (one,) * (params.logprobs or 0)
+        logprobs = None if params.logprobs is None else (TokenLogprob(token, one.text, one.raw, -0.5, top),)
+        delivery = Delivery(name, (token,), text, logprobs, stop_reason=stop)
+        if stop is not None:
+            return self._finish(work, delivery, "stop")
+        room = self.info.max_model_len - len(prompt)
+        return self._finish(work, delivery, "length") if work.made >= min(params.max_tokens or room, room) else delivery
+
+    def _finish(self, work: _Work, delivery: Delivery, reason: str, error: str | None = None) -> Delivery:
+        del self._at_work[work.request.request_id]
+        work.timings.finished = time.monotonic()
+        rest = "" if delivery.stop_reason is not None else work.text.finish()[0]
+        usage = Usage(len(work.request.prompt), work.made, 0)
+        if self.observer is not None:
+            self.observer.finished(reason, work.timings, usage)
+        return delivery + Delivery(
+            work.request.request_id,
+            text=rest,
+            finish_reason=reason,
+            stop_reason=delivery.stop_reason,
+            error=error,
+            usage=usage,
+            timings=work.timings,
+        )
+
+
+class _Work:
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        self.request, self.made = request, 0
+        self.text = TextStream(tokenizer, request.prompt, request.params.stop, request.params.include_stop)
+        self.timings = Timings(time.monotonic())
