@@ -36,7 +36,10 @@ class Grammar:
             UsageError: It is no schema, or too large.
             KernelUnavailable: llguidance is not installed.
         """
-        text = schema if isinstance(schema, str) else json.dumps(schema)
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+        except (RecursionError, TypeError, ValueError) as error:
+            raise UsageError(f"json_schema: not JSON, or nested too deep: {error}") from error
         if len(text) > MAX_SCHEMA_BYTES:
             raise UsageError(f"json_schema: expected at most {MAX_SCHEMA_BYTES} bytes, got {len(text)}")
         try:

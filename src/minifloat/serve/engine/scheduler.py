@@ -11,6 +11,7 @@ never preempted, and whoever waits becomes the oldest: nobody starves.
 from __future__ import annotations
 
 import bisect
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -164,6 +165,8 @@ class Scheduler:
         self.waiting.popleft()
         bisect.insort(self.running, sequence, key=lambda other: other.timings.arrived)
         sequence.state = State.RUNNING
+        if sequence.timings.scheduled is None:
+            sequence.timings.scheduled = time.monotonic()
         sequence.blocks = shared + self.pool.allocate(blocks_for(length) - len(shared))
         sequence.computed = len(shared) * BLOCK_TOKENS
         self.prefix_queries += length
