@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from minifloat.errors import KernelUnavailable, UsageError
 
@@ -105,7 +105,7 @@ class GrammarState:
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher, self._vocab = matcher, vocab
 
-    def forbid(self, logits: Tensor) -> None:
+    def forbid(self, logits: NDArray[np.float32]) -> None:
         """Set the logits ``[vocab]`` of the tokens that cannot follow to -Inf.
 
         Raises:
@@ -114,10 +114,9 @@ class GrammarState:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise UsageError(f"response_format: {self._matcher.get_error()}")
-        bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-        allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()
-        logits[: len(allowed)].masked_fill_(~allowed[: self._vocab], -torch.inf)
-        logits[len(allowed) :] = -torch.inf
+        allowed = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")[: self._vocab].astype(bool)
+        logits[: len(allowed)][~allowed] = -np.inf
+        logits[len(allowed) :] = -np.inf
 
     def add(self, token: int) -> None:
         """Go on by a token; one that cannot follow (a stop token of the request) changes nothing."""

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minifloat.errors import UsageError
@@ -31,8 +31,12 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  #: characters
 MAX_LOGIT_BIAS = 1024  #: entries
 _SEED_BITS = 64
-#: Candidates that are looked at first where only the most probable tokens can be drawn.
-_CANDIDATES = 1024
+#: Tokens within so much of the largest logit are looked at first where only the most probable tokens can be drawn.
+_NEAR = 12.0
+
+Logits = NDArray[np.float32]
+Weights = NDArray[np.float64]
+Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -174,11 +178,10 @@ class SamplingState:
         grammar: GrammarState | None = None,
     ) -> None:
         self.params, self.grammar = params, grammar
-        seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed % 2**_SEED_BITS
-        self._key = seed
-        self._end = torch.tensor(sorted(end_tokens), dtype=torch.int64)
-        self._bias = torch.tensor(list(params.logit_bias.keys()), dtype=torch.int64)
-        self._bias_values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        self._key = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed % 2**_SEED_BITS
+        self._end = np.array(sorted(end_tokens), dtype=np.int64)
+        self._bias = np.array(list(params.logit_bias.keys()), dtype=np.int64)
+        self._bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self._counts: dict[int, int] = {}
         self._seen = dict.fromkeys(prompt) if params.repetition_penalty != 1.0 else {}
         self.length = 0
@@ -198,22 +201,22 @@ class SamplingState:
         """Whether the grammar lets nothing follow."""
         return self.grammar is not None and self.grammar.done
 
-    def change(self, logits: Tensor) -> Tensor:
+    def change(self, logits: Logits) -> Logits:
         """The logits ``[vocab]`` as the choice is made by them; the argument is not changed."""
         params = self.params
-        logits = logits.clone()
+        logits = logits.copy()
         if params.logit_bias:
             logits[self._bias] += self._bias_values
         if self._seen:
-            seen = torch.tensor(list(self._seen), dtype=torch.int64)
-            values, penalty = logits[seen], params.repetition_penalty
-            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+            seen = np.fromiter(self._seen, dtype=np.int64)
+            values, penalty = logits[seen], np.float32(params.repetition_penalty)
+            logits[seen] = np.where(values > 0, values / penalty, values * penalty)
         if self._counts:
-            tokens = torch.tensor(list(self._counts), dtype=torch.int64)
-            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
-            logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+            tokens = np.fromiter(self._counts.keys(), dtype=np.int64)
+            counts = np.fromiter(self._counts.values(), dtype=np.float32)
+            logits[tokens] -= np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
         if self.length < params.min_tokens:
-            logits[self._end] = -torch.inf
+            logits[self._end] = -np.inf
         if self.grammar is not None:
             self.grammar.forbid(logits)
         return logits
@@ -230,44 +233,42 @@ class NonFiniteLogits(Exception):
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Choice | Exception]:
     """Choose the next token of each sequence.
 
+    numpy does it, in this thread: torch's threads take longer to meet than these few rows take.
+
     Args:
-        logits: float32 ``[sequences, vocab]``.
+        logits: float32 ``[sequences, vocab]`` on the CPU.
         states: Of the sequences.
 
     Returns:
         Per sequence the choice, or why there is none: `NonFiniteLogits`, or a grammar that came to its limits.
     """
-    highest, best = (result.tolist() for result in logits.max(dim=-1))
+    rows: Logits = logits.numpy()
     choices: list[Choice | Exception] = []
-    for row, state, top, token in zip(logits, states, highest, best, strict=True):
+    for row, token, state in zip(rows, rows.argmax(axis=-1).tolist(), states, strict=True):
         try:
-            choices.append(_choose(row, state, top, token))
+            choices.append(_choose(row, state, token))
         except (NonFiniteLogits, UsageError) as error:  # of this sequence; the others go on
             choices.append(error)
     return choices
 
 
-def _choose(logits: Tensor, state: SamplingState, highest: float, best: int) -> Choice:
-    """The next token of one sequence; `best` is the most probable one, with the logit `highest`."""
-    if not math.isfinite(highest):
-        raise NonFiniteLogits(f"the model's logits are not finite (their largest is {highest})")
+def _choose(logits: Logits, state: SamplingState, best: int) -> Choice:
+    """The next token of one sequence; `best` has the largest logit, or is NaN."""
+    if not math.isfinite(logits[best]):
+        raise NonFiniteLogits(f"the model's logits are not finite (one is {logits[best]})")
     params, token = state.params, best
     if params.changes_logits or not params.is_greedy:
         changed = state.change(logits) if params.changes_logits else logits
         token = int(changed.argmax()) if params.is_greedy else draw(changed, params, state.uniform())
-    return _reported(logits, token, params.logprobs)
-
-
-def _reported(logits: Tensor, token: int, wanted: int | None) -> Choice:
-    if wanted is None:
+    if params.logprobs is None:
         return Choice(token)
-    logprobs = logits.log_softmax(-1)
-    values, tokens = logprobs.topk(wanted)
-    top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-    return Choice(token, float(logprobs[token]), top)
+    shifted = logits.astype(np.float64) - logits[best]
+    logprobs = shifted - np.log(np.exp(shifted).sum())
+    top = np.argsort(-logprobs, kind="stable")[: params.logprobs]
+    return Choice(token, float(logprobs[token]), tuple(zip(top.tolist(), logprobs[top].tolist(), strict=True)))
 
 
-def draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
+def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
     """Draw a token.
 
     Args:
@@ -279,27 +280,51 @@ def draw(logits: Tensor, params: SamplingParams, uniform: float) -> int:
         The first token whose cumulative probability is above `uniform`: in the order of probability where only the
         most probable can be drawn, else in the order of the vocabulary.
     """
-    scaled = logits.double() / params.temperature
+    scaled = logits.astype(np.float64) / params.temperature
+    scaled -= scaled.max()
     if params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0:
-        return _invert((scaled - scaled.max()).exp(), uniform)
-    vocab = len(logits)
-    # Few tokens are enough nearly always; where they are not, all are sorted. Both ways give the same token.
-    for count in dict.fromkeys((min(params.top_k or _CANDIDATES, vocab), vocab)):
-        values, tokens = scaled.topk(count)
-        weights = (values - values[0]).exp()
-        if params.min_p and float(weights[-1]) >= params.min_p and count < (params.top_k or vocab):
-            continue
-        kept = int((weights >= params.min_p).sum())
-        total = weights[:kept].sum() if params.top_k or params.min_p else (scaled - values[0]).exp().sum()
-        before = weights[:kept].cumsum(0) - weights[:kept]
-        within = int((before < params.top_p * total).sum())
-        if within < count or count == vocab or params.top_k or params.min_p:
-            return int(tokens[_invert(weights[: min(within, kept)], uniform)])
-    raise AssertionError("the whole vocabulary is always enough")
+        return _invert(np.exp(scaled), uniform)
+    # The probable tokens are enough nearly always; where they are not, all are sorted. Both ways give the same token.
+    near = _nearest(scaled, np.flatnonzero(scaled >= -_NEAR), params)
+    tokens, weights = near or _nearest(scaled, np.arange(len(scaled)), params) or (np.zeros(1, np.int64), np.ones(1))
+    return int(tokens[_invert(weights, uniform)])
 
 
-def _invert(weights: Tensor, uniform: float) -> int:
+def _nearest(scaled: Weights, tokens: Tokens, params: SamplingParams) -> tuple[Tokens, Weights] | None:
+    """The tokens that can be drawn, most probable first, and their weights.
+
+    Args:
+        scaled: Logits of all tokens, the largest of them 0.
+        tokens: Of which the answer is sought: no other token has a larger logit than one of these.
+        params: As in `draw`.
+
+    Returns:
+        None where tokens beyond these might have to be among them.
+    """
+    limited = bool(params.top_k or params.min_p)
+    everything = len(tokens) == len(scaled)
+    if 0 < params.top_k < len(tokens):  # few are left to sort
+        values = scaled[tokens]
+        tokens = tokens[values >= np.partition(values, -params.top_k)[-params.top_k]]
+    tokens = tokens[np.argsort(-scaled[tokens], kind="stable")]
+    if params.top_k and len(tokens) >= params.top_k:
+        tokens, everything = tokens[: params.top_k], True
+    weights = np.exp(scaled[tokens])
+    if params.min_p and weights[-1] < params.min_p:
+        weights, everything = weights[weights >= params.min_p], True
+    if limited and not everything:
+        return None
+    if params.top_p < 1.0:
+        total = weights.sum() if limited else np.exp(scaled).sum()
+        within = int((weights.cumsum() - weights < params.top_p * total).sum())
+        if within == len(weights) and not everything:
+            return None
+        weights = weights[:within]
+    return tokens, weights
+
+
+def _invert(weights: Weights, uniform: float) -> int:
     """The first index whose cumulative weight is above `uniform` of the whole."""
-    sums = weights.cumsum(0)
-    index = int(torch.searchsorted(sums, uniform * sums[-1], right=True))
+    sums = weights.cumsum()
+    index = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
     return min(index, len(weights) - 1)
