@@ -7,7 +7,6 @@ mistake is one line on standard error and exit status 2 (`--debug` shows the tra
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import click
 
 from minifloat._version import __version__
+from minifloat.cli_serving import chat, parse_size, serve
 from minifloat.errors import MinifloatError, UsageError
 from minifloat.kernels.processors import bound_spin
 from minifloat.scheme import DEFAULT_SCHEME, SCHEMES
@@ -220,7 +220,7 @@ def calibrate(
             histogram=histogram,
             per_channel=per_channel,
             until_stable=until_stable,
-            max_memory=None if max_memory is None else _parse_size(max_memory),
+            max_memory=None if max_memory is None else parse_size(max_memory),
             work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
             device=device,
             progress=progress,
@@ -228,18 +228,6 @@ def calibrate(
     files = collected.save(stats, overwrite=overwrite)
     print_stats(collected.stats, parsed, collected.held_out, verbose=verbose)
     click.echo(f"Written to {', '.join(map(str, files))}")
-
-
-_SIZE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def _parse_size(text: str) -> int:
-    """Bytes from ``8GiB``, ``500 MB`` or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", text.strip())
-    if match is None:
-        raise UsageError(f"expected a size such as 8GiB or 500MB, got {text!r}")
-    return int(float(match[1]) * _SIZE_UNITS[match[2] or ""])
 
 
 @main.command()
@@ -362,6 +350,10 @@ def generate(
     for piece in stream(loaded, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
         click.echo(piece, nl=False)
     click.echo()
+
+
+main.add_command(serve)
+main.add_command(chat)
 
 
 @main.command()

@@ -104,3 +104,15 @@ def read_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> frozens
                 "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
     return frozenset(hash_key(key.encode("ascii")) for key in given)
+
+
+def read_template(file: Path) -> str:
+    """A chat template from a file.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"{file}: the chat template cannot be read: {error}") from error

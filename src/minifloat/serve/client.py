@@ -1,0 +1,186 @@
+"""`minifloat chat`: a conversation in the terminal with a server of ours, or any other with OpenAI's API.
+
+Only the standard library: it starts at once, and runs where no model could. An answer is shown as it is made; Ctrl-C
+closes the connection, which makes the server stop too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from minifloat.errors import StorageError, UsageError
+
+_TIMEOUT = 600.0  #: seconds without a byte
+_DATA = b"data: "
+
+
+class ServerError(StorageError):
+    """The server cannot be reached, or refuses."""
+
+
+@dataclass
+class ChatClient:
+    """Talks to a server.
+
+    Args:
+        url: Its address; a path such as ``/v1`` at its end is understood.
+        api_key: Its key.
+        model: Its name there; None: the first that the server lists.
+        sampling: Fields of the requests, by their names in the API.
+    """
+
+    url: str
+    api_key: str | None = None
+    model: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"expected a URL such as http://127.0.0.1:8000, got {self.url!r}")
+        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+
+    def find_model(self) -> str:
+        """The model's name, asked for once.
+
+        Raises:
+            ServerError: There is no such server, or it refuses.
+        """
+        if self.model is None:
+            with self._ask("GET", "/v1/models") as response:
+                models = json.loads(response.read())["data"]
+            if not models:
+                raise ServerError(f"{self.url}: the server has no model")
+            self.model = str(models[0]["id"])
+        return self.model
+
+    def stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+        """The pieces of an answer. Closing the iterator stops the server.
+
+        Raises:
+            ServerError: There is no such server, or it refuses.
+        """
+        body = {"model": self.find_model(), "messages": messages, "stream": True, **self.sampling}
+        with self._ask("POST", "/v1/chat/completions", body) as response:
+            for line in response:
+                if not line.startswith(_DATA) or line.strip() == b"data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix(_DATA))
+                if "error" in event:
+                    raise ServerError(event["error"]["message"])
+                for choice in event["choices"]:
+                    if piece := choice["delta"].get("content"):
+                        yield piece
+
+    @contextlib.contextmanager
+    def _ask(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=_TIMEOUT)
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        )
+        try:
+            connection.request(method, self._prefix + path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                raise ServerError(_reason(response))
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{self.url}: {error}; is `minifloat serve` running there?") from error
+        finally:
+            connection.close()
+
+
+def _reason(response: http.client.HTTPResponse) -> str:
+    body = response.read()
+    try:
+        return f"{response.status}: {json.loads(body)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"{response.status} {response.reason}"
+
+
+def converse(
+    client: ChatClient,
+    *,
+    system: str | None = None,
+    stats: bool = False,
+    read: Callable[[str], str] = input,
+    write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+) -> None:
+    """Read a line, show the answer, until the end of the input or /quit.
+
+    Args:
+        client: Of the server.
+        system: What the model is told first.
+        stats: Show how fast each answer came.
+        read: Shows a prompt and gives a line; raises EOFError at the end.
+        write: Shows a piece of text.
+
+    Raises:
+        ServerError: The server cannot be reached at all; what goes wrong later is shown.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  makes `input` edit lines
+    write(f"{client.find_model()}: /quit ends, /reset forgets, /system TEXT instructs; Ctrl-C stops an answer\n")
+    messages = _beginning(system)
+    while True:
+        try:
+            line = read("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            write("\n")
+            return
+        command, _, rest = line.partition(" ")
+        if command == "/quit":
+            return
+        if command == "/reset":
+            messages = _beginning(system)
+            write("(forgotten)\n")
+        elif command == "/system":
+            system = rest.strip() or None
+            messages = _beginning(system)
+            write("(a new conversation)\n")
+        elif line.startswith("/"):
+            write(f"(unknown command {command}; there are /quit, /reset and /system)\n")
+        elif line:
+            messages.append({"role": "user", "content": line})
+            answer = _show(client, messages, stats=stats, write=write)
+            if answer:
+                messages.append({"role": "assistant", "content": answer})
+            else:
+                messages.pop()  # templates want question and answer in turn
+
+
+def _beginning(system: str | None) -> list[dict[str, str]]:
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _show(client: ChatClient, messages: list[dict[str, str]], *, stats: bool, write: Callable[[str], None]) -> str:
+    """Show an answer as it comes, and return what has come."""
+    pieces: list[str] = []
+    began = first = time.monotonic()
+    stream = client.stream(messages)
+    try:
+        for piece in stream:
+            if not pieces:
+                first = time.monotonic()
+            pieces.append(piece)
+            write(piece)
+    except KeyboardInterrupt:
+        write(" (stopped)")
+    except ServerError as error:
+        write(f"({error})")
+    finally:
+        stream.close()
+    write("\n")
+    if stats and len(pieces) > 1:
+        rate = (len(pieces) - 1) / max(time.monotonic() - first, 1e-9)
+        write(f"({first - began:.2f} s to the first token, then {rate:.1f} pieces per second)\n")
+    return "".join(pieces)

@@ -1,0 +1,102 @@
+"""The status page, in a real browser where there is one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import CHROMIUM, Page, browser
+from fake_engine import FakeEngine
+from serving import Client, running
+
+from minifloat.serve.server import read_api_keys
+
+KEY = "a-key-for-tests"
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    with browser(tmp_path / "profile") as tab:
+        yield tab
+
+
+def test_the_page_is_one_file_that_asks_nobody_else(client: Client) -> None:
+    answer = client.get("/")
+    html = answer.body.decode()
+    assert answer.headers["content-type"].startswith("text/html")
+    assert not re.findall(r"https?://|//[a-z]|@import|url\(", re.sub(r"<!--.*?-->|^\s*//.*$", "", html))
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert policy.count("'sha256-") == 2
+    assert "unsafe" not in policy
+
+
+def test_the_page_says_nothing_by_itself(tokenizer: Any) -> None:
+    with running(FakeEngine(tokenizer), model_name="secret-name") as client:
+        assert b"secret-name" not in client.get("/").body
+        assert b"/nowhere" not in client.get("/status").body
+
+
+def test_the_status_has_the_model_and_the_last_minute(client: Client) -> None:
+    client.complete(max_tokens=20)
+    status = client.get("/status").json
+    assert status["model"]["bf16_bytes"] > status["model"]["weight_bytes"]
+    now = status["now"]
+    assert len(now["history"]) == 60
+    assert now["ttft_ms"]["median"] <= now["ttft_ms"]["p99"]
+    assert {"running", "waiting", "kv_usage", "generation_tokens_per_second", "itl_ms"} <= set(now)
+
+
+@needs_chromium
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("width", "mobile"), [(1280, False), (390, True)], ids=["desktop", "phone"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_shows_the_model_and_tries_a_prompt(
+    tokenizer: Any, page: Page, tmp_path: Path, width: int, mobile: bool, dark: bool
+) -> None:
+    with running(FakeEngine(tokenizer, seconds=0.01)) as client:
+        page.resize(width, 900, mobile=mobile, dark=dark)
+        page.open(client.url)
+        page.wait_for("!document.getElementById('content').hidden")
+        assert page.evaluate("document.getElementById('name').textContent") == "tiny"
+        assert page.evaluate("document.getElementById('saving').textContent") == "3.50x smaller"
+        for mode in ("chat", "text"):
+            page.evaluate(
+                f"mode.value = '{mode}'; prompt.value; document.getElementById('prompt').value = 'abc ';"
+                "document.getElementById('tokens').value = 60; document.getElementById('send').click()"
+            )
+            page.wait_for("/60 tokens; the first after/.test(document.getElementById('measured').textContent)")
+            shown = page.evaluate("document.getElementById('output').textContent")
+            assert "abc" in shown
+        page.wait_for("document.getElementById('rate').textContent !== '0'")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it is wider than the screen"
+        if folder := os.environ.get("MINIFLOAT_SCREENSHOTS"):
+            page.screenshot(Path(folder) / f"page-{width}-{'dark' if dark else 'light'}.png")
+        assert all(url.startswith((client.url, "data:")) for url in page.requests), page.requests
+        assert not page.problems
+
+
+@needs_chromium
+@pytest.mark.timeout(120)
+def test_the_page_asks_for_a_key_and_stops_an_answer(tokenizer: Any, page: Page) -> None:
+    with running(FakeEngine(tokenizer, seconds=0.02), api_keys=read_api_keys([KEY])) as client:
+        page.open(client.url)
+        for key in ("a-wrong-key", KEY):
+            page.wait_for("!document.getElementById('key-form').hidden")
+            page.evaluate(
+                f"document.getElementById('key').value = '{key}';"
+                "document.querySelector('#key-form button').click(); document.getElementById('key-form').hidden = true"
+            )
+        page.wait_for("!document.getElementById('content').hidden")
+        page.evaluate("document.getElementById('tokens').value = 400; document.getElementById('send').click()")
+        page.wait_for("document.getElementById('output').textContent.length > 5")
+        assert page.evaluate("document.getElementById('send').textContent") == "Stop"
+        page.evaluate("document.getElementById('send').click()")
+        page.wait_for("document.getElementById('measured').textContent === 'stopped'")
+        assert client.idle()
