@@ -201,3 +201,79 @@ def _int32(values: Any) -> Tensor:
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a random decoder looks like.
+
+    Attributes:
+        heads: Of queries.
+        kv_heads: Of keys and values.
+        head_dim: Size of a head.
+        rotary: How many dimensions turn; None: all.
+        windows: Of each layer.
+        norms: Whether q and k have norms.
+        biases: Whether linears have biases.
+        hidden: Size of the residual stream.
+        intermediate: Of the MLP.
+    """
+
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    rotary: int | None = None
+    windows: tuple[int | None, ...] = (None, None)
+    norms: bool = False
+    biases: bool = False
+    hidden: int = 72
+    intermediate: int = 88
+
+
+def random_decoder(shape: Shape, dtype: torch.dtype, scales: tuple[float, float] = (1.0, 1.0)) -> Decoder:
+    """A decoder without a model; `scales`: of keys and values in an E4M3 cache."""
+    random = torch.Generator().manual_seed(7)
+
+    def weight(rows: int, cols: int) -> PackedWeight:
+        return _packed(torch.randn(rows, cols, generator=random) * 1.5 / cols**0.5)
+
+    def vector(size: int, centre: float = 1.0) -> Tensor:
+        return torch.randn(size, generator=random) * 0.2 + centre
+
+    def layer(window: int | None) -> Layer:
+        d, hidden, middle = shape.head_dim, shape.hidden, shape.intermediate
+        sizes = [shape.heads * d, shape.kv_heads * d, shape.kv_heads * d]
+        attention = Attention(
+            qkv=FusedWeights([weight(size, hidden) for size in sizes]),
+            out=weight(hidden, sizes[0]),
+            qkv_bias=tuple(vector(size, 0.0) for size in sizes) if shape.biases else None,
+            out_bias=vector(hidden, 0.0) if shape.biases else None,
+            q_norm=vector(d) if shape.norms else None,
+            k_norm=vector(d) if shape.norms else None,
+            window=window,
+            k_scale=scales[0],
+            v_scale=scales[1],
+        )
+        mlp = Mlp(
+            FusedWeights([weight(middle, hidden), weight(middle, hidden)]),
+            weight(hidden, middle),
+            (None, vector(middle, 0.0)) if shape.biases else None,
+            vector(hidden, 0.0) if shape.biases else None,
+        )
+        return Layer(vector(hidden), attention, vector(hidden), mlp)
+
+    rotary = shape.head_dim if shape.rotary is None else shape.rotary
+    return Decoder(
+        dtype=dtype,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        eps=1e-5,
+        inv_freq=100.0 ** -(torch.arange(rotary // 2) / max(rotary // 2, 1)),
+        attention_scaling=1.1,
+        scale=1.3 * shape.head_dim**-0.5,
+        embedding=torch.randn(VOCAB, shape.hidden, generator=random).to(dtype),
+        layers=tuple(layer(window) for window in shape.windows),
+        norm=vector(shape.hidden),
+        lm_head=weight(VOCAB, shape.hidden),
+    )

@@ -22,7 +22,7 @@ import minifloat.kernels
 from minifloat.errors import KernelUnavailable
 
 #: ``MINIFLOAT_ABI_VERSION`` of ``csrc/api.h``.
-ABI_VERSION = 3
+ABI_VERSION = 4
 FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
 _REBUILD = (
     "install a C++ compiler (g++ or clang++) and reinstall minifloat, or in a checkout run what CMakeLists.txt says"
@@ -141,6 +141,102 @@ class MoeArgs(ctypes.Structure):
         ("experts", ctypes.c_int32),
         ("x_dtype", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+class Product(ctypes.Structure):
+    """``struct minifloat_product``."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("count", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+    ]
+
+
+class ExpertsArgs(ctypes.Structure):
+    """``struct minifloat_experts``."""
+
+    _fields_ = [
+        ("router", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("shared_gate", ctypes.c_void_p),
+        ("intermediate", ctypes.c_int64),
+        ("router_dtype", ctypes.c_int32),
+        ("experts", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("normalize", ctypes.c_int32),
+    ]
+
+
+class LayerArgs(ctypes.Structure):
+    """``struct minifloat_layer``."""
+
+    _fields_ = [
+        ("input_norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("qkv", Product),
+        ("out", Product),
+        ("gate_up", Product),
+        ("down", Product),
+        ("intermediate", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("k_scale", ctypes.c_float),
+        ("v_scale", ctypes.c_float),
+    ]
+
+
+class DecoderArgs(ctypes.Structure):
+    """``struct minifloat_decoder``."""
+
+    _fields_ = [
+        ("layers", ctypes.c_void_p),
+        ("inv_freq", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("embedding", ctypes.c_void_p),
+        ("lm_head", Product),
+        ("hidden", ctypes.c_int64),
+        ("lm_head_rows", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("embedding_dtype", ctypes.c_int32),
+        ("layer_count", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("rotary", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("attention_scaling", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class StepArgs(ctypes.Structure):
+    """``struct minifloat_step_args``."""
+
+    _fields_ = [
+        ("decoder", ctypes.c_void_p),
+        ("cache", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("contexts", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("logit_rows", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("nanoseconds", ctypes.c_void_p),
+        ("cache_blocks", ctypes.c_int64),
+        ("cache_element", ctypes.c_int32),
+        ("token_count", ctypes.c_int32),
+        ("sequences", ctypes.c_int32),
+        ("block_columns", ctypes.c_int32),
+        ("logit_count", ctypes.c_int32),
         ("threads", ctypes.c_int32),
     ]
 
@@ -265,6 +361,15 @@ class Library:
         status = self._cdll.minifloat_moe(self._index, args if isinstance(args, bytes) else ctypes.byref(args))
         if status:
             _check(status)
+
+    def step(self, args: StepArgs) -> None:
+        """Run ``minifloat_step``.
+
+        Raises:
+            ValueError: The library refused the arguments (a bug of the caller, which validates them).
+            MemoryError: There is no room for a scratch buffer.
+        """
+        _check(self._cdll.minifloat_step(self._index, ctypes.byref(args)))
 
     def read(self, args: ReadArgs) -> None:
         """Run ``minifloat_read``; the sum is in `args`.

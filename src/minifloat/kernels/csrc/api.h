@@ -1,7 +1,7 @@
 // The C interface of libminifloat_native: what ctypes sees (native.py mirrors it field by field).
 //
 // Every call is a pure function of its arguments, so any number of threads may call at once. Those of quantizing and
-// observing have no threads of their own and allocate nothing; packing and multiplying share out their work
+// observing have no threads of their own and allocate nothing; packing, multiplying and steps share out their work
 // (threads.h). Arguments are validated in Python; the checks here only guard memory.
 #pragma once
 
@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Raised whenever a struct or the meaning of a field changes, so that a stale library is noticed and not called.
-#define MINIFLOAT_ABI_VERSION 3
+#define MINIFLOAT_ABI_VERSION 4
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -135,6 +135,82 @@ struct minifloat_moe_args {
     int32_t threads;
 };
 
+// What a cache of keys and values holds; kernels/decoder/cache.py draws how it lies.
+enum minifloat_cache_element { MINIFLOAT_CACHE_F32 = 0, MINIFLOAT_CACHE_BF16 = 1, MINIFLOAT_CACHE_E4M3 = 2 };
+
+// Tokens of one block of a cache, and the largest size of a head.
+#define MINIFLOAT_BLOCK_TOKENS 16
+#define MINIFLOAT_MAX_HEAD_DIM 512
+
+// What a step spends its time with.
+enum minifloat_step_part {
+    MINIFLOAT_STEP_LINEARS = 0,
+    MINIFLOAT_STEP_ATTENTION = 1,
+    MINIFLOAT_STEP_ROWS = 2,  // norms, rotation, writing into the cache, activations, residuals, routing
+    MINIFLOAT_STEP_PARTS = 3,
+};
+
+// Packed weights that share an input, and their biases.
+struct minifloat_product {
+    const uint8_t* const* weights;
+    const void* const* biases;  // null, or one or null per weight
+    int32_t count;
+    int32_t bias_dtype;
+};
+
+struct minifloat_experts {
+    const void* router;            // [experts, hidden] of router_dtype
+    const uint8_t* const* gate;    // per expert [intermediate, hidden], or [2 * intermediate, hidden] with up below
+    const uint8_t* const* up;      // per expert [intermediate, hidden]; null where gate has it
+    const uint8_t* const* down;    // per expert [hidden, intermediate]
+    const float* shared_gate;      // [hidden] or null
+    int64_t intermediate;
+    int32_t router_dtype, experts, top_k, normalize;
+};
+
+struct minifloat_layer {
+    const float* input_norm;  // [hidden]
+    const float* mlp_norm;
+    const float* q_norm;  // [head_dim] or null
+    const float* k_norm;
+    const struct minifloat_experts* experts;  // null: a plain MLP
+    struct minifloat_product qkv, out;
+    struct minifloat_product gate_up, down;  // of the MLP, or of the one that experts share
+    int64_t intermediate;                    // of those; 0: experts share none
+    int64_t window;                          // 0: none
+    float k_scale, v_scale;
+};
+
+struct minifloat_decoder {
+    const struct minifloat_layer* layers;
+    const float* inv_freq;  // [rotary / 2]
+    const float* norm;
+    const void* embedding;  // [vocab, hidden] of embedding_dtype
+    struct minifloat_product lm_head;
+    int64_t hidden, lm_head_rows;
+    int32_t dtype, embedding_dtype;
+    int32_t layer_count, heads, kv_heads, head_dim, rotary;
+    float eps, attention_scaling, scale;
+};
+
+// New tokens of a batch of sequences; kernels/decoder/types.py says what the arrays hold.
+struct minifloat_step_args {
+    const struct minifloat_decoder* decoder;
+    uint8_t* cache;             // [layers, cache_blocks, kv_heads, a block of one head]
+    const int32_t* tokens;      // [token_count]
+    const int32_t* positions;   // [token_count]
+    const int32_t* starts;      // [sequences + 1]
+    const int32_t* contexts;    // [sequences]
+    const int32_t* blocks;      // [sequences, block_columns]
+    const int32_t* logit_rows;  // [logit_count]
+    float* logits;              // [logit_count, lm_head_rows]
+    int64_t* nanoseconds;       // null, or [MINIFLOAT_STEP_PARTS], added to
+    int64_t cache_blocks;
+    int32_t cache_element;
+    int32_t token_count, sequences, block_columns, logit_count;
+    int32_t threads;
+};
+
 // Reads memory as fast as it can be read: the limit of every kernel here.
 struct minifloat_read_args {
     const uint8_t* data;
@@ -162,6 +238,8 @@ MINIFLOAT_API int32_t minifloat_pack(int32_t isa, const struct minifloat_pack_ar
 MINIFLOAT_API int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args);
 MINIFLOAT_API int32_t minifloat_linear(int32_t isa, const struct minifloat_linear_args* args);
 MINIFLOAT_API int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args);
+
+MINIFLOAT_API int32_t minifloat_step(int32_t isa, const struct minifloat_step_args* args);
 
 MINIFLOAT_API int32_t minifloat_read(int32_t isa, struct minifloat_read_args* args);
 

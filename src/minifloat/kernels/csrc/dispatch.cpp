@@ -20,6 +20,7 @@
     int32_t unpack(const minifloat_pack_args& args);            \
     int32_t linear(const minifloat_linear_args& args);          \
     int32_t moe(const minifloat_moe_args& args);                \
+    int32_t step(const minifloat_step_args& args);              \
     void read(minifloat_read_args& args);                       \
     }
 
@@ -46,13 +47,14 @@ struct Isa {
     int32_t (*unpack)(const minifloat_pack_args&);
     int32_t (*linear)(const minifloat_linear_args&);
     int32_t (*moe)(const minifloat_moe_args&);
+    int32_t (*step)(const minifloat_step_args&);
     void (*read)(minifloat_read_args&);
 };
 
 #define MINIFLOAT_ROW(isa, supported)                                                                      \
     {                                                                                                      \
         #isa, supported, isa::quantize_rows, isa::amax, isa::histogram, isa::packed_bytes, isa::pack,      \
-            isa::unpack, isa::linear, isa::moe, isa::read                                                  \
+            isa::unpack, isa::linear, isa::moe, isa::step, isa::read                                                  \
     }
 
 // The features are those that CMakeLists.txt compiles the object file with.
@@ -149,6 +151,14 @@ bool valid(const minifloat_moe_args& a) {
     return a.biases == nullptr || known_dtype(a.bias_dtype);
 }
 
+bool valid(const minifloat_step_args& a) {
+    if (a.token_count < 1 || a.sequences < 1 || a.logit_count < 0) return false;
+    const minifloat_decoder& d = *a.decoder;
+    if (d.head_dim < 2 || d.head_dim > MINIFLOAT_MAX_HEAD_DIM || d.head_dim % 2 || d.rotary > d.head_dim) return false;
+    if (a.cache_element < MINIFLOAT_CACHE_F32 || a.cache_element > MINIFLOAT_CACHE_E4M3) return false;
+    return d.heads > 0 && d.kv_heads > 0 && d.heads % d.kv_heads == 0 && known_dtype(d.dtype);
+}
+
 }  // namespace
 
 extern "C" {
@@ -211,6 +221,13 @@ int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     return kIsas[isa].moe(*args);
+}
+
+int32_t minifloat_step(int32_t isa, const struct minifloat_step_args* args) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
+    const minifloat::DefaultFloatEnvironment environment;
+    return kIsas[isa].step(*args);
 }
 
 int32_t minifloat_read(int32_t isa, struct minifloat_read_args* args) {

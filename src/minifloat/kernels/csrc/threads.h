@@ -33,8 +33,8 @@ class Barrier {
 };
 
 // Memory of the calling thread, 64-byte aligned, kept for its next call (contents are not); null if there is none.
-// Two slots may be in use at a time.
-enum ScratchSlot { kScratchCall = 0, kScratchThread = 1, kScratchSlots = 2 };
+// All slots may be in use at a time: of a step, of a call within it, and of a thread of that.
+enum ScratchSlot { kScratchCall = 0, kScratchThread = 1, kScratchStep = 2, kScratchSlots = 3 };
 void* scratch(ScratchSlot slot, int64_t bytes);
 
 // A range of equal pieces of work, cut into one run of neighbours per thread; who is done early takes from the others.

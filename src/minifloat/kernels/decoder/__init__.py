@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.errors import UnknownNameError
-from minifloat.kernels.decoder import reference
+from minifloat.errors import KernelUnavailable, UnknownNameError
+from minifloat.kernels.decoder import cpu, reference
 from minifloat.kernels.decoder.cache import ELEMENTS, KVCache
 from minifloat.kernels.decoder.check import check
 from minifloat.kernels.decoder.types import BLOCK_TOKENS, Attention, Batch, Decoder, Experts, Layer, Mlp
@@ -30,7 +30,7 @@ __all__ = [
     "step",
 ]
 
-IMPLEMENTATIONS = ("auto", "reference")
+IMPLEMENTATIONS = ("auto", "reference", "cpu")
 
 
 def step(decoder: Decoder, cache: KVCache, batch: Batch, impl: str = "auto") -> Tensor:
@@ -61,6 +61,11 @@ def step(decoder: Decoder, cache: KVCache, batch: Batch, impl: str = "auto") -> 
     """
     if impl not in IMPLEMENTATIONS:
         raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
+    reason = cpu.why_not()
+    if impl == "cpu" and reason:
+        raise KernelUnavailable(f"step(impl='cpu') cannot run: {reason}")
     check(decoder, cache, batch)
+    if impl != "reference" and not reason:
+        return cpu.step(decoder, cache, batch)
     with torch.no_grad():
         return reference.step(decoder, cache, batch)

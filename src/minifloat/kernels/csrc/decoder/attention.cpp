@@ -1,0 +1,221 @@
+// Cuts the attention of a step into tiles (attend.h) and shares them out.
+//
+// A sequence with one tile of rows per key-value head, as in decoding, has its keys cut into ranges too, so that one
+// long context keeps all threads busy; their sums are merged at the end. What is cut depends on the sequence alone: the
+// bits of a result depend neither on the number of threads nor on the rest of the batch.
+#include "attention.h"
+
+#include "../threads.h"
+#include "attend.h"
+#include "rows.h"
+
+namespace MINIFLOAT_ISA {
+namespace {
+
+constexpr int64_t kRangeBlocks = 32;
+constexpr int64_t kProductsPerThread = 256 << 10;  // some microseconds
+
+// A tile, or a range of one.
+struct Piece {
+    int32_t sequence, head;
+    int64_t row;         // of the sequence, [token, head of the group]
+    int64_t begin, end;  // blocks
+    float* partial;      // where its sums go; null: it is the whole tile
+    int64_t ranges;      // of the tile, in the first piece of it; else 0
+};
+
+struct Work {
+    const minifloat_step_args& a;
+    const minifloat_layer& layer;
+    const LayerCache& cache;
+    const float* q;
+    uint8_t* out;
+    int64_t group;
+    Piece* pieces;
+    int64_t count;
+    int64_t products;
+};
+
+int64_t rows_of(const Work& work, int32_t s) { return (work.a.starts[s + 1] - work.a.starts[s]) * work.group; }
+int64_t tile_rows(const Work& work, const Piece& piece) {
+    return min<int64_t>(kQueryRows, rows_of(work, piece.sequence) - piece.row);
+}
+int64_t partial_floats(const Work& work) { return kQueryRows * (work.cache.padded_dim + int64_t{2}); }
+
+int64_t last_key(const Work& work, int32_t s, int64_t row) {
+    return work.a.positions[work.a.starts[s] + row / work.group] + int64_t{1};
+}
+int64_t first_key(const Work& work, int32_t s, int64_t row) {
+    return work.layer.window > 0 ? max<int64_t>(0, last_key(work, s, row) - work.layer.window) : 0;
+}
+
+// The pieces of a sequence for one head; counts them alone where there is no memory yet.
+void cut(Work& work, int32_t s, int32_t head, float*& partials) {
+    const int64_t rows = rows_of(work, s);
+    for (int64_t row = 0; row < rows; row += kQueryRows) {
+        const int64_t last_row = min(row + kQueryRows, rows) - 1;
+        const int64_t begin = first_key(work, s, row) / kBlockTokens;
+        const int64_t end = ceil_div(last_key(work, s, last_row), kBlockTokens);
+        const int64_t ranges = rows <= kQueryRows ? ceil_div(end - begin, kRangeBlocks) : 1;
+        work.products += (end - begin) * kBlockTokens * (last_row + 1 - row) * work.cache.head_dim * 2;
+        for (int64_t i = 0; i < ranges; ++i) {
+            const int64_t from = begin + i * kRangeBlocks;
+            const int64_t to = i + 1 == ranges ? end : from + kRangeBlocks;
+            if (work.pieces != nullptr)
+                work.pieces[work.count] = {s, head, row, from, to, ranges > 1 ? partials : nullptr, i == 0 ? ranges : 0};
+            if (ranges > 1 && work.pieces != nullptr) partials += partial_floats(work);
+            ++work.count;
+        }
+    }
+}
+
+void cut(Work& work, float* partials) {
+    work.count = work.products = 0;
+    for (int32_t s = 0; s < work.a.sequences; ++s)
+        for (int32_t head = 0; head < work.a.decoder->kv_heads; ++head) cut(work, s, head, partials);
+}
+
+Tile tile_of(const Work& work, const Piece& piece) {
+    const minifloat_decoder& d = *work.a.decoder;
+    Tile tile;
+    tile.rows = static_cast<int>(tile_rows(work, piece));
+    for (int r = 0; r < tile.rows; ++r) {
+        const int64_t row = piece.row + r;
+        const int64_t token = work.a.starts[piece.sequence] + row / work.group;
+        const int64_t head = piece.head * work.group + row % work.group;
+        tile.q[r] = work.q + (token * d.heads + head) * d.head_dim;
+        tile.first_key[r] = first_key(work, piece.sequence, row);
+        tile.last_key[r] = last_key(work, piece.sequence, row);
+    }
+    tile.blocks = work.a.blocks + static_cast<int64_t>(piece.sequence) * work.a.block_columns;
+    tile.head = piece.head;
+    const float key_scale = work.cache.element == MINIFLOAT_CACHE_E4M3 ? work.layer.k_scale : 1.0f;
+    tile.score_factor = d.scale * key_scale * element_factor(work.cache.element);
+    return tile;
+}
+
+// Divides the sums of a tile by their weights; `values` is scratch.
+void finish(const Work& work, const Piece& piece, Sums& sums) {
+    const minifloat_decoder& d = *work.a.decoder;
+    const float value_scale = work.cache.element == MINIFLOAT_CACHE_E4M3 ? work.layer.v_scale : 1.0f;
+    const float factor = value_scale * element_factor(work.cache.element);
+    for (int64_t r = 0; r < tile_rows(work, piece); ++r) {
+        const int64_t row = piece.row + r;
+        const int64_t token = work.a.starts[piece.sequence] + row / work.group;
+        const int64_t head = piece.head * work.group + row % work.group;
+        const float scale = factor / sums.total[r];
+        for (int i = 0; i < work.cache.padded_dim; ++i) sums.values[r][i] *= scale;
+        from_float(sums.values[r], d.dtype, d.head_dim,
+                   work.out + (token * d.heads + head) * d.head_dim * dtype_bytes(d.dtype));
+    }
+}
+
+void keep(const Work& work, const Piece& piece, const Sums& sums) {
+    float* out = piece.partial;
+    for (int64_t r = 0; r < tile_rows(work, piece); ++r, out += work.cache.padded_dim + 2) {
+        out[0] = sums.largest[r];
+        out[1] = sums.total[r];
+        __builtin_memcpy(out + 2, sums.values[r], work.cache.padded_dim * sizeof(float));
+    }
+}
+
+// Adds the sums of a range to others, both brought under the larger largest score.
+void merge(const Work& work, const Piece& piece, Sums& sums) {
+    const float* from = piece.partial;
+    for (int64_t r = 0; r < tile_rows(work, piece); ++r, from += work.cache.padded_dim + 2) {
+        const float largest = max(from[0], sums.largest[r]);
+        const float reference = largest == minus_infinity() ? 0.0f : largest;
+        const float ours = exp(broadcast(sums.largest[r] - reference))[0];
+        const float theirs = exp(broadcast(from[0] - reference))[0];
+        sums.largest[r] = largest;
+        sums.total[r] = sums.total[r] * ours + from[1] * theirs;
+        for (int i = 0; i < work.cache.padded_dim; ++i)
+            sums.values[r][i] = sums.values[r][i] * ours + from[2 + i] * theirs;
+    }
+}
+
+void run_piece(const Work& work, const Piece& piece) {
+    Sums sums;
+    const Tile tile = tile_of(work, piece);
+    clear(sums, tile.rows, work.cache.padded_dim);
+    attend(tile, work.cache, piece.begin, piece.end, sums);
+    if (piece.partial == nullptr) {
+        finish(work, piece, sums);
+    } else {
+        keep(work, piece, sums);
+    }
+}
+
+void merge_ranges(const Work& work, const Piece* first) {
+    Sums sums;
+    clear(sums, static_cast<int>(tile_rows(work, *first)), work.cache.padded_dim);
+    for (int64_t i = 0; i < first->ranges; ++i) merge(work, first[i], sums);
+    finish(work, *first, sums);
+}
+
+void run(const Work& work) {
+    const int64_t worth = min(work.products / kProductsPerThread, work.count);
+    const int threads = static_cast<int>(max<int64_t>(1, min<int64_t>(work.a.threads, worth)));
+    minifloat::Schedule schedule;
+    minifloat::Barrier barrier;
+    schedule.reset(work.count, min(threads, int{minifloat::Schedule::kMaxThreads}));
+    minifloat::parallel(threads, [&](int thread, int count) {
+        for (int64_t i = schedule.next(thread); i >= 0; i = schedule.next(thread)) run_piece(work, work.pieces[i]);
+        barrier.wait(count);
+        for (int64_t i = thread; i < work.count; i += count)
+            if (work.pieces[i].ranges > 1) merge_ranges(work, work.pieces + i);
+    });
+}
+
+// A head of a row of q, k, v as float32, normed and turned where it is.
+void prepare_head(const minifloat_decoder& d, const uint8_t* from, const float* weight, const float* turn, float* out) {
+    to_float(from, d.dtype, d.head_dim, out);
+    if (weight != nullptr) norm(out, weight, d.head_dim, d.eps);
+    rotate(out, turn, d.rotary);
+}
+
+}  // namespace
+
+void write_tokens(const minifloat_step_args& a, const minifloat_layer& layer, const LayerCache& cache,
+                  const uint8_t* qkv, const float* turns, const int32_t* token_blocks, float* q) {
+    const minifloat_decoder& d = *a.decoder;
+    const int64_t head_bytes = static_cast<int64_t>(d.head_dim) * dtype_bytes(d.dtype);
+    const int64_t heads = d.heads + 2 * static_cast<int64_t>(d.kv_heads);
+    share(a.threads, a.token_count, heads * d.head_dim * 4, [&](int64_t begin, int64_t end) {
+        alignas(64) float keys[MINIFLOAT_MAX_HEAD_DIM], values[MINIFLOAT_MAX_HEAD_DIM];
+        alignas(64) uint8_t rounded[MINIFLOAT_MAX_HEAD_DIM * 4];
+        for (int64_t t = begin; t < end; ++t) {
+            const uint8_t* row = qkv + t * heads * head_bytes;
+            const float* turn = turns + t * d.rotary;
+            for (int32_t h = 0; h < d.heads; ++h) {
+                float* to = q + (t * d.heads + h) * d.head_dim;
+                prepare_head(d, row + h * head_bytes, layer.q_norm, turn, to);
+                from_float(to, d.dtype, d.head_dim, rounded);
+                to_float(rounded, d.dtype, d.head_dim, to);
+            }
+            row += d.heads * head_bytes;
+            for (int32_t h = 0; h < d.kv_heads; ++h) {
+                prepare_head(d, row + h * head_bytes, layer.k_norm, turn, keys);
+                to_float(row + (d.kv_heads + h) * head_bytes, d.dtype, d.head_dim, values);
+                write_token(cache, cache.head(token_blocks[t], h), a.positions[t] % kBlockTokens, keys, values,
+                            layer.k_scale, layer.v_scale);
+            }
+        }
+    });
+}
+
+int32_t attend_all(const minifloat_step_args& a, const minifloat_layer& layer, const LayerCache& cache, const float* q,
+                   uint8_t* out) {
+    Work work = {a, layer, cache, q, out, a.decoder->heads / a.decoder->kv_heads, nullptr, 0, 0};
+    cut(work, nullptr);
+    const int64_t piece_bytes = round_up(work.count * static_cast<int64_t>(sizeof(Piece)), kVectorBytes);
+    const int64_t bytes = piece_bytes + work.count * partial_floats(work) * static_cast<int64_t>(sizeof(float));
+    uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, bytes));
+    if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
+    work.pieces = reinterpret_cast<Piece*>(memory);
+    cut(work, reinterpret_cast<float*>(memory + piece_bytes));
+    run(work);
+    return MINIFLOAT_OK;
+}
+
+}  // namespace MINIFLOAT_ISA

@@ -1,0 +1,31 @@
+// Routing: which experts a token goes to, and the order of rows in which they are multiplied.
+#pragma once
+
+#include "../linear/convert.h"
+
+namespace MINIFLOAT_ISA {
+
+// Tokens sorted by expert. Row i of the sorted ones is token rows[i]; place[t * top_k + j] is the row of token t with
+// its j-th expert.
+struct Routing {
+    float* scores;     // [T, experts rounded up to kLanes]
+    float* weights;    // [T, top_k]
+    int32_t* chosen;   // [T, top_k]
+    int64_t* offsets;  // [experts + 1]
+    int64_t* rows;     // [T * top_k]
+    int64_t* place;    // [T * top_k]
+};
+
+// Chooses: softmax over all experts, then the top_k largest, ties to the lower number. x: [T, hidden] of `dtype`.
+int32_t choose_experts(const minifloat_experts& experts, const uint8_t* x, int32_t dtype, int64_t hidden,
+                       int64_t count, int threads, Routing& routing);
+
+// x += the weighted sum of the results y [T * top_k, hidden], of `dtype`, of each token's experts.
+void add_experts(const minifloat_experts& experts, const Routing& routing, const uint8_t* y, int32_t dtype,
+                 int64_t hidden, int64_t count, int threads, float* x);
+
+// x += sigmoid(gate * input) * y, where there is a gate; else x += y. All [T, hidden].
+void add_shared(const float* gate, const uint8_t* input, const uint8_t* y, int32_t dtype, int64_t hidden,
+                int64_t count, int threads, float* x);
+
+}  // namespace MINIFLOAT_ISA

@@ -1,0 +1,32 @@
+// The exponential function, a vector at a time.
+#pragma once
+
+#include "../linear/convert.h"
+
+namespace MINIFLOAT_ISA {
+
+// Within 2 units in the last place. 0 below the logarithm of the smallest normal number, NaN for NaN; never Inf: above
+// the logarithm of the largest number it stays about there.
+//
+// x = n log 2 + r with n an integer, |r| <= log(2) / 2: the series of r, then n into the exponent.
+inline F32 exp(F32 x) {
+    constexpr float kLowest = -87.33654f, kHighest = 88.37f;
+    constexpr float kLog2e = 1.44269504f;
+    constexpr float kLog2High = 0.693359375f, kLog2Low = -2.12194440e-4f;  // their sum is log 2; the high part is short
+    constexpr float kRound = 12582912.0f;  // added, it leaves an integer in the low bits
+    const F32 bounded = max(broadcast(kLowest), min(broadcast(kHighest), x));  // NaN is the second argument: it stays
+    const F32 shifted = bounded * kLog2e + kRound;
+    const F32 n = shifted - kRound;
+    const F32 r = (bounded - n * kLog2High) - n * kLog2Low;
+    F32 sum = r * (1.0f / 5040.0f) + (1.0f / 720.0f);
+    sum = sum * r + (1.0f / 120.0f);
+    sum = sum * r + (1.0f / 24.0f);
+    sum = sum * r + (1.0f / 6.0f);
+    sum = sum * r + 0.5f;
+    sum = sum * r + 1.0f;
+    sum = sum * r + 1.0f;
+    const U32 scaled = bit_cast<U32>(sum) + (bit_cast<U32>(shifted) << kMantissaBits);
+    return bit_cast<F32>(scaled & ~bit_cast<U32>(x < kLowest));
+}
+
+}  // namespace MINIFLOAT_ISA

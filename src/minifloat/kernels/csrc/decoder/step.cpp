@@ -1,0 +1,285 @@
+// One step of a decoder: embedding, layers, logits, with everything between the linears in one file's order.
+//
+// The residual stream is float32; inputs and outputs of linears have the decoder's dtype. Of the last layer only the
+// rows whose logits are wanted go on after attention. With few tokens, what is between linears runs on the calling
+// thread, which takes less than to wake the others.
+#include "step.h"
+
+#include "../clock.h"
+#include "../threads.h"
+#include "attention.h"
+#include "experts.h"
+#include "rows.h"
+
+namespace MINIFLOAT_ISA {
+namespace {
+
+// Adds up the time of each part of a step, where the caller asks for it.
+class Stopwatch {
+  public:
+    explicit Stopwatch(int64_t* parts) : parts_(parts), since_(parts ? minifloat::nanoseconds() : 0) {}
+
+    // What ran since the last call was `part`.
+    void lap(minifloat_step_part part) {
+        if (parts_ == nullptr) return;
+        const int64_t now = minifloat::nanoseconds();
+        parts_[part] += now - since_;
+        since_ = now;
+    }
+
+  private:
+    int64_t* parts_;
+    int64_t since_;
+};
+
+// Memory of a step, sized for its widest layer.
+struct Buffers {
+    float* x;               // [T, hidden], the residual stream
+    float* kept;            // [R, hidden], that of the rows whose logits are wanted
+    float* turns;           // [T, rotary]
+    float* q;               // [T, heads * head_dim]
+    int32_t* token_blocks;  // [T]
+    uint8_t* normed;        // of the dtype: inputs of q, k, v and of gate and up
+    uint8_t* wide;          // their results
+    uint8_t* narrow;        // inputs of the projections back to hidden
+    uint8_t* y;             // their results
+    Routing routing;
+};
+
+// Hands out pieces of a buffer; first to count them, then to cut them.
+class Cutter {
+  public:
+    explicit Cutter(uint8_t* memory) : memory_(memory) {}
+
+    template <class T>
+    void take(T*& pointer, int64_t count, int64_t bytes = sizeof(T)) {
+        pointer = reinterpret_cast<T*>(memory_ + used_);
+        used_ += round_up(count * bytes, kVectorBytes);
+    }
+    int64_t used() const { return used_; }
+
+  private:
+    uint8_t* memory_;
+    int64_t used_ = 0;
+};
+
+int64_t cut(const minifloat_step_args& a, uint8_t* memory, Buffers& b) {
+    const minifloat_decoder& d = *a.decoder;
+    const int64_t tokens = max(a.token_count, a.logit_count), bytes = dtype_bytes(d.dtype);
+    const int64_t heads = static_cast<int64_t>(d.heads) * d.head_dim;
+    int64_t wide = heads + 2 * static_cast<int64_t>(d.kv_heads) * d.head_dim, narrow = heads, rows = 1;
+    int64_t experts = 0;
+    for (int32_t i = 0; i < d.layer_count; ++i) {
+        const minifloat_layer& layer = d.layers[i];
+        wide = max(wide, 2 * layer.intermediate);
+        narrow = max(narrow, layer.intermediate);
+        if (layer.experts == nullptr) continue;
+        const minifloat_experts& e = *layer.experts;
+        wide = max(wide, 2 * e.intermediate * e.top_k);
+        narrow = max(narrow, e.intermediate * e.top_k);
+        rows = max<int64_t>(rows, e.top_k);
+        experts = max<int64_t>(experts, e.experts);
+    }
+    Cutter cutter(memory);
+    cutter.take(b.x, tokens * d.hidden);
+    cutter.take(b.kept, a.logit_count * d.hidden);
+    cutter.take(b.turns, tokens * d.rotary);
+    cutter.take(b.q, tokens * heads);
+    cutter.take(b.token_blocks, tokens);
+    cutter.take(b.normed, tokens * d.hidden, bytes);
+    cutter.take(b.wide, tokens * max(wide, d.hidden), bytes);
+    cutter.take(b.narrow, tokens * narrow, bytes);
+    cutter.take(b.y, max(tokens * rows * d.hidden, a.logit_count * d.lm_head_rows), bytes);
+    if (experts > 0) {
+        cutter.take(b.routing.scores, tokens * round_up(experts, kLanes));
+        cutter.take(b.routing.weights, tokens * rows);
+        cutter.take(b.routing.chosen, tokens * rows);
+        cutter.take(b.routing.offsets, experts + 1);
+        cutter.take(b.routing.rows, tokens * rows);
+        cutter.take(b.routing.place, tokens * rows);
+    }
+    return cutter.used();
+}
+
+class Step {
+  public:
+    Step(const minifloat_step_args& a, const Buffers& buffers)
+        : a_(a), d_(*a.decoder), b_(buffers), watch_(a.nanoseconds), rows_(a.token_count) {}
+
+    int32_t run() {
+        begin();
+        const uint8_t* pending = nullptr;  // what is still to be added to the residual stream
+        for (int32_t i = 0; i < d_.layer_count; ++i) {
+            const minifloat_layer& layer = d_.layers[i];
+            add_and_norm_all(pending, layer.input_norm);
+            attention(layer, i);
+            if (rows_ == 0) return status_;
+            add_and_norm_all(b_.y, layer.mlp_norm);
+            pending = layer.experts != nullptr ? experts(layer) : mlp(layer);
+        }
+        add_and_norm_all(pending, d_.norm);
+        logits();
+        return status_;
+    }
+
+  private:
+    void begin() {
+        share(a_.threads, rows_, d_.hidden + 16 * d_.rotary, [&](int64_t begin, int64_t end) {
+            embed(d_.embedding, d_.embedding_dtype, a_.tokens, d_.hidden, b_.x, begin, end);
+            turns(a_.positions, d_.inv_freq, d_.rotary, d_.attention_scaling, b_.turns, begin, end);
+        });
+        for (int32_t s = 0; s < a_.sequences; ++s) {
+            const int32_t* table = a_.blocks + static_cast<int64_t>(s) * a_.block_columns;
+            for (int32_t t = a_.starts[s]; t < a_.starts[s + 1]; ++t)
+                b_.token_blocks[t] = table[a_.positions[t] / kBlockTokens];
+        }
+        watch_.lap(MINIFLOAT_STEP_ROWS);
+    }
+
+    void add_and_norm_all(const uint8_t* y, const float* weight) {
+        share(a_.threads, rows_, 2 * d_.hidden, [&](int64_t begin, int64_t end) {
+            add_and_norm(b_.x, y, weight, d_.hidden, d_.eps, d_.dtype, b_.normed, begin, end);
+        });
+        watch_.lap(MINIFLOAT_STEP_ROWS);
+    }
+
+    void fail(int32_t status) {
+        if (status_ == MINIFLOAT_OK) status_ = status;
+    }
+
+    void multiply(const minifloat_product& p, const uint8_t* x, int64_t cols, uint8_t* y, int64_t y_cols) {
+        minifloat_linear_args args = {};
+        args.weights = p.weights;
+        args.biases = p.biases;
+        args.x = x;
+        args.y = y;
+        args.x_stride = cols;
+        args.y_stride = y_cols;
+        args.m = rows_;
+        args.count = p.count;
+        args.x_dtype = d_.dtype;
+        args.bias_dtype = p.bias_dtype;
+        args.threads = a_.threads;
+        fail(linear(args));
+        watch_.lap(MINIFLOAT_STEP_LINEARS);
+    }
+
+    // x of `rows` into y; null rows: row t.
+    void multiply(const minifloat_experts& e, const uint8_t* const* weights, const int64_t* rows, const uint8_t* x,
+                  int64_t cols, uint8_t* y, int64_t y_cols) {
+        minifloat_moe_args args = {};
+        args.weights = weights;
+        args.offsets = b_.routing.offsets;
+        args.x_rows = rows;
+        args.x = x;
+        args.y = y;
+        args.x_stride = cols;
+        args.y_stride = y_cols;
+        args.experts = e.experts;
+        args.x_dtype = d_.dtype;
+        args.threads = a_.threads;
+        fail(moe(args));
+        watch_.lap(MINIFLOAT_STEP_LINEARS);
+    }
+
+    void attention(const minifloat_layer& layer, int64_t index) {
+        const int64_t heads = static_cast<int64_t>(d_.heads) * d_.head_dim;
+        const bool last = index + 1 == d_.layer_count;
+        const LayerCache cache = layer_cache(a_, index);
+        multiply(layer.qkv, b_.normed, d_.hidden, b_.wide, heads + 2 * static_cast<int64_t>(d_.kv_heads) * d_.head_dim);
+        write_tokens(a_, layer, cache, b_.wide, b_.turns, b_.token_blocks, b_.q);
+        watch_.lap(MINIFLOAT_STEP_ROWS);
+        if (last && a_.logit_count == 0) {
+            rows_ = 0;
+            return;
+        }
+        fail(attend_all(a_, layer, cache, b_.q, b_.narrow));
+        watch_.lap(MINIFLOAT_STEP_ATTENTION);
+        const uint8_t* attended = last ? keep_rows_of_logits(heads) : b_.narrow;
+        multiply(layer.out, attended, heads, b_.y, d_.hidden);
+    }
+
+    // Leaves in the residual stream the rows whose logits are wanted; gives those of the results of attention.
+    const uint8_t* keep_rows_of_logits(int64_t heads) {
+        const int64_t row_bytes = heads * dtype_bytes(d_.dtype);
+        for (int64_t i = 0; i < a_.logit_count; ++i) {
+            const int64_t row = a_.logit_rows[i];
+            __builtin_memcpy(b_.kept + i * d_.hidden, b_.x + row * d_.hidden, d_.hidden * sizeof(float));
+            __builtin_memcpy(b_.wide + i * row_bytes, b_.narrow + row * row_bytes, row_bytes);
+        }
+        b_.x = b_.kept;
+        rows_ = a_.logit_count;
+        watch_.lap(MINIFLOAT_STEP_ROWS);
+        return b_.wide;
+    }
+
+    const uint8_t* mlp(const minifloat_layer& layer) {
+        const int64_t count = layer.intermediate;
+        multiply(layer.gate_up, b_.normed, d_.hidden, b_.wide, 2 * count);
+        activate(count, rows_);
+        multiply(layer.down, b_.narrow, count, b_.y, d_.hidden);
+        return b_.y;
+    }
+
+    void activate(int64_t count, int64_t rows) {
+        share(a_.threads, rows, 4 * count, [&](int64_t begin, int64_t end) {
+            silu_and_multiply(b_.wide, count, d_.dtype, b_.narrow, begin, end);
+        });
+        watch_.lap(MINIFLOAT_STEP_ROWS);
+    }
+
+    // Adds to the residual stream itself.
+    const uint8_t* experts(const minifloat_layer& layer) {
+        const minifloat_experts& e = *layer.experts;
+        fail(choose_experts(e, b_.normed, d_.dtype, d_.hidden, rows_, a_.threads, b_.routing));
+        watch_.lap(MINIFLOAT_STEP_ROWS);
+        if (status_ != MINIFLOAT_OK) return nullptr;
+        const int64_t half = e.intermediate * dtype_bytes(d_.dtype);
+        multiply(e, e.gate, b_.routing.rows, b_.normed, d_.hidden, b_.wide, 2 * e.intermediate);
+        if (e.up != nullptr)
+            multiply(e, e.up, b_.routing.rows, b_.normed, d_.hidden, b_.wide + half, 2 * e.intermediate);
+        activate(e.intermediate, rows_ * e.top_k);
+        multiply(e, e.down, nullptr, b_.narrow, e.intermediate, b_.y, d_.hidden);
+        add_experts(e, b_.routing, b_.y, d_.dtype, d_.hidden, rows_, a_.threads, b_.x);
+        watch_.lap(MINIFLOAT_STEP_ROWS);
+        if (layer.intermediate > 0) {
+            mlp(layer);
+            add_shared(e.shared_gate, b_.normed, b_.y, d_.dtype, d_.hidden, rows_, a_.threads, b_.x);
+            watch_.lap(MINIFLOAT_STEP_ROWS);
+        }
+        return nullptr;
+    }
+
+    void logits() {
+        if (d_.dtype == MINIFLOAT_F32) {
+            multiply(d_.lm_head, b_.normed, d_.hidden, reinterpret_cast<uint8_t*>(a_.logits), d_.lm_head_rows);
+            return;
+        }
+        multiply(d_.lm_head, b_.normed, d_.hidden, b_.y, d_.lm_head_rows);
+        const int64_t row_bytes = d_.lm_head_rows * dtype_bytes(d_.dtype);
+        share(a_.threads, rows_, d_.lm_head_rows, [&](int64_t begin, int64_t end) {
+            to_float(b_.y + begin * row_bytes, d_.dtype, (end - begin) * d_.lm_head_rows,
+                     a_.logits + begin * d_.lm_head_rows);
+        });
+        watch_.lap(MINIFLOAT_STEP_ROWS);
+    }
+
+    const minifloat_step_args& a_;
+    const minifloat_decoder& d_;
+    Buffers b_;
+    Stopwatch watch_;
+    int64_t rows_;  // tokens, then those whose logits are wanted
+    int32_t status_ = MINIFLOAT_OK;
+};
+
+}  // namespace
+
+int32_t step(const minifloat_step_args& a) {
+    Buffers buffers = {};
+    void* memory = minifloat::scratch(minifloat::kScratchStep, cut(a, nullptr, buffers));
+    if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
+    cut(a, static_cast<uint8_t*>(memory), buffers);
+    return Step(a, buffers).run();
+}
+
+}  // namespace MINIFLOAT_ISA

@@ -1,0 +1,163 @@
+"""`step` by the native library (``csrc/decoder``): all layers in one call.
+
+Where everything of a decoder lies is written down once, in the structures that C++ reads; a step adds the addresses of
+its batch. The caller has validated both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import KernelUnavailable
+from minifloat.kernels import native, threads
+from minifloat.kernels.decoder.cache import ELEMENTS, KVCache
+from minifloat.kernels.decoder.types import Batch, Decoder, Experts, Layer, Mlp
+from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.pack import PackedWeight
+
+#: Names of ``enum minifloat_step_part``.
+PARTS = ("linears", "attention", "rows")
+#: ``enum minifloat_cache_element``.
+_CACHE_ELEMENTS = {name: number for number, name in enumerate(ELEMENTS)}
+
+
+def why_not() -> str:
+    """Why there is no such step here; empty where there is."""
+    return native.why_unavailable() if native.load() is None else ""
+
+
+def step(decoder: Decoder, cache: KVCache, batch: Batch, nanoseconds: Tensor | None = None) -> Tensor:
+    """Arguments, which have been checked, and result as of `minifloat.kernels.decoder.step`.
+
+    Args:
+        decoder: As there.
+        cache: As there.
+        batch: As there.
+        nanoseconds: None, or int64 ``[len(PARTS)]``, to which the time of each part is added.
+
+    Raises:
+        KernelUnavailable: There is no native library.
+    """
+    library = native.load()
+    if library is None:
+        raise KernelUnavailable(native.why_unavailable())
+    described = _DESCRIBED.get(decoder)
+    if described is None:
+        described = _DESCRIBED[decoder] = _Described(decoder)
+    logits = torch.empty(batch.logits.shape[0], decoder.lm_head.shape[0])
+    library.step(
+        native.StepArgs(
+            decoder=ctypes.addressof(described.decoder),
+            cache=cache.data.data_ptr(),
+            tokens=batch.tokens.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            starts=batch.starts.data_ptr(),
+            contexts=batch.contexts.data_ptr(),
+            blocks=batch.blocks.data_ptr(),
+            logit_rows=batch.logits.data_ptr(),
+            logits=logits.data_ptr(),
+            nanoseconds=None if nanoseconds is None else nanoseconds.data_ptr(),
+            cache_blocks=cache.blocks,
+            cache_element=_CACHE_ELEMENTS[cache.element],
+            token_count=batch.tokens.shape[0],
+            sequences=batch.contexts.shape[0],
+            block_columns=batch.blocks.shape[1],
+            logit_count=batch.logits.shape[0],
+            threads=threads.count(),
+        )
+    )
+    return logits
+
+
+class _Described:
+    """The structures for a decoder. They hold addresses into it and not the decoder itself, which owns the memory."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._held: list[object] = []
+        layers = (native.LayerArgs * len(decoder.layers))(*map(self._layer, decoder.layers))
+        self._held.append(layers)
+        self.decoder = native.DecoderArgs(
+            layers=ctypes.addressof(layers),
+            inv_freq=decoder.inv_freq.data_ptr(),
+            norm=decoder.norm.data_ptr(),
+            embedding=decoder.embedding.data_ptr(),
+            lm_head=self._product((decoder.lm_head,), None),
+            hidden=decoder.hidden,
+            lm_head_rows=decoder.lm_head.shape[0],
+            dtype=DTYPES[decoder.dtype],
+            embedding_dtype=DTYPES[decoder.embedding.dtype],
+            layer_count=len(decoder.layers),
+            heads=decoder.heads,
+            kv_heads=decoder.kv_heads,
+            head_dim=decoder.head_dim,
+            rotary=2 * decoder.inv_freq.numel(),
+            eps=decoder.eps,
+            attention_scaling=decoder.attention_scaling,
+            scale=decoder.scale,
+        )
+
+    def _layer(self, layer: Layer) -> native.LayerArgs:
+        attention = layer.attention
+        args = native.LayerArgs(
+            input_norm=layer.input_norm.data_ptr(),
+            mlp_norm=layer.mlp_norm.data_ptr(),
+            q_norm=_address(attention.q_norm),
+            k_norm=_address(attention.k_norm),
+            qkv=self._product(attention.qkv, attention.qkv_bias),
+            out=self._product((attention.out,), (attention.out_bias,)),
+            window=attention.window or 0,
+            k_scale=attention.k_scale,
+            v_scale=attention.v_scale,
+        )
+        mlp = layer.mlp
+        if isinstance(mlp, Experts):
+            experts = self._experts(mlp)
+            self._held.append(experts)
+            args.experts = ctypes.addressof(experts)
+        shared: Mlp | None = mlp.shared if isinstance(mlp, Experts) else mlp
+        if shared is not None:
+            args.gate_up = self._product(shared.gate_up, shared.gate_up_bias)
+            args.down = self._product((shared.down,), (shared.down_bias,))
+            args.intermediate = shared.intermediate
+        return args
+
+    def _experts(self, experts: Experts) -> native.ExpertsArgs:
+        tables = [part.pointers.address for part in experts.gate_up]
+        return native.ExpertsArgs(
+            router=experts.router.data_ptr(),
+            gate=tables[0],
+            up=tables[1] if len(tables) > 1 else None,
+            down=experts.down.pointers.address,
+            shared_gate=_address(experts.shared_gate),
+            intermediate=experts.intermediate,
+            router_dtype=DTYPES[experts.router.dtype],
+            experts=len(experts.down),
+            top_k=experts.top_k,
+            normalize=experts.normalize,
+        )
+
+    def _product(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None) -> native.Product:
+        present = [bias for bias in biases or () if bias is not None]
+        return native.Product(
+            weights=self._table([weight.address for weight in weights]),
+            biases=self._table([_address(bias) for bias in biases]) if biases is not None and present else None,
+            count=len(weights),
+            bias_dtype=DTYPES[present[0].dtype] if present else 0,
+        )
+
+    def _table(self, addresses: Sequence[int | None]) -> int:
+        table = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._held.append(table)
+        return ctypes.addressof(table)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+_DESCRIBED: WeakKeyDictionary[Decoder, _Described] = WeakKeyDictionary()
