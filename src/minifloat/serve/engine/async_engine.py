@@ -16,9 +16,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from minifloat.errors import EngineStopped, QueueFull
+from minifloat.errors import EngineStopped, QueueFull, UsageError
 from minifloat.serve.engine.engine import Engine
-from minifloat.serve.engine.sequence import Delivery, Request
+from minifloat.serve.engine.sequence import Delivery, Request, Sequence
 
 _LOG = logging.getLogger(__name__)
 
@@ -117,18 +117,21 @@ class AsyncEngine:
             QueueFull: As many wait as may.
             EngineStopped: It is closed, or about to be.
             UsageError: The request cannot run.
+            KernelUnavailable: It has a grammar, and there is nothing to follow it with.
         """
         if self.draining or not self.alive:
             raise EngineStopped("the engine is shutting down" if self.draining else "the engine is not running")
         if len(self._streams) >= self.max_queue + self.engine.info.max_num_seqs:
             raise QueueFull(f"{self.max_queue} requests are waiting already; try again later")
+        if request.request_id in self._streams:
+            raise UsageError(f"request_id: {request.request_id!r} is at work already")
         stream = RequestStream(self, request.request_id)
         added: Future[None] = Future()
-        if request.request_id in self._streams:
-            raise QueueFull(f"request id {request.request_id!r} is at work already")
         self._streams[request.request_id] = stream
-        self._wishes.put(("add", request, added))
         try:
+            begin = self.engine.begin
+            sequence = begin(request) if request.params.grammar is None else await asyncio.to_thread(begin, request)
+            self._wishes.put(("add", sequence, added))
             await asyncio.wrap_future(added)
         except BaseException:  # a wish that was refused, or a caller that went away meanwhile
             self._streams.pop(request.request_id, None)
@@ -181,11 +184,11 @@ class AsyncEngine:
             elif done is not None:
                 self._add(what, done)
 
-    def _add(self, request: Request, done: Future[None]) -> None:
+    def _add(self, sequence: Sequence, done: Future[None]) -> None:
         if not done.set_running_or_notify_cancel():
             return
         try:
-            self.engine.add(request)
+            self.engine.add(sequence)
         except Exception as error:  # the caller's to handle
             done.set_exception(error)
         else:

@@ -130,26 +130,35 @@ class Engine:
             if any(not 0 <= token < self.info.vocab_size for token in tokens):
                 raise UsageError(f"{name}: expected token ids of 0 .. {self.info.vocab_size - 1}")
 
-    def add(self, request: Request) -> None:
-        """Put a request at the end of the queue.
+    def begin(self, request: Request) -> Sequence:
+        """What `add` takes, made of a request; any thread may do this, for a grammar takes time to compile.
 
         Raises:
-            UsageError: Its id is that of another request, or it can never run (`check`).
+            UsageError: It can never run (`check`), or its grammar cannot be used.
             KernelUnavailable: It has a grammar, and there is nothing to follow it with.
         """
-        if request.request_id in self._sequences:
-            raise UsageError(f"request_id: {request.request_id!r} is at work already")
         params = request.params
         self.check(request.prompt, params)
         grammar = None if params.grammar is None else self._grammars.begin(params.grammar)
         stops = {*self._end_tokens, *params.stop_token_ids}
-        sequence = Sequence(
+        return Sequence(
             request,
             TextStream(self.tokenizer, request.prompt, params.stop, params.include_stop),
             SamplingState(params, request.prompt, sorted(stops), grammar),
             self._pool.root(request.cache_salt),
         )
-        self._sequences[request.request_id] = sequence
+
+    def add(self, request: Request | Sequence) -> None:
+        """Put a request at the end of the queue.
+
+        Raises:
+            UsageError: Its id is that of another request, or what `begin` raises.
+            KernelUnavailable: As there.
+        """
+        sequence = self.begin(request) if isinstance(request, Request) else request
+        if sequence.request_id in self._sequences:
+            raise UsageError(f"request_id: {sequence.request_id!r} is at work already")
+        self._sequences[sequence.request_id] = sequence
         self._scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> Delivery | None:

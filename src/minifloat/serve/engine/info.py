@@ -20,7 +20,7 @@ class ModelInfo:
         dtype: Of the activations.
         weight_bytes: Of the weights as checkpoints store them, the embedding included.
         bf16_bytes: What all parameters would take in BF16.
-        step_bytes: Of the weights that one step reads.
+        step_bytes: Of the weights that one token is multiplied with, as they lie in memory.
         kv_element: Format of cached keys and values.
         kv_bytes: Memory of the KV cache.
         kv_bytes_per_token: Of it, per token.

@@ -247,7 +247,7 @@ class NativeRunner:
     def __init__(self, decoder: Decoder, blocks: int, element: str, impl: str = "auto") -> None:
         self._decoder, self._impl = decoder, impl
         self._cache = KVCache(len(decoder.layers), decoder.kv_heads, decoder.head_dim, blocks, element)
-        self.weight_bytes = sum(weight.nbytes for weight in _weights(decoder))
+        self.weight_bytes = round(_bytes_per_token(decoder))
         self.kv_element, self.kv_bytes = element, self._cache.nbytes
         self.vocab = decoder.lm_head.shape[0]
 
@@ -280,17 +280,17 @@ def batch_of(works: Sequences[Work]) -> Batch:
     )
 
 
-def _weights(decoder: Decoder) -> list[PackedWeight]:
-    """All weights that a step multiplies with (of experts, all of them)."""
-    weights = [decoder.lm_head]
+def _bytes_per_token(decoder: Decoder) -> float:
+    """Bytes of the weights that one token is multiplied with: of experts only those that it uses."""
+    total: float = decoder.lm_head.nbytes
     for layer in decoder.layers:
-        weights += [*layer.attention.qkv, layer.attention.out]
         mlp = layer.mlp
+        weights = [*layer.attention.qkv, layer.attention.out]
         if isinstance(mlp, Experts):
-            weights += [weight for stack in (*mlp.gate_up, mlp.down) for weight in stack]
-            mlp_parts = [mlp.shared] if mlp.shared is not None else []
+            stacks = (*mlp.gate_up, mlp.down)
+            total += sum(weight.nbytes for stack in stacks for weight in stack) * mlp.top_k / len(mlp.down)
+            weights += [] if mlp.shared is None else [*mlp.shared.gate_up, mlp.shared.down]
         else:
-            mlp_parts = [mlp]
-        for part in mlp_parts:
-            weights += [*part.gate_up, part.down]
-    return weights
+            weights += [*mlp.gate_up, mlp.down]
+        total += sum(weight.nbytes for weight in weights)
+    return total

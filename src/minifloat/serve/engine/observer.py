@@ -20,7 +20,7 @@ class StepStats:
         generation_tokens: Tokens that were chosen.
         seconds: How long the step took.
         preemptions: Sequences that lost their blocks.
-        weight_bytes_read: Bytes of weights that the step multiplied with, each counted once.
+        weight_bytes_read: Bytes of the weights that one token is multiplied with: what a step reads at least.
         prefix_queries: Tokens of prompts that were looked up in the cache.
         prefix_hits: Those that were found.
     """

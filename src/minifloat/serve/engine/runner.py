@@ -16,7 +16,7 @@ class Runner(Protocol):
 
     Attributes:
         name: "native" or "transformers".
-        weight_bytes: Bytes of all weights that a step multiplies with.
+        weight_bytes: Bytes of the weights that one token is multiplied with.
         kv_element: Format of cached keys and values.
         kv_bytes: Memory of the whole cache.
         vocab: Logits per token.
