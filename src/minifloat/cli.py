@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from minifloat._version import __version__
+from minifloat.cli_bench import bench
 from minifloat.cli_serving import chat, parse_size, serve
 from minifloat.errors import MinifloatError, UsageError
 from minifloat.kernels.processors import bound_spin
@@ -353,6 +354,7 @@ def generate(
 
 
 main.add_command(serve)
+main.add_command(bench)
 main.add_command(chat)
 
 

@@ -1,0 +1,5 @@
+"""The gains of quantization, measured: memory and latency of two checkpoints on the same engine."""
+
+from minifloat.bench.gains import GainsReport, bench
+
+__all__ = ["GainsReport", "bench"]

@@ -1,0 +1,292 @@
+"""`bench`: what quantizing a model gains in memory and time, against the same model in BF16 on the same engine.
+
+The baseline runs on packed BF16 kernels, so that a gain is the format's and not a weak baseline's. Both engines are
+loaded, each in a process of its own, and take turns: in every round each runs the same prompts, so what happens to the
+machine happens to both, and gains are ratios inside rounds. Where memory does not hold both, a turn includes loading.
+The machine's read bandwidth is measured in every round beside them.
+
+It leaves out accuracy (`minifloat compare`) and a server's overhead (``benchmarks/serve.py``).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from minifloat._version import __version__
+from minifloat.bench.figures import BatchFigures, Bytes, batch_figures, spread
+from minifloat.bench.worker import Worker
+from minifloat.bench.workload import Sample, Workload
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.files import storage_errors
+from minifloat.kernels import native, processors
+from minifloat.kernels.bandwidth import read_bandwidth
+
+#: Called with turns done, turns in all, and what runs now.
+Progress = Callable[[int, int, str], None]
+
+#: Far larger than any cache of the machines that this is for.
+_PROBE_BYTES, _PROBE_PASSES = 1 << 30, 3
+_READ_BLOCK = 16 << 20
+#: What an engine takes beside its weights: the interpreter, torch, buffers.
+_OVERHEAD_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class EngineFigures:
+    """One of the two.
+
+    Attributes:
+        info: `ModelInfo.to_dict` of the engine.
+        read_seconds: Reading its files into a buffer, once they have been read before.
+        load_seconds: Making the engine, each time.
+        rss: Bytes of the process after its last turn.
+        peak_rss: The most that they ever were.
+        batches: By batch size.
+    """
+
+    info: dict[str, Any]
+    read_seconds: float
+    load_seconds: tuple[float, ...]
+    rss: int
+    peak_rss: int
+    batches: dict[int, BatchFigures]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "model_id": self.info["name"],
+            "info": self.info,
+            "read_seconds": self.read_seconds,
+            "load_seconds": statistics.median(self.load_seconds),
+            "load_seconds_all": list(self.load_seconds),
+            "rss_bytes": self.rss,
+            "peak_rss_bytes": self.peak_rss,
+            "batches": {str(batch): figures.to_dict() for batch, figures in self.batches.items()},
+        }
+
+
+@dataclass(frozen=True)
+class GainsReport:
+    """What `bench` measured.
+
+    Attributes:
+        date: ISO 8601.
+        machine: Cores, threads, instruction set, versions.
+        workload: What ran.
+        bandwidths: Bytes per second that the machine reads, of each round; empty without native kernels.
+        together: Whether both engines were in memory all the time.
+        baseline: The one to compare with.
+        candidate: The quantized one.
+    """
+
+    date: str
+    machine: dict[str, Any]
+    workload: Workload
+    bandwidths: tuple[float, ...]
+    together: bool
+    baseline: EngineFigures
+    candidate: EngineFigures
+
+    def decode_gains(self, batch: int) -> list[float]:
+        """How many times faster the candidate's decode steps are, round by round."""
+        pair = (self.baseline.batches[batch].decode_ms, self.candidate.batches[batch].decode_ms)
+        return [] if not all(pair) else [before / after for before, after in zip(*pair, strict=True)]
+
+    def prefill_gains(self, batch: int) -> list[float]:
+        """How many times faster it computes prompts, round by round."""
+        pair = (self.candidate.batches[batch].prefill, self.baseline.batches[batch].prefill)
+        return [after / before for after, before in zip(*pair, strict=True)]
+
+    @property
+    def gains(self) -> dict[str, float | None]:
+        """The baseline over the candidate, in bytes and seconds: above 1 the candidate is better."""
+        before, after = self.baseline, self.candidate
+        gains: dict[str, float | None] = {
+            "weight_bytes": before.info["weight_bytes"] / after.info["weight_bytes"],
+            "step_bytes": before.info["step_bytes"] / after.info["step_bytes"],
+            "kv_bytes_per_token": before.info["kv_bytes_per_token"] / after.info["kv_bytes_per_token"],
+            "peak_rss": before.peak_rss / after.peak_rss,
+            "load_seconds": statistics.median(before.load_seconds) / statistics.median(after.load_seconds),
+        }
+        for batch in self.workload.batch_sizes:
+            decode = self.decode_gains(batch)
+            gains[f"decode_batch_{batch}"] = statistics.median(decode) if decode else None
+            gains[f"decode_batch_{batch}_spread"] = spread(decode)
+            gains[f"prefill_batch_{batch}"] = statistics.median(self.prefill_gains(batch))
+            for name in ("median_ttft_ms", "median_itl_ms"):
+                pair = (before.batches[batch].metrics[name], after.batches[batch].metrics[name])
+                gains[f"{name.removesuffix('_ms')}_batch_{batch}"] = pair[0] / pair[1]
+        return gains
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "date": self.date,
+            "machine": self.machine,
+            "workload": asdict(self.workload),
+            "read_bandwidth_bytes_per_second": list(self.bandwidths),
+            "both_in_memory": self.together,
+            "baseline": self.baseline.to_dict(),
+            "candidate": self.candidate.to_dict(),
+            "gains": self.gains,
+        }
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write `to_dict` into a new file, named by the candidate and the date.
+
+        Args:
+            folder: Where; made where it is missing.
+
+        Raises:
+            StorageError: The system refuses.
+        """
+        stamp = self.date.replace(":", "").replace("-", "").partition("+")[0]
+        path = Path(folder) / f"minifloat-bench-{self.candidate.info['name']}-{stamp}.json"
+        with storage_errors(path, "write"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+def bench(
+    candidate: str | os.PathLike[str],
+    baseline: str | os.PathLike[str],
+    *,
+    workload: Workload | None = None,
+    threads: int | None = None,
+    lm_head: str = "auto",
+    kv_cache_dtype: str = "auto",
+    progress: Progress | None = None,
+) -> GainsReport:
+    """Measure a quantized checkpoint against the one that it was made from.
+
+    Args:
+        candidate: The quantized checkpoint.
+        baseline: The original.
+        workload: What to run; by default `Workload()`.
+        threads: What both compute with; None: as many as the process may use.
+        lm_head: Of the candidate, as in `Engine`.
+        kv_cache_dtype: Of the candidate, as in `Engine`.
+        progress: Called from this thread before each turn and at the end.
+
+    Raises:
+        UsageError: An argument is out of range.
+        CheckpointError: A folder is no checkpoint.
+        MinifloatError: An engine cannot be made, or its process ended; the message says why.
+    """
+    load = workload or Workload()
+    threads = min(threads or processors.limit(), processors.limit())
+    # One sequence per prompt, and all at full length.
+    options = {"max_model_len": load.length, "max_num_seqs": max(load.batch_sizes), "prefix_cache": False}
+    candidates = options | {"lm_head": lm_head, "kv_cache_dtype": kv_cache_dtype}
+    contenders = (
+        _Contender(Path(baseline), options, threads),
+        _Contender(Path(candidate), candidates, threads),
+    )
+    reads = [one.read_seconds() for one in contenders]
+    needed = sum(one.nbytes + _OVERHEAD_BYTES for one in contenders) + _PROBE_BYTES
+    together = needed < psutil.virtual_memory().available
+    bandwidths: list[float] = []
+    with ExitStack() as stack:
+        for one in contenders:
+            stack.callback(one.close)
+        for number in range(load.rounds):
+            if native.load() is not None:
+                bandwidths.append(read_bandwidth(_PROBE_BYTES, threads, _PROBE_PASSES).median)
+            for index, one in enumerate(contenders):
+                if progress is not None:
+                    turn = number * len(contenders) + index
+                    progress(turn, load.rounds * len(contenders), f"round {number + 1}: {one.path.name}")
+                one.turn(load, number)
+                if not together:
+                    one.close()
+    if progress is not None:
+        progress(load.rounds * len(contenders), load.rounds * len(contenders), "done")
+    before, after = (one.figures(load, seconds, bandwidths) for one, seconds in zip(contenders, reads, strict=True))
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return GainsReport(date, _machine(threads), load, tuple(bandwidths), together, before, after)
+
+
+class _Contender:
+    """A checkpoint, its engine while there is one, and what was measured of it."""
+
+    def __init__(self, path: Path, options: Mapping[str, Any], threads: int) -> None:
+        self.path = path
+        self._options, self._threads = options, threads
+        with Checkpoint.open(path) as checkpoint:
+            self.nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+            self._shards = sorted({checkpoint.shard_path(info.shard) for info in checkpoint.tensors.values()})
+        self._worker: Worker | None = None
+        self._info: dict[str, Any] = {}
+        self._loads: list[float] = []
+        self._samples: dict[int, list[Sample]] = {}
+        self._memory = {"rss": 0, "peak_rss": 0}
+
+    def read_seconds(self) -> float:
+        """How long reading all files takes, the second time."""
+        seconds = 0.0
+        buffer = bytearray(_READ_BLOCK)
+        for _ in range(2):
+            start = time.perf_counter()
+            for shard in self._shards:
+                with open(shard, "rb", buffering=0) as file:
+                    while file.readinto(buffer):
+                        pass
+            seconds = time.perf_counter() - start
+        return seconds
+
+    def turn(self, workload: Workload, number: int) -> None:
+        """Run all batch sizes once."""
+        if self._worker is None:
+            self._worker = Worker(self.path, self._options, self._threads)
+            self._info = self._worker.info
+            self._loads.append(self._info["load_seconds"])
+            self._worker.run(workload.prompts(-1, 1, self._info["vocab_size"]), 2)  # to touch all memory once
+        for batch in workload.batch_sizes:
+            prompts = workload.prompts(number, batch, self._info["vocab_size"])
+            sample = self._worker.run(prompts, workload.output_len)
+            self._samples.setdefault(batch, []).append(sample)
+        memory = self._worker.memory()
+        self._memory = {"rss": memory["rss"], "peak_rss": max(self._memory["peak_rss"], memory["peak_rss"])}
+
+    def close(self) -> None:
+        """End the engine's process."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    def figures(self, workload: Workload, read_seconds: float, bandwidths: Sequence[float]) -> EngineFigures:
+        """What came out."""
+        read = Bytes(self._info["step_bytes"], self._info["kv_bytes_per_token"])
+        return EngineFigures(
+            self._info,
+            read_seconds,
+            tuple(self._loads),
+            self._memory["rss"],
+            self._memory["peak_rss"],
+            {
+                batch: batch_figures(samples, batch, workload, read, bandwidths)
+                for batch, samples in self._samples.items()
+            },
+        )
+
+
+def _machine(threads: int) -> dict[str, Any]:
+    return {
+        "minifloat": __version__,
+        "cores": processors.available(),
+        "threads": threads,
+        "instruction_set": native.isa() if native.load() is not None else None,
+        "load_average": os.getloadavg()[0],
+    }

@@ -1,0 +1,154 @@
+"""An engine in a process of its own, that runs the batches it is told to.
+
+A process each, because peak memory can be told of a process only, and because two engines in one would share what the
+first has left in memory allocators. It speaks JSON, one object per line: options come first, then batches; each is
+answered by one line. The end of its input ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from minifloat.bench.workload import Sample, run_batch
+from minifloat.errors import MinifloatError
+from minifloat.kernels.processors import bound_spin
+
+_COMMAND = f"from {__name__} import main; main()"
+_STATUS = Path("/proc/self/status")
+
+
+class Worker:
+    """An engine in a process of its own. A context manager.
+
+    Args:
+        path: The checkpoint.
+        options: Of `Engine`.
+        threads: What it computes with; None: torch's choice.
+
+    Attributes:
+        info: `ModelInfo.to_dict` of the engine.
+
+    Raises:
+        MinifloatError: The engine cannot be made; the message is its own.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any], threads: int | None) -> None:
+        self.path = Path(path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            self.info = self._ask({"path": str(path), "options": dict(options), "threads": threads})
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> Sample:
+        """As `run_batch`.
+
+        Raises:
+            MinifloatError: The process ended.
+        """
+        return Sample.from_dict(self._ask({"prompts": [list(prompt) for prompt in prompts], "output_len": output_len}))
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of memory that the process has taken: ``rss``, and the most that it ever was, ``peak_rss``."""
+        answer: dict[str, int] = self._ask({})
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None and not stream.closed:
+                stream.close()
+        self._process.wait()
+
+    def _ask(self, question: dict[str, Any]) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        line = ""
+        try:
+            stdin.write(json.dumps(question) + "\n")
+            stdin.flush()
+            line = stdout.readline()
+        except BrokenPipeError:
+            pass  # it is gone, which the empty line says below
+        if not line:
+            status = self._process.wait()
+            raise MinifloatError(
+                f"{self.path}: the process of its engine ended with status {status}"
+                + ("; the system was short of memory" if status == -9 else "")
+            )
+        answer = json.loads(line)
+        if "error" in answer:
+            raise MinifloatError(answer["error"])
+        return answer["answer"]
+
+
+def peak_rss() -> int:
+    """The most resident memory that this process ever had, in bytes.
+
+    Linux counts what the parent had before `exec` into `ru_maxrss`; its status file does not.
+    """
+    if _STATUS.exists():
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most << 10
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    bound_spin()  # before torch
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not stand between the answers
+
+    def answer(value: dict[str, Any]) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    first = json.loads(sys.stdin.readline())
+    try:
+        engine = _open(**first)
+    except MinifloatError as error:
+        answer({"error": str(error)})
+        return
+    answer({"answer": engine.info.to_dict()})
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            answer({"answer": run_batch(engine, **question).to_dict() if question else _memory()})
+        except MinifloatError as error:
+            answer({"error": str(error)})
+
+
+def _open(path: str, options: dict[str, Any], threads: int | None) -> Any:
+    from minifloat.kernels.threads import set_threads
+    from minifloat.serve.engine import Engine
+
+    if threads is not None:
+        set_threads(threads)
+    return Engine(path, **options)
+
+
+def _memory() -> dict[str, int]:
+    import psutil
+
+    return {"rss": int(psutil.Process().memory_info().rss), "peak_rss": peak_rss()}

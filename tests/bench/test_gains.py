@@ -1,0 +1,172 @@
+"""`bench` from end to end on tiny models, and the checkpoints of random weights that it can make."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from minifloat import Checkpoint, Engine, SamplingParams, quantize_checkpoint
+from minifloat.bench import GainsReport, bench, shapes
+from minifloat.bench.worker import Worker, peak_rss
+from minifloat.bench.workload import Workload
+from minifloat.cli import main
+from minifloat.errors import DestinationError, MinifloatError, UnknownNameError
+
+WORKLOAD = Workload(input_len=8, output_len=4, batch_sizes=(1, 2), rounds=2)
+TINY = replace(shapes.SHAPES["qwen3-0.6b"], hidden=64, inner=96, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=512)
+
+
+def set_environment(patch: pytest.MonkeyPatch) -> None:
+    """Of the processes that the engines run in."""
+    patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    patch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def quantized(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench") / "llama-fp8"
+    quantize_checkpoint(llama_folder, folder, "fp8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(llama_folder: Path, quantized: Path) -> GainsReport:
+    with pytest.MonkeyPatch.context() as patch:
+        set_environment(patch)
+        patch.setattr("minifloat.bench.gains._PROBE_BYTES", 1 << 20)
+        return bench(quantized, llama_folder, workload=WORKLOAD, threads=1)
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+def test_both_ran_everything_in_every_round(report: GainsReport) -> None:
+    for engine in (report.baseline, report.candidate):
+        for batch in WORKLOAD.batch_sizes:
+            figures = engine.batches[batch]
+            assert len(figures.decode_ms) == len(figures.prefill) == WORKLOAD.rounds
+            assert figures.metrics["completed"] == batch * WORKLOAD.rounds
+            assert figures.metrics["total_output_tokens"] == batch * WORKLOAD.rounds * WORKLOAD.output_len
+
+
+def test_memory_is_that_of_the_models_and_of_processes_of_their_own(report: GainsReport, quantized: Path) -> None:
+    with Checkpoint.open(quantized) as checkpoint:
+        assert report.candidate.info["weight_bytes"] == sum(info.nbytes for info in checkpoint.tensors.values())
+    assert report.candidate.info["scheme"].startswith("fp8")
+    for engine in (report.baseline, report.candidate):
+        assert 0 < engine.rss <= engine.peak_rss
+        assert len(engine.load_seconds) == 1
+    assert report.gains["weight_bytes"] is not None
+    assert report.gains["weight_bytes"] > 1
+
+
+def test_gains_are_the_baseline_over_the_candidate_inside_rounds(report: GainsReport) -> None:
+    before, after = (engine.batches[2].decode_ms for engine in (report.baseline, report.candidate))
+    assert report.decode_gains(2) == [before[0] / after[0], before[1] / after[1]]
+
+
+def test_the_report_is_json_by_the_names_of_vllms_benchmark(report: GainsReport, tmp_path: Path) -> None:
+    path = report.save(tmp_path / "results")
+    saved = json.loads(path.read_text())
+    assert saved == json.loads(json.dumps(report.to_dict()))
+    batch = saved["candidate"]["batches"]["2"]
+    wanted = {"request_throughput", "output_throughput", "total_token_throughput", "median_ttft_ms", "p99_itl_ms"}
+    assert wanted <= batch.keys()
+    assert saved["workload"]["input_len"] == WORKLOAD.input_len
+
+
+def test_an_engine_that_cannot_be_made_is_the_users_error_with_its_own_message(tmp_path: Path) -> None:
+    with pytest.raises(MinifloatError, match="tokenizer"):
+        Worker(tmp_path, {}, 1)
+
+
+def test_a_process_that_dies_says_so(llama_folder: Path) -> None:
+    with Worker(llama_folder, {"max_model_len": 16}, 1) as worker:
+        worker._process.kill()
+        with pytest.raises(MinifloatError, match="ended with status -9; the system was short of memory"):
+            worker.memory()
+
+
+def test_peak_memory_is_this_process_not_its_parents() -> None:
+    assert 1 << 20 < peak_rss() < 1 << 36
+
+
+@pytest.mark.parametrize("name", sorted(shapes.SHAPES))
+def test_shapes_have_the_parameters_that_their_names_promise(name: str) -> None:
+    millions = sum(tensor.nbytes for tensor in shapes.get_shape(name).tensors) / 2e6
+    expected = {"llama-1b": 1236, "llama-8b": 8030, "qwen3-0.6b": 596, "tinyllama-1.1b": 1100}[name]
+    assert millions == pytest.approx(expected, rel=2e-3)
+
+
+def test_an_unknown_shape_lists_those_there_are() -> None:
+    with pytest.raises(UnknownNameError, match="llama-8b"):
+        shapes.get_shape("llama-9b")
+
+
+def test_a_random_checkpoint_is_one_that_the_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    baseline, candidate = shapes.make_pair(tmp_path / "models", "tiny", "mxfp4")
+    engine = Engine(candidate, max_model_len=32)
+    assert engine.info.runner == "native"
+    assert engine.info.scheme == "mxfp4"
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    completion = engine.generate("hello", params)[0]
+    assert completion.usage.prompt_tokens == len("hello")
+    assert len(completion.tokens) == 4
+    before = baseline.stat().st_mtime_ns
+    assert shapes.make_pair(tmp_path / "models", "tiny", "mxfp4") == (baseline, candidate)
+    assert baseline.stat().st_mtime_ns == before
+
+
+def test_every_token_of_a_random_checkpoint_has_a_text(tmp_path: Path) -> None:
+    engine = Engine(shapes.write_random(tmp_path / "tiny", TINY), max_model_len=16)
+    texts = [engine.tokenizer.decode([token]) for token in range(TINY.vocab)]
+    assert all(texts)
+    assert engine.tokenizer.eos_token_id == engine.config.eos_token_id
+
+
+def test_equal_seeds_make_equal_files_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        shapes.write_random(tmp_path / name, TINY, seed=seed)
+    file = "model-00001-of-00001.safetensors"
+    first, second, third = ((tmp_path / name / file).read_bytes() for name in "abc")
+    assert first == second
+    assert first != third
+    with pytest.raises(DestinationError, match="exists already"):
+        shapes.write_random(tmp_path / "a", TINY)
+
+
+def test_the_command_prints_tables_and_writes_the_result(
+    tmp_path: Path, llama_folder: Path, quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minifloat.bench.gains._PROBE_BYTES", 1 << 20)
+    sizes = ("--input-len", "8", "--output-len", "3", "--batch-sizes", "1,2", "--rounds", "1", "--threads", "1")
+    result = run(quantized, "--baseline", llama_folder, *sizes, "--save-result", "--result-dir", tmp_path)
+    assert result.exit_code == 0, result.output
+    for word in ("peak RSS", "KV cache per token", "llama-fp8", "TTFT p50 ms", "prefill tok/s", "Written to"):
+        assert word in result.output
+    (saved,) = tmp_path.glob("minifloat-bench-llama-fp8-*.json")
+    measured = json.loads(saved.read_text())["candidate"]["batches"]["1"]
+    assert f"{measured['decode_step_ms'][0]:.2f}" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("OUT",), ("--shape", "llama-1b", "--baseline", "MODEL"), ("OUT", "--baseline", "M", "--batch-sizes", "1,x")],
+)
+def test_half_a_request_is_refused(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.output.startswith("minifloat: error: ")

@@ -1,0 +1,98 @@
+"""A batch on the engine: what is recorded is what the engine's observer is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minifloat.bench.workload import Recorder, Sample, Workload, run_batch
+from minifloat.errors import UsageError
+from minifloat.serve.engine import Engine, StepStats, Timings, Usage
+
+
+@pytest.fixture(scope="module")
+def engine(llama_folder: Path) -> Engine:
+    return Engine(llama_folder, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, prefix_cache=False)
+
+
+class Twin(Recorder):
+    """Keeps what it is told, beside what a recorder makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    def step(self, stats: StepStats) -> None:
+        super().step(stats)
+        self.told.append(stats)
+
+    def finished(self, reason: str, timings: Timings, usage: Usage) -> None:
+        super().finished(reason, timings, usage)
+        self.told.append((reason, timings, usage))
+
+
+def test_every_token_of_prompts_and_outputs_is_in_the_steps(engine: Engine) -> None:
+    sample = run_batch(engine, Workload(10, 6).prompts(0, 3, 256), 6)
+    assert sum(step.prompt_tokens for step in sample.steps) == sample.input_tokens == 30
+    assert sum(step.generation_tokens for step in sample.steps) == sample.output_tokens == 18
+    assert (len(sample.ttfts), len(sample.itls), len(sample.tpots), len(sample.e2els)) == (3, 15, 3, 3)
+
+
+def test_the_times_of_a_request_add_up(engine: Engine) -> None:
+    sample = run_batch(engine, Workload(10, 6).prompts(0, 1, 256), 6)
+    assert sample.ttfts[0] + sum(sample.itls) == pytest.approx(sample.e2els[0], abs=2e-3)
+    assert sample.tpots[0] == pytest.approx(sum(sample.itls) / 5, abs=1e-3)
+    assert sum(step.seconds for step in sample.steps) <= sample.seconds
+    assert sample.seconds == pytest.approx(sample.e2els[0], abs=1e-6)
+
+
+def test_the_recorder_keeps_what_the_observer_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = Twin()
+    monkeypatch.setattr("minifloat.bench.workload.Recorder", lambda: twin)
+    sample = run_batch(engine, Workload(10, 4).prompts(0, 2, 256), 4)
+    stats = [one for one in twin.told if isinstance(one, StepStats)]
+    assert [step.seconds for step in sample.steps] == [one.seconds for one in stats]
+    ended = [one for one in twin.told if not isinstance(one, StepStats)]
+    assert [reason for reason, _, _ in ended] == ["length", "length"]
+    assert list(sample.e2els) == [timings.finished - timings.arrived for _, timings, _ in ended]
+
+
+def test_the_engines_own_observer_comes_back(engine: Engine) -> None:
+    observer = Recorder()
+    engine.observer = observer
+    run_batch(engine, Workload(4, 2).prompts(0, 1, 256), 2)
+    assert engine.observer is observer
+    assert observer.steps == []
+    engine.observer = None
+
+
+def test_a_sample_survives_json(engine: Engine) -> None:
+    sample = run_batch(engine, Workload(4, 3).prompts(0, 2, 256), 3)
+    assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) == sample
+
+
+def test_rounds_and_seeds_have_prompts_of_their_own_and_repeat_them() -> None:
+    load = Workload(8, 2, seed=3)
+    assert load.prompts(1, 2, 256) == Workload(8, 2, seed=3).prompts(1, 2, 256)
+    different = [load.prompts(1, 2, 256), load.prompts(2, 2, 256), Workload(8, 2, seed=4).prompts(1, 2, 256)]
+    assert len({str(prompts) for prompts in different}) == 3
+    assert all(0 <= token < 7 for prompt in load.prompts(0, 4, 7) for token in prompt)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"input_len": 0}, "input_len"),
+        ({"output_len": 1}, "output_len"),
+        ({"rounds": 0}, "rounds"),
+        ({"batch_sizes": ()}, "batch_sizes"),
+        ({"batch_sizes": (1, 1)}, "batch_sizes"),
+        ({"batch_sizes": (0,)}, "batch_sizes"),
+    ],
+)
+def test_a_workload_that_cannot_be_is_refused(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(UsageError, match=f"^{field}: "):
+        Workload(**values)
