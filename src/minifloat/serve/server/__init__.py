@@ -6,8 +6,31 @@ engine), `generation` (from the engine) and `writers` (the answer). Several mach
 left to larger servers.
 """
 
-from minifloat.serve.server.app import create_app, serve
-from minifloat.serve.server.connection import listen
-from minifloat.serve.server.settings import ServerSettings, read_api_keys
+from __future__ import annotations
 
-__all__ = ["ServerSettings", "create_app", "listen", "read_api_keys", "serve"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minifloat.serve.server.app import create_app, serve
+    from minifloat.serve.server.connection import listen
+    from minifloat.serve.server.run import serve_checkpoint
+    from minifloat.serve.server.settings import ServerSettings, read_api_keys
+
+#: Public name -> the module that defines it; resolved on first use, for some import torch and some need not.
+_EXPORTS = {
+    "ServerSettings": "settings",
+    "create_app": "app",
+    "listen": "connection",
+    "read_api_keys": "settings",
+    "serve": "app",
+    "serve_checkpoint": "run",
+}
+
+__all__ = ["ServerSettings", "create_app", "listen", "read_api_keys", "serve", "serve_checkpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)

@@ -96,6 +96,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         try:
+            self._check_headers(scope)
             self._check_host(headers)
             self._check_key(scope)
             self._check_body(scope, headers)
@@ -103,6 +104,13 @@ class Guard:
             await error.response()(scope, receive, send)
             return
         await self._app(scope, _Body(receive, self._settings).receive, send)
+
+    def _check_headers(self, scope: Scope) -> None:
+        # h11 counts what has come of a head that is not complete: one that came in one piece is not counted
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > self._settings.max_header_bytes:
+            raise APIError(431, f"the headers have more than {self._settings.max_header_bytes} bytes", headers=_CLOSE)
 
     def _check_host(self, headers: Headers) -> None:
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minifloat.kernels.threads import set_threads
-from minifloat.serve.engine import AsyncEngine, Engine, ModelInfo
-from minifloat.serve.server.app import serve
 from minifloat.serve.server.connection import listen
 from minifloat.serve.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from minifloat.serve.engine import ModelInfo
 
 _LOG = logging.getLogger("minifloat.server")
 
@@ -40,10 +40,14 @@ def serve_checkpoint(
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("minifloat").setLevel(logging.WARNING if quiet else logging.INFO)
-    if threads is not None:
-        set_threads(threads)
-    # before the model, which takes longer: an address that is taken is found out at once
     with listen(settings) as listening:
+        # after the socket, for these take seconds: an address that is taken is found out at once
+        from minifloat.kernels.threads import set_threads
+        from minifloat.serve.engine import AsyncEngine, Engine
+        from minifloat.serve.server.app import serve
+
+        if threads is not None:
+            set_threads(threads)
         loaded = Engine(path, **engine)
         _introduce(loaded.info, settings)
         serve(AsyncEngine(loaded, max_queue), settings, listening)

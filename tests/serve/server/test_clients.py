@@ -1,0 +1,427 @@
+"""The clients that people have: the `openai` package, Prometheus, our own chat; and a server of a real, tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from fake_engine import FakeEngine
+from prometheus_client.parser import text_string_to_metric_families
+from serving import MODEL, Client, running, wait_for
+
+from minifloat.serve.client import ChatClient, ServerError, converse
+from minifloat.serve.engine import Engine, SamplingParams
+from minifloat.serve.server import read_api_keys
+
+KEY = "a-key-for-tests"
+
+
+@pytest.fixture(scope="module")
+def real(tiny_folder: Path) -> Iterator[Client]:
+    """The real engine behind a key."""
+    engine = Engine(tiny_folder, dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=16, max_num_batched_tokens=128)
+    with running(engine, api_keys=read_api_keys([KEY])) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def sdk(real: Client) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+USER: Any = [{"role": "user", "content": "hello"}]
+
+
+def test_openai_lists_the_model(sdk: openai.OpenAI) -> None:
+    assert [model.id for model in sdk.models.list()] == [MODEL]
+    assert sdk.models.retrieve(MODEL).id == MODEL
+
+
+def test_openai_completes_what_the_engine_completes(sdk: openai.OpenAI, tiny: Engine) -> None:
+    answer = sdk.completions.create(model=MODEL, prompt="hello", max_tokens=20, temperature=0, logprobs=2)
+    (expected,) = tiny.generate("hello", SamplingParams(max_tokens=20, temperature=0, logprobs=2))
+    assert answer.choices[0].text == expected.text
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == expected.usage.completion_tokens
+    assert answer.choices[0].logprobs is not None
+    assert expected.logprobs is not None
+    ours = [one.logprob for one in expected.logprobs]
+    assert answer.choices[0].logprobs.token_logprobs == pytest.approx(ours, abs=1e-4)
+
+
+def test_openai_streams_the_same_chat_that_it_gets_at_once(sdk: openai.OpenAI) -> None:
+    fields: Any = {"model": MODEL, "messages": USER, "max_tokens": 25, "seed": 7, "temperature": 1.0}
+    whole = sdk.chat.completions.create(**fields)
+    stream = sdk.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    chunks = list(stream)
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+
+
+def test_openai_reads_log_probabilities_of_a_chat(sdk: openai.OpenAI) -> None:
+    answer = sdk.chat.completions.create(model=MODEL, messages=USER, max_tokens=4, logprobs=True, top_logprobs=5)
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert [len(token.top_logprobs) for token in content] == [5] * len(content)
+    assert all(token.logprob <= 0 for token in content)
+
+
+def test_openai_gets_json_that_follows_a_schema(sdk: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
+        "required": ["ok", "size"],
+        "additionalProperties": False,
+    }
+    for seed in range(3):
+        answer = sdk.chat.completions.create(
+            model=MODEL,
+            messages=USER,
+            seed=seed,
+            max_tokens=300,
+            response_format={"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}},
+        )
+        if answer.choices[0].finish_reason == "stop":  # a random model may fill its context with blanks
+            assert set(json.loads(answer.choices[0].message.content or "")) == {"ok", "size"}
+
+
+def test_openai_raises_its_own_errors(real: Client, sdk: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        sdk.chat.completions.create(model=MODEL, messages=USER, tools=tools)
+    assert refused.value.param == "tools"
+    with pytest.raises(openai.NotFoundError):
+        sdk.completions.create(model="another", prompt="x")
+    with (
+        openai.OpenAI(base_url=f"{real.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def test_openai_raises_the_error_of_a_stream_that_fails(tokenizer: Any) -> None:
+    engine = FakeEngine(tokenizer, fails=lambda request: "exploded")
+    with (
+        running(engine) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+        pytest.raises(openai.APIError, match="exploded"),
+    ):
+        list(client.completions.create(model=MODEL, prompt="x", stream=True))
+
+
+def test_openai_asks_many_things_at_once_and_gets_what_each_gets_alone(real: Client, sdk: openai.OpenAI) -> None:
+    prompts = [f"question {number}" for number in range(24)]
+    fields: Any = {"model": MODEL, "max_tokens": 12, "temperature": 0}
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key=KEY, max_retries=0) as client:
+
+            async def ask(index: int, prompt: str) -> str:
+                if index % 2:
+                    stream = await client.completions.create(prompt=prompt, stream=True, **fields)
+                    return "".join([chunk.choices[0].text async for chunk in stream])
+                return str((await client.completions.create(prompt=prompt, **fields)).choices[0].text)
+
+            return list(await asyncio.gather(*(ask(index, prompt) for index, prompt in enumerate(prompts))))
+
+    together = asyncio.run(ask_all())
+    assert together == [sdk.completions.create(prompt=prompt, **fields).choices[0].text for prompt in prompts]
+
+
+def test_openai_cancels_by_closing_a_stream(real: Client, sdk: openai.OpenAI) -> None:
+    stream = sdk.completions.create(
+        model=MODEL, prompt="on and on", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    assert real.idle()
+
+
+def test_curl_works(real: Client) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 3, "stream": True})
+    command = ["curl", "-sN", f"{real.url}/v1/completions", "-H", f"Authorization: Bearer {KEY}"]
+    try:
+        done = subprocess.run([*command, "--json", body], capture_output=True, text=True, timeout=60, check=True)
+    except FileNotFoundError:
+        pytest.skip("no curl here")
+    assert done.stdout.endswith("data: [DONE]\n\n")
+
+
+# ------------------------------------------------------------------------------------------------- metrics
+
+
+def test_prometheus_reads_metrics_under_vllms_names_and_they_add_up(tiny: Engine) -> None:
+    with running(tiny) as client:
+        usage = [client.complete(f"prompt {i}", max_tokens=9, ignore_eos=True).json["usage"] for i in range(5)]
+        assert client.complete("y", max_tokens=2, stop="nothing").status == 200
+        answer = client.get("/metrics")
+        status = client.get("/status").json["now"]
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {family.name: family for family in text_string_to_metric_families(answer.body.decode())}
+    gauges = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_bytes", "weight_bytes"}
+    counters = {"prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"}
+    counters |= {"request_success", "admission_rejections"}
+    histograms = {
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+    }
+    for kind, names in (("gauge", gauges), ("counter", counters), ("histogram", histograms)):
+        for name in names:
+            assert families[f"minifloat_{name}"].type == kind, name
+    assert families["minifloat_decode_bandwidth_bytes_per_second"].samples[0].value > 0
+
+    def total(name: str, suffix: str = "_total") -> float:
+        samples = families[f"minifloat_{name}"].samples
+        return sum(sample.value for sample in samples if sample.name.endswith(suffix))
+
+    assert total("generation_tokens") == sum(one["completion_tokens"] for one in usage) + 2
+    assert total("request_success") == 6
+    assert total("e2e_request_latency_seconds", "_count") == 6
+    assert total("time_to_first_token_seconds", "_count") == 6
+    assert total("request_queue_time_seconds", "_count") == 6
+    assert total("inter_token_latency_seconds", "_count") == 5 * 8 + 1
+    prefill, decode = (total(f"request_{name}_time_seconds", "_sum") for name in ("prefill", "decode"))
+    assert prefill + decode <= total("e2e_request_latency_seconds", "_sum")
+    itl = total("inter_token_latency_seconds", "_sum")
+    assert math.isclose(itl, decode, rel_tol=0.05, abs_tol=0.01)
+    assert status["itl_ms"]["median"] <= 1e3 * itl
+
+
+# ------------------------------------------------------------------------------------------------- load
+
+
+def test_beyond_the_queue_clients_are_told_to_come_back_and_the_others_are_served(tokenizer: Any) -> None:
+    answers: list[Any] = []
+    with running(FakeEngine(tokenizer, seconds=0.005), max_queue=4) as client:
+
+        def ask(index: int) -> None:
+            answers.append(client.complete(f"{index:03}", max_tokens=30, stream=index % 2 == 0))
+
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(60)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert client.idle()
+        metrics = client.get("/metrics").body.decode()
+    refused = [answer for answer in answers if answer.status == 503]
+    served = [answer for answer in answers if answer.status == 200]
+    assert len(refused) + len(served) == 60
+    assert len(served) >= 12
+    assert refused
+    assert all(answer.headers["retry-after"] == "1" and answer.error["code"] == "queue_full" for answer in refused)
+    assert f'admission_rejections_total{{reason="queue_full"}} {len(refused)}.0' in metrics
+    for answer in served:
+        pieces = answer.events if "event-stream" in answer.headers["content-type"] else [answer.json]
+        text = "".join(piece["choices"][0]["text"] for piece in pieces)
+        assert text == text[:3] * 10
+
+
+def test_an_answer_of_many_choices_is_admitted_whole_or_not_at_all(tokenizer: Any) -> None:
+    with running(FakeEngine(tokenizer, seconds=0.002), max_queue=4) as client:
+        assert client.complete(["a", "b"], n=8, max_tokens=2).status == 503
+        assert client.idle()
+        assert client.complete(n=8, max_tokens=2).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_stops_finishes_what_was_admitted_and_takes_no_more(tokenizer: Any, stream: bool) -> None:
+    answers: list[Any] = []
+    with running(FakeEngine(tokenizer, seconds=0.01)) as client:
+        threads = [
+            threading.Thread(target=lambda: answers.append(client.complete("ab", max_tokens=60, stream=stream)))
+            for _ in range(12)
+        ]
+        for thread in threads:
+            thread.start()
+        assert wait_for(lambda: client.engine.running + client.engine.waiting == 12)
+        client.server.should_exit = True
+        assert wait_for(lambda: client.engine.draining)
+        with pytest.raises(OSError, match="refused"):
+            client.complete()
+        for thread in threads:
+            thread.join()
+    assert [answer.status for answer in answers] == [200] * 12
+    if stream:
+        assert all(answer.events[-1]["choices"][0]["finish_reason"] == "length" for answer in answers)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_does_not_finish_in_time_is_told_so(tokenizer: Any, stream: bool) -> None:
+    answers: list[Any] = []
+    with running(FakeEngine(tokenizer, seconds=0.05), shutdown_timeout=0.3) as client:
+        thread = threading.Thread(target=lambda: answers.append(client.complete(max_tokens=500, stream=stream)))
+        thread.start()
+        assert wait_for(lambda: client.engine.running == 1)
+        client.server.should_exit = True
+        thread.join(20)
+    (answer,) = answers
+    error = answer.events[-1]["error"] if stream else answer.error
+    assert error["code"] == "stopping"
+
+
+# ------------------------------------------------------------------------------------------------- commands
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def served(tiny_folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """`minifloat serve`, told by arguments and by the environment."""
+    port = free_port()
+    environment = os.environ | {
+        "MINIFLOAT_API_KEY": KEY,
+        "MINIFLOAT_SERVED_MODEL_NAME": "from-the-environment",
+        "MINIFLOAT_MAX_NUM_SEQS": "4",
+        "MINIFLOAT_KV_CACHE_MEMORY": "8MiB",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "minifloat", "serve", str(tiny_folder), "--port", str(port), "--dtype", "float32"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert wait_for(lambda: answers(port) or process.poll() is not None, 60)
+        assert process.poll() is None, process.communicate()
+        yield process, port
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def answers(port: int) -> bool:
+    try:
+        return Client(port, None, None).get("/health").status == 200  # type: ignore[arg-type]
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(180)
+def test_serve_drains_at_sigterm_and_ends_with_status_0(served: tuple[subprocess.Popen[str], int]) -> None:
+    process, port = served
+    client = Client(port, None, None)  # type: ignore[arg-type]
+    results: list[Any] = []
+    body = {"model": "from-the-environment", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
+
+    def ask() -> None:
+        results.append(client.post("/v1/completions", body, Authorization=f"Bearer {KEY}"))
+
+    threads = [threading.Thread(target=ask) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+
+    def at_work() -> int:
+        now = client.get("/status", Authorization=f"Bearer {KEY}").json["now"]
+        return int(now["running"] + now["waiting"])
+
+    assert wait_for(lambda: at_work() == 10 or len(results) > 0)
+    process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join()
+    assert [answer.status for answer in results] == [200] * 10
+    assert all(answer.json["usage"]["completion_tokens"] == 100 for answer in results)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0, log
+    assert "stopping: finishing what was admitted" in log
+    assert "Traceback" not in log
+
+
+def test_serve_says_at_once_that_an_address_is_taken(tiny_folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "minifloat", "serve", str(tiny_folder), "--port", port]
+        began = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "cannot listen there" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+class Terminal:
+    """Types lines and keeps what is shown."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines, self.shown = list(lines), ""
+
+    def read(self, prompt: str) -> str:
+        self.shown += prompt
+        if not self.lines:
+            raise EOFError
+        return self.lines.pop(0)
+
+    def write(self, text: str) -> None:
+        self.shown += text
+
+
+def test_chat_remembers_forgets_and_is_instructed(tokenizer: Any) -> None:
+    engine = FakeEngine(tokenizer)
+    terminal = Terminal("one", "two", "/reset", "three", "/system be brief", "four", "/nonsense", "", "/quit", "five")
+    with running(engine) as server:
+        client = ChatClient(server.url, sampling={"max_tokens": 4})
+        converse(client, system="first", stats=True, read=terminal.read, write=terminal.write)
+    asked = [tokenizer.decode(request.prompt) for request in engine.seen]
+    assert len(asked) == 4
+    assert asked[0] == "<s>system: first</s>user: one</s>assistant: "
+    assert asked[1].count("user: ") == 2
+    assert asked[2] == "<s>system: first</s>user: three</s>assistant: "
+    assert asked[3] == "<s>system: be brief</s>user: four</s>assistant: "
+    assert "unknown command /nonsense" in terminal.shown
+    assert "to the first token" in terminal.shown
+
+
+def test_chat_goes_on_after_an_error_and_shows_it(tokenizer: Any) -> None:
+    engine = FakeEngine(tokenizer, fails=lambda request: "no" if "bad" in tokenizer.decode(request.prompt) else None)
+    terminal = Terminal("bad", "good")
+    with running(engine, api_keys=read_api_keys([KEY])) as server:
+        client = ChatClient(f"{server.url}/v1/", api_key=KEY, sampling={"max_tokens": 6})
+        converse(client, read=terminal.read, write=terminal.write)
+        with pytest.raises(ServerError, match="401"):
+            converse(ChatClient(server.url), read=terminal.read, write=terminal.write)
+    assert "engine failed on this request: no" in terminal.shown
+    assert "bad" not in tokenizer.decode(engine.seen[-1].prompt)
+    with pytest.raises(ServerError, match="minifloat serve"):
+        ChatClient(f"http://127.0.0.1:{free_port()}").find_model()
+
+
+def test_chat_stops_an_answer_at_ctrl_c(tokenizer: Any) -> None:
+    terminal = Terminal("go on")
+
+    def write(text: str) -> None:
+        terminal.write(text)
+        if "assistant" in terminal.shown:
+            raise KeyboardInterrupt
+
+    with running(FakeEngine(tokenizer, seconds=0.01)) as server:
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            converse(ChatClient(server.url), read=terminal.read, write=write)
+        assert server.idle(3)
+        assert time.monotonic() - began < 10
