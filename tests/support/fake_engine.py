@@ -78,10 +78,13 @@ class FakeEngine:
             if any(not 0 <= token < self.info.vocab_size for token in tokens):
                 raise UsageError(f"{name}: expected token ids of 0 .. {self.info.vocab_size - 1}")
 
-    def add(self, request: Request) -> None:
+    def begin(self, request: Request) -> _Work:
         self.check(request.prompt, request.params)
-        self.seen.append(request)
-        self._at_work[request.request_id] = _Work(request, self.tokenizer)
+        return _Work(request, self.tokenizer)
+
+    def add(self, work: _Work) -> None:
+        self.seen.append(work.request)
+        self._at_work[work.request.request_id] = work
 
     def cancel(self, request_id: str) -> Delivery | None:
         work = self._at_work.get(request_id)

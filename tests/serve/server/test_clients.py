@@ -358,7 +358,6 @@ def test_serve_says_at_once_that_an_address_is_taken(tiny_folder: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "minifloat", "serve", str(tiny_folder), "--port", port]
-        began = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert "cannot listen there" in done.stderr

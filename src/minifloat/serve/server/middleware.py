@@ -140,8 +140,8 @@ class Guard:
         state["api_key"] = digest.hex()
 
     def _check_body(self, scope: Scope, headers: Headers) -> None:
-        if scope["method"] not in ("POST", "PUT", "PATCH"):
-            return
+        if scope["method"] != "POST":
+            return  # no other method has a route that reads a body
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise APIError(415, "expected Content-Type: application/json", headers=_CLOSE)
         length = headers.get("content-length", "0")
