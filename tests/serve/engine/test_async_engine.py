@@ -137,6 +137,26 @@ def test_an_engine_that_breaks_tells_everybody(engine: Engine, monkeypatch: pyte
     run(engine, body)
 
 
+def test_generate_streams_and_closing_it_cancels(engine: Engine) -> None:
+    expected = engine.generate("abc", PARAMS)[0]
+
+    async def main() -> None:
+        async with AsyncEngine(engine) as served:
+            pieces = [piece async for piece in served.generate("abc", PARAMS)]
+            assert "".join(piece.text for piece in pieces) == expected.text
+            assert pieces[-1].finish_reason == "length"
+            endless = served.generate([1, 2, 3], ENDLESS)
+            await anext(endless)
+            await endless.aclose()
+            for _ in range(200):
+                if not served.running:
+                    break
+                await asyncio.sleep(0.01)
+            assert engine.kv_usage == 0.0
+
+    asyncio.run(main())
+
+
 def test_no_thread_is_left(engine: Engine) -> None:
     before = threading.active_count()
 

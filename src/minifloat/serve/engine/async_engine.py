@@ -11,13 +11,16 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 from minifloat.errors import EngineStopped, QueueFull, UsageError
 from minifloat.serve.engine.engine import Engine
+from minifloat.serve.engine.sampling import SamplingParams
 from minifloat.serve.engine.sequence import Delivery, Request, Sequence
 
 _LOG = logging.getLogger(__name__)
@@ -68,7 +71,7 @@ class RequestStream:
 
 
 class AsyncEngine:
-    """Owns an engine.
+    """Owns an engine. Use it as ``async with AsyncEngine(Engine(path)) as engine``, or `start` and `close` it.
 
     Args:
         engine: Nobody else may call it from `start` on.
@@ -138,6 +141,39 @@ class AsyncEngine:
             self.cancel(request.request_id)
             raise
         return stream
+
+    async def generate(
+        self, prompt: str | Sequences[int], params: SamplingParams | None = None
+    ) -> AsyncGenerator[Delivery, None]:
+        """Continue a prompt.
+
+        Args:
+            prompt: A text, without a chat template, or token ids.
+            params: By default `SamplingParams()` with the checkpoint's own defaults.
+
+        Returns:
+            The deliveries as they are made. Closing the generator, as cancelling its task does, cancels the request.
+
+        Raises:
+            QueueFull: As `submit`, and so are the others.
+            EngineStopped: As there.
+            UsageError: As there.
+        """
+        tokens = self.engine.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        params = params or self.engine.default_params()
+        stream = await self.submit(Request(f"generate-{uuid.uuid4()}", tokens, params))
+        try:
+            async for delivery in stream:
+                yield delivery
+        finally:
+            stream.cancel()
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def cancel(self, request_id: str) -> None:
         """End a request, if it is still there."""

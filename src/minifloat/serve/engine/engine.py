@@ -342,7 +342,7 @@ class Engine:
             UsageError: A prompt that cannot run.
         """
         several: Sequences[Any] = [prompts] if isinstance(prompts, str) else prompts
-        params = params or SamplingParams(**self.generation_defaults)
+        params = params or self.default_params()
         base = next(_UNIQUE)
         requests = [
             Request(f"{base}-{index}", self.encode(prompt) if isinstance(prompt, str) else tuple(prompt), params)
@@ -356,6 +356,10 @@ class Engine:
             name = delivery.request_id
             whole[name] = whole[name] + delivery if name in whole else delivery
         return [_completion(request, whole[str(index)]) for index, request in enumerate(requests)]
+
+    def default_params(self) -> SamplingParams:
+        """What the checkpoint itself says of sampling."""
+        return SamplingParams(**self.generation_defaults)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a text as a prompt, with what the tokenizer puts around one."""
