@@ -216,7 +216,11 @@ class Shape:
         norms: Whether q and k have norms.
         biases: Whether linears have biases.
         hidden: Size of the residual stream.
-        intermediate: Of the MLP.
+        intermediate: Of the MLP, also of each expert.
+        experts: How many; 0: a plain MLP.
+        top_k: Experts of a token.
+        apart: Whether gate and up of experts are two weights.
+        shared: Whether experts share an MLP, with a gate.
     """
 
     heads: int = 4
@@ -228,6 +232,10 @@ class Shape:
     biases: bool = False
     hidden: int = 72
     intermediate: int = 88
+    experts: int = 0
+    top_k: int = 2
+    apart: bool = False
+    shared: bool = False
 
 
 def random_decoder(shape: Shape, dtype: torch.dtype, scales: tuple[float, float] = (1.0, 1.0)) -> Decoder:
@@ -260,7 +268,20 @@ def random_decoder(shape: Shape, dtype: torch.dtype, scales: tuple[float, float]
             (None, vector(middle, 0.0)) if shape.biases else None,
             vector(hidden, 0.0) if shape.biases else None,
         )
-        return Layer(vector(hidden), attention, vector(hidden), mlp)
+        return Layer(vector(hidden), attention, vector(hidden), routed(mlp) if shape.experts else mlp)
+
+    def routed(mlp: Mlp) -> Experts:
+        hidden, middle, count = shape.hidden, shape.intermediate, shape.experts
+        rows = [middle, middle] if shape.apart else [2 * middle]
+        return Experts(
+            router=torch.randn(count, hidden, generator=random).to(torch.bfloat16 if shape.apart else torch.float32),
+            top_k=shape.top_k,
+            normalize=not shape.shared,
+            gate_up=tuple(PackedExperts([weight(size, hidden) for _ in range(count)]) for size in rows),
+            down=PackedExperts([weight(hidden, middle) for _ in range(count)]),
+            shared=mlp if shape.shared else None,
+            shared_gate=vector(hidden, 0.0) if shape.shared else None,
+        )
 
     rotary = shape.head_dim if shape.rotary is None else shape.rotary
     return Decoder(

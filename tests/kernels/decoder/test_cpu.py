@@ -15,7 +15,7 @@ from decoder_cases import VOCAB, Session, Shape, prompt, random_decoder
 from kernel_cases import ISAS
 
 from minifloat.kernels import native
-from minifloat.kernels.decoder import KVCache, cpu, step
+from minifloat.kernels.decoder import Decoder, KVCache, cpu, step
 
 #: Largest relative L2 distance of logits: sums in another order; with a narrow dtype or cache, what rounds the other
 #: way now and then.
@@ -34,9 +34,12 @@ SHAPES = {
     "odd sizes": Shape(heads=2, kv_heads=2, head_dim=34, rotary=0, windows=(1, 33), hidden=51, intermediate=37),
 }
 
-isas = pytest.mark.parametrize(
-    "isa", ISAS or [pytest.param("none", marks=pytest.mark.skip(reason="no native library"))]
-)
+EXPERTS = {
+    "six experts": Shape(experts=6, apart=True),
+    "all of five experts": Shape(experts=5, top_k=5, shared=True),
+    "one of 37 experts": Shape(experts=37, top_k=1, hidden=600, intermediate=33, apart=True, shared=True, biases=True),
+    "eight of 128 experts": Shape(experts=128, top_k=8, hidden=64, intermediate=16),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +97,31 @@ def test_logits_are_those_of_the_reference(isa: str, shape: str, element: str) -
     found = in_pieces(Session.start(decoder, "cpu", element=element))
     for name, exact in expected(shape, torch.float32, element).items():
         assert distance(found[name], exact) < CLOSE[element]
+
+
+@pytest.mark.parametrize("shape", EXPERTS)
+def test_experts_are_those_of_the_reference(isa: str, shape: str) -> None:
+    decoder, exact = through_experts(shape)
+    session = Session.start(decoder, "cpu")
+    found = torch.cat([session.run({"a": prompt(130)})["a"], session.run({"a": [5, 6]})["a"]])
+    # Nothing is normed inside of experts, and some tokens multiply a difference by ten.
+    assert distance(found, exact) < 3 * CLOSE["float32"]
+
+
+@functools.cache
+def through_experts(shape: str) -> tuple[Decoder, torch.Tensor]:
+    decoder = random_decoder(EXPERTS[shape], torch.float32)
+    session = Session.start(decoder, "reference")
+    return decoder, torch.cat([session.run({"a": prompt(130)})["a"], session.run({"a": [5, 6]})["a"]])
+
+
+def test_nan_of_a_token_does_not_reach_others_through_experts(isa: str) -> None:
+    decoder = random_decoder(Shape(experts=6, shared=True), torch.float32)
+    decoder.embedding[13] = torch.nan
+    logits = Session.start(decoder, "cpu").run({"a": [1, 2], "b": [13, 13, 3], "c": [4, 5]})
+    assert logits["a"].isfinite().all()
+    assert logits["b"].isnan().all()
+    assert logits["c"].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
