@@ -74,7 +74,11 @@ class FakeEngine:
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         if len(prompt) + max(1, params.min_tokens) > self.info.max_model_len:
             raise ContextLengthError(f"prompt: {len(prompt)} tokens do not fit")
-        for name, tokens in (("prompt", prompt), ("logit_bias", params.logit_bias)):
+        for name, tokens in (
+            ("prompt", prompt),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
             if any(not 0 <= token < self.info.vocab_size for token in tokens):
                 raise UsageError(f"{name}: expected token ids of 0 .. {self.info.vocab_size - 1}")
 

@@ -231,8 +231,10 @@ def test_a_slow_body_and_a_silent_connection_are_given_up(tokenizer: Any, monkey
             assert half.recv(1) == b""
 
 
-def test_an_empty_prompt_and_one_too_long_are_refused_and_the_longest_is_not(client: Client) -> None:
-    assert client.complete("").error["param"] == "prompt"
+def test_an_empty_list_and_a_prompt_too_long_are_refused_and_the_longest_is_not(client: Client) -> None:
+    assert client.complete("", max_tokens=1).json["usage"]["prompt_tokens"] == 1, "the token that begins a text"
+    for empty in ([], [[]], [""] * 0):
+        assert client.complete(empty).error["param"] == "prompt"
     assert client.complete("x" * 511).status == 200
     assert client.complete("x" * 512).error["param"] == "prompt"
     assert client.complete([1] * 512).error["param"] == "prompt"

@@ -20,6 +20,7 @@ from minifloat.serve.server import completions, routes
 from minifloat.serve.server.connection import Server, address
 from minifloat.serve.server.errors import APIError, from_http, from_minifloat, from_validation
 from minifloat.serve.server.middleware import Guard, RequestLog
+from minifloat.serve.server.openapi import describe
 from minifloat.serve.server.service import Service
 from minifloat.serve.server.settings import ServerSettings
 
@@ -61,6 +62,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.state.service = service
     app.include_router(completions.router)
     app.include_router(routes.router)
+    describe(app.openapi(), settings.model_name, service.info.vocab_size)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(MinifloatError, _failed)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from fastapi import Request as HTTPRequest
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
@@ -20,14 +20,19 @@ from minifloat.serve.server.errors import APIError
 from minifloat.serve.server.generation import Disconnected, Generation, unless_disconnected
 from minifloat.serve.server.openapi import streamed
 from minifloat.serve.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingRequest
-from minifloat.serve.server.service import Service
+from minifloat.serve.server.service import Service, require_json
 from minifloat.serve.server.sse import EventStream, out_of_time
 from minifloat.serve.server.writers import ChatWriter, Collected, TextWriter, Writer
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], dependencies=[Depends(require_json)])
 
 
-@router.post("/v1/completions", response_model=None, responses=streamed(Completion, Completion))
+@router.post(
+    "/v1/completions",
+    response_model=None,
+    responses=streamed(Completion, Completion),
+    dependencies=[Depends(require_json)],
+)
 async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Response:
     """Continue one or several texts."""
     service: Service = request.app.state.service
@@ -48,7 +53,12 @@ async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Re
     return await _respond(service, body, request, generation, writer, len(prompts) * body.n)
 
 
-@router.post("/v1/chat/completions", response_model=None, responses=streamed(ChatCompletion, ChatChunk))
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses=streamed(ChatCompletion, ChatChunk),
+    dependencies=[Depends(require_json)],
+)
 async def create_chat_completion(body: ChatCompletionRequest, request: HTTPRequest) -> Response:
     """Continue a conversation."""
     service: Service = request.app.state.service

@@ -1,9 +1,9 @@
 """What every request passes before a route sees it: an id, the log, and the guard.
 
 Plain ASGI: Starlette's `BaseHTTPMiddleware` would stand between a stream and its client, and hide that the client left.
-The guard refuses, in this order: host names that are not this server's (a web page that rebinds its name to 127.0.0.1
-is still a foreign page), callers without a key, bodies that are not JSON (a form of a foreign page can send those
-without asking), and bodies that are too large or too slow, counted as they arrive.
+The guard refuses, in this order: headers that are too large, host names that are not this server's (a web page that
+rebinds its name to 127.0.0.1 is still a foreign page), callers without a key, and bodies that are too large, counted as
+they arrive, or too slow.
 """
 
 from __future__ import annotations
@@ -142,8 +142,6 @@ class Guard:
     def _check_body(self, scope: Scope, headers: Headers) -> None:
         if scope["method"] != "POST":
             return  # no other method has a route that reads a body
-        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise APIError(415, "expected Content-Type: application/json", headers=_CLOSE)
         length = headers.get("content-length", "0")
         if not length.isdigit() or len(length) > 18 or int(length) > self._settings.max_body_bytes:
             raise _too_large(self._settings)

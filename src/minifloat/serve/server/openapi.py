@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from minifloat.serve.server.errors import ErrorBody
+from minifloat.serve.server.protocol import TOKEN_TITLE
 
 _MEANINGS = {
     400: "The request can never work; `param` names the field.",
@@ -54,6 +55,30 @@ def streamed(model: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, 
         model: The answer at once.
         chunk: Each event of a streamed answer.
     """
-    events = {"schema": {"type": "string", "description": f"`data: {chunk.__name__}` ..., then `data: [DONE]`"}}
+    events = {"example": f"data: ({chunk.__name__} as JSON)\n\ndata: [DONE]\n\n"}
     success: dict[int | str, dict[str, Any]] = {200: {"model": model, "content": {"text/event-stream": events}}}
     return success | failures(*_WITH_BODY, 503, 504)
+
+
+def describe(document: dict[str, Any], name: str, vocab_size: int) -> None:
+    """Say in the document what only a loaded model tells: its name, and how many tokens there are."""
+    for schema in document["components"]["schemas"].values():
+        field = schema.get("properties", {}).get("model")
+        if field is not None and schema["title"].endswith("Request"):
+            optional = [{"type": "null"}] if "anyOf" in field else []
+            field.clear()
+            field |= {"title": "Model", "anyOf": [{"enum": [name]}, *optional]}
+        _bound_tokens(schema, vocab_size)
+    for parameter in document["paths"]["/v1/models/{name}"]["get"]["parameters"]:
+        parameter["schema"] = {"title": "Name", "enum": [name]}
+
+
+def _bound_tokens(schema: Any, vocab_size: int) -> None:
+    if isinstance(schema, dict):
+        if schema.get("title") == TOKEN_TITLE:
+            schema["maximum"] = vocab_size - 1
+        for value in schema.values():
+            _bound_tokens(value, vocab_size)
+    elif isinstance(schema, list):
+        for value in schema:
+            _bound_tokens(value, vocab_size)

@@ -64,7 +64,9 @@ class Prompts:
             )
         tokens = await self.beside(self._encode, prompt, add_special_tokens)
         if not tokens and not may_be_empty:
-            raise UsageError("prompt: it is empty, and the tokenizer adds no token to begin a text with")
+            if self._tokenizer.bos_token_id is None:
+                raise UsageError("prompt: it is empty, and the tokenizer has no token to begin a text with")
+            tokens = [self._tokenizer.bos_token_id]
         return tuple(tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:

@@ -33,6 +33,9 @@ MAX_SCHEMA_DEPTH = 64
 #: Longest list of tokens: more than any model's context, less than what hurts.
 MAX_TOKENS = 4_194_304
 
+#: By which the OpenAPI document of a server finds token ids, to say how many there are.
+TOKEN_TITLE = "Token id"
+
 _TOKEN_MAX = 2**31 - 1
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1
 
@@ -63,8 +66,26 @@ def _one_of(expected: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-Token = Annotated[StrictInt, Field(ge=0, le=_TOKEN_MAX)]
-TokenList = Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
+def _whole(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """JSON has one kind of number: 3.0 is an integer, alone or in a list. Nothing else is converted."""
+    try:
+        return handler(value)
+    except ValidationError:
+        if isinstance(value, float) and value.is_integer():
+            return handler(int(value))
+        if not isinstance(value, list) or not any(isinstance(one, float) for one in value):
+            raise
+        return handler([int(one) if isinstance(one, float) and one.is_integer() else one for one in value])
+
+
+Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), WrapValidator(_whole)]
+Count = Annotated[int, Field(ge=1, le=_TOKEN_MAX), WrapValidator(_whole)]
+Natural = Annotated[int, Field(ge=0, le=_TOKEN_MAX), WrapValidator(_whole)]
+TopK = Annotated[int, Field(ge=-1, le=_TOKEN_MAX), WrapValidator(_whole)]
+Seed = Annotated[int, Field(ge=_SEED_MIN, le=_SEED_MAX), WrapValidator(_whole)]
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WrapValidator(_whole)]
+Token = Annotated[StrictInt, Field(ge=0, le=_TOKEN_MAX, title=TOKEN_TITLE)]
+TokenList = Annotated[list[Token], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True), WrapValidator(_whole)]
 Prompt = Annotated[
     str
     | TokenList
@@ -83,10 +104,27 @@ Stop = Annotated[
 ]
 
 
+def _with(field: str, kind: str, **others: Any) -> dict[str, Any]:
+    """For the OpenAPI document: where `field` is given, other fields must have these values."""
+    given = {"required": [field], "properties": {field: {"type": kind}}}
+    needed = {"required": [name for name, value in others.items() if value], "properties": {}}
+    needed["properties"] = {name: {"const": value} for name, value in others.items()}
+    return {"if": given, "then": needed}
+
+
 class _Strict(BaseModel):
     """Unknown fields are refused, nothing is converted, NaN and Infinity are no numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+LogitBias = Annotated[
+    Annotated[
+        dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"additionalProperties": False}),
+    ],
+    _one_of(f"at most {MAX_LOGIT_BIAS} token ids, as strings, with values of -100 to 100"),
+]
 
 
 class StreamOptions(_Strict):
@@ -136,26 +174,24 @@ class SamplingRequest(_Strict):
     """What both kinds of completions share."""
 
     model: str = Field(max_length=512, description="The served model's name, as /v1/models gives it.")
-    n: int = Field(default=1, ge=1, le=MAX_CHOICES, description="Answers per prompt.")
+    n: Choices = Field(default=1, description="Answers per prompt.")
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(default=None, ge=0, le=100, description="0: the most probable token.")
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, le=_TOKEN_MAX, description="0 or -1: all tokens.")
+    top_k: TopK | None = Field(default=None, description="0 or -1: all tokens.")
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    seed: int | None = Field(default=None, ge=_SEED_MIN, le=_SEED_MAX)
-    max_tokens: int | None = Field(default=None, ge=1, le=_TOKEN_MAX)
-    min_tokens: int = Field(default=0, ge=0, le=_TOKEN_MAX)
+    seed: Seed | None = None
+    max_tokens: Count | None = None
+    min_tokens: Natural = 0
     stop: Stop | None = None
-    stop_token_ids: list[Token] = Field(default=[], max_length=MAX_STOPS)
+    stop_token_ids: Annotated[list[Token], WrapValidator(_whole)] = Field(default=[], max_length=MAX_STOPS)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    logit_bias: dict[str, float] | None = Field(
-        default=None, max_length=MAX_LOGIT_BIAS, description="Token id to -100 .. 100."
-    )
+    logit_bias: LogitBias | None = None
     response_format: ResponseFormat | None = None
     cache_salt: str | None = Field(
         default=None, min_length=1, max_length=256, description="Requests share cached prefixes only with their salt."
@@ -170,16 +206,6 @@ class SamplingRequest(_Strict):
         for name in _NOT_SERVED.keys() & data.keys():
             raise_unserved(name)
         return data
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        for token, value in (bias or {}).items():
-            if not (token.isascii() and token.isdigit() and len(token) <= len(str(_TOKEN_MAX))):
-                raise ValueError("expected token ids as keys")
-            if not -100 <= value <= 100:
-                raise ValueError("expected values from -100 to 100")
-        return bias
 
     @model_validator(mode="after")
     def _streams(self) -> SamplingRequest:
@@ -208,9 +234,15 @@ def raise_unserved(name: str) -> None:
 class CompletionRequest(SamplingRequest):
     """``POST /v1/completions``."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [_with("stream_options", "object", stream=True), _with("logprobs", "integer", echo=False)]
+        }
+    )
+
     prompt: Prompt
     echo: bool = Field(default=False, description="Begin the text with the prompt.")
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    logprobs: Alternatives | None = None
     add_special_tokens: bool = Field(default=True, description="Begin the prompt as the tokenizer begins a text.")
 
     @model_validator(mode="after")
@@ -272,10 +304,16 @@ class TemplateOptions(_Strict):
 class ChatCompletionRequest(SamplingRequest):
     """``POST /v1/chat/completions``."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [_with("stream_options", "object", stream=True), _with("top_logprobs", "integer", logprobs=True)]
+        }
+    )
+
     messages: Messages
-    max_completion_tokens: int | None = Field(default=None, ge=1, le=_TOKEN_MAX)
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Alternatives | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Literal["low", "medium", "high"] | None = None
 
@@ -299,6 +337,15 @@ class ChatCompletionRequest(SamplingRequest):
 class TokenizeRequest(_Strict):
     """``POST /tokenize``: a prompt, or messages through the chat template."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+            ]
+        }
+    )
+
     model: str | None = Field(default=None, max_length=512)
     prompt: str | None = None
     messages: Messages | None = None
@@ -316,7 +363,7 @@ class DetokenizeRequest(_Strict):
     """``POST /detokenize``."""
 
     model: str | None = Field(default=None, max_length=512)
-    tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS, fail_fast=True)]
+    tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS, fail_fast=True), WrapValidator(_whole)]
 
 
 def _check_size(schema: Any) -> None:

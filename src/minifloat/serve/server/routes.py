@@ -8,7 +8,7 @@ import re
 from importlib import resources
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import HTMLResponse, Response
 
 from minifloat._version import __version__
@@ -16,7 +16,7 @@ from minifloat.serve.server.answers import Health, ModelCard, ModelList, Text, T
 from minifloat.serve.server.errors import APIError
 from minifloat.serve.server.openapi import answers, failures, text
 from minifloat.serve.server.protocol import DetokenizeRequest, TokenizeRequest
-from minifloat.serve.server.service import Service
+from minifloat.serve.server.service import Service, require_json
 
 router = APIRouter(tags=["server"])
 
@@ -84,7 +84,7 @@ def _card(service: Service) -> ModelCard:
     return ModelCard(id=service.settings.model_name, created=service.created, max_model_len=service.info.max_model_len)
 
 
-@router.post("/tokenize", responses=answers(Tokens, with_body=True))
+@router.post("/tokenize", responses=answers(Tokens, with_body=True), dependencies=[Depends(require_json)])
 async def tokenize(body: TokenizeRequest, request: Request) -> Tokens:
     """The tokens of a text, or of messages through the chat template."""
     service = _service(request)
@@ -99,7 +99,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Tokens:
     return Tokens(count=len(tokens), max_model_len=service.info.max_model_len, tokens=list(tokens), token_strs=pieces)
 
 
-@router.post("/detokenize", responses=answers(Text, with_body=True))
+@router.post("/detokenize", responses=answers(Text, with_body=True), dependencies=[Depends(require_json)])
 async def detokenize(body: DetokenizeRequest, request: Request) -> Text:
     """The text of tokens, special tokens included."""
     service = _service(request)

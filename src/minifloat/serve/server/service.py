@@ -26,6 +26,16 @@ _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 _SEEDS = 2**64
 
 
+async def require_json(caller: HTTPRequest) -> None:
+    """Refuse a body that is not declared as JSON: a form of a foreign web page can send others without being asked.
+
+    Raises:
+        APIError: 415.
+    """
+    if caller.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise APIError(415, "expected Content-Type: application/json")
+
+
 class Service:
     """A served model.
 
