@@ -167,21 +167,24 @@ inline void store_panels(const Weight& w, const Output& y, int64_t m, const Tili
     if (y.dtype == MINIFLOAT_F32) store(F32Row());
 }
 
+// One of the four tiles of add_block.
+inline void add_tile(const Weight& w, int64_t panel, int64_t group, const Tiling& t, bool first, int tile,
+                     const float* block, float* sums) {
+    const float* scales = w.block_scale(panel, group);
+    const __m512 scale =
+        w.block_lanes == 1 ? _mm512_set1_ps(scales[0]) : _mm512_loadu_ps(scales + tile % 2 * kTileRows);
+    const float* from = block + tile * kTileFloats;
+    float* to = sums + tile * kTileFloats;
+    for (int r = 0; r < t.rows * kTileRows; r += kTileRows) {
+        const __m512 old = first ? _mm512_setzero_ps() : _mm512_load_ps(to + r);
+        _mm512_store_ps(to + r, _mm512_fmadd_ps(_mm512_load_ps(from + r), scale, old));
+    }
+}
+
 // sums += tiles of one block of columns, times its scales; sums = that, for the first.
 inline void add_block(const Weight& w, int64_t panel, int64_t group, const Tiling& t, bool first, const float* block,
                       float* sums) {
-    const float* scales = w.block_scale(panel, group);
-    for (int j = 0; j < 2; ++j) {
-        const __m512 scale = w.block_lanes == 1 ? _mm512_set1_ps(scales[0]) : _mm512_loadu_ps(scales + j * kTileRows);
-        for (int i = 0; i < t.tiles; ++i) {
-            const float* from = block + (i * 2 + j) * kTileFloats;
-            float* to = sums + (i * 2 + j) * kTileFloats;
-            for (int r = 0; r < t.rows * kTileRows; r += kTileRows) {
-                const __m512 old = first ? _mm512_setzero_ps() : _mm512_load_ps(to + r);
-                _mm512_store_ps(to + r, _mm512_fmadd_ps(_mm512_load_ps(from + r), scale, old));
-            }
-        }
-    }
+    for (int tile = 0; tile < 2 * t.tiles; ++tile) add_tile(w, panel, group, t, first, tile, block, sums);
 }
 
 }  // namespace MINIFLOAT_ISA

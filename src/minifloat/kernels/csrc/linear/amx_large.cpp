@@ -211,19 +211,34 @@ class Product {
         }
     }
 
-    // The part of the chunk that each block of columns takes, one after the other.
+    // The part of the chunk that each block of columns takes, one after the other. What a block leaves in the tiles is
+    // scaled and added a tile at a time between the products of the next one: both go on at the same time.
     void multiply_blocks(const Place& at, int64_t units, const uint8_t* x, const uint8_t* tiles, float* sums,
                          Decoder<Format>& ahead, int64_t keep) {
         const int64_t block_units = w_.block_cols / kHalfCols, origin = at.chunk * chunk_steps_ * 2;
+        int64_t group = 0;
+        bool first = false;
+        int waiting = 0;
+        const auto add = [&] {
+            const int tile = 2 * t_.tiles - waiting--;
+            add_tile(w_, at.panel, group, t_, first, tile, block_, sums);
+        };
         for (int64_t u = 0; u < units;) {
-            const int64_t group = min((origin + u) / block_units, w_.groups - 1);
-            const int64_t end = group + 1 < w_.groups ? min(units, (group + 1) * block_units - origin) : units;
+            const int64_t next = min((origin + u) / block_units, w_.groups - 1);
+            const int64_t end = next + 1 < w_.groups ? min(units, (next + 1) * block_units - origin) : units;
             zero_sums();
-            multiply_units(u, end, x, tiles, ahead, keep);
+            for (int64_t begin = u; begin < end; ++begin) {
+                multiply_units(begin, begin + 1, x, tiles, ahead, keep);
+                if (waiting > 0) add();
+            }
+            while (waiting > 0) add();
             store_sums(block_);
-            add_block(w_, at.panel, group, t_, origin + u == 0, block_, sums);
+            group = next;
+            first = origin + u == 0;
+            waiting = 2 * t_.tiles;
             u = end;
         }
+        while (waiting > 0) add();
     }
 
     const Format& format_;
