@@ -23,6 +23,7 @@ _SIZE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _COUNT = click.IntRange(min=1)
 _SECONDS = click.FloatRange(min=0)
+_POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 def parse_size(text: str) -> int:
@@ -64,7 +65,13 @@ def _option(name: str, *names: str, **settings: Any) -> Callable[[_Command], _Co
 @_option("--max-body-size", default="8MiB", show_default=True, metavar="SIZE", help="Largest request.")
 @_option("--max-prompt-characters", type=_COUNT, help="Longest prompt to tokenize.  [default: 32 per token of context]")
 @_option("--max-connections", default=2048, show_default=True, type=_COUNT, help="Open connections; then 503.")
-@_option("--request-timeout", default=600.0, show_default=True, type=_SECONDS, help="Seconds for one answer.")
+@_option(
+    "--request-timeout",
+    default=600.0,
+    show_default=True,
+    type=_POSITIVE,
+    help="Seconds for one answer.",
+)
 @_option("--shutdown-timeout", default=30.0, show_default=True, type=_SECONDS, help="Seconds to finish at SIGTERM.")
 @_option("--threads", type=_COUNT, help="Threads to compute with.  [default: torch's]")
 @_option("--quiet", "-q", is_flag=True, help="Log warnings only, not every request.")

@@ -284,6 +284,30 @@ def test_what_does_not_finish_in_time_is_told_so(tokenizer: Any, stream: bool) -
     assert error["code"] == "stopping"
 
 
+def test_a_second_signal_ends_at_once(tokenizer: Any) -> None:
+    with running(FakeEngine(tokenizer, seconds=0.05), shutdown_timeout=60) as client:
+        stream = client.open_stream(max_tokens=500)
+        began = time.monotonic()
+        client.server.handle_exit(signal.SIGTERM, None)
+        assert wait_for(lambda: client.engine.draining)
+        client.server.handle_exit(signal.SIGTERM, None)
+        assert wait_for(lambda: not client.engine.alive)
+        assert time.monotonic() - began < 10
+        stream.close()
+
+
+def test_connections_beyond_the_limit_are_told_to_come_back(tokenizer: Any) -> None:
+    with running(FakeEngine(tokenizer), max_connections=3) as client:
+        held = [client.connect() for _ in range(3)]
+        assert wait_for(lambda: len(client.server.server_state.connections) == 3)
+        refused = client.get("/health")
+        assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
+        assert refused.headers["retry-after"] == "1"
+        for connection in held:
+            connection.close()
+        assert wait_for(lambda: client.get("/health").status == 200)
+
+
 # ------------------------------------------------------------------------------------------------- commands
 
 

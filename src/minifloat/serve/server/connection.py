@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minifloat.errors import UsageError
+from minifloat.serve.server.errors import RETRY_AFTER, APIError
 from minifloat.serve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -22,14 +23,22 @@ _LOG = logging.getLogger("minifloat.server")
 #: Seconds beyond the drain in which answers about its end are still written.
 _LAST_WORDS = 5
 _KEEP_ALIVE_SECONDS = 30
+_TICK = 0.05
 
 
 class _Protocol(H11Protocol):
-    """Also ends connections on which the head of a request does not come: uvicorn waits for the first one forever."""
+    """Also refuses connections that are too many, and ends those on which nothing comes.
+
+    uvicorn waits for the first request of a connection forever, and counts connections only when one has come.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._first_head = self.loop.call_later(self.timeout_keep_alive, self._close_if_silent)
+        most = self.config.limit_concurrency
+        if most is not None and len(self.connections) > most:
+            transport.write(_TOO_MANY)
+            transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._first_head.cancel()
@@ -38,6 +47,25 @@ class _Protocol(H11Protocol):
     def _close_if_silent(self) -> None:
         if self.cycle is None:
             self.transport.close()
+
+
+def _too_many() -> bytes:
+    """The answer to a connection that is one too many, before it has asked."""
+    error = APIError(503, "the server has as many connections as it may have", code="too_many_connections")
+    body = error.body.model_dump_json().encode()
+    lines = (
+        "HTTP/1.1 503 Service Unavailable",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        f"Retry-After: {RETRY_AFTER}",
+        "Connection: close",
+        "",
+        "",
+    )
+    return "\r\n".join(lines).encode() + body
+
+
+_TOO_MANY = _too_many()
 
 
 class Server(uvicorn.Server):
@@ -72,8 +100,17 @@ class Server(uvicorn.Server):
         """Stop listening, let the engine finish what it has, wait until it is written."""
         _LOG.info("stopping: finishing what was admitted, for at most %g s", self._seconds)
         draining = asyncio.create_task(self._engine.close(self._seconds))
+        hurrying = asyncio.create_task(self._hurry())
         await super().shutdown(sockets)
+        hurrying.cancel()
         await draining
+
+    async def _hurry(self) -> None:
+        """Break off all connections once that is asked for; what nobody waits for is cancelled."""
+        while not self.force_exit:
+            await asyncio.sleep(_TICK)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal stops, the second one hurries.

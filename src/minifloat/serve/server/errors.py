@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from minifloat.errors import ContextLengthError, EngineStopped, MinifloatError, QueueFull, UsageError
+from minifloat.errors import ContextLengthError, EngineStopped, KernelUnavailable, MinifloatError, QueueFull, UsageError
 from minifloat.serve.server.protocol import FieldError
 
 #: Seconds after which a client may try again when the queue is full or the server is going away.
@@ -99,6 +99,8 @@ def from_minifloat(error: MinifloatError) -> APIError:
     if isinstance(error, UsageError):
         found = _FIELD.match(str(error))
         return invalid(str(error), _API_NAMES.get(found[1], found[1]) if found else None)
+    if isinstance(error, KernelUnavailable):
+        return invalid(str(error), "response_format")  # what JSON output needs is not installed
     return APIError(500, str(error))
 
 
