@@ -27,6 +27,7 @@ from minifloat.serve.engine.scheduler import Scheduler, Work
 from minifloat.serve.engine.sequence import Completion, Delivery, Request, Sequence
 from minifloat.serve.engine.text import TextStream
 from minifloat.serve.engine.tokens import end_tokens, token_bytes
+from minifloat.serve.heap import returned_when_freed
 from minifloat.serve.text import load_tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -89,7 +90,8 @@ class Engine:
                 f"max_num_batched_tokens: expected more than max_num_seqs, {max_num_seqs}; got {max_num_batched_tokens}"
             )
         self.tokenizer = load_tokenizer(path)
-        opened = open_model(path, options)
+        with returned_when_freed():
+            opened = open_model(path, options)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner
         self.generation_defaults = _defaults(opened.generation_config)
         self.observer = observer
