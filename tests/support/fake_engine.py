@@ -107,9 +107,9 @@ class FakeEngine:
         return len(self._at_work) - self.running
 
     def step(self) -> list[Delivery]:
+        time.sleep(self.seconds)
         if self.broken is not None:
             raise self.broken
-        time.sleep(self.seconds)
         works = list(self._at_work.values())[: self.info.max_num_seqs]
         deliveries = [self._deliver(work) for work in works]
         if self.observer is not None:

@@ -416,6 +416,20 @@ def test_an_engine_that_dies_is_told_by_health_and_to_those_who_wait(tokenizer: 
         assert (answer.status, answer.error["code"]) == (503, "stopping")
 
 
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}], ids=["plain", "grammar"])
+def test_who_hands_in_a_request_while_the_engine_dies_is_told(tokenizer: Any, fields: dict[str, Any]) -> None:
+    engine = FakeEngine(tokenizer, seconds=0.3)
+    answers: list[Any] = []
+    with running(engine) as client:
+        stream = client.open_stream(max_tokens=400)
+        engine.broken = RuntimeError("a bug")
+        ask = threading.Thread(target=lambda: answers.append(client.complete(max_tokens=5, **fields)))
+        ask.start()
+        ask.join(10)
+        assert [answer.status for answer in answers] in ([503], [500]), answers
+        stream.close()
+
+
 # ------------------------------------------------------------------------------------------------- numbers
 
 ODD = st.one_of(

@@ -89,6 +89,7 @@ class AsyncEngine:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = False
+        self._ended = False
         self.draining = False
         self.last_step = time.monotonic()
 
@@ -135,6 +136,8 @@ class AsyncEngine:
             begin = self.engine.begin
             sequence = begin(request) if request.params.grammar is None else await asyncio.to_thread(begin, request)
             self._wishes.put(("add", sequence, added))
+            if self._ended:
+                self._refuse_wishes()
             await asyncio.wrap_future(added)
         except BaseException:  # a wish that was refused, or a caller that went away meanwhile
             self._streams.pop(request.request_id, None)
@@ -203,6 +206,17 @@ class AsyncEngine:
         except Exception as error:
             _LOG.exception("the engine has stopped")
             self._hand_out([Delivery(name, finish_reason="error", error=str(error)) for name in list(self._streams)])
+        finally:
+            self._ended = True
+            self._refuse_wishes()
+
+    def _refuse_wishes(self) -> None:
+        """Tell those whose wishes nobody grants any more; both threads do, for a wish may come at the very end."""
+        with suppress(queue.Empty):
+            while True:
+                _, _, done = self._wishes.get_nowait()
+                if done is not None and done.set_running_or_notify_cancel():
+                    done.set_exception(EngineStopped("the engine has stopped"))
 
     def _grant(self) -> None:
         """Do what was wished; wait for a wish where there is nothing else to do."""

@@ -28,6 +28,8 @@ _LOG = logging.getLogger("minifloat.server")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 #: The page without data, and whether the process lives: what needs no key.
 _OPEN = frozenset({"/", "/health"})
+#: What monitors ask for every second.
+_PROBES = frozenset({"/health", "/ready", "/metrics", "/status"})
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 #: Statuses that are counted under the route's own path; unknown paths share one, for a client chooses them.
 _NO_ROUTE = "other"
@@ -68,7 +70,9 @@ class RequestLog:
             route = getattr(scope.get("route"), "path", _NO_ROUTE)
             self._metrics.answered(route, status)
             seconds = time.monotonic() - began
-            _LOG.info("%s %s %s %d %.3f s", name, scope["method"], _printable(scope["path"]), status, seconds)
+            level = logging.DEBUG if status < 400 and route in _PROBES else logging.INFO
+            path = _printable(scope["path"])
+            _LOG.log(level, "%s %s %s %d %.3f s", name, scope["method"], path, status, seconds)
 
 
 def _printable(path: str) -> str:

@@ -60,8 +60,11 @@ class EventStream(Response):
         except Exception as error:
             self._generation.cancel()
             last = _event(_told(error, self._seconds).body) + DONE
-            async with asyncio.timeout(_LAST_WORDS):
-                await send(_body(last))
+            try:
+                async with asyncio.timeout(_LAST_WORDS):
+                    await send(_body(last))
+            except TimeoutError:
+                return  # it does not read: the connection is closed for that
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

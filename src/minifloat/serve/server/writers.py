@@ -35,7 +35,7 @@ class Collected:
     """All deliveries of one choice."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self._pieces: list[str] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -43,11 +43,16 @@ class Collected:
 
     def add(self, delivery: Delivery) -> None:
         """Take the next one."""
-        self.text += delivery.text
+        self._pieces.append(delivery.text)
         self.logprobs += delivery.logprobs or ()
         if delivery.finish_reason is not None:
             self.finish_reason, self.stop_reason = reason(delivery), delivery.stop_reason
             self.usage = delivery.usage or self.usage
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self._pieces)
 
 
 def reason(delivery: Delivery) -> FinishReason | None:

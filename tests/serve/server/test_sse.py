@@ -1,0 +1,56 @@
+"""A stream to a client that does not read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from minifloat.serve.server.answers import Version
+from minifloat.serve.server.generation import Generation
+from minifloat.serve.server.sse import EventStream
+
+
+class _Stream:
+    cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+async def _never(*_: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+async def _events() -> AsyncGenerator[Version, None]:
+    while True:
+        yield Version(version="x")
+
+
+def test_a_client_that_does_not_read_is_given_up_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minifloat.serve.server.sse._LAST_WORDS", 0.05)
+    stream: Any = _Stream()
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) > 3:
+            await _never()
+
+    answer = EventStream(_events(), Generation([stream]), 0.1)
+    asyncio.run(asyncio.wait_for(answer({"type": "http"}, _never, send), 10))
+    assert stream.cancelled
+    assert len(sent) == 5, "two events, one that was not taken, and the last words"
+
+
+def test_a_client_that_has_left_before_the_first_event_leaves_nothing_behind() -> None:
+    stream: Any = _Stream()
+
+    async def gone() -> Any:
+        return {"type": "http.disconnect"}
+
+    answer = EventStream(_events(), Generation([stream]), 10)
+    asyncio.run(asyncio.wait_for(answer({"type": "http"}, gone, _never), 10))
+    assert stream.cancelled
