@@ -30,6 +30,7 @@ SHAPES = {
     "groups of seven": Shape(heads=14, kv_heads=2, head_dim=24, norms=True),
     "groups of eight": Shape(heads=8, kv_heads=1, head_dim=128, windows=(16, 17)),
     "groups of eleven": Shape(heads=11, kv_heads=1, head_dim=6, rotary=2),
+    "groups of four": Shape(heads=8, kv_heads=2, head_dim=64, windows=(None, 70)),
     "large heads": Shape(heads=2, kv_heads=1, head_dim=256, rotary=64),
     "odd sizes": Shape(heads=2, kv_heads=2, head_dim=34, rotary=0, windows=(1, 33), hidden=51, intermediate=37),
 }
@@ -125,7 +126,7 @@ def test_nan_of_a_token_does_not_reach_others_through_experts(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", ["groups of three", "groups of seven", "odd sizes"])
+@pytest.mark.parametrize("shape", ["groups of three", "groups of four", "groups of eight", "large heads", "odd sizes"])
 def test_logits_in_16_bits(isa: str, shape: str, dtype: torch.dtype) -> None:
     found = in_pieces(Session.start(random_decoder(SHAPES[shape], dtype), "cpu", element="bfloat16"))
     for name, exact in in_16_bits(shape, dtype).items():
@@ -179,9 +180,14 @@ def test_a_sequence_is_the_same_alone_and_among_others(isa: str) -> None:
         others = {name: [1] for name in others}
 
 
+#: Elements of the cache and dtypes; the last goes through AMX where there is one.
+WAYS = (("float32", torch.float32), ("bfloat16", torch.float32), ("E4M3", torch.float32), ("bfloat16", torch.bfloat16))
+WIDE = Shape(heads=8, kv_heads=2, head_dim=32)
+
+
 def test_nan_of_one_sequence_does_not_reach_another(isa: str) -> None:
-    for element in ("float32", "bfloat16", "E4M3"):
-        decoder = random_decoder(Shape(), torch.float32)
+    for element, dtype in WAYS:
+        decoder = random_decoder(WIDE, dtype)
         decoder.embedding[13] = torch.nan
         session = Session.start(decoder, "cpu", element=element)
         clean = [token if token != 13 else 0 for token in prompt(30)]
@@ -192,9 +198,10 @@ def test_nan_of_one_sequence_does_not_reach_another(isa: str) -> None:
             assert logits["b"].isnan().all()
 
 
-def test_nan_does_not_reach_earlier_tokens(isa: str) -> None:
-    for element in ("float32", "bfloat16", "E4M3"):
-        decoder = random_decoder(Shape(heads=2, kv_heads=2), torch.float32)
+@pytest.mark.parametrize("shape", [WIDE, Shape(heads=2, kv_heads=2, head_dim=32)], ids=["groups of four", "no groups"])
+def test_nan_does_not_reach_earlier_tokens(isa: str, shape: Shape) -> None:
+    for element, dtype in WAYS:
+        decoder = random_decoder(shape, dtype)
         decoder.embedding[13] = torch.nan
         clean = [token if token != 13 else 0 for token in prompt(37)]
         logits = Session.start(decoder, "cpu", element=element).run({"a": [*clean, 13, 5]})["a"]

@@ -7,50 +7,11 @@
 // and so may a token that the row must not see, and zero times NaN is NaN.
 #pragma once
 
-#include "cache.h"
+#include "attend_amx.h"
+#include "attend_tile.h"
 #include "math.h"
 
 namespace MINIFLOAT_ISA {
-
-constexpr int kQueryRows = 8;  // with their sums, and a vector of keys, the registers of AVX2 are used
-constexpr int kChunkBlocks = 8;
-constexpr int kChunkKeys = kChunkBlocks * kBlockTokens;
-constexpr int kAheadBlocks = 4;  // blocks lie anywhere: the processor does not foresee where the next one begins
-
-struct Tile {
-    int rows;
-    const float* q[kQueryRows];                          // [head_dim]
-    int64_t first_key[kQueryRows], last_key[kQueryRows];  // a row sees keys first .. last - 1; neither falls from row to row
-    const int32_t* blocks;                              // of the sequence
-    int64_t head;
-    float score_factor;  // of the product of a query and a key as load() gives it
-};
-
-// Of a tile: sums of values weighted by exp(score - largest), and of those weights; zeros at first.
-struct Sums {
-    alignas(64) float values[kQueryRows][MINIFLOAT_MAX_HEAD_DIM];
-    float largest[kQueryRows], total[kQueryRows];
-};
-
-inline float minus_infinity() { return -__builtin_inff(); }
-
-inline void clear(Sums& sums, int rows, int padded_dim) {
-    for (int r = 0; r < rows; ++r) {
-        __builtin_memset(sums.values[r], 0, padded_dim * sizeof(float));
-        sums.largest[r] = minus_infinity();
-        sums.total[r] = 0.0f;
-    }
-}
-
-// A chunk while it is worked on; keys are counted from its first.
-struct Chunk {
-    alignas(64) float scores[kQueryRows][kChunkKeys];
-    const uint8_t* heads[kChunkBlocks + kAheadBlocks];  // blocks of one head, those to come included
-    int64_t values_at;
-    int blocks;
-    int first[kQueryRows], last[kQueryRows];  // what each row sees
-    int common_begin, common_end;             // seen by all rows, whole pairs
-};
 
 // Scores of blocks b .. b + kBlocks - 1 of a chunk.
 template <class Element, int kRows, int kBlocks>
@@ -114,13 +75,13 @@ inline const uint8_t* values_of(const Chunk& chunk, int padded_dim, int key) {
     return chunk.heads[key / kBlockTokens] + chunk.values_at + row * padded_dim * Element::kBytes;
 }
 
-// Adds the values of the keys that all rows see, kVectors vectors of columns from `col` on.
+// Adds the values of keys begin .. end - 1, which all rows see, kVectors vectors of columns from `col` on.
 template <class Element, int kRows, int kVectors>
-inline void add_common(const Chunk& chunk, int padded_dim, int col, Sums& out) {
+inline void add_columns(const Chunk& chunk, int padded_dim, int begin, int end, int col, Sums& out) {
     F32 sums[kRows][kVectors];
     for (int r = 0; r < kRows; ++r)
         for (int v = 0; v < kVectors; ++v) sums[r][v] = load(&out.values[r][col + v * kWidth]);
-    for (int key = chunk.common_begin; key < chunk.common_end; key += Element::kPair) {
+    for (int key = begin; key < end; key += Element::kPair) {
         const uint8_t* row = values_of<Element>(chunk, padded_dim, key);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
@@ -150,21 +111,47 @@ inline void add_own(const Chunk& chunk, int padded_dim, int r, int begin, int en
     }
 }
 
+// Few rows leave registers for more vectors, and need them: an addition takes several cycles.
+constexpr int at_once(int rows) { return rows == 1 ? 4 : rows <= 4 ? 2 : 1; }
+
+template <class Element, int kRows>
+inline void add_common(const Chunk& chunk, int padded_dim, int begin, int end, Sums& out) {
+    constexpr int kVectors = at_once(kRows);
+    if (begin >= end) return;
+    int col = 0;
+    for (; col + kVectors * kWidth <= padded_dim; col += kVectors * kWidth)
+        add_columns<Element, kRows, kVectors>(chunk, padded_dim, begin, end, col, out);
+    for (; col < padded_dim; col += kWidth) add_columns<Element, kRows, 1>(chunk, padded_dim, begin, end, col, out);
+}
+
+template <class Element, int kRows>
+inline void score_chunk(const Tile& tile, int dims, Chunk& chunk) {
+#if defined(__AMX_BF16__)
+    if (tile.q16 != nullptr) return score_by_tiles(tile.q16, kRows, dims, tile.score_factor, chunk);
+#endif
+    constexpr int kBlocks = at_once(kRows);
+    int b = 0;
+    for (; b + kBlocks <= chunk.blocks; b += kBlocks) score_blocks<Element, kRows, kBlocks>(tile, chunk, dims, b);
+    for (; b < chunk.blocks; ++b) score_blocks<Element, kRows, 1>(tile, chunk, dims, b);
+}
+
 template <class Element, int kRows>
 inline void attend_chunk(const Tile& tile, const LayerCache& cache, Chunk& chunk, Sums& out) {
-    // Few rows leave registers for more columns, and need them: an addition takes several cycles.
-    constexpr int kAtOnce = kRows == 1 ? 4 : kRows <= 4 ? 2 : 1;
-    const int dims = cache.head_dim, padded = cache.padded_dim;
-    int b = 0;
-    for (; b + kAtOnce <= chunk.blocks; b += kAtOnce) score_blocks<Element, kRows, kAtOnce>(tile, chunk, dims, b);
-    for (; b < chunk.blocks; ++b) score_blocks<Element, kRows, 1>(tile, chunk, dims, b);
+    const int padded = cache.padded_dim;
+    score_chunk<Element, kRows>(tile, cache.head_dim, chunk);
     hide(chunk, kRows);
     for (int r = 0; r < kRows; ++r)
         weigh(chunk.scores[r], chunk.blocks * kBlockTokens, padded, out.values[r], out.largest[r], out.total[r]);
-    int col = 0;
-    for (; col + kAtOnce * kWidth <= padded; col += kAtOnce * kWidth)
-        add_common<Element, kRows, kAtOnce>(chunk, padded, col, out);
-    for (; col < padded; col += kWidth) add_common<Element, kRows, 1>(chunk, padded, col, out);
+    int begin = chunk.common_begin;
+#if defined(__AMX_BF16__)
+    const int first = static_cast<int>(ceil_div(begin, kBlockTokens)), last = chunk.common_end / kBlockTokens;
+    if (tile.q16 != nullptr && first < last) {
+        add_by_tiles(chunk, kRows, padded, first, last, out);
+        add_common<Element, kRows>(chunk, padded, begin, first * kBlockTokens, out);
+        begin = last * kBlockTokens;
+    }
+#endif
+    add_common<Element, kRows>(chunk, padded, begin, chunk.common_end, out);
     for (int r = 0; r < kRows; ++r) {
         add_own<Element>(chunk, padded, r, chunk.first[r], min(chunk.common_begin, chunk.last[r]), out);
         add_own<Element>(chunk, padded, r, max(chunk.common_end, chunk.first[r]), chunk.last[r], out);
@@ -205,7 +192,35 @@ void attend_rows(const Tile& tile, const LayerCache& cache, int64_t begin, int64
     }
 }
 
-inline void attend(const Tile& tile, const LayerCache& cache, int64_t begin, int64_t end, Sums& out) {
+#if defined(__AMX_BF16__)
+
+constexpr int kFewestRows = 4;  // of fewer, reading the cache takes longer than multiplying
+
+// Whether AMX can multiply: `dtype` is that of the queries.
+inline bool fits_tiles(const Tile& tile, const LayerCache& cache, int32_t dtype) {
+    return tile.rows >= kFewestRows && cache.element == MINIFLOAT_CACHE_BF16 && dtype == MINIFLOAT_BF16 &&
+           cache.head_dim % kHalfCols == 0;
+}
+
+inline void attend_by_tiles(const Tile& tile, const LayerCache& cache, int64_t begin, int64_t end, Sums& out) {
+    alignas(64) uint16_t q16[kQueryRows * MINIFLOAT_MAX_HEAD_DIM];
+    for (int r = 0; r < tile.rows; ++r)
+        for (int i = 0; i < cache.head_dim; i += kWidth)
+            Bf16Row::store(reinterpret_cast<uint8_t*>(q16 + r * cache.head_dim + i), load(tile.q[r] + i));
+    const AttentionTiles tiles(tile.rows);
+    Tile exact = tile;
+    exact.q16 = q16;
+    attend_rows<CacheBf16, kQueryRows>(exact, cache, begin, end, out);
+}
+
+#endif
+
+inline void attend(const Tile& tile, const LayerCache& cache, int32_t dtype, int64_t begin, int64_t end, Sums& out) {
+#if defined(__AMX_BF16__)
+    if (fits_tiles(tile, cache, dtype)) return attend_by_tiles(tile, cache, begin, end, out);
+#else
+    (void)dtype;
+#endif
     if (cache.element == MINIFLOAT_CACHE_F32) attend_rows<CacheF32, kQueryRows>(tile, cache, begin, end, out);
     if (cache.element == MINIFLOAT_CACHE_BF16) attend_rows<CacheBf16, kQueryRows>(tile, cache, begin, end, out);
     if (cache.element == MINIFLOAT_CACHE_E4M3) attend_rows<CacheE4M3, kQueryRows>(tile, cache, begin, end, out);

@@ -77,7 +77,7 @@ void cut(Work& work, float* partials) {
 
 Tile tile_of(const Work& work, const Piece& piece) {
     const minifloat_decoder& d = *work.a.decoder;
-    Tile tile;
+    Tile tile = {};
     tile.rows = static_cast<int>(tile_rows(work, piece));
     for (int r = 0; r < tile.rows; ++r) {
         const int64_t row = piece.row + r;
@@ -138,7 +138,7 @@ void run_piece(const Work& work, const Piece& piece) {
     Sums sums;
     const Tile tile = tile_of(work, piece);
     clear(sums, tile.rows, work.cache.padded_dim);
-    attend(tile, work.cache, piece.begin, piece.end, sums);
+    attend(tile, work.cache, work.a.decoder->dtype, piece.begin, piece.end, sums);
     if (piece.partial == nullptr) {
         finish(work, piece, sums);
     } else {

@@ -1,0 +1,49 @@
+// What attention computes with: a tile of queries, a chunk of keys, sums (attend.h).
+#pragma once
+
+#include "cache.h"
+
+namespace MINIFLOAT_ISA {
+
+constexpr int kQueryRows = 8;  // with their sums, and a vector of keys, the registers of AVX2 are used
+constexpr int kChunkBlocks = 8;
+constexpr int kChunkKeys = kChunkBlocks * kBlockTokens;
+constexpr int kAheadBlocks = 4;  // blocks lie anywhere: the processor does not foresee where the next one begins
+
+struct Tile {
+    int rows;
+    const float* q[kQueryRows];                          // [head_dim]
+    int64_t first_key[kQueryRows], last_key[kQueryRows];  // a row sees keys first .. last - 1; neither falls from row to row
+    const int32_t* blocks;                              // of the sequence
+    int64_t head;
+    float score_factor;  // of the product of a query and a key as load() gives it
+    const uint16_t* q16;  // the queries as bf16, [rows, head_dim], where AMX multiplies; else null
+};
+
+// Of a tile: sums of values weighted by exp(score - largest), and of those weights; zeros at first.
+struct Sums {
+    alignas(64) float values[kQueryRows][MINIFLOAT_MAX_HEAD_DIM];
+    float largest[kQueryRows], total[kQueryRows];
+};
+
+inline float minus_infinity() { return -__builtin_inff(); }
+
+inline void clear(Sums& sums, int rows, int padded_dim) {
+    for (int r = 0; r < rows; ++r) {
+        __builtin_memset(sums.values[r], 0, padded_dim * sizeof(float));
+        sums.largest[r] = minus_infinity();
+        sums.total[r] = 0.0f;
+    }
+}
+
+// A chunk while it is worked on; keys are counted from its first.
+struct Chunk {
+    alignas(64) float scores[kQueryRows][kChunkKeys];
+    const uint8_t* heads[kChunkBlocks + kAheadBlocks];  // blocks of one head, those to come included
+    int64_t values_at;
+    int blocks;
+    int first[kQueryRows], last[kQueryRows];  // what each row sees
+    int common_begin, common_end;             // seen by all rows, whole pairs
+};
+
+}  // namespace MINIFLOAT_ISA
