@@ -28,7 +28,7 @@ inline void score_blocks(const Tile& tile, Chunk& chunk, int dims, int b) {
                 }
                 F32 keys[Element::kPair];
                 Element::load(chunk.heads[b + j] + at + lane * Element::kPair * Element::kBytes, keys);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                 for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
                     for (int c = 0; c < Element::kPair; ++c) sums[r][j] += tile.q[r][i + c] * keys[c];
@@ -87,7 +87,7 @@ inline void add_columns(const Chunk& chunk, int padded_dim, int begin, int end, 
         for (int v = 0; v < kVectors; ++v) {
             F32 values[Element::kPair];
             Element::load(row + (col + v * kWidth) * Element::kPair * Element::kBytes, values);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
                 for (int c = 0; c < Element::kPair; ++c) sums[r][v] += chunk.scores[r][key + c] * values[c];

@@ -5,7 +5,12 @@
 
 namespace MINIFLOAT_ISA {
 
-constexpr int kQueryRows = 8;  // with their sums, and a vector of keys, the registers of AVX2 are used
+// Rows share what is read of the cache; their sums and a vector of keys are all that registers hold.
+#if defined(__AVX512F__)
+constexpr int kQueryRows = 16;
+#else
+constexpr int kQueryRows = 8;
+#endif
 constexpr int kChunkBlocks = 8;
 constexpr int kChunkKeys = kChunkBlocks * kBlockTokens;
 constexpr int kAheadBlocks = 4;  // blocks lie anywhere: the processor does not foresee where the next one begins
