@@ -243,7 +243,10 @@ def test_beyond_the_queue_clients_are_told_to_come_back_and_the_others_are_serve
 
 def test_an_answer_of_many_choices_is_admitted_whole_or_not_at_all(tokenizer: Any) -> None:
     with running(FakeEngine(tokenizer, seconds=0.002), max_queue=4) as client:
-        assert client.complete(["a", "b"], n=8, max_tokens=2).status == 503
+        never = client.complete(["a", "b"], n=8, max_tokens=2)
+        assert (never.status, never.error["param"]) == (400, "n")
+        with client.open_stream(max_tokens=400, n=8):
+            assert client.complete(n=8, max_tokens=2).status == 503
         assert client.idle()
         assert client.complete(n=8, max_tokens=2).status == 200
 

@@ -27,12 +27,7 @@ from minifloat.serve.server.writers import ChatWriter, Collected, TextWriter, Wr
 router = APIRouter(tags=["OpenAI"], dependencies=[Depends(require_json)])
 
 
-@router.post(
-    "/v1/completions",
-    response_model=None,
-    responses=streamed(Completion, Completion),
-    dependencies=[Depends(require_json)],
-)
+@router.post("/v1/completions", response_model=None, responses=streamed(Completion, Completion))
 async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Response:
     """Continue one or several texts."""
     service: Service = request.app.state.service
@@ -53,12 +48,7 @@ async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Re
     return await _respond(service, body, request, generation, writer, len(prompts) * body.n)
 
 
-@router.post(
-    "/v1/chat/completions",
-    response_model=None,
-    responses=streamed(ChatCompletion, ChatChunk),
-    dependencies=[Depends(require_json)],
-)
+@router.post("/v1/chat/completions", response_model=None, responses=streamed(ChatCompletion, ChatChunk))
 async def create_chat_completion(body: ChatCompletionRequest, request: HTTPRequest) -> Response:
     """Continue a conversation."""
     service: Service = request.app.state.service

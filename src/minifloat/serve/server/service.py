@@ -11,7 +11,7 @@ from fastapi import Request as HTTPRequest
 
 from minifloat.serve.engine import Grammar, Request, SamplingParams
 from minifloat.serve.server.chat import ChatTemplate
-from minifloat.serve.server.errors import APIError
+from minifloat.serve.server.errors import APIError, invalid
 from minifloat.serve.server.generation import Generation
 from minifloat.serve.server.metrics import Metrics
 from minifloat.serve.server.prompts import Prompts
@@ -83,7 +83,11 @@ class Service:
 
         Raises:
             MinifloatError: It cannot be taken.
+            APIError: It has more answers than the server could ever take.
         """
+        most = self.engine.max_queue + self.info.max_num_seqs
+        if len(prompts) * request.n > most:
+            raise invalid(f"prompt: {len(prompts)} with {request.n} answers each; the server takes {most} at most", "n")
         params = await self.prompts.beside(self._params, prompts, request, logprobs)
         name = secrets.token_hex(12)
         salt = f"{caller.scope['state'].get('api_key', '')}/{request.cache_salt or ''}"
