@@ -1,0 +1,218 @@
+"""Other engines, each in a process of its own, for `benchmarks/decode.py`, which starts it.
+
+    PYTHON benchmarks/decode_peers.py ENGINE MODEL THREADS BATCH LENGTH
+
+PYTHON is that of an environment that has the engine; this file imports nothing of minifloat. It prints one JSON object
+when the model is loaded, and then answers each line of its input, a batch of prompts, with the seconds to the first
+tokens and those of a decode step. Every engine decodes greedily and is given token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+Prompts = list[list[int]]
+#: Seconds until all have their first token, and seconds of a step after that.
+Times = tuple[float, float]
+
+
+class Transformers:
+    """Eager BF16, as `AutoModelForCausalLM` gives it. The faster of its caches is taken, for each batch size."""
+
+    def __init__(self, model: str, threads: int, batch: int, length: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+        embedding = self.model.get_input_embeddings().weight
+        self.nbytes = sum(weight.nbytes for weight in self.model.parameters()) - embedding.nbytes
+        self.length = length
+        self.best: dict[int, str] = {}
+
+    def run(self, prompts: Prompts, output_len: int) -> Times:
+        """Seconds to the first tokens, and of a step."""
+        batch = len(prompts)
+        if batch not in self.best:
+            self.loop(prompts, 3, "dynamic")
+            took = {kind: self.loop(prompts, 8, kind)[1] for kind in ("dynamic", "static")}
+            self.best[batch] = min(took, key=lambda kind: took[kind])
+            print(f"transformers, batch {batch}: {took}", file=sys.stderr)
+        return self.loop(prompts, output_len, self.best[batch])
+
+    def loop(self, prompts: Prompts, output_len: int, kind: str) -> Times:
+        """The same with one kind of cache."""
+        import torch
+        from transformers import DynamicCache, StaticCache
+
+        config = self.model.config
+        cache = (
+            DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=self.length)
+        )
+        ids, times = torch.tensor(prompts), []
+        with torch.inference_mode():
+            for _ in range(output_len):
+                start = time.perf_counter()
+                logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                ids = logits[:, -1].argmax(-1, keepdim=True)
+                times.append(time.perf_counter() - start)
+        return times[0], statistics.median(times[1:])
+
+
+class LlamaCpp:
+    """llama.cpp through the C functions of llama-cpp-python: one decode call per step for all sequences."""
+
+    def __init__(self, model: str, threads: int, batch: int, length: int) -> None:
+        import llama_cpp
+
+        self.lib = llama_cpp
+        llama_cpp.llama_backend_init()
+        self.handle = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        if not self.handle:
+            raise SystemExit(f"llama.cpp cannot load {model}")
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = batch * length, batch
+        params.n_batch = params.n_ubatch = 512
+        params.n_threads = params.n_threads_batch = threads
+        self.context = llama_cpp.llama_init_from_model(self.handle, params)
+        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.handle))
+        self.nbytes = Path(model).stat().st_size - int(Path(f"{model}.embedding").read_text())
+        self.tokens = llama_cpp.llama_batch_init(512, 0, 1)
+
+    def run(self, prompts: Prompts, output_len: int) -> Times:
+        """Seconds to the first tokens, and of a step."""
+        memory = self.lib.llama_get_memory(self.context)
+        self.lib.llama_memory_clear(memory, True)
+        start = time.perf_counter()
+        for sequence, prompt in enumerate(prompts):
+            last = self.step([(token, at, sequence, at == len(prompt) - 1) for at, token in enumerate(prompt)])
+        first = time.perf_counter() - start
+        times = []
+        tokens = [last[-1]] * len(prompts)
+        for number in range(output_len - 1):
+            start = time.perf_counter()
+            rows = [(token, len(prompts[s]) + number, s, True) for s, token in enumerate(tokens)]
+            tokens = self.step(rows)
+            times.append(time.perf_counter() - start)
+        return first, statistics.median(times)
+
+    def step(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        """Compute tokens (token, position, sequence, whether its logits are wanted); the next of each wanted one."""
+        import numpy as np
+
+        batch = self.tokens
+        batch.n_tokens = len(rows)
+        for index, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, position, 1
+            batch.seq_id[index][0], batch.logits[index] = sequence, wanted
+        if self.lib.llama_decode(self.context, batch):
+            raise SystemExit("llama_decode failed")
+        found = []
+        for index, row in enumerate(rows):
+            if row[3]:
+                logits = np.ctypeslib.as_array(self.lib.llama_get_logits_ith(self.context, index), (self.vocab,))
+                found.append(int(logits.argmax()))
+        return found
+
+
+class ByDifference:
+    """An engine that only tells when a whole batch is done: a step is what more tokens cost, divided by their count."""
+
+    def run(self, prompts: Prompts, output_len: int) -> Times:
+        """Seconds to the first tokens, and of a step."""
+        first = self.seconds(prompts, 1)
+        whole = self.seconds([[*prompt[1:], 0] for prompt in prompts], output_len)
+        return first, (whole - first) / (output_len - 1)
+
+    def seconds(self, prompts: Prompts, output_len: int) -> float:
+        """Until all tokens are there."""
+        raise NotImplementedError
+
+
+class OpenVino(ByDifference):
+    """OpenVINO GenAI's pipeline. A model whose folder's name ends in "-f32" computes in float32 with dynamic INT8."""
+
+    def __init__(self, model: str, threads: int, batch: int, length: int) -> None:
+        import openvino_genai
+
+        self.genai = openvino_genai
+        folder, _, mode = model.partition("@")
+        properties = {"KV_CACHE_PRECISION": "u8", "INFERENCE_NUM_THREADS": threads}
+        if mode == "f32":
+            properties |= {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
+        else:
+            properties |= {"INFERENCE_PRECISION_HINT": "bf16"}
+        self.pipeline = openvino_genai.LLMPipeline(folder, "CPU", **properties)
+        self.nbytes = (Path(folder) / "openvino_model.bin").stat().st_size - int(
+            (Path(folder) / "embedding_bytes").read_text()
+        )
+
+    def seconds(self, prompts: Prompts, output_len: int) -> float:
+        """Until all tokens are there."""
+        import numpy as np
+        import openvino
+
+        ids = np.array(prompts, np.int64)
+        inputs = self.genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        config = self.genai.GenerationConfig(max_new_tokens=output_len, ignore_eos=True, do_sample=False)
+        start = time.perf_counter()
+        result = self.pipeline.generate(inputs, config)
+        seconds = time.perf_counter() - start
+        made = sum(map(len, result.tokens))
+        if made != output_len * len(prompts):
+            raise SystemExit(f"openvino made {made} tokens of {output_len * len(prompts)}")
+        return seconds
+
+
+class Vllm(ByDifference):
+    """vLLM in its eager mode, all in this process."""
+
+    def __init__(self, model: str, threads: int, batch: int, length: int) -> None:
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads])),
+            "HF_HUB_OFFLINE": "1",
+        }
+        import vllm
+
+        self.vllm = vllm
+        self.engine = vllm.LLM(
+            model,
+            max_model_len=length,
+            max_num_seqs=batch,
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            dtype="bfloat16",
+        )
+        self.nbytes = 0
+
+    def seconds(self, prompts: Prompts, output_len: int) -> float:
+        """Until all tokens are there."""
+        params = self.vllm.SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        self.engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return time.perf_counter() - start
+
+
+ENGINES = {"transformers": Transformers, "llama.cpp": LlamaCpp, "openvino": OpenVino, "vllm": Vllm}
+
+
+def main() -> None:
+    engine, model, *counts = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what engines print must not stand between the answers
+    running = ENGINES[engine](model, *map(int, counts))
+    print(json.dumps({"nbytes": running.nbytes}), file=answers, flush=True)
+    for line in sys.stdin:
+        first, step = running.run(**json.loads(line))
+        print(json.dumps({"first": first, "step": step}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
