@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -137,3 +138,43 @@ def test_compare_prints_a_row_per_text_and_generate_continues_the_prompt(llama_f
     generated = run("generate", tmp_path / "out", "the cat", "-n", "4")
     assert generated.exit_code == 0
     assert generated.stdout.startswith("the cat")
+
+
+def test_every_option_of_serve_is_an_environment_variable_too() -> None:
+    options = [parameter for parameter in main.commands["serve"].params if isinstance(parameter, click.Option)]
+    assert len(options) > 20
+    for option in options:
+        name = next(name for name in option.opts if name.startswith("--"))
+        assert option.envvar == "MINIFLOAT_" + name[2:].replace("-", "_").upper()
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_help_of_the_serving_commands_loads_nothing_heavy(command: str) -> None:
+    code = (
+        "import sys, minifloat.cli\n"
+        "from click.testing import CliRunner\n"
+        f"assert CliRunner().invoke(minifloat.cli.main, [{command!r}, '--help']).exit_code == 0\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "{tmp}/missing", "--port", "0"], "missing"),
+        (["serve", "{base}", "--kv-cache-memory", "much"], "expected a size"),
+        (["serve", "{base}", "--api-key", "short"], "API key 1"),
+        (["serve", "{base}", "--chat-template", "{tmp}/missing"], "cannot be read"),
+        (["serve", "{base}", "--host", "192.0.2.1", "--port", "0"], "cannot listen there"),
+        (["chat", "ftp://x"], "expected a URL"),
+        (["chat", "http://127.0.0.1:9"], "minifloat serve"),
+    ],
+)
+def test_a_mistake_in_serving_is_one_line_and_status_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = run(*(text.format(base=BASE, tmp=tmp_path) for text in arguments))
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert result.output.startswith("minifloat: error: ")
+    assert result.output.count("\n") == 1
