@@ -178,3 +178,14 @@ def test_a_mistake_in_serving_is_one_line_and_status_2(tmp_path: Path, arguments
     assert message in result.output
     assert result.output.startswith("minifloat: error: ")
     assert result.output.count("\n") == 1
+
+
+def test_serve_listens_before_it_imports_what_takes_seconds() -> None:
+    code = (
+        "import sys\n"
+        "from minifloat.serve.server.settings import ServerSettings\n"
+        "from minifloat.serve.server import listen, run\n"
+        "listen(ServerSettings('x', port=0)).close()\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from minifloat.errors import ContextLengthError, EngineStopped, KernelUnavailable, MinifloatError, QueueFull, UsageError
-from minifloat.serve.server.protocol import FieldError
 
 #: Seconds after which a client may try again when the queue is full or the server is going away.
 RETRY_AFTER = 1
@@ -39,6 +38,14 @@ class ErrorBody(BaseModel):
     """The body of every answer that is not a success."""
 
     error: ErrorDetail
+
+
+class FieldError(ValueError):
+    """A complaint about one field that needs the others to be judged."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class APIError(HTTPException):

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from minifloat.serve.engine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
+from minifloat.serve.server.errors import FieldError
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -212,14 +213,6 @@ class SamplingRequest(_Strict):
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "it is for streams only; set stream to true")
         return self
-
-
-class FieldError(ValueError):
-    """A complaint about one field that needs the others to be judged."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 def raise_unserved(name: str) -> None:
