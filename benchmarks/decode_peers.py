@@ -89,11 +89,15 @@ class LlamaCpp:
         memory = self.lib.llama_get_memory(self.context)
         self.lib.llama_memory_clear(memory, True)
         start = time.perf_counter()
-        for sequence, prompt in enumerate(prompts):
-            last = self.step([(token, at, sequence, at == len(prompt) - 1) for at, token in enumerate(prompt)])
+        tokens = self.step(
+            [
+                (token, at, s, at == len(prompt) - 1)
+                for s, prompt in enumerate(prompts)
+                for at, token in enumerate(prompt)
+            ]
+        )
         first = time.perf_counter() - start
         times = []
-        tokens = [last[-1]] * len(prompts)
         for number in range(output_len - 1):
             start = time.perf_counter()
             rows = [(token, len(prompts[s]) + number, s, True) for s, token in enumerate(tokens)]
