@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +35,29 @@ def test_as_many_as_torch_has_but_no_more_than_the_limit(monkeypatch: pytest.Mon
         assert threads.count() == expected
     with pytest.raises(UsageError, match="at least one"):
         threads.set_threads(0)
+
+
+@native_only
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="counts the threads of the process as Linux lists them"
+)
+def test_releasing_ends_the_threads_and_the_next_call_starts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "limit", lambda: 4)
+    threads.set_threads(4)
+    weight, x = pack(torch.randn(512, 512).to(torch.bfloat16)), torch.randn(3, 512).to(torch.bfloat16)
+
+    def running() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    expected = linear(x, weight)
+    computing = running()
+    threads.release()
+    deadline = time.monotonic() + 10
+    while running() != computing - 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert running() == computing - 3
+    assert torch.equal(linear(x, weight), expected)
+    assert running() == computing
 
 
 @native_only

@@ -22,7 +22,7 @@ import minifloat.kernels
 from minifloat.errors import KernelUnavailable
 
 #: ``MINIFLOAT_ABI_VERSION`` of ``csrc/api.h``.
-ABI_VERSION = 4
+ABI_VERSION = 5
 FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
 _REBUILD = (
     "install a C++ compiler (g++ or clang++) and reinstall minifloat, or in a checkout run what CMakeLists.txt says"
@@ -379,6 +379,10 @@ class Library:
         """
         _check(self._cdll.minifloat_read(self._index, ctypes.byref(args)))
 
+    def release_threads(self) -> None:
+        """Run ``minifloat_release_threads``."""
+        self._cdll.minifloat_release_threads()
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -465,6 +469,7 @@ def open_library(candidates: list[Path]) -> Outcome:
         cdll = ctypes.CDLL(str(path))
         cdll.minifloat_isa_name.restype = ctypes.c_char_p
         cdll.minifloat_packed_bytes.restype = ctypes.c_int64
+        cdll.minifloat_release_threads.restype = None
         version = cdll.minifloat_abi_version()
     except (OSError, AttributeError) as error:
         return Outcome(None, f"the native library does not load ({error}); {_REBUILD}")

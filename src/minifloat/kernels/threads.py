@@ -18,9 +18,10 @@ from __future__ import annotations
 import torch
 
 from minifloat.errors import UsageError
+from minifloat.kernels import native
 from minifloat.kernels.processors import limit
 
-__all__ = ["count", "limit", "set_threads"]
+__all__ = ["count", "limit", "release", "set_threads"]
 
 
 def count() -> int:
@@ -40,3 +41,15 @@ def set_threads(threads: int) -> None:
     if threads < 1:
         raise UsageError(f"at least one thread is needed, got {threads}")
     torch.set_num_threads(threads)
+
+
+def release() -> None:
+    """End the threads that compute for the calling thread, torch's included; they come back when it needs them.
+
+    For a thread that has computed (a model was loaded in it) and leaves that to another one from now on. GNU OpenMP
+    counts the threads of all teams, and when they are more than processors those of every team sleep where they would
+    wait awake: a decoding step of a 1.1B model took 12% longer, one of a 4M model 2.4 times as long.
+    """
+    library = native.load()
+    if library is not None:
+        library.release_threads()

@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Raised whenever a struct or the meaning of a field changes, so that a stale library is noticed and not called.
-#define MINIFLOAT_ABI_VERSION 4
+#define MINIFLOAT_ABI_VERSION 5
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -242,6 +242,9 @@ MINIFLOAT_API int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args
 MINIFLOAT_API int32_t minifloat_step(int32_t isa, const struct minifloat_step_args* args);
 
 MINIFLOAT_API int32_t minifloat_read(int32_t isa, struct minifloat_read_args* args);
+
+// Ends the threads that compute for the calling thread; torch's, where both use the same runtime.
+MINIFLOAT_API void minifloat_release_threads(void);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,7 @@
 // The exported functions: one table row per instruction set of this build, chosen by the caller.
 #include "api.h"
 #include "float_environment.h"
+#include "threads.h"
 
 #if defined(MINIFLOAT_X86)
 #include <cpuid.h>
@@ -164,6 +165,8 @@ bool valid(const minifloat_step_args& a) {
 extern "C" {
 
 int32_t minifloat_abi_version(void) { return MINIFLOAT_ABI_VERSION; }
+
+void minifloat_release_threads(void) { minifloat::release(); }
 
 int32_t minifloat_isa_count(void) { return kIsaCount; }
 

@@ -11,6 +11,7 @@
 
 #if defined(_OPENMP)
 #include <omp.h>
+#pragma weak omp_pause_resource_all  // OpenMP 5.0: the runtime that torch brings along may be older
 #endif
 
 namespace minifloat {
@@ -83,6 +84,12 @@ void parallel(int threads, Body body, void* context) {
     }
 #endif
     run(0, 1);
+}
+
+void release() {
+#if defined(_OPENMP)
+    if (omp_pause_resource_all != nullptr && !omp_in_parallel()) omp_pause_resource_all(omp_pause_soft);
+#endif
 }
 
 void Barrier::wait(int threads) {

@@ -22,6 +22,9 @@ void parallel(int threads, const Function& function) {
         const_cast<void*>(static_cast<const void*>(&function)));
 }
 
+// Ends the threads that parallel() has started for the calling thread; its next call starts new ones.
+void release();
+
 // Where the threads of one parallel() wait for each other: spins for some microseconds, then yields the processor.
 class Barrier {
   public:

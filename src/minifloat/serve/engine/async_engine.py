@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from minifloat.errors import EngineStopped, QueueFull, UsageError
+from minifloat.kernels.threads import release
 from minifloat.serve.engine.engine import Engine
 from minifloat.serve.engine.sampling import SamplingParams
 from minifloat.serve.engine.sequence import Delivery, Request, Sequence
@@ -109,7 +110,8 @@ class AsyncEngine:
         return max(len(self._streams) - self.engine.running, 0)
 
     async def start(self) -> None:
-        """Start the thread."""
+        """Start the thread. The calling one, which may have loaded the model, gives its own team of threads back."""
+        release()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._work, name="minifloat-engine", daemon=True)
         self._thread.start()

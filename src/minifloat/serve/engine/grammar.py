@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from minifloat.errors import KernelUnavailable, UsageError
 
 MAX_SCHEMA_BYTES = 64 << 10
+#: White space as `json.dumps` puts it: where any is allowed, a weak model may write it to the end of its tokens.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Grammar:
         if len(text) > MAX_SCHEMA_BYTES:
             raise UsageError(f"json_schema: expected at most {MAX_SCHEMA_BYTES} bytes, got {len(text)}")
         try:
-            return cls(_llguidance().LLMatcher.grammar_from_json_schema(text))
+            return cls(_llguidance().LLMatcher.grammar_from_json_schema(text, defaults=_SPACING))
         except ValueError as error:
             raise UsageError(f"json_schema: {error}") from error
 
