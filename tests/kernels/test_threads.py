@@ -38,9 +38,7 @@ def test_as_many_as_torch_has_but_no_more_than_the_limit(monkeypatch: pytest.Mon
 
 
 @native_only
-@pytest.mark.skipif(
-    not Path("/proc/self/task").is_dir(), reason="counts threads as Linux lists them"
-)
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux lists them")
 def test_releasing_ends_the_threads_and_the_next_call_starts_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "limit", lambda: 4)
     threads.set_threads(4)
