@@ -21,7 +21,7 @@ from minifloat.errors import ContextLengthError, UsageError
 from minifloat.serve.engine.cache import BlockPool
 from minifloat.serve.engine.grammar import Grammars
 from minifloat.serve.engine.observer import Observer, StepStats
-from minifloat.serve.engine.opening import Options, open_model
+from minifloat.serve.engine.opening import Options, open_model, sampling_defaults
 from minifloat.serve.engine.sampling import Choice, SamplingParams, SamplingState, TokenLogprob, sample
 from minifloat.serve.engine.scheduler import Scheduler, Work
 from minifloat.serve.engine.sequence import Completion, Delivery, Request, Sequence
@@ -93,7 +93,7 @@ class Engine:
         with returned_when_freed():
             opened = open_model(path, options)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner
-        self.generation_defaults = _defaults(opened.generation_config)
+        self.generation_defaults = sampling_defaults(opened.generation_config)
         self.observer = observer
         self._end_tokens = end_tokens(opened.config, opened.generation_config, self.tokenizer)
         self._grammars = Grammars(self.tokenizer, self._runner.vocab, sorted(self._end_tokens))
@@ -357,7 +357,7 @@ class Engine:
         for delivery in deliveries:
             name = delivery.request_id
             whole[name] = whole[name] + delivery if name in whole else delivery
-        return [_completion(request, whole[str(index)]) for index, request in enumerate(requests)]
+        return [Completion.of(request, whole[str(index)]) for index, request in enumerate(requests)]
 
     def default_params(self) -> SamplingParams:
         """What the checkpoint itself says of sampling."""
@@ -387,34 +387,3 @@ class Engine:
 
 
 _UNIQUE = itertools.count()
-
-
-def _completion(request: Request, delivery: Delivery) -> Completion:
-    if delivery.finish_reason == "error":
-        raise RuntimeError(f"prompt {delivery.request_id}: {delivery.error}")
-    assert delivery.finish_reason is not None
-    assert delivery.usage is not None
-    assert delivery.timings is not None
-    return Completion(
-        delivery.request_id,
-        request.prompt,
-        delivery.tokens,
-        delivery.text,
-        delivery.logprobs,
-        delivery.finish_reason,
-        delivery.stop_reason,
-        delivery.usage,
-        delivery.timings,
-    )
-
-
-def _defaults(config: Any) -> dict[str, Any]:
-    """What a generation_config.json says of sampling. Without ``do_sample`` the model wants no draws."""
-    if config is None:
-        return {"temperature": 0.0}
-    defaults: dict[str, Any] = {} if config.do_sample else {"temperature": 0.0}
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        value = getattr(config, name, None)
-        if value is not None:
-            defaults.setdefault(name, value)
-    return defaults

@@ -214,3 +214,15 @@ def _size(options: Options, config: Any, per_block: int) -> tuple[int, int]:
             f"{one} bytes hold one of {length}"
         )
     return blocks, min(length, blocks * BLOCK_TOKENS)
+
+
+def sampling_defaults(config: Any) -> dict[str, Any]:
+    """What a generation_config.json says of sampling. Without ``do_sample`` the model wants no draws."""
+    if config is None:
+        return {"temperature": 0.0}
+    defaults: dict[str, Any] = {} if config.do_sample else {"temperature": 0.0}
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        value = getattr(config, name, None)
+        if value is not None:
+            defaults.setdefault(name, value)
+    return defaults

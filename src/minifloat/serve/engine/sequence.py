@@ -108,6 +108,30 @@ class Completion:
     usage: Usage
     timings: Timings
 
+    @classmethod
+    def of(cls, request: Request, delivery: Delivery) -> Completion:
+        """What all deliveries of a request add up to.
+
+        Raises:
+            RuntimeError: It ended with an error.
+        """
+        if delivery.finish_reason == "error":
+            raise RuntimeError(f"prompt {delivery.request_id}: {delivery.error}")
+        assert delivery.finish_reason is not None
+        assert delivery.usage is not None
+        assert delivery.timings is not None
+        return cls(
+            delivery.request_id,
+            request.prompt,
+            delivery.tokens,
+            delivery.text,
+            delivery.logprobs,
+            delivery.finish_reason,
+            delivery.stop_reason,
+            delivery.usage,
+            delivery.timings,
+        )
+
 
 class State(Enum):
     """Where a sequence is."""
