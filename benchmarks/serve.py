@@ -201,7 +201,7 @@ def measure(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Everything about one checkpoint; printed as it comes."""
     read = read_seconds(model)
     bare = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import minifloat.serve.server.run"], check=True)
+    subprocess.run([sys.executable, "-c", "import minifloat.serve.engine, minifloat.serve.server.app"], check=True)
     bare = time.perf_counter() - bare
     with Server(model, settings["threads"], settings["options"]) as server:
         at_start, info = server.rss(), server.model
