@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import socket
@@ -131,6 +132,7 @@ def figures(answers: list[Answer], seconds: float) -> dict[str, float]:
     """Of some requests, by the names of ``vllm bench serve``."""
     ttfts = [1e3 * answer.ttft for answer in answers]
     itls = [1e3 * itl for answer in answers for itl in answer.itls]
+    itls = itls or [math.nan]  # a busy machine may hand over a short answer in one piece
     return {
         "completed": len(answers),
         "duration": seconds,
