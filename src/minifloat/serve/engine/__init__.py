@@ -9,10 +9,11 @@ from minifloat.serve.engine.engine import Engine
 from minifloat.serve.engine.grammar import Grammar
 from minifloat.serve.engine.info import ModelInfo
 from minifloat.serve.engine.observer import Observer, StepStats
-from minifloat.serve.engine.sampling import SamplingParams, TokenLogprob
+from minifloat.serve.engine.sampling import MODEL_DEFAULTS, SamplingParams, TokenLogprob
 from minifloat.serve.engine.sequence import Completion, Delivery, Request, Timings, Usage
 
 __all__ = [
+    "MODEL_DEFAULTS",
     "AsyncEngine",
     "Completion",
     "Delivery",

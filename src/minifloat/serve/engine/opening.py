@@ -25,6 +25,7 @@ from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.info import ModelInfo
 from minifloat.serve.engine.native import KVScales, NativeRunner, NotNative, decoder_of, why_not_native
 from minifloat.serve.engine.runner import Runner
+from minifloat.serve.engine.sampling import MODEL_DEFAULTS
 from minifloat.serve.engine.transformers_runner import TransformersRunner
 from minifloat.serve.load import TORCH_DTYPES, load
 
@@ -221,7 +222,7 @@ def sampling_defaults(config: Any) -> dict[str, Any]:
     if config is None:
         return {"temperature": 0.0}
     defaults: dict[str, Any] = {} if config.do_sample else {"temperature": 0.0}
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+    for name in MODEL_DEFAULTS:
         value = getattr(config, name, None)
         if value is not None:
             defaults.setdefault(name, value)

@@ -31,6 +31,8 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  #: characters
 MAX_LOGIT_BIAS = 1024  #: entries
 _SEED_BITS = 64
+#: Parameters whose defaults a model may bring in generation_config.json.
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 #: Tokens within so much of the largest logit are looked at first where only the most probable tokens can be drawn.
 _NEAR = 12.0
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request as HTTPRequest
 
-from minifloat.serve.engine import Grammar, Request, SamplingParams
+from minifloat.serve.engine import MODEL_DEFAULTS, Grammar, Request, SamplingParams
 from minifloat.serve.server.chat import ChatTemplate
 from minifloat.serve.server.errors import APIError, invalid
 from minifloat.serve.server.generation import Generation
@@ -21,8 +21,6 @@ from minifloat.serve.server.settings import ServerSettings
 if TYPE_CHECKING:
     from minifloat.serve.engine import AsyncEngine
 
-#: Sampling parameters whose defaults a model may bring in generation_config.json.
-_MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SEEDS = 2**64
 
 
@@ -103,7 +101,7 @@ class Service:
         """The sampling parameters of each answer to a prompt: they differ in the seed."""
         stop = request.stop or []
         chosen: dict[str, Any] = dict(self.engine.engine.generation_defaults)
-        chosen |= {name: value for name in _MODEL_DEFAULTS if (value := getattr(request, name)) is not None}
+        chosen |= {name: value for name in MODEL_DEFAULTS if (value := getattr(request, name)) is not None}
         chosen["top_k"] = max(chosen.get("top_k", 0), 0)
         params = SamplingParams(
             **chosen,

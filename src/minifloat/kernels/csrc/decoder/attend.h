@@ -207,7 +207,7 @@ inline void attend_by_tiles(const Tile& tile, const LayerCache& cache, int64_t b
     for (int r = 0; r < tile.rows; ++r)
         for (int i = 0; i < cache.head_dim; i += kWidth)
             Bf16Row::store(reinterpret_cast<uint8_t*>(q16 + r * cache.head_dim + i), load(tile.q[r] + i));
-    const AttentionTiles tiles(tile.rows);
+    const Tiles tiles(attention_tiles(tile.rows));
     Tile exact = tile;
     exact.q16 = q16;
     attend_rows<CacheBf16, kQueryRows>(exact, cache, begin, end, out);

@@ -14,29 +14,16 @@ namespace MINIFLOAT_ISA {
 constexpr int kPairBytes = 4;
 constexpr int kGroupCols = 4 * kTileRows;  // columns of values whose sums are in tiles together
 
-// Tiles 0 - 3: sums, and of those 1 queries while scores are computed; 4 and 5: the parts of weights of a block; 6: keys
-// of a block, 32 dimensions of them; 7: values of a block, 16 columns of them.
-class AttentionTiles {
-  public:
-    explicit AttentionTiles(int rows) {
-        struct alignas(64) {
-            uint8_t palette, start_row, reserved[14];
-            uint16_t row_bytes[16];
-            uint8_t rows[16];
-        } config = {};
-        config.palette = 1;
-        for (int t = 0; t < 8; ++t) {
-            const bool weights = t == 4 || t == 5;
-            config.row_bytes[t] = weights ? kBlockTokens * 2 : kVectorBytes;
-            config.rows[t] = static_cast<uint8_t>(t == 6 ? kTileRows : t == 7 ? kBlockTokens / 2 : rows);
-        }
-        asm volatile("" ::"r"(&config) : "memory");
-        _tile_loadconfig(&config);
-    }
-    ~AttentionTiles() { _tile_release(); }
-    AttentionTiles(const AttentionTiles&) = delete;
-    AttentionTiles& operator=(const AttentionTiles&) = delete;
-};
+// Of attention with `rows` queries. 0 - 3: sums, and of those 1 queries while scores are computed; 4 and 5: the parts of
+// weights of a block; 6: keys of a block, 32 dimensions of them; 7: values of a block, 16 columns of them.
+inline TileShapes attention_tiles(int rows) {
+    TileShapes shapes;
+    for (int t = 0; t < 4; ++t) shapes.set(t, rows);
+    for (int t = 4; t < 6; ++t) shapes.set(t, rows, kBlockTokens * 2);
+    shapes.set(6, kTileRows);
+    shapes.set(7, kBlockTokens / 2);
+    return shapes;
+}
 
 // Asks for 32 dimensions of the keys of a block to come, and for as much of this one's values.
 inline void prefetch_half(const Chunk& chunk, int b, int64_t at) {

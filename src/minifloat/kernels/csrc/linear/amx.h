@@ -23,28 +23,36 @@ constexpr int kStepTiles = kStepCols * kPanelRows * 2 / kTileBytes;  // 2 halves
 // The compiler does not know that the tile instructions read memory: stores before them must not sink or vanish.
 inline void publish() { asm volatile("" ::: "memory"); }
 
-// Tiles 0 - 3: sums, [tile of x][tile of W]; 4 and 5: of x; 6 and 7: of W. Given back at the end of a call, so that a
-// switch of threads need not save them.
+// The height and width of the 8 tile registers.
+struct alignas(64) TileShapes {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+
+    void set(int tile, int height, int width = kVectorBytes) {
+        rows[tile] = static_cast<uint8_t>(height);
+        row_bytes[tile] = static_cast<uint16_t>(width);
+    }
+};
+
+// The tile registers while this lives. Given back at the end of a call, so that a switch of threads need not save them.
 class Tiles {
   public:
-    explicit Tiles(int rows) {
-        struct alignas(64) {
-            uint8_t palette, start_row, reserved[14];
-            uint16_t row_bytes[16];
-            uint8_t rows[16];
-        } config = {};
-        config.palette = 1;
-        for (int t = 0; t < 8; ++t) {
-            config.row_bytes[t] = kVectorBytes;
-            config.rows[t] = static_cast<uint8_t>(t < 6 ? rows : kTileRows);
-        }
-        asm volatile("" ::"r"(&config) : "memory");
-        _tile_loadconfig(&config);
+    explicit Tiles(const TileShapes& shapes) {
+        publish();
+        _tile_loadconfig(&shapes);
     }
     ~Tiles() { _tile_release(); }
     Tiles(const Tiles&) = delete;
     Tiles& operator=(const Tiles&) = delete;
 };
+
+// Of a linear with `rows` rows of x in a tile. 0 - 3: sums, [tile of x][tile of W]; 4 and 5: of x; 6 and 7: of W.
+inline TileShapes linear_tiles(int rows) {
+    TileShapes shapes;
+    for (int t = 0; t < 8; ++t) shapes.set(t, t < 6 ? rows : kTileRows);
+    return shapes;
+}
 
 // How the rows of x are shared out to tiles: to equally high ones, since a product takes as long as its tile of x is
 // high. Tiles go in pairs (a single one up to 16 rows), since two tiles of x and two of W make four products.

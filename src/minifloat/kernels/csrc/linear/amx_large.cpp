@@ -266,7 +266,7 @@ bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Ou
     const int64_t bytes = max(scratch_bytes(t), kScratchBytes);
     uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchThread, bytes));
     if (memory == nullptr) return false;
-    const Tiles tiles(t.rows);
+    const Tiles tiles(linear_tiles(t.rows));
     return with_format(w, first, [&](const auto& format) {
         Product(format, w, x, prepared, y, memory, first, last).run();
         return true;

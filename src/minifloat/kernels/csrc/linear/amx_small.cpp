@@ -137,7 +137,7 @@ void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int p
 
 bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first, int64_t last) {
     const Tiling t = tiling(x.m, x.dtype);
-    const Tiles tiles(t.rows);
+    const Tiles tiles(linear_tiles(t.rows));
     return with_format(w, first, [&](const auto& format) {
         if (t.tiles == 1) {
             multiply_panels<false>(format, w, t, x, prepared, y, first, last);

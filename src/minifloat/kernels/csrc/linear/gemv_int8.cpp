@@ -97,7 +97,8 @@ bool prepare_group(const float* x, uint8_t* digits, Group* group) {
         sum = _mm512_add_epi32(sum, q);
         store_digits(q, digits + i * kChunkBytes);
     }
-    group->start = -kOffset * _mm512_reduce_add_epi32(sum);
+    // In unsigned numbers: what is not finite became the smallest integer, and its row is not used.
+    group->start = static_cast<int32_t>(0u - kOffset * static_cast<uint32_t>(_mm512_reduce_add_epi32(sum)));
     group->scale = bit_cast<float>((exponent - kIntegerBits) << kMantissaBits);  // half a unit: weights are doubled
     return exponent != kInfiniteExponent && inexact <= kMostInexact;
 }
