@@ -47,22 +47,20 @@ def main(
                 calibration = Calibration(collected.stats, parse_rule(rule), collected.held_out)
                 report = quantize_checkpoint(model, out, "fp8-static", calibration=calibration)
                 if not floor_shown:
-                    floor = compare_models(model, out, texts, max_tokens=max_tokens, weight_only=True)
+                    floor = compare_models(model, out, texts, max_tokens=max_tokens, weight_only=True, prompts=0)
+                    (floor,) = floor.candidates
                     base = [f"{text.baseline_perplexity:.3f} | " for text in floor.texts]
                     click.echo(f"| | BF16 | | {' | '.join(base)} |")
                     click.echo(f"| | weight-only | | {' | '.join(_cells(floor.texts))} |")
                     floor_shown = True
-                comparison = compare_models(model, out, texts, max_tokens=max_tokens)
+                comparison = compare_models(model, out, texts, max_tokens=max_tokens, prompts=0)
             saturated = max(activation.saturated or 0.0 for activation in report.activations)
             name = Path(source.partition("#")[0]).name
-            click.echo(f"| {name} | {rule} | {saturated:.1e} | {' | '.join(_cells(comparison.texts))} |")
+            click.echo(f"| {name} | {rule} | {saturated:.1e} | {' | '.join(_cells(comparison.candidates[0].texts))} |")
 
 
 def _cells(summaries: tuple) -> list[str]:
-    return [
-        f"{one.candidate_perplexity:.3f} | {one.candidate_perplexity / one.baseline_perplexity - 1:+.2%}"
-        for one in summaries
-    ]
+    return [f"{one.candidate_perplexity:.3f} | {one.perplexity_ratio.value - 1:+.2%}" for one in summaries]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """What every scheme costs a real model: perplexity on given texts, KL, agreement and bytes, as a Markdown table.
 
-    python benchmarks/schemes.py MODEL --text A.txt --text B.txt [--override 'down_proj=fp8' ...]
+    python benchmarks/schemes.py MODEL --data A.txt --data B.txt [--override 'down_proj=fp8' ...]
 
-Activations in float32, quantized as each scheme declares (`--weight-only`: never), windows of 256 tokens. `--override`
-is handed to `quantize` for the schemes with
-groups (mx*, nv*), whose columns have to be a multiple of 32 or 16.
+All are compared in one pass of the BF16 model: activations in float32, quantized as each scheme declares
+(`--weight-only`: never), windows of 256 tokens, 95% intervals. `--override` is handed to `quantize` for the schemes
+with groups (mx*, nv*), whose columns have to be a multiple of 32 or 16.
 """
 
 from __future__ import annotations
@@ -15,57 +15,75 @@ from pathlib import Path
 import click
 
 from minifloat import SCHEMES, MinifloatError, compare_models, quantize_checkpoint
+from minifloat.compare import CandidateResult, Summary
+from minifloat.quantize.report import QuantizeReport
 
 FORMATS = [(name, "compressed-tensors") for name in SCHEMES] + [("fp8-block", "fp8")]
 
 
 @click.command()
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option("--text", "texts", multiple=True, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--data", multiple=True, required=True)
 @click.option("--override", "overrides", multiple=True, help="For schemes with groups.")
 @click.option("--window", default=256, show_default=True)
 @click.option("--max-tokens", type=int)
 @click.option("--weight-only", is_flag=True)
 def main(
     model: Path,
-    texts: tuple[Path, ...],
+    data: tuple[str, ...],
     overrides: tuple[str, ...],
     window: int,
     max_tokens: int | None,
     weight_only: bool,
 ) -> None:
     """Print the table for MODEL."""
-    heads = [f"{text.stem}: ppl | change | KL | top-1" for text in texts]
-    click.echo(f"| scheme | layout | bytes | bits per weight | inputs | {' | '.join(heads)} |")
-    click.echo("|---|---|---|---|---|" + "---|" * 4 * len(texts))
-    baseline_shown = False
-    for scheme, layout in FORMATS:
-        grouped = SCHEMES[scheme].weight.granularity.rows == 1 and SCHEMES[scheme].weight.granularity.cols
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "out"
+    reports: list[tuple[str, str, QuantizeReport]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for scheme, layout in FORMATS:
+            grouped = SCHEMES[scheme].weight.granularity.rows == 1 and SCHEMES[scheme].weight.granularity.cols
+            out = Path(folder) / f"{scheme}-{layout}"
             try:
                 report = quantize_checkpoint(model, out, scheme, layout=layout, overrides=overrides if grouped else ())
-            except MinifloatError as error:  # the table says why
-                click.echo(f"| {scheme} | {layout} | refused: {error} |")
+            except MinifloatError as error:
+                click.echo(f"{scheme} in layout {layout} is refused: {error}\n")
                 continue
-            comparison = compare_models(
-                model, out, texts, window=window, max_tokens=max_tokens, dtype="float32", weight_only=weight_only
-            )
-        if not baseline_shown:
-            cells = [f"{text.baseline_perplexity:.4f} | | | " for text in comparison.texts]
-            click.echo(f"| bf16 | | {report.source_bytes:,} | 16 | | {' | '.join(cells)} |")
-            baseline_shown = True
-        elements = sum(tensor.stats.elements for tensor in report.quantized if tensor.stats)
-        bits = 8 * sum(tensor.output_bytes for tensor in report.quantized) / elements
-        cells = [
-            f"{text.candidate_perplexity:.4f} | {text.candidate_perplexity / text.baseline_perplexity - 1:+.2%} | "
-            f"{text.kl_mean:.5f} | {text.top1_agreement:.2%}"
-            for text in comparison.texts
-        ]
-        click.echo(
-            f"| {scheme} | {layout} | {report.output_bytes:,} | {bits:.2f} | {comparison.activations} | "
-            f"{' | '.join(cells)} |"
+            reports.append((scheme, layout, report))
+        comparison = compare_models(
+            model,
+            [report.destination for _, _, report in reports],
+            data,
+            window=window,
+            max_tokens=max_tokens,
+            dtype="float32",
+            weight_only=weight_only,
+            prompts=0,
         )
+    first = comparison.candidates[0].texts
+    heads = [f"{text.name}: change | KL | top-1" for text in first]
+    click.echo(f"| scheme | layout | bits per weight | inputs | {' | '.join(heads)} | verdict |")
+    click.echo("|---|---|---|---|" + "---|---|---|" * len(first) + "---|")
+    base = [f"ppl {text.baseline_perplexity:.4f}, {text.tokens:,} tokens | | " for text in first]
+    click.echo(f"| bf16 | | 16 | | {' | '.join(base)} | |")
+    for (scheme, layout, report), candidate in zip(reports, comparison.candidates, strict=True):
+        click.echo(f"| {scheme} | {layout} | {_bits(report):.2f} | {_row(candidate)} |")
+
+
+def _bits(report: QuantizeReport) -> float:
+    elements = sum(tensor.stats.elements for tensor in report.quantized if tensor.stats)
+    return 8 * sum(tensor.output_bytes for tensor in report.quantized) / elements
+
+
+def _row(candidate: CandidateResult) -> str:
+    cells = [_cells(text) for text in candidate.texts]
+    return " | ".join([candidate.model.activations, *cells, candidate.verdict.outcome.value])
+
+
+def _cells(text: Summary) -> str:
+    ratio, kl, top1 = text.perplexity_ratio, text.kl_mean, text.top1_agreement
+    return (
+        f"{ratio.value - 1:+.2%} [{ratio.low - 1:+.2%}, {ratio.high - 1:+.2%}] | "
+        f"{kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}] | {top1.value:.2%}"
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 The same with the command line:
 
     minifloat quantize examples/storybook-4m OUT/mxfp4 --scheme mxfp4
-    minifloat compare  examples/storybook-4m OUT/mxfp4 --text examples/texts/stories_eval.txt
+    minifloat compare  examples/storybook-4m OUT/mxfp4
     minifloat generate OUT/mxfp4 "Once upon a time"
 """
 
@@ -17,11 +17,11 @@ import tempfile
 from pathlib import Path
 
 import minifloat
-from minifloat.display import print_comparison, print_quantize_report
+from minifloat.display import print_quantize_report
+from minifloat.display_compare import print_comparison
 
 HERE = Path(__file__).parent
 MODEL = HERE / "storybook-4m"
-TEXTS = [HERE / "texts" / "stories_eval.txt", HERE / "texts" / "prose_eval.txt"]
 SCHEMES = ("fp8-block", "mxfp4")
 PROMPT = "Once upon a time, there was a little girl named Lily."
 
@@ -49,11 +49,11 @@ def main(out: Path) -> None:
         report = minifloat.quantize_checkpoint(MODEL, out / scheme, scheme, overwrite=True)
         print_quantize_report(report, verbose=False)
         heading(f"minifloat compare storybook-4m {scheme}")
-        comparison = minifloat.compare_models(MODEL, out / scheme, TEXTS)
+        comparison = minifloat.compare_models(MODEL, out / scheme)
         print_comparison(comparison)
         heading(f"The {scheme} model tells a story")
         story(out / scheme)
-        rows.append((scheme, report, comparison.overall))
+        rows.append((scheme, report, comparison.candidates[0].overall))
     heading("Summary")
     print(f"{'scheme':<10} {'weights':>10} {'smaller':>8} {'SQNR dB':>8} {'perplexity':>11} {'KL':>8} {'top-1':>7}")
     baseline = rows[0][2].baseline_perplexity
@@ -62,8 +62,8 @@ def main(out: Path) -> None:
     for scheme, report, overall in rows:
         print(
             f"{scheme:<10} {report.output_bytes / 2**20:>6.2f} MiB {source / report.output_bytes:>7.2f}x "
-            f"{report.total.sqnr_db:>8.2f} {overall.candidate_perplexity:>11.3f} {overall.kl_mean:>8.5f} "
-            f"{overall.top1_agreement:>7.2%}"
+            f"{report.total.sqnr_db:>8.2f} {overall.candidate_perplexity:>11.3f} {overall.kl_mean.value:>8.5f} "
+            f"{overall.top1_agreement.value:>7.2%}"
         )
     print(f"\nThe checkpoints are in {out}; each has a README.md (model card) and minifloat.json (every tensor).")
 

@@ -15,6 +15,7 @@ import click
 
 from minifloat._version import __version__
 from minifloat.cli_bench import bench
+from minifloat.cli_compare import compare
 from minifloat.cli_serving import chat, parse_size, serve
 from minifloat.errors import MinifloatError, UsageError
 from minifloat.kernels.processors import bound_spin
@@ -279,47 +280,7 @@ def _set_threads(threads: int | None) -> None:
         set_threads(threads)
 
 
-@main.command()
-@click.argument("baseline", type=_EXISTING_FOLDER)
-@click.argument("candidate", type=_EXISTING_FOLDER)
-@click.option("--text", "texts", multiple=True, required=True, type=click.Path(path_type=Path), help="UTF-8 text file.")
-@click.option("--window", type=click.IntRange(min=2), help="Tokens per window.  [default: 256]")
-@click.option("--max-tokens", type=click.IntRange(min=2), help="Stop after this many tokens of each text.")
-@click.option("--dtype", help="bfloat16, float16 or float32, for both.  [default: that of each config.json]")
-@click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
-@click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: torch's]")
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def compare(
-    baseline: Path,
-    candidate: Path,
-    texts: tuple[Path, ...],
-    window: int | None,
-    max_tokens: int | None,
-    dtype: str | None,
-    weight_only: bool,
-    threads: int | None,
-    as_json: bool,
-) -> None:
-    """Compare CANDIDATE with BASELINE on the same tokens: perplexity, KL divergence, top-1 agreement."""
-    _set_threads(threads)
-    from minifloat.compare import compare_models
-    from minifloat.display import print_comparison, progress_bar
-
-    with progress_bar(enabled=not as_json) as progress:
-        comparison = compare_models(
-            baseline,
-            candidate,
-            texts,
-            window=window,
-            max_tokens=max_tokens,
-            dtype=dtype,
-            weight_only=weight_only,
-            progress=progress,
-        )
-    if as_json:
-        click.echo(json.dumps(comparison.to_dict(), indent=2))
-    else:
-        print_comparison(comparison)
+main.add_command(compare)
 
 
 @main.command()

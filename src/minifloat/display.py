@@ -18,7 +18,6 @@ from minifloat.quantize.calibrated import ActivationReport
 from minifloat.quantize.report import QuantizeReport, TensorReport
 
 if TYPE_CHECKING:
-    from minifloat.compare import Comparison
     from minifloat.quantize.model import Progress as ProgressCallback
 
 _KIBI, _MEBI = 1 << 10, 1 << 20
@@ -191,24 +190,6 @@ def print_inspection(inspection: Inspection, *, verbose: bool) -> None:
     console.print(table)
     if inspection.ignored_files:
         console.print(f"\nNot named by the index, ignored: {', '.join(inspection.ignored_files)}")
-
-
-# ------------------------------------------------------------------------------------------------- compare
-
-
-def print_comparison(comparison: Comparison) -> None:
-    """One row per text and one for all."""
-    console = make_console()
-    numbers = ("tokens", "ppl base", "ppl", "change", "bits/byte", "KL mean", "KL p99", "KL max", "top-1")
-    table = make_table("text", *numbers, right=numbers)
-    for row in comparison.rows():
-        table.add_row(*row)
-    console.print(table)
-    console.print(
-        f"\nweights: {_size(comparison.baseline_bytes)} -> {_size(comparison.candidate_bytes)} "
-        f"({comparison.baseline_bytes / max(comparison.candidate_bytes, 1):.2f}x smaller); KL in nats per "
-        f"token; inputs of the candidate: {comparison.activations}"
-    )
 
 
 # ------------------------------------------------------------------------------------------------- doctor

@@ -23,7 +23,9 @@ from minifloat.serve.load import load
 from minifloat.serve.text import load_tokenizer
 
 MakeModel = Callable[..., Path]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "storybook-4m"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "storybook-4m"
+TEXTS = (EXAMPLE.parent / "texts" / "stories_calibration.txt", ROOT / "src/minifloat/compare/texts/stories.txt")
 
 Scales = Mapping[str, tuple[float, float]]
 
@@ -88,10 +90,9 @@ def calibrated(folder: Path, ids: torch.Tensor) -> Scales:
 
 def test_on_a_real_model_calibrated_scales_add_nothing_to_the_error_of_the_format() -> None:
     model = load(EXAMPLE, dtype=torch.float32)
-    texts = EXAMPLE.parent / "texts"
     seen, new = (
-        load_tokenizer(EXAMPLE)((texts / name).read_text(), return_tensors="pt").input_ids[0, : 8 * 128].reshape(8, 128)
-        for name in ("stories_calibration.txt", "stories_eval.txt")
+        load_tokenizer(EXAMPLE)(path.read_text(), return_tensors="pt").input_ids[0, : 8 * 128].reshape(8, 128)
+        for path in TEXTS
     )
     scales = calibrated(EXAMPLE, seen)
     errors = [(worst_error(model, row[None], scales), worst_error(model, row[None], UNBOUNDED)) for row in new]

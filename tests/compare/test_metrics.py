@@ -6,36 +6,39 @@ import numpy as np
 import pytest
 import torch
 
-from minifloat.compare import metrics
-from minifloat.compare.metrics import concatenate, kl_divergence, score_tokens, summarize
+from minifloat.compare.metrics import TOP_K, Distribution, TokenScores, concatenate, kl_divergence, score_tokens
+
+TARGETS = torch.arange(13) % 50
+UNITS = torch.arange(13) // 4
 
 
 def logits(tokens: int = 13, vocabulary: int = 50, seed: int = 0) -> torch.Tensor:
     return torch.randn(tokens, vocabulary, generator=torch.Generator().manual_seed(seed)) * 4
 
 
-TARGETS = torch.arange(13) % 50
+def score(p: torch.Tensor, q: torch.Tensor) -> TokenScores:
+    return score_tokens(Distribution(p), Distribution(q), TARGETS[: len(p)], UNITS[: len(p)])
 
 
 def test_kl_is_that_of_torch_in_float64() -> None:
     p, q = logits(seed=1).double(), logits(seed=2).double()
     expected = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="none", log_target=True)
-    scores = score_tokens(p, q, TARGETS)
-    np.testing.assert_allclose(scores.kl, expected.sum(-1).numpy(), rtol=1e-12)
+    np.testing.assert_allclose(score(p, q).kl, expected.sum(-1).numpy(), rtol=1e-12)
 
 
 def test_likelihoods_are_those_of_cross_entropy() -> None:
     p, q = logits(seed=1), logits(seed=2)
-    scores = score_tokens(p, q, TARGETS)
+    scores = score(p, q)
     for found, given in ((scores.baseline_nll, p), (scores.candidate_nll, q)):
         expected = torch.nn.functional.cross_entropy(given.double(), TARGETS, reduction="none")
         np.testing.assert_allclose(found, expected.numpy(), rtol=1e-12)
 
 
 def test_equal_logits_have_a_divergence_of_exactly_zero() -> None:
-    scores = score_tokens(logits().bfloat16(), logits().bfloat16(), TARGETS)
+    scores = score(logits().bfloat16(), logits().bfloat16())
     assert np.array_equal(scores.kl, np.zeros(13))
     assert scores.agree.all()
+    assert (scores.overlap == TOP_K).all()
 
 
 def test_a_tiny_difference_is_not_lost_to_rounding() -> None:
@@ -44,59 +47,69 @@ def test_a_tiny_difference_is_not_lost_to_rounding() -> None:
     shift[3] = 1e-5
     mass = p.softmax(-1)[:, 3]
     expected = mass * (1 - mass) * 1e-10 / 2  # second order in the shift
-    np.testing.assert_allclose(score_tokens(p, p + shift, TARGETS).kl, expected.numpy(), rtol=1e-2, atol=1e-15)
+    np.testing.assert_allclose(score(p, p + shift).kl, expected.numpy(), rtol=1e-2, atol=1e-15)
+
+
+def test_a_shift_of_all_logits_is_no_difference() -> None:
+    p = logits().double()
+    np.testing.assert_allclose(score(p, p + 1000).kl, 0, atol=1e-13)
 
 
 def test_what_the_reference_excludes_adds_nothing() -> None:
-    p = torch.tensor([[0.5, 0.5, 0.0]]).log()
-    q = torch.tensor([[0.25, 0.25, 0.5]]).log()
-    torch.testing.assert_close(kl_divergence(p, q), torch.tensor([math.log(2)]))
-    torch.testing.assert_close(kl_divergence(p, p), torch.tensor([0.0]))
+    p = Distribution(torch.tensor([[0.5, 0.5, 0.0]]).log())
+    q = Distribution(torch.tensor([[0.25, 0.25, 0.5]]).log())
+    torch.testing.assert_close(kl_divergence(p, q), torch.tensor([math.log(2)], dtype=torch.float64))
+    assert kl_divergence(p, p).item() == 0
 
 
 def test_what_only_the_candidate_excludes_is_infinite() -> None:
-    p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1.0, 0.0]]).log()
+    p, q = Distribution(torch.tensor([[0.5, 0.5]]).log()), Distribution(torch.tensor([[1.0, 0.0]]).log())
     assert kl_divergence(p, q).item() == math.inf
 
 
-def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = score_tokens(logits(seed=1), logits(seed=2), TARGETS)
-    monkeypatch.setattr(metrics, "SLAB_ELEMENTS", 4 * 50)
-    slabs = score_tokens(logits(seed=1), logits(seed=2), TARGETS)
-    for name in ("baseline_nll", "candidate_nll", "kl", "agree"):
-        assert np.array_equal(getattr(whole, name), getattr(slabs, name))
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_nan_or_inf_give_nan_in_their_row_only(bad: float) -> None:
+@pytest.mark.parametrize("side", ["baseline", "candidate"])
+def test_logits_that_are_nan_or_inf_give_nan_in_their_row_only(bad: float, side: str) -> None:
     broken = logits(seed=2)
     broken[4, 7] = bad
-    nll = score_tokens(logits(seed=1), broken, TARGETS).candidate_nll
-    assert np.flatnonzero(np.isnan(nll)).tolist() == [4]
+    sound = logits(seed=1)
+    scores = score(broken, sound) if side == "baseline" else score(sound, broken)
+    assert np.flatnonzero(np.isnan(getattr(scores, f"{side}_nll"))).tolist() == [4]
+    assert np.flatnonzero(np.isnan(scores.kl)).tolist() == [4]
 
 
-def test_a_summary_of_uniform_predictions_is_known() -> None:
-    uniform = torch.zeros(8, 16)
-    summary = summarize("text", score_tokens(uniform, uniform, torch.arange(8)), nbytes=16)
-    assert summary.tokens == 8
-    assert summary.baseline_perplexity == pytest.approx(16)
-    assert summary.baseline_bits_per_byte == pytest.approx(4 * 8 / 16)
-    assert (summary.kl_mean, summary.kl_max, summary.top1_agreement) == (0, 0, 1)
+def test_the_margin_is_between_the_first_and_the_second_choice() -> None:
+    p = torch.tensor([[0.6, 0.1, 0.3], [0.2, 0.4, 0.4]]).log()
+    np.testing.assert_allclose(score(p, p).margin, [math.log(2), 0], atol=1e-6)
+    assert Distribution(torch.zeros(2, 1)).margin().tolist() == [math.inf, math.inf]
 
 
-def test_agreement_counts_first_choices() -> None:
-    p, q = torch.eye(4), torch.eye(4)
-    q[3] = torch.tensor([1.0, 0, 0, 0])
-    summary = summarize("text", score_tokens(p, q, torch.zeros(4, dtype=torch.int64)), nbytes=1)
-    assert summary.top1_agreement == 0.75
+def test_the_overlap_counts_what_both_have_among_their_ten_first() -> None:
+    p = -torch.arange(30.0).repeat(2, 1)
+    q = p.clone()
+    q[1, :4] = -100.0  # four of the first ten are now last
+    assert score(p, q).overlap.tolist() == [10, 6]
+    order = torch.arange(9, -1, -1)
+    q[0, :10] = p[0, order]  # the same ten, the other way round
+    scores = score(p, q)
+    assert scores.overlap[0] == 10
+    assert not scores.agree[0]
 
 
-def test_quantiles_are_of_the_tokens() -> None:
-    scores = score_tokens(logits(seed=1), logits(seed=2), TARGETS)
-    summary = summarize("text", concatenate([scores, scores]), nbytes=1)
-    assert summary.kl_median == pytest.approx(float(np.median(scores.kl)))
-    assert summary.kl_median < summary.kl_p99 <= summary.kl_max == scores.kl.max()
+def test_probabilities_of_the_first_choices_are_those_of_softmax() -> None:
+    found = Distribution(logits()).top_log_probabilities().exp()
+    torch.testing.assert_close(found, logits().double().softmax(-1).topk(TOP_K).values)
 
 
-def test_a_perplexity_too_large_for_a_float_is_infinite() -> None:
-    assert metrics.perplexity(np.array([1e5])) == math.inf
+def test_stretches_are_put_together_field_by_field() -> None:
+    whole = score(logits(seed=1), logits(seed=2))
+    parts = [
+        score_tokens(Distribution(p), Distribution(q), target, unit)
+        for p, q, target, unit in zip(
+            logits(seed=1).split(5), logits(seed=2).split(5), TARGETS.split(5), UNITS.split(5), strict=True
+        )
+    ]
+    together = concatenate(parts)
+    assert len(together) == 13
+    for name in ("unit", "baseline_nll", "candidate_nll", "kl", "agree", "overlap", "margin"):
+        assert np.array_equal(getattr(whole, name), getattr(together, name))

@@ -129,7 +129,7 @@ def load_calibration_data(
         StorageError: The operating system refused a read.
     """
     listed = [sources] if isinstance(sources, (str, os.PathLike, Source)) else list(sources)
-    parsed = [_as_source(source) for source in listed]
+    parsed = [as_source(source) for source in listed]
     prefix = sequence_prefix(tokenizer)
     if not parsed:
         raise DataError("no text to calibrate on: give at least one source")
@@ -143,12 +143,12 @@ def load_calibration_data(
         reading.check(sequences, count, seq_len, vocab_size)
         drawn.append(sequences)
         records.append(reading.record(sequences))
-    mixed = _interleave(drawn)
+    mixed = interleave(drawn)
     settings = {"seq_len": seq_len, "packing": packing, "seed": seed, "tokenizer": _fingerprint(tokenizer)}
     return CalibrationSet(mixed, {"sources": records, **_describe(mixed), **settings})
 
 
-def _as_source(source: SourceLike) -> Source:
+def as_source(source: SourceLike) -> Source:
     if isinstance(source, Source):
         return source
     return Source.parse(source) if isinstance(source, str) else Source(os.fspath(source))
@@ -172,7 +172,7 @@ def _shares(samples: int, sources: Sequence[Source]) -> list[int]:
     return shares
 
 
-def _interleave(drawn: Sequence[Sequence[_Entry]]) -> tuple[_Entry, ...]:
+def interleave(drawn: Sequence[Sequence[_Entry]]) -> tuple[_Entry, ...]:
     """Spread the entries of each list evenly over the whole, so that every stretch of it is mixed as the whole is."""
     keyed = [((position + 0.5) / len(entries), entry) for entries in drawn for position, entry in enumerate(entries)]
     return tuple(entry for _, entry in sorted(keyed, key=lambda pair: pair[0]))

@@ -30,7 +30,9 @@ _BLOCK_CHARACTERS = 1 << 24
 _Entry = TypeVar("_Entry")
 
 
-class _Document(NamedTuple):
+class Document(NamedTuple):
+    """A document as text, and whether a chat template made it."""
+
     text: str
     is_chat: bool
 
@@ -98,7 +100,7 @@ class Reading:
     def _documents(self, end: bool) -> Iterator[list[int]]:
         """Token ids of each document, shuffled; without BOS where sequences begin with it; with EOS if `end`."""
         prefix, eos = sequence_prefix(self.tokenizer), self.tokenizer.eos_token_id
-        for document in _shuffle(self._texts(), self.rng):
+        for document in _shuffle(self.texts(), self.rng):
             ids = list(self.tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids)
             if prefix and ids[:1] == prefix:
                 del ids[0]
@@ -110,14 +112,14 @@ class Reading:
             self.digest.update(document.text.encode() + b"\0")
             yield ids
 
-    def _texts(self) -> Iterator[_Document]:
+    def texts(self) -> Iterator[Document]:
         """The documents of the source in the order of its files."""
         if self.kind == "hub":
             yield from self._from_rows(hub_rows(self.source))
         for path in permuted(self.files, self.rng):
             yield from self._from_rows(READERS[path.suffix.lower()](path, self.column))
 
-    def _from_rows(self, rows: Iterator[tuple[str, Any]]) -> Iterator[_Document]:
+    def _from_rows(self, rows: Iterator[tuple[str, Any]]) -> Iterator[Document]:
         column: str | None = None
         for where, row in rows:
             value = row
@@ -127,7 +129,7 @@ class Reading:
                 value = row[column]
             text, is_chat = self._render(value, where), not isinstance(value, str)
             if text and not text.isspace():
-                yield _Document(text, is_chat)
+                yield Document(text, is_chat)
 
     def _render(self, value: Any, where: str) -> str:
         """The text of one cell; empty where there is none."""
@@ -183,9 +185,9 @@ def _truncate(documents: Iterable[list[int]], prefix: list[int], seq_len: int) -
         yield tuple([*prefix, *ids][:seq_len])
 
 
-def _shuffle(documents: Iterable[_Document], rng: random.Random) -> Iterator[_Document]:
+def _shuffle(documents: Iterable[Document], rng: random.Random) -> Iterator[Document]:
     """Shuffle block by block."""
-    block: list[_Document] = []
+    block: list[Document] = []
     characters = 0
     for document in documents:
         block.append(document)

@@ -1,6 +1,19 @@
 """Is it still the same model? A quantized model against its baseline, on the same tokens."""
 
-from minifloat.compare.evaluate import Comparison, compare_models
-from minifloat.compare.metrics import Summary, TokenScores
+from minifloat.compare.evaluate import CompareOptions, compare_models
+from minifloat.compare.result import CandidateResult, Comparison
+from minifloat.compare.statistics import Estimate
+from minifloat.compare.summary import Summary
+from minifloat.compare.verdict import Outcome, Tolerance, Verdict
 
-__all__ = ["Comparison", "Summary", "TokenScores", "compare_models"]
+__all__ = [
+    "CandidateResult",
+    "CompareOptions",
+    "Comparison",
+    "Estimate",
+    "Outcome",
+    "Summary",
+    "Tolerance",
+    "Verdict",
+    "compare_models",
+]

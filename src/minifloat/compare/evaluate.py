@@ -1,333 +1,303 @@
-"""Two models run in lockstep over the same windows of the same texts.
+"""Is the quantized model still the same model? Models are run over the same text, and what they predict is compared.
 
-Windowing: a text is tokenized without special tokens and cut into windows that do not overlap. The first token of a
-window has no context and is not scored, so a text of n tokens in windows of w has about n (w - 1) / w scored tokens.
-Where the tokenizer begins a text with a BOS token, as Gemma and Llama 3 need, every window begins with one in addition
-and all its tokens of text are scored. The last window may be shorter; nothing is padded. Perplexity therefore depends
-on the window: compare numbers of the same window only.
-
-Left out: confidence intervals and a verdict.
+This is the front: it opens models and text, has everything measured, and puts the answers together. Windows and their
+order are `corpus`' business, the pass over them is `scoring`'s, what comes of it `summary`'s, and `verdict` judges.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import datetime
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from minifloat._version import __version__
+from minifloat.calibration.data import SourceLike, as_source
+from minifloat.calibration.readers import locate
 from minifloat.checkpoint import Checkpoint
-from minifloat.compare.metrics import Summary, TokenScores, concatenate, score_tokens, summarize
-from minifloat.errors import NonFiniteError, StorageError, UnknownNameError, UsageError
-from minifloat.formats import BFLOAT16, FLOAT16, FLOAT32
-from minifloat.quantize.activation import describe_activation
-from minifloat.quantize.cast import torch_dtype
-from minifloat.serve.experts import QuantizedExperts
-from minifloat.serve.linear import QuantizedWeight
-from minifloat.serve.load import load
-from minifloat.serve.text import load_tokenizer
+from minifloat.compare.corpus import DEFAULT_WINDOW, Corpus
+from minifloat.compare.examination import Examination
+from minifloat.compare.journal import Journal
+from minifloat.compare.kv_cache import kv_cache_factory, kv_scales
+from minifloat.compare.metrics import concatenate
+from minifloat.compare.models import ModelLike, Predictor, common_tokenizer, longest_window, share_experts
+from minifloat.compare.result import CandidateResult, Comparison, ModelRecord, TextRecord
+from minifloat.compare.scoring import Progress, Scoring
+from minifloat.compare.summary import summarize
+from minifloat.compare.verdict import Tolerance, judge
+from minifloat.compare.worst import describe
+from minifloat.errors import UnknownNameError, UsageError
+from minifloat.formats import E4M3
+from minifloat.kernels import native, processors
 
-DEFAULT_WINDOW = 256
-
-#: Logits of one model that are held at a time, unless a single window has more.
-_BATCH_LOGITS = 2**25
-
+KV_CACHES = ("auto", "none", "fp8")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-#: Called with bytes of text done, bytes in all, and the text at work.
-Progress = Callable[[int, int, str], None]
-
 
 @dataclass(frozen=True)
-class Comparison:
-    """The result of `compare_models`.
+class CompareOptions:
+    """How models are compared.
 
     Attributes:
-        baseline: Folder of the baseline.
-        candidate: Folder of the candidate.
-        window: Tokens per window.
-        dtype: Dtype that both models compute in, for example ``"bfloat16"``.
-        activations: How the candidate's quantized weights took their inputs: ``"E4M3 per token (dynamic)"``, the name
-            of the 16- or 32-bit format where they ran weight-only (``"BF16"``), or what share of them did what.
-        texts: One summary per text.
-        overall: All texts together, each token counting the same.
-        baseline_bytes: Bytes of the baseline's weights: on disk, or in memory where a loaded model was given.
-        candidate_bytes: The same of the candidate.
-    """
-
-    baseline: str
-    candidate: str
-    window: int
-    dtype: str
-    activations: str
-    texts: tuple[Summary, ...]
-    overall: Summary
-    baseline_bytes: int
-    candidate_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; a number that is not finite becomes None."""
-        return {key: _jsonable(value) for key, value in dataclasses.asdict(self).items()}
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """One row of text per text, and one for all where there are several.
-
-        Columns: name, tokens, perplexity of the baseline and of the candidate, its change, the candidate's bits per
-        byte, KL mean, 99th percentile and maximum in nats, top-1 agreement.
-        """
-        summaries = [*self.texts, *([self.overall] if len(self.texts) > 1 else [])]
-        return [
-            (
-                summary.name,
-                f"{summary.tokens:,}",
-                f"{summary.baseline_perplexity:.4g}",
-                f"{summary.candidate_perplexity:.4g}",
-                f"{summary.candidate_perplexity / summary.baseline_perplexity - 1:+.2%}",
-                f"{summary.candidate_bits_per_byte:.4f}",
-                f"{summary.kl_mean:.3g}",
-                f"{summary.kl_p99:.3g}",
-                f"{summary.kl_max:.3g}",
-                f"{summary.top1_agreement:.2%}",
-            )
-            for summary in summaries
-        ]
-
-
-@dataclass(frozen=True)
-class _Text:
-    """A tokenized text; `bytes_per_token` is that of the whole text, also where `ids` is cut."""
-
-    name: str
-    ids: tuple[int, ...]
-    bytes_per_token: float
-
-
-def compare_models(
-    baseline: PreTrainedModel | str | os.PathLike[str],
-    candidate: PreTrainedModel | str | os.PathLike[str],
-    texts: Sequence[str | os.PathLike[str]] | str,
-    *,
-    window: int | None = None,
-    max_tokens: int | None = None,
-    dtype: str | None = None,
-    device: str | torch.device = "cpu",
-    weight_only: bool = False,
-    impl: str = "auto",
-    progress: Progress | None = None,
-) -> Comparison:
-    """Measure how far the candidate's predictions are from the baseline's.
-
-    A checkpoint that declares FP8 inputs is run with them, as servers with FP8 hardware run it, so that the numbers are
-    those of serving; `weight_only` shows what its weights alone cost, and what servers without such hardware compute.
-
-    Both run at the same time and see the same tokens; of their logits no more than one batch of windows is held.
-    Mixture-of-experts models run transformers' eager experts on both sides if one side's experts are quantized, so that
-    a different order of summation is not taken for a difference of the weights.
-
-    Args:
-        baseline: A folder, or a model made by `minifloat.serve.load.load`.
-        candidate: The same.
-        texts: Paths of UTF-8 files, or one string that is the text itself.
         window: Tokens per window; by default 256, or what the models can attend to if that is less.
         max_tokens: Use only so many tokens of the start of each text.
-        dtype: "bfloat16", "float16" or "float32" for both; by default what each config.json says. Loaded models keep
+        tolerance: What the verdict holds the candidates against.
+        dtype: "bfloat16", "float16" or "float32" for all; by default what each config.json says. Loaded models keep
             theirs.
         device: Where folders are loaded to.
         weight_only: Load folders with all inputs in `dtype`. Loaded models keep what they were loaded with.
+        kv_cache: "auto": candidates that declare an FP8 KV cache get a simulated one; "none": none does; "fp8": all do,
+            with scales of 1 where they have none. Loaded models get none.
+        variants: Compare each candidate also without what it declares besides its weights, see `compare_models`.
+        prompts: So many beginnings of documents are continued greedily by all models; 0: none.
+        new_tokens: Tokens of a continuation at most.
         impl: What multiplies the quantized weights of folders, as in `minifloat.serve.load.load`. The kernels do not
             round weights to the 16 bits of `dtype`; "reference" does, as servers that dequantize first.
-        progress: Called after each batch.
+        resume: A folder that scores are written down in while they are measured, and read from if it has some.
+        command: For the record.
+    """
 
-    Returns:
-        Perplexity and bits per byte of both, KL(baseline || candidate) and top-1 agreement, per text and overall.
+    window: int | None = None
+    max_tokens: int | None = None
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    dtype: str | None = None
+    device: str | torch.device = "cpu"
+    weight_only: bool = False
+    kv_cache: str = "auto"
+    variants: bool = False
+    prompts: int = 16
+    new_tokens: int = 64
+    impl: str = "auto"
+    resume: str | os.PathLike[str] | None = None
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise UnknownNameError("dtype", self.dtype, _DTYPES)
+        if self.kv_cache not in KV_CACHES:
+            raise UnknownNameError("kv_cache", self.kv_cache, KV_CACHES)
+        if self.prompts < 0 or self.new_tokens < 1:
+            raise UsageError(f"expected prompts >= 0 and new_tokens >= 1, got {self.prompts} and {self.new_tokens}")
+
+    def of_load(self) -> dict[str, Any]:
+        """What `minifloat.serve.load.load` is told."""
+        dtype = None if self.dtype is None else _DTYPES[self.dtype]
+        return {"dtype": dtype, "device": self.device, "weight_only": self.weight_only, "impl": self.impl}
+
+
+def compare_models(
+    baseline: ModelLike,
+    candidates: ModelLike | Sequence[ModelLike],
+    data: SourceLike | Sequence[SourceLike] = (),
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Comparison:
+    """Measure how far the candidates' predictions are from the baseline's, and judge whether that is near enough.
+
+    A checkpoint that declares FP8 inputs or an FP8 KV cache is run with them, as servers with FP8 hardware run it, so
+    that the numbers are those of serving. With `variants` each candidate is run three times where it declares both: as
+    it is, without rounding keys and values, and with its weights alone, which is what servers without FP8 hardware
+    compute; each run is a candidate of its own.
+
+    All run at the same time and see the same tokens. Mixture-of-experts models run transformers' eager experts on all
+    sides if one side's experts are quantized, so that a different order of summation is not taken for a difference of
+    the weights.
+
+    Ctrl-C ends the measurement, not the function, once every text has been begun: what is known by then is returned,
+    and `Comparison.partial` says so.
+
+    Args:
+        baseline: A folder, or a model made by `minifloat.serve.load.load`.
+        candidates: One or several of the same.
+        data: Text, as for `calibrate`: paths of files and folders, or names of data sets of the hub, with options after
+            a ``#``. By default the two short texts that come with minifloat.
+        progress: Called after each batch.
+        options: Those of `CompareOptions`.
 
     Raises:
-        UsageError: The two have different vocabularies, or a text, window or dtype cannot be used.
+        UsageError: Two models have different vocabularies, or a text or window cannot be used; or `resume` is a
+            folder of another comparison.
+        DataError: A text cannot be read or does not exist.
         NonFiniteError: A model's logits are NaN or Inf; says where first.
         CheckpointError: A folder cannot be loaded.
-        StorageError: A text cannot be read.
+        UnknownNameError: Another dtype.
     """
-    if dtype is not None and dtype not in _DTYPES:
-        raise UnknownNameError("dtype", dtype, _DTYPES)
-    contents = _read_texts(texts)
-    options = {
-        "dtype": None if dtype is None else _DTYPES[dtype],
-        "device": device,
-        "weight_only": weight_only,
-        "impl": impl,
-    }
-    sides = [_Side.of(side, options) for side in (baseline, candidate)]
-    first, second = sides
-    tokenizer = _common_tokenizer(first, second)
-    prefix = _prefix(tokenizer)
-    length = _window(window, sides)
-    if any(isinstance(module, QuantizedExperts) for side in sides for module in side.model.modules()):
-        for side in sides:
-            side.model.set_experts_implementation("eager")
-    tokenized = [_tokenize(tokenizer, name, text, max_tokens) for name, text in contents]
-    total = sum(round(len(text.ids) * text.bytes_per_token) for text in tokenized)
-    done, all_scores, summaries = 0, [], []
-    for text in tokenized:
-        parts = []
-        for scores, tokens in _run(first.model, second.model, text, length, prefix):
-            parts.append(scores)
-            done += round(tokens * text.bytes_per_token)
-            if progress is not None:
-                progress(min(done, total), total, text.name)
-        all_scores.append(concatenate(parts))
-        summaries.append(summarize(text.name, all_scores[-1], len(all_scores[-1]) * text.bytes_per_token))
-    return Comparison(
-        baseline=first.name,
-        candidate=second.name,
-        window=length,
-        dtype=str(first.model.dtype).removeprefix("torch."),
-        activations=_activations(second.model),
-        texts=tuple(summaries),
-        overall=summarize("all texts", concatenate(all_scores), sum(summary.nbytes for summary in summaries)),
-        baseline_bytes=first.nbytes,
-        candidate_bytes=second.nbytes,
-    )
+    return Run(baseline, _listed(candidates), _sources(data), CompareOptions(**options), progress).result()
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One of the two models."""
+class Run:
+    """A comparison while it is made."""
 
-    model: PreTrainedModel
-    name: str
-    nbytes: int
-
-    @classmethod
-    def of(cls, given: PreTrainedModel | str | os.PathLike[str], options: dict[str, Any]) -> _Side:
-        if isinstance(given, PreTrainedModel):
-            quantized = sum(m.nbytes for m in given.modules() if isinstance(m, QuantizedWeight))
-            return cls(given, str(given.config.name_or_path), quantized + sum(p.nbytes for p in given.parameters()))
-        with Checkpoint.open(given) as checkpoint:
-            nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
-        return cls(load(given, **options), str(given), nbytes)
-
-
-def _activations(model: PreTrainedModel) -> str:
-    """What `Comparison.activations` says of a model."""
-    weights = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
-    counts = Counter(describe_activation(weight.activation) for weight in weights if weight.activation is not None)
-    formats = {torch_dtype(fmt): fmt.name for fmt in (BFLOAT16, FLOAT16, FLOAT32)}
-    plain = formats.get(model.dtype, str(model.dtype))
-    if not counts:
-        return plain
-    if counts.total() < len(weights):
-        counts[plain] = len(weights) - counts.total()
-    if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{name} for {count} of {len(weights)} quantized weights" for name, count in counts.items())
-
-
-def _read_texts(texts: Sequence[str | os.PathLike[str]] | str) -> list[tuple[str, str]]:
-    """Names and contents."""
-    if isinstance(texts, str):
-        return [("text", texts)]
-    if not texts:
-        raise UsageError("no text to compare on")
-    contents = []
-    for given in texts:
-        path = Path(given)
-        try:
-            contents.append((path.name, path.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise StorageError(f"{path}: {error.strerror or error}") from error
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{path}: not UTF-8 text ({error})") from error
-    return contents
-
-
-def _common_tokenizer(first: _Side, second: _Side) -> PreTrainedTokenizerBase:
-    """The tokenizer of both; token i must be the same string in both, or their distributions are not over the same."""
-    tokenizers = [load_tokenizer(side.name) for side in (first, second)]
-    vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers]
-    sizes = [side.model.config.get_text_config().vocab_size for side in (first, second)]
-    if vocabularies[0] != vocabularies[1] or sizes[0] != sizes[1]:
-        differing = len(set(vocabularies[0].items()) ^ set(vocabularies[1].items()))
-        raise UsageError(
-            f"{first.name} and {second.name} have different vocabularies (sizes {sizes[0]} and {sizes[1]}, "
-            f"{differing} entries differ); only models of one vocabulary can be compared token by token"
+    def __init__(
+        self,
+        baseline: ModelLike,
+        candidates: Sequence[ModelLike],
+        data: Sequence[SourceLike],
+        options: CompareOptions,
+        progress: Progress | None,
+    ) -> None:
+        if not candidates:
+            raise UsageError("no model to compare with the baseline")
+        if options.resume is not None and any(isinstance(m, PreTrainedModel) for m in (baseline, *candidates)):
+            raise UsageError("resume needs folders: a loaded model may have been changed since")
+        for source in data:
+            locate(as_source(source))  # what is not there is said before models are loaded
+        self._options, self._progress = options, progress
+        self.baseline = Predictor.of(baseline, options.of_load())
+        self.candidates = [run for one in candidates for run in self._runs(one)]
+        everyone = (self.baseline, *self.candidates)
+        self.tokenizer: PreTrainedTokenizerBase = common_tokenizer(everyone)
+        self.window = _window(options.window, longest_window(everyone))
+        share_experts(everyone)
+        self.corpus = Corpus(data, self.tokenizer, self.window, options.max_tokens, self.baseline.vocab_size)
+        self._examination = Examination(
+            self.baseline,
+            self.candidates,
+            self.corpus,
+            self.tokenizer,
+            prompts=options.prompts,
+            new_tokens=options.new_tokens,
+            progress=progress,
         )
-    return tokenizers[0]
+
+    def _runs(self, candidate: ModelLike) -> list[Predictor]:
+        """A candidate as it is declared, and its variants if they are asked for."""
+        options = self._options
+        whole = Predictor.of(candidate, options.of_load())
+        if isinstance(candidate, PreTrainedModel):
+            return [whole]
+        runs = [whole]
+        if options.variants and whole.quantizes_inputs():
+            runs.append(replace(whole, name=f"{whole.name} (weights only)", weight_only=True))
+        with Checkpoint.open(candidate) as checkpoint:
+            scales = kv_scales(checkpoint) if options.kv_cache != "none" else None
+        if scales is None and options.kv_cache == "fp8":
+            scales = {}
+        if scales is None:
+            return runs
+        if options.variants:
+            runs.insert(1, replace(whole, name=f"{whole.name} (KV cache not rounded)"))
+        return [replace(whole, new_cache=kv_cache_factory(whole.model, scales)), *runs[1:]]
+
+    def result(self) -> Comparison:
+        """Measure everything."""
+        started = time.perf_counter()
+        scoring = Scoring(self.baseline, self.candidates, self.corpus)
+        if self._options.resume is not None:
+            scoring.journal = Journal(self._options.resume, self._facts(), scoring.worst)
+        try:
+            scoring.run(self._progress)
+        except KeyboardInterrupt:
+            if scoring.empty:
+                raise
+        candidates = [self._candidate(scoring, number) for number in range(len(self.candidates))]
+        seconds = time.perf_counter() - started
+        if scoring.done == scoring.total:
+            candidates = self._examination.of(candidates)
+        return Comparison(
+            baseline=_record(self.baseline),
+            candidates=tuple(candidates),
+            window=self.window,
+            dtype=self.baseline.dtype,
+            texts=tuple(TextRecord(t.name, t.documents, t.tokens, t.sha256) for t in self.corpus.texts),
+            tokens_done=scoring.done,
+            tokens_total=scoring.total,
+            seconds=seconds,
+            machine=_machine(),
+            command=self._options.command,
+        )
+
+    def _candidate(self, scoring: Scoring, number: int) -> CandidateResult:
+        scores = [scoring.scores(number, text) for text in range(len(self.corpus.texts))]
+        vocab_size = self.baseline.vocab_size
+        summaries = tuple(
+            summarize(text.name, some, len(some) * text.bytes_per_token, text.unit, vocab_size)
+            for text, some in zip(self.corpus.texts, scores, strict=True)
+        )
+        overall = summaries[0]
+        if len(summaries) > 1:
+            unit = " or ".join(sorted({text.unit for text in self.corpus.texts}))
+            nbytes = sum(summary.nbytes for summary in summaries)
+            overall = summarize("all texts", concatenate(scores), nbytes, unit, vocab_size)
+        everything = (*summaries, overall) if len(summaries) > 1 else summaries
+        return CandidateResult(
+            model=_record(self.candidates[number]),
+            texts=summaries,
+            overall=overall,
+            verdict=judge(everything, self._options.tolerance),
+            worst=tuple(describe(spot, self.corpus, self.tokenizer) for spot in scoring.worst[number].spots()),
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        """What scores depend on."""
+        options = self._options
+        return {
+            "minifloat": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "models": [_fingerprint(one) for one in (self.baseline, *self.candidates)],
+            "texts": [[text.name, text.sha256, text.unit] for text in self.corpus.texts],
+            "window": self.window,
+            "dtype": self.baseline.dtype,
+            "device": str(options.device),
+            "impl": options.impl,
+        }
 
 
-def _prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What every window begins with: the BOS token, if the tokenizer begins a text with it."""
-    begin = tokenizer("a").input_ids[:1]
-    return list(begin) if begin == [tokenizer.bos_token_id] else []
+def _fingerprint(model: Predictor) -> dict[str, Any]:
+    """What tells a folder's weights from others without reading them: names, shapes, sizes and times of change."""
+    with Checkpoint.open(model.folder) as checkpoint:
+        stats = {name: (checkpoint.path / name).stat() for name in checkpoint.shards}
+        return {
+            "folder": str(checkpoint.path.resolve()),
+            "config": checkpoint.config,
+            "shards": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+            "activations": model.activations,
+            "kv_cache": model.new_cache is not None,
+        }
 
 
-def _window(requested: int | None, sides: Sequence[_Side]) -> int:
+def _listed(candidates: ModelLike | Sequence[ModelLike]) -> list[ModelLike]:
+    if isinstance(candidates, (PreTrainedModel, str, os.PathLike)):
+        return [candidates]
+    return list(candidates)
+
+
+def _sources(data: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
+    if isinstance(data, Sequence) and not isinstance(data, str):
+        return list(data)
+    return [data]
+
+
+def _window(requested: int | None, longest: int | None) -> int:
     """Tokens per window, BOS included."""
-    limits = [getattr(side.model.config.get_text_config(), "max_position_embeddings", None) for side in sides]
-    longest = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
     if requested is None:
         return DEFAULT_WINDOW if longest is None else min(DEFAULT_WINDOW, longest)
-    if requested < 2:
-        raise UsageError(f"a window has at least 2 tokens, got {requested}")
     if longest is not None and requested > longest:
         raise UsageError(f"a window of {requested} tokens is longer than the {longest} that the models attend to")
     return requested
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, name: str, text: str, max_tokens: int | None) -> _Text:
-    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    used = ids if max_tokens is None else ids[:max_tokens]
-    if len(used) < 2:
-        raise UsageError(f"{name}: {len(used)} tokens; at least 2 are needed, of which the second can be predicted")
-    return _Text(name, tuple(used), len(text.encode()) / len(ids))
+def _record(model: Predictor) -> ModelRecord:
+    return ModelRecord(model.name, model.nbytes, model.activations, None if model.new_cache is None else E4M3.name)
 
 
-def _run(
-    baseline: PreTrainedModel, candidate: PreTrainedModel, text: _Text, window: int, prefix: list[int]
-) -> Iterator[tuple[TokenScores, int]]:
-    """The scores of each batch of windows, and the tokens of text in it."""
-    step = window - len(prefix)
-    windows = [prefix + list(text.ids[start : start + step]) for start in range(0, len(text.ids), step)]
-    last = [windows.pop()] if len(windows[-1]) < window else []
-    batch = max(_BATCH_LOGITS // (window * baseline.config.get_text_config().vocab_size), 1)
-    batches = [windows[start : start + batch] for start in range(0, len(windows), batch)]
-    position = 0
-    for rows in [*batches, *([last] if last and len(last[0]) > 1 else [])]:
-        scores = _score_batch(baseline, candidate, torch.tensor(rows))
-        scored = len(rows[0]) - 1
-        for who, values in (("baseline", scores.baseline_nll), ("candidate", scores.candidate_nll)):
-            if np.isnan(values).any():
-                row, column = divmod(int(np.isnan(values).argmax()), scored)
-                token = position + row * step + column + 1 - len(prefix)
-                raise NonFiniteError(
-                    f"logits of the {who}", f"NaN or Inf where token {token} of {text.name} is predicted"
-                )
-        tokens = sum(len(row) - len(prefix) for row in rows)
-        position += tokens
-        yield scores, tokens
-
-
-@torch.inference_mode()
-def _score_batch(baseline: PreTrainedModel, candidate: PreTrainedModel, ids: Tensor) -> TokenScores:
-    """Scores of windows ``[B, W]``: the tokens after the first of each."""
-    logits = []
-    for model in (baseline, candidate):
-        output = model(input_ids=ids.to(model.device), use_cache=False)
-        logits.append(output.logits[:, :-1].flatten(0, 1))
-    return score_tokens(logits[0], logits[1], ids[:, 1:].flatten())
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _machine() -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "minifloat": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "processors": processors.available(),
+        "threads": torch.get_num_threads(),
+        "instruction_set": native.isa() if native.load() is not None else None,
+    }

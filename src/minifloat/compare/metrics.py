@@ -1,22 +1,21 @@
-"""What two models' predictions for the same tokens say about each other: pure functions, no model and no file.
+"""What models' predictions for the same tokens say about each other: pure functions, no model and no file.
 
-Logits are compared as distributions. Their logarithms are taken in float64, a slab of positions at a time, so that a
-model against itself gives exactly 0 and a vocabulary of any size fits.
+Logits are compared as distributions, in float64, a slab of positions at a time, so that a model against itself gives
+exactly 0 and a vocabulary of any size fits. Of each token a few numbers are kept.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-#: Logits that are held in float64 at a time.
-SLAB_ELEMENTS = 2**22
+#: Most probable tokens that two models are asked to have in common.
+TOP_K = 10
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -26,136 +25,101 @@ class TokenScores:
     """What is kept of each scored token; all arrays are ``[T]``.
 
     Attributes:
+        unit: The document or window that the token is of.
         baseline_nll: -log of the probability that the baseline gives the token, in nats.
         candidate_nll: The same of the candidate.
         kl: KL divergence of the candidate's distribution from the baseline's, in nats.
         agree: Whether both find the same token the most probable.
+        overlap: How many of the baseline's `TOP_K` most probable tokens are among the candidate's.
+        margin: By how many nats the baseline's first choice is more probable than its second.
     """
 
+    unit: npt.NDArray[np.int64]
     baseline_nll: FloatArray
     candidate_nll: FloatArray
     kl: FloatArray
     agree: npt.NDArray[np.bool_]
+    overlap: npt.NDArray[np.uint8]
+    margin: npt.NDArray[np.float32]
 
     def __len__(self) -> int:
         return len(self.kl)
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The scores of a text, or of all texts, in a few numbers.
+class Distribution:
+    """What is needed of one model's logits ``[R, V]`` to compare them with another's.
 
     Attributes:
-        name: The text.
-        tokens: Scored tokens.
-        nbytes: UTF-8 bytes that the scored tokens stand for.
-        baseline_perplexity: exp of the mean negative log-likelihood per token.
-        candidate_perplexity: The same of the candidate.
-        baseline_bits_per_byte: Negative log-likelihood in bits, per byte of text; comparable between vocabularies.
-        candidate_bits_per_byte: The same of the candidate.
-        kl_mean: Mean KL divergence in nats per token; likewise its median, 99th percentile and largest value.
-        kl_median: See `kl_mean`.
-        kl_p99: See `kl_mean`.
-        kl_max: See `kl_mean`.
-        top1_agreement: Fraction of the tokens at which both models' first choice is the same.
+        logits: float64, less their largest; ``[R, V]``.
+        weights: ``exp(logits)``, whose sum is not 1.
+        total: ``[R]`` the sums of `weights`.
+        log_total: ``[R]`` their logarithms.
+        top: ``[R, k]`` the most probable tokens, the first first.
+        top_logits: ``[R, k]`` their `logits`.
     """
 
-    name: str
-    tokens: int
-    nbytes: float
-    baseline_perplexity: float
-    candidate_perplexity: float
-    baseline_bits_per_byte: float
-    candidate_bits_per_byte: float
-    kl_mean: float
-    kl_median: float
-    kl_p99: float
-    kl_max: float
-    top1_agreement: float
+    def __init__(self, logits: Tensor) -> None:
+        wide = logits.double()
+        self.top_logits, self.top = wide.topk(min(TOP_K, wide.shape[-1]), dim=-1)
+        largest = self.top_logits[:, :1].clone()
+        self.logits = wide - largest
+        self.top_logits = self.top_logits - largest
+        self.weights = self.logits.exp()
+        self.total = self.weights.sum(-1)
+        self.log_total = self.total.log()
+
+    def nll(self, targets: Tensor) -> Tensor:
+        """-log of the probabilities of tokens ``[R]``, in nats."""
+        return self.log_total - self.logits.gather(-1, targets[:, None].to(self.logits.device))[:, 0]
+
+    def margin(self) -> Tensor:
+        """``[R]`` nats between the first and the second choice; Inf where there is no second."""
+        if self.top.shape[-1] < 2:
+            return torch.full_like(self.total, torch.inf)
+        return self.top_logits[:, 0] - self.top_logits[:, 1]
+
+    def top_log_probabilities(self) -> Tensor:
+        """``[R, k]`` of `top`, in nats."""
+        return self.top_logits - self.log_total[:, None]
 
 
-def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``sum p (log p - log q)`` over the last dimension, in nats.
+def kl_divergence(p: Distribution, q: Distribution) -> Tensor:
+    """``sum p (log p - log q)`` over the vocabulary, in nats: ``[R]``.
 
-    Where p is 0 the term is 0, whatever q; where q alone is 0 the result is Inf.
-
-    Args:
-        log_p: ``[..., V]`` normalized log-probabilities of the reference.
-        log_q: ``[..., V]`` those of the approximation.
+    Where p is 0 the term is 0, whatever q; where q alone is 0 the result is Inf. NaN stays NaN.
     """
-    p = log_p.exp()
-    terms = torch.where(p > 0, p * (log_p - log_q), torch.zeros_like(p))
-    return terms.sum(-1)
+    terms = p.weights * (p.logits - q.logits)
+    if not bool(torch.isfinite(p.logits.sum())):  # a probability of 0, or what is not a number
+        terms = torch.where(p.weights == 0, torch.zeros_like(terms), terms)
+    return (terms.sum(-1) / p.total - p.log_total + q.log_total).clamp_min(0)  # rounding can put it below
 
 
-def score_tokens(baseline: Tensor, candidate: Tensor, targets: Tensor) -> TokenScores:
-    """Score predictions of both models.
+def score_tokens(p: Distribution, q: Distribution, targets: Tensor, units: Tensor) -> TokenScores:
+    """Score the predictions of a slab of positions.
 
     Args:
-        baseline: ``[T, V]`` logits, any floating dtype; widened exactly.
-        candidate: ``[T, V]`` logits.
-        targets: ``[T]`` the tokens that came.
+        p: The baseline's.
+        q: The candidate's.
+        targets: ``[R]`` the tokens that came.
+        units: ``[R]`` the units that they are of.
 
     Returns:
         The scores; NaN where a model's logits hold NaN or +Inf.
     """
-    rows = max(SLAB_ELEMENTS // max(baseline.shape[-1], 1), 1)
-    slabs = zip(*(torch.split(tensor, rows) for tensor in (baseline, candidate, targets)), strict=True)
-    return concatenate([_score_slab(p, q, target) for p, q, target in slabs])
-
-
-def _score_slab(baseline: Tensor, candidate: Tensor, targets: Tensor) -> TokenScores:
-    log_p = baseline.double().log_softmax(-1)
-    log_q = candidate.to(baseline.device).double().log_softmax(-1)
-    picked = targets.to(baseline.device)[:, None]
+    shared = (p.top[:, :, None] == q.top[:, None, :]).any(-1).sum(-1)
     return TokenScores(
-        baseline_nll=-log_p.gather(-1, picked)[:, 0].cpu().numpy(),
-        candidate_nll=-log_q.gather(-1, picked)[:, 0].cpu().numpy(),
-        kl=kl_divergence(log_p, log_q).cpu().numpy(),
-        agree=(log_p.argmax(-1) == log_q.argmax(-1)).cpu().numpy(),
+        unit=units.numpy(),
+        baseline_nll=p.nll(targets).cpu().numpy(),
+        candidate_nll=q.nll(targets).cpu().numpy(),
+        kl=kl_divergence(p, q).cpu().numpy(),
+        agree=(p.top[:, 0] == q.top[:, 0]).cpu().numpy(),
+        overlap=shared.to(torch.uint8).cpu().numpy(),
+        margin=p.margin().float().cpu().numpy(),
     )
 
 
 def concatenate(parts: Sequence[TokenScores]) -> TokenScores:
     """The scores of several stretches of text as one; there is at least one."""
     return TokenScores(
-        np.concatenate([part.baseline_nll for part in parts]),
-        np.concatenate([part.candidate_nll for part in parts]),
-        np.concatenate([part.kl for part in parts]),
-        np.concatenate([part.agree for part in parts]),
-    )
-
-
-def perplexity(nll: FloatArray) -> float:
-    """The exponential of the mean of negative log-likelihoods in nats; Inf where that is too large for a float."""
-    with np.errstate(over="ignore"):
-        return float(np.exp(nll.mean()))
-
-
-def bits_per_byte(nll: FloatArray, nbytes: float) -> float:
-    """Negative log-likelihoods in nats as bits per byte of the text."""
-    return float(nll.sum()) / math.log(2) / nbytes
-
-
-def summarize(name: str, scores: TokenScores, nbytes: float) -> Summary:
-    """Reduce scores to a `Summary`.
-
-    Args:
-        name: The text.
-        scores: At least one token.
-        nbytes: UTF-8 bytes of the scored tokens.
-    """
-    return Summary(
-        name=name,
-        tokens=len(scores),
-        nbytes=nbytes,
-        baseline_perplexity=perplexity(scores.baseline_nll),
-        candidate_perplexity=perplexity(scores.candidate_nll),
-        baseline_bits_per_byte=bits_per_byte(scores.baseline_nll, nbytes),
-        candidate_bits_per_byte=bits_per_byte(scores.candidate_nll, nbytes),
-        kl_mean=float(scores.kl.mean()),
-        kl_median=float(np.quantile(scores.kl, 0.5)),
-        kl_p99=float(np.quantile(scores.kl, 0.99)),
-        kl_max=float(scores.kl.max()),
-        top1_agreement=float(scores.agree.mean()),
+        **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(TokenScores)}
     )

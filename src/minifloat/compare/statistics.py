@@ -68,7 +68,7 @@ class Estimate:
 
 def sums_by_unit(values: npt.NDArray[np.generic], units: IntArray, count: int) -> FloatArray:
     """Sums of values ``[T]`` by the unit of each, 0 to ``count - 1``: ``[count]``."""
-    return np.bincount(units, weights=values.astype(np.float64, copy=False), minlength=count)
+    return np.asarray(np.bincount(units, weights=values.astype(np.float64), minlength=count), dtype=np.float64)
 
 
 def mean_interval(sums: FloatArray, sizes: FloatArray) -> Estimate:

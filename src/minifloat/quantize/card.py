@@ -65,7 +65,7 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport) -> str:
         *(_row(tensor) for tensor in worst(report.tensors, _WORST_SHOWN)),
         "",
         "The error of the weights is not the error of the model: measure that with "
-        "`minifloat compare ORIGINAL THIS --text FILE`.",
+        "`minifloat compare ORIGINAL THIS --update-card`.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,0 +1,103 @@
+"""The command `compare`. Nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    pass
+
+_FOLDER = click.Path(path_type=Path)
+_INTERRUPTED = 130
+
+
+def parse_fraction(text: str) -> float:
+    """A number, or a percentage.
+
+    Raises:
+        ValueError: Neither.
+    """
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    return float(number) / 100 if percent else float(number)
+
+
+@click.command()
+@click.argument("baseline", type=_FOLDER)
+@click.argument("candidates", type=_FOLDER, nargs=-1, required=True)
+@click.option(
+    "--data", multiple=True, metavar="DATA", help="Text, as for `calibrate`; repeatable.  [default: built in]"
+)
+@click.option("--window", type=click.IntRange(min=2), help="Tokens per window.  [default: 256]")
+@click.option("--max-tokens", type=click.IntRange(min=2), help="Stop after this many tokens of each text.")
+@click.option(
+    "--max-ppl-increase",
+    type=parse_fraction,
+    metavar="FRACTION",
+    default="1%",
+    show_default=True,
+    help="Verdict: of perplexity, per text.",
+)
+@click.option("--max-kl", type=float, default=0.02, show_default=True, help="Verdict: mean nats per token.")
+@click.option(
+    "--min-agreement",
+    type=parse_fraction,
+    metavar="FRACTION",
+    default="97%",
+    show_default=True,
+    help="Verdict: same first choice.",
+)
+@click.option("--prompts", default=16, show_default=True, type=click.IntRange(min=0), help="To continue greedily.")
+@click.option("--new-tokens", default=64, show_default=True, type=click.IntRange(min=1), help="Of a continuation.")
+@click.option("--variants", is_flag=True, help="Also without FP8 inputs, and without an FP8 KV cache, where declared.")
+@click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
+@click.option("--kv-cache", type=click.Choice(["auto", "none", "fp8"]), default="auto", show_default=True)
+@click.option("--dtype", help="bfloat16, float16 or float32, for all.  [default: that of each config.json]")
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: torch's]")
+@click.option("--resume", type=_FOLDER, metavar="DIR", help="Keep scores in this folder; the same command goes on.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def compare(
+    baseline: Path,
+    candidates: tuple[Path, ...],
+    data: tuple[str, ...],
+    max_ppl_increase: float,
+    max_kl: float,
+    min_agreement: float,
+    threads: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Is each of CANDIDATES still the same model as BASELINE? Run them over the same text and judge.
+
+    Perplexity, KL divergence and agreement come with 95% intervals. Exit status: 0 if every candidate is within the
+    tolerance, 1 if one is not, 3 if the text does not tell, 130 after Ctrl-C, which reports what is known by then.
+    """
+    if threads is not None:
+        from minifloat.kernels.threads import set_threads
+
+        set_threads(threads)
+    from minifloat.compare import Tolerance, compare_models
+    from minifloat.display import progress_bar
+    from minifloat.display_compare import print_comparison
+
+    with progress_bar(enabled=not as_json) as progress:
+        comparison = compare_models(
+            baseline,
+            candidates,
+            data,
+            progress=progress,
+            tolerance=Tolerance(max_ppl_increase, max_kl, min_agreement),
+            command=shlex.join(["minifloat", *sys.argv[1:]]),
+            **options,
+        )
+    if as_json:
+        click.echo(json.dumps(comparison.to_dict(), indent=2))
+    else:
+        print_comparison(comparison)
+    sys.exit(_INTERRUPTED if comparison.partial else comparison.outcome.exit_code)

@@ -1,0 +1,249 @@
+"""Text to compare on, as windows of token ids.
+
+A source is what `calibrate` takes (`minifloat.calibration.readers`): files, folders, data sets of the hub. A text file
+is one document, or several with ``<|endoftext|>`` between them; each row of a table is one. Documents are tokenized
+without special tokens and cut into windows that do not overlap. The first token of a window has no context and is not
+scored. Where the tokenizer begins a text with a BOS token, as Gemma and Llama 3 need, every window begins with one in
+addition and all its tokens of text are scored. Nothing is padded. Perplexity therefore depends on the window: compare
+numbers of the same window only.
+
+Windows come in batches of one length, in a random order that is always the same, the sources spread evenly among each
+other: what is known when a run is interrupted is a sample of the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from minifloat.calibration.data import SourceLike, as_source, interleave
+from minifloat.calibration.packing import Reading, sequence_prefix
+from minifloat.calibration.readers import END_OF_TEXT, READERS, Source, locate
+from minifloat.checkpoint.files import storage_errors
+from minifloat.errors import DataError, UsageError
+
+DEFAULT_WINDOW = 256
+
+#: Texts that come with minifloat, for those who name none.
+BUILT_IN = ("stories", "prose")
+
+#: Documents are drawn for intervals where there are so many; of fewer, their windows.
+_FEWEST_DOCUMENTS = 15
+_BATCH_TOKENS = 2048
+_TEXT_SUFFIXES = (".txt", ".md")
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of a document.
+
+    Attributes:
+        document: Number of the document in its source.
+        start: Number of its first token in the document.
+        ids: int32 tokens of the text.
+    """
+
+    document: int
+    start: int
+    ids: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A tokenized source.
+
+    Attributes:
+        name: For reports.
+        documents: How many.
+        windows: All of them, at least one with a token to score.
+        bytes_per_token: UTF-8 bytes over tokens.
+        unit: What intervals draw: ``"document"`` or ``"window"``.
+        sha256: Of the token ids.
+    """
+
+    name: str
+    documents: int
+    windows: tuple[Window, ...]
+    bytes_per_token: float
+    unit: str
+    sha256: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of text in all windows."""
+        return sum(len(window.ids) for window in self.windows)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows of one length of one text.
+
+    Attributes:
+        text: Number of the text.
+        windows: Numbers of the windows in the text.
+        ids: ``[B, W]`` with what every window begins with.
+        units: ``[B]`` the unit of each window; no two texts share one.
+        tokens: Tokens of text.
+    """
+
+    text: int
+    windows: tuple[int, ...]
+    ids: Tensor
+    units: Tensor
+    tokens: int
+
+
+class Corpus:
+    """The texts of a comparison, cut into windows.
+
+    Args:
+        sources: As for `calibrate`; none: the texts that come with minifloat.
+        tokenizer: That of both models.
+        window: Tokens per window, BOS included.
+        max_tokens: Use only so many tokens of the start of each source.
+        vocab_size: Of the models; refuse token ids beyond it.
+
+    Attributes:
+        texts: One per source.
+        prefix: What every window begins with.
+
+    Raises:
+        UsageError: A source has no token to score, or one that the models do not have.
+        DataError: It cannot be read or does not exist.
+        StorageError: The operating system refused a read.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SourceLike],
+        tokenizer: PreTrainedTokenizerBase,
+        window: int,
+        max_tokens: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.prefix = sequence_prefix(tokenizer)
+        self.window = window
+        room = window - len(self.prefix)
+        if room < 1 or window < 2:
+            raise UsageError(f"a window has at least {max(2, 1 + len(self.prefix))} tokens, got {window}")
+        named = [(_name(source), _documents(as_source(source), tokenizer)) for source in sources]
+        named = named or [(name, iter([_built_in(name)])) for name in BUILT_IN]
+        if len({name for name, _ in named}) < len(named):
+            raise UsageError(f"two sources of the same name: {', '.join(name for name, _ in named)}")
+        self.texts = tuple(self._cut(name, documents, tokenizer, room, max_tokens) for name, documents in named)
+        largest = max(int(window.ids.max()) for text in self.texts for window in text.windows)
+        if vocab_size is not None and largest >= vocab_size:
+            raise UsageError(
+                f"token id {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is beyond the vocabulary of "
+                f"{vocab_size}: this is the tokenizer of another model"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of text in all windows."""
+        return sum(text.tokens for text in self.texts)
+
+    def _cut(
+        self,
+        name: str,
+        documents: Iterator[str],
+        tokenizer: PreTrainedTokenizerBase,
+        room: int,
+        max_tokens: int | None,
+    ) -> Text:
+        windows: list[Window] = []
+        tokens = nbytes = used = count = 0
+        digest = hashlib.sha256()
+        for number, document in enumerate(documents):
+            ids = np.asarray(tokenizer(document, add_special_tokens=False, verbose=False).input_ids, dtype=np.int32)
+            tokens, nbytes = tokens + len(ids), nbytes + len(document.encode())
+            ids = ids if max_tokens is None else ids[: max_tokens - used]
+            used += len(ids)
+            digest.update(ids.tobytes() + b"\n")
+            count = number + 1
+            windows += [Window(number, start, ids[start : start + room]) for start in range(0, len(ids), room)]
+            if used == max_tokens:
+                break
+        windows = [window for window in windows if len(window.ids) + len(self.prefix) > 1]
+        if not windows:
+            raise UsageError(f"{name}: {used} tokens; at least 2 are needed, of which the second can be predicted")
+        unit = "document" if len({window.document for window in windows}) >= _FEWEST_DOCUMENTS else "window"
+        return Text(name, count, tuple(windows), nbytes / tokens, unit, digest.hexdigest())
+
+    def batches(self) -> tuple[Batch, ...]:
+        """All windows, in the order in which they are to be run."""
+        lists, first_unit = [], 0
+        for number, text in enumerate(self.texts):
+            lists.append(list(self._batches_of(number, text, first_unit)))
+            first_unit += text.documents if text.unit == "document" else len(text.windows)
+        return interleave(lists)
+
+    def _batches_of(self, number: int, text: Text, first_unit: int) -> Iterator[Batch]:
+        order = list(range(len(text.windows)))
+        random.Random(text.name).shuffle(order)
+        by_length: dict[int, list[int]] = {}
+        chunks: list[tuple[int, ...]] = []
+        for index in order:  # a batch is ready when it is full, so that its place in the order is as random
+            length = len(text.windows[index].ids)
+            waiting = by_length.setdefault(length, [])
+            waiting.append(index)
+            if len(waiting) * length >= _BATCH_TOKENS:
+                chunks.append(tuple(by_length.pop(length)))
+        chunks += [tuple(waiting) for waiting in by_length.values()]
+        for chunk in chunks:
+            windows = [text.windows[index] for index in chunk]
+            units = [w.document if text.unit == "document" else i for i, w in zip(chunk, windows, strict=True)]
+            rows = [[*self.prefix, *window.ids.tolist()] for window in windows]
+            tokens = sum(len(window.ids) for window in windows)
+            yield Batch(number, chunk, torch.tensor(rows), first_unit + torch.tensor(units), tokens)
+
+
+def _name(source: SourceLike) -> str:
+    if isinstance(source, str):
+        source = Source.parse(source)
+    return Path(source.name if isinstance(source, Source) else source).name
+
+
+def _built_in(name: str) -> str:
+    return (resources.files("minifloat.compare") / "texts" / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def _documents(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """The documents of a source, in order."""
+    kind, files = locate(source)
+    if kind == "hub":
+        yield from _rows(source, tokenizer)
+    for path in files:
+        if path.suffix.lower() in _TEXT_SUFFIXES:
+            yield from _whole(path)
+        else:
+            yield from _rows(Source(os.fspath(path), source.column), tokenizer)
+
+
+def _rows(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    reading = Reading(source, source.column, tokenizer, random.Random(0))
+    return (document.text for document in reading.texts())
+
+
+def _whole(path: Path) -> Iterator[str]:
+    try:
+        with storage_errors(path, "read it"):
+            text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error})") from None
+    parts = text.split(END_OF_TEXT)
+    return iter(parts if len(parts) == 1 else [part.strip("\n") for part in parts if part.strip()])
+
+
+assert set(_TEXT_SUFFIXES) <= READERS.keys()

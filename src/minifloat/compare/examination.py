@@ -1,0 +1,80 @@
+"""What is measured beside the scores of tokens: greedy continuations.
+
+It takes as long as scoring or longer: an interruption leaves what is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from minifloat.compare.corpus import Corpus
+from minifloat.compare.generation import Continuations, end_tokens, generate_greedy, greedy_divergence
+from minifloat.compare.models import Predictor
+from minifloat.compare.result import CandidateResult
+from minifloat.compare.scoring import Progress
+
+#: Tokens of a document that are continued.
+_PROMPT_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The other measurements of a comparison.
+
+    Attributes:
+        baseline: The model that the others are held against.
+        candidates: At least one.
+        corpus: Where prompts and windows are taken from.
+        tokenizer: Of all models.
+        prompts: So many beginnings of windows are continued; 0: none.
+        new_tokens: Tokens of a continuation at most.
+        progress: Called by each of them.
+    """
+
+    baseline: Predictor
+    candidates: Sequence[Predictor]
+    corpus: Corpus
+    tokenizer: PreTrainedTokenizerBase
+    prompts: int
+    new_tokens: int
+    progress: Progress | None
+
+    def of(self, results: Sequence[CandidateResult]) -> list[CandidateResult]:
+        """The results of the candidates with what was measured besides; Ctrl-C ends the measuring."""
+        whole = list(results)
+        with contextlib.suppress(KeyboardInterrupt):
+            if self.prompts:
+                self._generate(whole)
+        return whole
+
+    def _generate(self, results: list[CandidateResult]) -> None:
+        prompts = self._prompts()
+        if not prompts:
+            return
+        before = self._continue(self.baseline, prompts)
+        for number, model in enumerate(self.candidates):
+            after = self._continue(model, prompts)
+            found = greedy_divergence(self.tokenizer, prompts, before, after, self.new_tokens)
+            results[number] = replace(results[number], generation=found)
+
+    def _prompts(self) -> list[list[int]]:
+        """The beginnings of windows, of all texts in turn."""
+        batches = [batch for batch in self.corpus.batches() if batch.ids.shape[1] >= _PROMPT_TOKENS]
+        rows = itertools.chain.from_iterable(batch.ids[:, :_PROMPT_TOKENS].tolist() for batch in batches)
+        return list(itertools.islice(rows, self.prompts))
+
+    def _continue(self, model: Predictor, prompts: list[list[int]]) -> Continuations:
+        with model.set_up():
+            return generate_greedy(
+                model.model,
+                prompts,
+                self.new_tokens,
+                ends=end_tokens(self.baseline.model),
+                cache_factory=model.new_cache,
+                progress=self.progress,
+            )

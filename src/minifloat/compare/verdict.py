@@ -1,0 +1,126 @@
+"""Is it still the same model? An answer against stated bounds, or how much text would give one.
+
+A bound is kept if the whole 95% interval keeps it, broken if the whole interval breaks it; in between the text does not
+tell. Every text is judged, not only all of them together, or much prose would hide what happened to a little code.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minifloat.compare.statistics import Estimate, units_to_decide
+from minifloat.compare.summary import Summary
+from minifloat.errors import UsageError
+
+
+class Outcome(enum.Enum):
+    """What a verdict says, and the exit status of the command for it."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNDECIDED = "not enough data"
+
+    @property
+    def exit_code(self) -> int:
+        """0, 1 or 3; 2 is a user's mistake."""
+        return {Outcome.PASSED: 0, Outcome.FAILED: 1, Outcome.UNDECIDED: 3}[self]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a quantized model may be from the original.
+
+    Attributes:
+        max_ppl_increase: Of perplexity; 0.01 is 1%.
+        max_kl: Mean KL divergence in nats per token.
+        min_agreement: Fraction of tokens with the same first choice.
+
+    Raises:
+        UsageError: A bound is below 0, or not a number, or the agreement above 1.
+    """
+
+    max_ppl_increase: float = 0.01
+    max_kl: float = 0.02
+    min_agreement: float = 0.97
+
+    def __post_init__(self) -> None:
+        if not (self.max_ppl_increase >= 0 and self.max_kl >= 0 and 0 <= self.min_agreement <= 1):
+            raise UsageError(f"a tolerance is at least 0, and an agreement at most 100%; got {self}")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One bound on one text.
+
+    Attributes:
+        text: Name of the text.
+        quantity: ``"perplexity increase"``, ``"mean KL"`` or ``"top-1 agreement"``.
+        estimate: What was measured.
+        bound: What it was held against.
+        outcome: Whether the bound was kept.
+        tokens_needed: About how many tokens of this text would decide; None where it is decided or nobody can say.
+    """
+
+    text: str
+    quantity: str
+    estimate: Estimate
+    bound: float
+    outcome: Outcome
+    tokens_needed: int | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer, and every check that it was made of.
+
+    Attributes:
+        outcome: Failed if one check failed, else undecided if one is undecided, else passed.
+        tolerance: The bounds.
+        checks: Three per text, and three for all texts together where there are several.
+    """
+
+    outcome: Outcome
+    tolerance: Tolerance
+    checks: tuple[Check, ...]
+
+    @property
+    def unmet(self) -> tuple[Check, ...]:
+        """The checks that made the outcome what it is; none if it is passed."""
+        if self.outcome is Outcome.PASSED:
+            return ()
+        return tuple(check for check in self.checks if check.outcome is self.outcome)
+
+
+def worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """Failed if one is, else undecided if one is, else passed."""
+    order = (Outcome.FAILED, Outcome.UNDECIDED, Outcome.PASSED)
+    return min(outcomes, key=order.index, default=Outcome.PASSED)
+
+
+def judge(summaries: Sequence[Summary], tolerance: Tolerance) -> Verdict:
+    """Hold each summary against the bounds."""
+    checks = tuple(check for summary in summaries for check in _checks(summary, tolerance))
+    return Verdict(worst([check.outcome for check in checks]), tolerance, checks)
+
+
+def _checks(summary: Summary, tolerance: Tolerance) -> list[Check]:
+    increase = summary.perplexity_ratio.mapped(lambda ratio: ratio - 1)
+    return [
+        _check(summary, "perplexity increase", increase, tolerance.max_ppl_increase, at_most=True),
+        _check(summary, "mean KL", summary.kl_mean, tolerance.max_kl, at_most=True),
+        _check(summary, "top-1 agreement", summary.top1_agreement, tolerance.min_agreement, at_most=False),
+    ]
+
+
+def _check(summary: Summary, quantity: str, estimate: Estimate, bound: float, *, at_most: bool) -> Check:
+    kept = estimate.high <= bound if at_most else estimate.low >= bound
+    broken = estimate.low > bound if at_most else estimate.high < bound
+    if math.isinf(estimate.value):
+        kept, broken = False, True
+    outcome = Outcome.PASSED if kept else Outcome.FAILED if broken else Outcome.UNDECIDED
+    units = units_to_decide(estimate, bound, summary.units) if outcome is Outcome.UNDECIDED else None
+    needed = None if units is None else math.ceil(units * summary.tokens / summary.units)
+    return Check(summary.name, quantity, estimate, bound, outcome, needed)
