@@ -1,0 +1,142 @@
+"""A run of tasks with one model: from names to scores with the results of all items."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from minifloat.compare.tasks.harness import Progress, evaluate
+from minifloat.compare.tasks.load import LoadedTasks, load_tasks
+from minifloat.compare.tasks.quiet import quiet
+from minifloat.compare.tasks.results import GroupRun, MetricRun, TaskRun, TaskScore, aggregation_name, mean
+from minifloat.errors import UsageError
+
+
+def run_tasks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str] | LoadedTasks,
+    *,
+    include_path: str | os.PathLike[str] | None = None,
+    limit: float | None = None,
+    num_fewshot: int | None = None,
+    batch_size: int | None = None,
+    max_length: int | None = None,
+    chat_template: bool = False,
+    progress: Progress | None = None,
+) -> TaskRun:
+    """Run tasks of lm-evaluation-harness, and keep the result of every item.
+
+    Args:
+        model: In eval mode; neither it nor the tokenizer is changed.
+        tokenizer: The model's.
+        tasks: As for `load_tasks`, or what that returned, which saves reading the data once more for another model.
+        include_path: As for `load_tasks`.
+        limit: Use only the first so many items of each task; below 1, that share of them.
+        num_fewshot: As for `load_tasks`.
+        batch_size: Requests per forward pass; by default as many as have room in 512 MiB of log-probabilities, at
+            most 16.
+        max_length: Tokens of prompt and answer; by default what the model attends to. A longer prompt loses its
+            beginning, a longer document is cut into windows.
+        chat_template: Put prompts into the tokenizer's chat template.
+        progress: Called with requests done, requests in all, and what is done to them.
+
+    Raises:
+        UnknownNameError: A task that does not exist.
+        DataError: The data of a task is neither cached nor to be had.
+        NonFiniteError: The model's answer to an item is NaN; says which.
+        UsageError: lm-eval is not installed, an option is out of range, or a task cannot be run.
+    """
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
+        raise UsageError(f"expected a whole number of items per task, or a share of them below 1, got {limit}")
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(f"a batch has at least 1 request, got {batch_size}")
+    if not isinstance(tasks, LoadedTasks):
+        tasks = load_tasks(tasks, include_path=include_path, num_fewshot=num_fewshot)
+    elif include_path is not None or num_fewshot is not None:
+        raise UsageError("include_path and num_fewshot are for load_tasks where it has loaded the tasks")
+    results = evaluate(
+        model,
+        tokenizer,
+        tasks,
+        limit=limit,
+        batch_size=batch_size,
+        max_length=max_length,
+        chat_template=chat_template,
+        progress=progress,
+    )
+    with quiet():  # the harness draws a random number whenever a task is asked for its name
+        metrics = [run for name, task in tasks.loaded["tasks"].items() for run in _metric_runs(name, task, results)]
+        groups = [run for name, group in tasks.loaded["groups"].items() for run in _group_runs(name, group, results)]
+    return TaskRun(tasks.names, version("lm_eval"), tuple(metrics), tuple(groups))
+
+
+def _metric_runs(name: str, task: Any, results: dict[str, Any]) -> list[MetricRun]:
+    runs = []
+    higher = results["higher_is_better"].get(name, {})
+    for key in _metric_keys(results["results"][name]):
+        metric, _, chosen = key.rpartition(",")
+        samples = [s for s in results["samples"][name] if s["filter"] == chosen and metric in s["metrics"]]
+        values = tuple(_plain(sample[metric]) for sample in samples)
+        aggregate = task.aggregation().get(metric, mean)
+        score = _score(results["results"][name], key)
+        runs.append(
+            MetricRun(
+                task=name,
+                metric=_shown(key),
+                higher_is_better=bool(higher.get(metric, True)),
+                fewshot=int(results["n-shot"].get(name) or 0),
+                score=score,
+                items=tuple(_identify(sample) for sample in samples),
+                results=values,
+                aggregation=aggregation_name(aggregate, values, score.score),
+                aggregate=aggregate,
+            )
+        )
+    return runs
+
+
+def _group_runs(name: str, group: Any, results: dict[str, Any]) -> list[GroupRun]:
+    found = results["results"].get(name, {})
+    by_size = {entry.metric: entry.weight_by_size for entry in group.aggregate_metric_list or ()}
+    tasks = [task.task_name for task in group.get_all_tasks()]
+    runs = []
+    for key in _metric_keys(found):
+        members = tuple(task for task in tasks if key in results["results"].get(task, {}))
+        runs.append(GroupRun(name, _shown(key), _score(found, key), members, by_size[key.rpartition(",")[0]]))
+    return runs
+
+
+def _metric_keys(found: dict[str, Any]) -> list[str]:
+    """The keys ``metric,filter`` of a task's results."""
+    return [key for key in found if "," in key and not key.rpartition(",")[0].endswith("_stderr")]
+
+
+def _shown(key: str) -> str:
+    return key.removesuffix(",none")
+
+
+def _score(found: dict[str, Any], key: str) -> TaskScore:
+    metric, _, chosen = key.rpartition(",")
+    stderr = found.get(f"{metric}_stderr,{chosen}")
+    return TaskScore(float(found[key]), math.nan if stderr is None or isinstance(stderr, str) else float(stderr))
+
+
+def _identify(sample: dict[str, Any]) -> str:
+    hashes = (sample.get(f"{part}_hash", "") for part in ("doc", "prompt", "target"))
+    return "/".join((str(sample["doc_id"]), *hashes))
+
+
+def _plain(value: Any) -> Any:
+    """A result without arrays, so that two can be told equal."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(_plain(entry) for entry in value)
+    return value
