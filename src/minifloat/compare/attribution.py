@@ -1,12 +1,35 @@
-"""Where the damage comes from: which modules of a quantized model make it differ from its baseline."""
+"""Where the damage comes from: which modules of a quantized model make it differ from its baseline.
+
+Every module in which the two differ gets the signal-to-noise ratio of its output, from one pass. That says how well it
+is quantized but not what the model makes of the error, so modules are also exchanged one at a time, the worst of them
+are taken out of the candidate, and with what is known then a mixture is looked for that is within the tolerance. All on
+a sample of the text, for as long as the time allows.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minifloat.compare.suggestion import Suggestion
+import torch
+from torch import Tensor
 
-__all__ = ["Attribution", "ModuleDamage", "Suggestion"]
+from minifloat.compare.budget import Budget, Progress
+from minifloat.compare.damage import measure_damage
+from minifloat.compare.differences import Difference, find_differences, stored_bytes
+from minifloat.compare.mixture import Mixtures, as_tensor
+from minifloat.compare.models import Predictor, share_experts
+from minifloat.compare.suggestion import Choices, Suggestion, suggest
+from minifloat.compare.verdict import Tolerance
+from minifloat.serve.linear import QuantizedWeight
+
+__all__ = ["Attribution", "ModuleDamage", "Suggestion", "attribute"]
+
+#: Of the time, when modules alone and models without one are done; the rest is for the suggestion.
+_ALONE_ENDS, _WITHOUT_ENDS = 0.4, 0.6
+#: Passes of a suggestion that its sample is chosen for, beside those of the bisection.
+_PRUNING_PASSES = 8
 
 
 @dataclass(frozen=True)
@@ -49,3 +72,85 @@ class Attribution:
     measured: int
     of: int
     suggestion: Suggestion | None
+
+
+@torch.inference_mode()
+def attribute(
+    baseline: Predictor,
+    candidate: Predictor,
+    windows: Tensor | Sequence[Sequence[int]],
+    tolerance: Tolerance,
+    seconds: float,
+    progress: Progress | None = None,
+) -> Attribution:
+    """Find what each module contributes to the difference of two models, and which to keep in 16 bits.
+
+    Modules are exchanged in place and put back, also on an interrupt. Where the candidate runs with a quantized KV
+    cache, `ModuleDamage.kl_alone` is without it and everything else with it. Mixture-of-experts models run
+    transformers' eager experts from then on if one side's are quantized.
+
+    Args:
+        baseline: The model that the other is held against.
+        candidate: Of the same architecture.
+        windows: ``[B, W]`` token ids with what every window begins with; of those a sample is used.
+        tolerance: What a suggestion has to bring the candidate within.
+        seconds: About how long to measure; a few passes over 512 tokens are made, whatever they take.
+        progress: Called before each measurement, with milliseconds of the time.
+
+    Raises:
+        UsageError: The models are of different architectures or sizes.
+        CheckpointError: The baseline's folder, which names the weights, cannot be read.
+    """
+    budget = Budget(seconds, progress)
+    share_experts([baseline, candidate])
+    with baseline.set_up(), candidate.set_up():
+        differences = find_differences(baseline.model, candidate.model)
+    if not differences:
+        budget.end()
+        return Attribution((), 0, budget.spent, 0, 0, None)
+    windows = as_tensor(windows)
+    measured = measure_damage(baseline, candidate, differences, windows, budget, _ALONE_ENDS)
+    expected, alone = measured.expected, measured.alone
+    ranked = sorted(differences, key=lambda d: _rank(alone.get(d), expected.noise(d)))
+    without = _measure_without(measured.mixtures, [d for d in ranked if d in alone], budget)
+    extra = _extra_bytes(baseline, candidate, differences)
+    rows = tuple(ModuleDamage(d.name, expected.sqnr[d], alone.get(d), without.get(d), extra[d]) for d in ranked)
+    damage = {difference: alone.get(difference, expected.damage(difference)) for difference in ranked}
+    choices = Choices.of(baseline, candidate, damage, extra)
+    suggestion = None
+    if choices.groups and budget.until():
+        passes = math.ceil(math.log2(len(choices.groups) + 1)) + 1 + _PRUNING_PASSES
+        sample = measured.sample(windows, budget.until() / passes)
+        suggestion = suggest(choices, Mixtures(baseline, candidate, sample), tolerance, budget)
+    budget.end()
+    return Attribution(rows, measured.mixtures.tokens, budget.spent, len(alone), len(rows), suggestion)
+
+
+def _measure_without(mixtures: Mixtures, ranked: Sequence[Difference], budget: Budget) -> dict[Difference, float]:
+    """KL divergences of the candidate without single differences, the first first."""
+    without: dict[Difference, float] = {}
+    for difference in ranked:
+        if not budget.until(_WITHOUT_ENDS):
+            break
+        budget.tell(f"without {difference.name}")
+        without[difference] = mixtures.measure([difference]).kl
+    return without
+
+
+def _rank(kl: float | None, noise: float) -> tuple[bool, float]:
+    """Measured before not measured, then the worst first; NaN is the worst."""
+    value = noise if kl is None else kl
+    return kl is None, -math.inf if math.isnan(value) else -value
+
+
+def _extra_bytes(baseline: Predictor, candidate: Predictor, differences: Sequence[Difference]) -> dict[Difference, int]:
+    """By how much each of the baseline's modules is larger, as checkpoints store them."""
+    model = baseline.model
+    quantized = sum(module.nbytes for module in model.modules() if isinstance(module, QuantizedWeight))
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    element_bytes = round((baseline.nbytes - quantized) / max(elements, 1))
+    return {
+        difference: stored_bytes(difference.places[0].get(model), element_bytes)
+        - stored_bytes(difference.places[0].get(candidate.model), element_bytes)
+        for difference in differences
+    }

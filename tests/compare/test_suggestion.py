@@ -1,0 +1,158 @@
+"""What is suggested is what one gets: checkpoints quantized as suggested are measured."""
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.compare.attribution import Suggestion, attribute
+from minifloat.compare.models import Predictor
+from minifloat.compare.verdict import Tolerance
+from minifloat.layouts import describe
+from minifloat.quantize.model import quantize_checkpoint
+from minifloat.quantize.roles import expert_group, fused_group
+
+MakeModel = Callable[..., Path]
+
+WINDOWS = torch.randint(0, 256, (6, 32), generator=torch.Generator().manual_seed(0))
+OPTIONS = {"dtype": torch.float32}
+SECONDS = 60.0
+
+
+def suggested(
+    baseline: Path,
+    candidate: Path,
+    max_kl: float = math.inf,
+    seconds: float = SECONDS,
+    windows: torch.Tensor = WINDOWS,
+    **bounds: float,
+) -> Suggestion | None:
+    tolerance = Tolerance(**{"max_ppl_increase": math.inf, "min_agreement": 0.0, "max_kl": max_kl, **bounds})
+    models = [Predictor.of(folder, OPTIONS) for folder in (baseline, candidate)]
+    return attribute(models[0], models[1], windows, tolerance, seconds).suggestion
+
+
+def figures(baseline: Path, candidate: Path) -> tuple[float, float, float]:
+    """KL, perplexity increase and agreement by torch's formulas."""
+    models = [Predictor.of(folder, OPTIONS).model for folder in (baseline, candidate)]
+    with torch.no_grad():
+        p, q = (model(WINDOWS).logits[:, :-1].double().log_softmax(-1) for model in models)
+    kl = nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean()
+    more = (p - q).gather(-1, WINDOWS[:, 1:, None]).mean()
+    return float(kl), float(more.exp() - 1), float((p.argmax(-1) == q.argmax(-1)).double().mean())
+
+
+def stored_bytes(folder: Path) -> int:
+    with Checkpoint.open(folder) as checkpoint:
+        return sum(info.nbytes for info in checkpoint.tensors.values())
+
+
+def quantized_modules(folder: Path) -> set[str]:
+    with Checkpoint.open(folder) as checkpoint:
+        return set(describe(checkpoint).weights)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scheme"),
+    [("llama", "mxfp4"), ("llama", "fp8-dynamic"), ("llama", "nvfp4"), ("mixtral", "mxfp4"), ("qwen3_moe", "fp8")],
+)
+@pytest.mark.parametrize("share", [0.7, 0.3])
+def test_a_checkpoint_quantized_as_suggested_is_what_was_promised(
+    make_model: MakeModel, tmp_path: Path, model_type: str, scheme: str, share: float
+) -> None:
+    plain = make_model(tmp_path / "plain", model_type)
+    quantize_checkpoint(plain, tmp_path / "q", scheme)
+    before = figures(plain, tmp_path / "q")
+    found = suggested(plain, tmp_path / "q", max_kl=share * before[0])
+    assert found is not None
+    quantize_checkpoint(plain, tmp_path / "better", scheme, overrides=found.overrides)
+    after = figures(plain, tmp_path / "better")
+    assert (found.kl_before, found.ppl_increase_before, found.agreement_before) == pytest.approx(before, rel=1e-4)
+    assert (found.kl_after, found.ppl_increase_after, found.agreement_after) == pytest.approx(after, rel=1e-4)
+    assert found.reaches
+    assert not found.everything
+    assert after[0] <= share * before[0] * 1.0001
+    assert found.extra_bytes == stored_bytes(tmp_path / "better") - stored_bytes(tmp_path / "q") > 0
+    assert quantized_modules(tmp_path / "better") == quantized_modules(tmp_path / "q") - set(found.modules)
+    for grouping in (fused_group, expert_group):
+        kept = {grouping(module) for module in found.modules} - {None}
+        assert not kept & {grouping(module) for module in quantized_modules(tmp_path / "better")}
+
+
+@pytest.mark.parametrize(
+    ("module", "override"),
+    [
+        ("model.layers.1.mlp.down_proj", r"\.1\.mlp\.down_proj$=bf16"),
+        ("model.layers.0.self_attn.v_proj", r"layers\.0\.self_attn\.(k|q|v)_proj$=bf16"),
+    ],
+)
+def test_what_is_wrong_is_all_that_is_kept(llama_folder: Path, tmp_path: Path, module: str, override: str) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8")
+    shutil.copytree(tmp_path / "q", tmp_path / "wrong")
+    tensors = load_file(tmp_path / "wrong" / "model.safetensors")
+    tensors[f"{module}.weight_scale"] *= 2
+    save_file(tensors, tmp_path / "wrong" / "model.safetensors", metadata={"format": "pt"})
+    usual = figures(llama_folder, tmp_path / "q")[0]
+    found = suggested(llama_folder, tmp_path / "wrong", max_kl=1.1 * usual)
+    assert found is not None
+    assert len(found.overrides) == 1
+    assert found.overrides[0].endswith(override.removeprefix(r"\.1"))
+    assert module in found.modules
+
+
+def test_every_bound_counts(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    found = suggested(llama_folder, tmp_path / "q", min_agreement=0.97)
+    assert found is not None
+    assert found.agreement_before < 0.97 <= found.agreement_after
+    torch.manual_seed(0)
+    own = Predictor.of(llama_folder, OPTIONS).model.generate(
+        WINDOWS[:, :1], do_sample=True, max_new_tokens=31, min_new_tokens=31, use_cache=False
+    )  # of what the baseline says, all others are less sure
+    found = suggested(llama_folder, tmp_path / "q", windows=own, max_ppl_increase=0.01)
+    assert found is not None
+    assert found.ppl_increase_before > 0.01 >= found.ppl_increase_after
+    assert found.reaches
+
+
+def test_nothing_is_suggested_for_a_model_within_the_tolerance(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8")
+    assert suggested(llama_folder, tmp_path / "q", max_kl=100) is None
+
+
+def test_nothing_is_suggested_where_no_override_can_help(
+    llama_folder: Path, make_llama: MakeModel, tmp_path: Path
+) -> None:
+    assert suggested(llama_folder, make_llama(tmp_path / "other", seed=1), max_kl=1e-9) is None
+    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8")
+    quantize_checkpoint(llama_folder, tmp_path / "q4", "mxfp4")
+    assert suggested(tmp_path / "q", tmp_path / "q4", max_kl=1e-9) is None
+
+
+def test_nothing_is_suggested_without_time(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    assert suggested(llama_folder, tmp_path / "q", max_kl=1e-9, seconds=0) is None
+
+
+def test_it_is_said_where_nothing_could_stay_quantized(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    found = suggested(llama_folder, tmp_path / "q", max_kl=0)
+    assert found is not None
+    assert (found.reaches, found.everything, found.kl_after, len(found.modules)) == (True, True, 0, 14)
+
+
+def test_it_is_said_where_keeping_everything_is_not_enough(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    tensors["model.norm.weight"] *= torch.linspace(0.5, 1.5, 64)
+    save_file(tensors, tmp_path / "q" / "model.safetensors", metadata={"format": "pt"})
+    found = suggested(llama_folder, tmp_path / "q", max_kl=1e-6)
+    assert found is not None
+    assert (found.reaches, found.everything) == (False, True)
+    assert found.kl_after > 1e-6
