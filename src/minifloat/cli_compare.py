@@ -52,7 +52,7 @@ def parse_fraction(text: str) -> float:
     show_default=True,
     help="Verdict: same first choice.",
 )
-@click.option("--prompts", default=16, show_default=True, type=click.IntRange(min=0), help="To continue greedily.")
+@click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=0), help="To continue greedily.")
 @click.option("--new-tokens", default=64, show_default=True, type=click.IntRange(min=1), help="Of a continuation.")
 @click.option("--variants", is_flag=True, help="Also without FP8 inputs, and without an FP8 KV cache, where declared.")
 @click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")

@@ -291,6 +291,15 @@ def test_beginnings_of_windows_are_continued_by_all_models(llama_folder: Path, t
     assert all(TEXT.find(sample.prompt) >= 0 for sample in quantized.samples)
 
 
+def test_continuations_that_cannot_be_made_cost_no_scores(llama_folder: Path, text: Path) -> None:
+    result = compare_with_generation(llama_folder, llama_folder, [text], window=40, prompts=2, new_tokens=97)
+    assert result.outcome is Outcome.PASSED
+    assert result.candidates[0].generation is None
+    (note,) = result.notes
+    assert note.startswith("greedy continuations: ")
+    assert "128" in note  # positions of the model
+
+
 def test_a_text_too_short_to_continue_has_no_continuations(llama_folder: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("Zürich, überall.", encoding="utf-8")

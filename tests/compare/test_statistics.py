@@ -113,6 +113,13 @@ def test_one_unit_that_is_unlike_all_others_is_inside_of_the_interval_it_makes()
     assert interval.high > interval.value
 
 
+def test_draws_of_equal_units_do_not_blow_up_the_interval() -> None:
+    wins = np.zeros(20)
+    wins[0], wins[1:3] = 1, -1
+    interval = mean_interval(wins, np.ones(20))
+    assert -1 <= interval.low < -0.05 < interval.high <= 1
+
+
 def test_sums_are_by_unit() -> None:
     assert sums_by_unit(np.array([True, True, False]), np.array([0, 2, 2]), 3).tolist() == [1, 0, 1]
 

@@ -25,7 +25,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.compare.corpus import DEFAULT_WINDOW, Corpus
 from minifloat.compare.examination import Examination
 from minifloat.compare.journal import Journal
-from minifloat.compare.kv_cache import kv_cache_factory, kv_scales
+from minifloat.compare.kv_cache import CacheFactory, kv_cache_factory, kv_scales
 from minifloat.compare.metrics import concatenate
 from minifloat.compare.models import ModelLike, Predictor, common_tokenizer, longest_window, share_experts
 from minifloat.compare.result import CandidateResult, Comparison, ModelRecord, TextRecord
@@ -72,7 +72,7 @@ class CompareOptions:
     weight_only: bool = False
     kv_cache: str = "auto"
     variants: bool = False
-    prompts: int = 16
+    prompts: int = 32
     new_tokens: int = 64
     impl: str = "auto"
     resume: str | os.PathLike[str] | None = None
@@ -151,6 +151,7 @@ class Run:
         for source in data:
             locate(as_source(source))  # what is not there is said before models are loaded
         self._options, self._progress = options, progress
+        self._notes: list[str] = []
         self.baseline = Predictor.of(baseline, options.of_load())
         self.candidates = [run for one in candidates for run in self._runs(one)]
         everyone = (self.baseline, *self.candidates)
@@ -175,17 +176,28 @@ class Run:
         if isinstance(candidate, PreTrainedModel):
             return [whole]
         runs = [whole]
-        if options.variants and whole.quantizes_inputs():
+        new_cache = self._new_cache(whole, candidate)
+        if new_cache is not None:
+            runs.insert(0, replace(whole, new_cache=new_cache))
+            runs[1] = replace(whole, name=f"{whole.name} (KV cache not rounded)")
+        if whole.quantizes_inputs():
             runs.append(replace(whole, name=f"{whole.name} (weights only)", weight_only=True))
-        with Checkpoint.open(candidate) as checkpoint:
-            scales = kv_scales(checkpoint) if options.kv_cache != "none" else None
-        if scales is None and options.kv_cache == "fp8":
-            scales = {}
-        if scales is None:
-            return runs
-        if options.variants:
-            runs.insert(1, replace(whole, name=f"{whole.name} (KV cache not rounded)"))
-        return [replace(whole, new_cache=kv_cache_factory(whole.model, scales)), *runs[1:]]
+        return runs if options.variants else runs[:1]
+
+    def _new_cache(self, model: Predictor, folder: str | os.PathLike[str]) -> CacheFactory | None:
+        """What makes the simulated KV cache of a candidate."""
+        wanted = self._options.kv_cache
+        with Checkpoint.open(folder) as checkpoint:
+            scales = kv_scales(checkpoint) if wanted != "none" else None
+        if scales is None and wanted != "fp8":
+            return None
+        try:
+            return kv_cache_factory(model.model, scales or {})
+        except UsageError as error:
+            if wanted == "fp8":
+                raise
+            self._notes.append(f"{model.name}: keys and values are not rounded: {error}")
+            return None
 
     def result(self) -> Comparison:
         """Measure everything."""
@@ -213,6 +225,7 @@ class Run:
             seconds=seconds,
             machine=_machine(),
             command=self._options.command,
+            notes=(*self._notes, *self._examination.notes),
         )
 
     def _candidate(self, scoring: Scoring, number: int) -> CandidateResult:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +17,7 @@ from minifloat.compare.generation import Continuations, end_tokens, generate_gre
 from minifloat.compare.models import Predictor
 from minifloat.compare.result import CandidateResult
 from minifloat.compare.scoring import Progress
+from minifloat.errors import MinifloatError
 
 #: Tokens of a document that are continued.
 _PROMPT_TOKENS = 32
@@ -34,6 +35,7 @@ class Examination:
         prompts: So many beginnings of windows are continued; 0: none.
         new_tokens: Tokens of a continuation at most.
         progress: Called by each of them.
+        notes: What could not be measured, and why.
     """
 
     baseline: Predictor
@@ -43,14 +45,24 @@ class Examination:
     prompts: int
     new_tokens: int
     progress: Progress | None
+    notes: list[str] = field(default_factory=list)
 
     def of(self, results: Sequence[CandidateResult]) -> list[CandidateResult]:
         """The results of the candidates with what was measured besides; Ctrl-C ends the measuring."""
         whole = list(results)
         with contextlib.suppress(KeyboardInterrupt):
             if self.prompts:
-                self._generate(whole)
+                with self._noting("greedy continuations"):
+                    self._generate(whole)
         return whole
+
+    @contextlib.contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """Let what was measured before not be lost to something that cannot be."""
+        try:
+            yield
+        except MinifloatError as error:
+            self.notes.append(f"{what}: {error}")
 
     def _generate(self, results: list[CandidateResult]) -> None:
         prompts = self._prompts()

@@ -133,6 +133,7 @@ class Comparison:
         seconds: That scoring took.
         machine: Versions, processors, date.
         command: That made it; empty if it was not the command line.
+        notes: What was asked for and could not be measured, and why.
     """
 
     baseline: ModelRecord
@@ -145,6 +146,7 @@ class Comparison:
     seconds: float
     machine: dict[str, Any]
     command: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def partial(self) -> bool:

@@ -32,6 +32,8 @@ FEWEST_UNITS = 8
 
 _DRAWS = 2000
 _SEED = 0
+#: A draw whose units are all alike has no standard error but rounding, next to that of the sample.
+_DEGENERATE = 1e-6
 #: Draws times units that are held at a time.
 _BATCH_ELEMENTS = 2**22
 
@@ -97,7 +99,7 @@ def mean_interval(sums: FloatArray, sizes: FloatArray) -> Estimate:
         times = generator.multinomial(count, np.full(count, 1 / count), size=size).astype(np.float64)
         shifts = times @ residuals / (times @ sizes)  # of the mean; residuals keep the digits that sums would lose
         errors = _standard_error(times, residuals, sizes, shifts)
-        studentized.append(np.divide(shifts, errors, out=np.zeros(size), where=errors > 0))
+        studentized.append(np.divide(shifts, errors, out=np.zeros(size), where=errors > _DEGENERATE * error))
     tails = np.quantile(np.concatenate(studentized), [(1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2])
     low, high = mean - tails * error
     return Estimate(mean, float(min(low, mean)), float(max(high, mean)))
