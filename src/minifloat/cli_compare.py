@@ -54,6 +54,9 @@ def parse_fraction(text: str) -> float:
 )
 @click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=0), help="To continue greedily.")
 @click.option("--new-tokens", default=64, show_default=True, type=click.IntRange(min=1), help="Of a continuation.")
+@click.option("--tasks", metavar="NAME,NAME", help="Run tasks of lm-evaluation-harness (extra: eval).")
+@click.option("--task-path", type=_FOLDER, help="A folder of task files.")
+@click.option("--task-limit", type=click.IntRange(min=1), help="Items of each task.  [default: all]")
 @click.option("--variants", is_flag=True, help="Also without FP8 inputs, and without an FP8 KV cache, where declared.")
 @click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
 @click.option("--kv-cache", type=click.Choice(["auto", "none", "fp8"]), default="auto", show_default=True)
@@ -69,6 +72,7 @@ def compare(
     max_ppl_increase: float,
     max_kl: float,
     min_agreement: float,
+    tasks: str | None,
     threads: int | None,
     as_json: bool,
     **options: Any,
@@ -93,6 +97,7 @@ def compare(
             data,
             progress=progress,
             tolerance=Tolerance(max_ppl_increase, max_kl, min_agreement),
+            tasks=tuple(filter(None, (tasks or "").split(","))),
             command=shlex.join(["minifloat", *sys.argv[1:]]),
             **options,
         )

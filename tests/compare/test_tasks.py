@@ -22,7 +22,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
+from minifloat.cli import main
+from minifloat.compare import compare_models
 from minifloat.compare.statistics import FEWEST_UNITS
 from minifloat.compare.tasks import TaskDifference, TaskRun, compare_tasks, load_tasks, run_tasks
 from minifloat.compare.tasks.difference import mcnemar, mean_change
@@ -493,3 +496,59 @@ def test_a_quantized_model_runs_and_is_not_changed(
         assert torch.equal(model(input_ids=ids).logits, before)
     original = run_tasks(load(source), tokenizer, quantized.tasks, include_path=folder, limit=9)
     assert all(difference.items == 9 for difference in compare_tasks(original, quantized))
+
+
+# ------------------------------------------------------------------------------------------------- in a comparison
+
+
+def test_a_comparison_runs_tasks_beside_its_scores(llama_folder: Path, folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 20)
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    arguments = ["compare", str(llama_folder), str(tmp_path / "q"), "--data", str(text), "--window", "32"]
+    arguments += [
+        "--prompts",
+        "0",
+        "--tasks",
+        "tiny_choice",
+        "--task-path",
+        str(folder),
+        "--task-limit",
+        "10",
+        "--json",
+    ]
+    document = json.loads(CliRunner().invoke(main, arguments).stdout)
+    tasks = document["candidates"][0]["tasks"]
+    assert [(task["task"], task["metric"], task["items"]) for task in tasks][:1] == [("tiny_choice", "acc", 10)]
+    with pytest.raises(UnknownNameError, match="tiny_choise"):
+        compare_models(llama_folder, tmp_path / "q", [text], tasks=["tiny_choise"], task_path=folder)
+
+
+def test_likelihoods_of_a_comparison_are_those_of_the_harness(llama_folder: Path, folder: Path, tmp_path: Path) -> None:
+    """The harness predicts a document's first token from the end of the one before it: so does a text with that end."""
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    end = load_tokenizer(llama_folder).eos_token
+    pages = [question["page"][:100] for question in _QUESTIONS]
+    write_tasks(tmp_path, rolling=_ROLLING)
+    for name, rows in (("questions", pages), ("with_end", [end + page for page in pages])):
+        lines = (json.dumps({"page": row}) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    result = compare_models(
+        llama_folder,
+        tmp_path / "q",
+        [f"{tmp_path / 'with_end.jsonl'}#column=page"],
+        dtype="float32",
+        window=128,
+        prompts=0,
+        tasks=["tiny_rolling"],
+        task_path=tmp_path,
+    )
+    (candidate,) = result.candidates
+    (task,) = (task for task in candidate.tasks if task.metric == "bits_per_byte")
+    tokens, nbytes = candidate.overall.tokens, sum(len(page.encode()) for page in pages)
+    assert tokens == nbytes  # a token is a byte here
+    for perplexity, score in (
+        (candidate.overall.baseline_perplexity, task.baseline.score),
+        (candidate.overall.candidate_perplexity, task.candidate.score),
+    ):
+        assert math.log(perplexity) * tokens == pytest.approx(score * math.log(2) * nbytes, rel=1e-5)

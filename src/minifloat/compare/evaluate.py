@@ -31,6 +31,7 @@ from minifloat.compare.models import ModelLike, Predictor, common_tokenizer, lon
 from minifloat.compare.result import CandidateResult, Comparison, ModelRecord, TextRecord
 from minifloat.compare.scoring import Progress, Scoring
 from minifloat.compare.summary import summarize
+from minifloat.compare.tasks import load_tasks
 from minifloat.compare.verdict import Tolerance, judge
 from minifloat.compare.worst import describe
 from minifloat.errors import UnknownNameError, UsageError
@@ -58,6 +59,9 @@ class CompareOptions:
         variants: Compare each candidate also without what it declares besides its weights, see `compare_models`.
         prompts: So many beginnings of documents are continued greedily by all models; 0: none.
         new_tokens: Tokens of a continuation at most.
+        tasks: Names of tasks of lm-evaluation-harness, see `minifloat.compare.tasks.load_tasks`.
+        task_path: A folder of task files.
+        task_limit: Use only so many items of each task.
         impl: What multiplies the quantized weights of folders, as in `minifloat.serve.load.load`. The kernels do not
             round weights to the 16 bits of `dtype`; "reference" does, as servers that dequantize first.
         resume: A folder that scores are written down in while they are measured, and read from if it has some.
@@ -74,6 +78,9 @@ class CompareOptions:
     variants: bool = False
     prompts: int = 32
     new_tokens: int = 64
+    tasks: Sequence[str] = ()
+    task_path: str | os.PathLike[str] | None = None
+    task_limit: int | None = None
     impl: str = "auto"
     resume: str | os.PathLike[str] | None = None
     command: str = ""
@@ -150,6 +157,7 @@ class Run:
             raise UsageError("resume needs folders: a loaded model may have been changed since")
         for source in data:
             locate(as_source(source))  # what is not there is said before models are loaded
+        tasks = load_tasks(options.tasks, include_path=options.task_path) if options.tasks else None
         self._options, self._progress = options, progress
         self._notes: list[str] = []
         self.baseline = Predictor.of(baseline, options.of_load())
@@ -166,6 +174,8 @@ class Run:
             self.tokenizer,
             prompts=options.prompts,
             new_tokens=options.new_tokens,
+            tasks=tasks,
+            task_limit=options.task_limit,
             progress=progress,
         )
 

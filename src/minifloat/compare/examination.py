@@ -1,6 +1,6 @@
-"""What is measured beside the scores of tokens: greedy continuations.
+"""What is measured beside the scores of tokens: greedy continuations, and tasks of lm-evaluation-harness.
 
-It takes as long as scoring or longer: an interruption leaves what is done.
+Each takes as long as scoring or longer, and none depends on another: an interruption leaves what is done.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from minifloat.compare.generation import Continuations, end_tokens, generate_gre
 from minifloat.compare.models import Predictor
 from minifloat.compare.result import CandidateResult
 from minifloat.compare.scoring import Progress
+from minifloat.compare.tasks import LoadedTasks, TaskRun, compare_tasks, run_tasks
 from minifloat.errors import MinifloatError
 
 #: Tokens of a document that are continued.
@@ -34,6 +35,8 @@ class Examination:
         tokenizer: Of all models.
         prompts: So many beginnings of windows are continued; 0: none.
         new_tokens: Tokens of a continuation at most.
+        tasks: What to run; None: nothing.
+        task_limit: Items of each task; None: all.
         progress: Called by each of them.
         notes: What could not be measured, and why.
     """
@@ -44,6 +47,8 @@ class Examination:
     tokenizer: PreTrainedTokenizerBase
     prompts: int
     new_tokens: int
+    tasks: LoadedTasks | None
+    task_limit: int | None
     progress: Progress | None
     notes: list[str] = field(default_factory=list)
 
@@ -54,6 +59,9 @@ class Examination:
             if self.prompts:
                 with self._noting("greedy continuations"):
                     self._generate(whole)
+            if self.tasks is not None:
+                with self._noting("tasks"):
+                    self._run_tasks(whole, self.tasks)
         return whole
 
     @contextlib.contextmanager
@@ -90,3 +98,14 @@ class Examination:
                 cache_factory=model.new_cache,
                 progress=self.progress,
             )
+
+    def _run_tasks(self, results: list[CandidateResult], tasks: LoadedTasks) -> None:
+        """The harness makes its own caches: keys and values are not rounded here."""
+
+        def run(model: Predictor) -> TaskRun:
+            with model.set_up():
+                return run_tasks(model.model, self.tokenizer, tasks, limit=self.task_limit, progress=self.progress)
+
+        before = run(self.baseline)
+        for number, model in enumerate(self.candidates):
+            results[number] = replace(results[number], tasks=compare_tasks(before, run(model)))

@@ -11,6 +11,7 @@ from typing import Any
 from minifloat.compare.attribution import Attribution
 from minifloat.compare.generation import GreedyDivergence
 from minifloat.compare.summary import Summary
+from minifloat.compare.tasks import TaskDifference
 from minifloat.compare.verdict import Outcome, Verdict, worst
 
 #: Of `Comparison.to_dict`; a larger one has changed what a name means, a new name alone does not change it.
@@ -102,6 +103,7 @@ class CandidateResult:
         worst: Where it differs most, worst first.
         generation: Greedy continuations; None: not asked for.
         attribution: Which modules do the damage; None: not asked for.
+        tasks: Scores of tasks.
     """
 
     model: ModelRecord
@@ -111,6 +113,7 @@ class CandidateResult:
     worst: tuple[WorstToken, ...]
     generation: GreedyDivergence | None = None
     attribution: Attribution | None = None
+    tasks: tuple[TaskDifference, ...] = ()
 
     @property
     def summaries(self) -> tuple[Summary, ...]:
