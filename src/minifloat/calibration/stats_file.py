@@ -11,7 +11,6 @@ the classes of `stats`.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -26,7 +25,14 @@ import numpy.typing as npt
 
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.stats import BINS, SCHEMA_VERSION, ActivationStats, KVStats, ModuleStats
-from minifloat.checkpoint.files import byte_view, open_regular, parse_object, read_exactly, storage_errors, sync_folder
+from minifloat.checkpoint.files import (
+    byte_view,
+    open_regular,
+    parse_object,
+    read_exactly,
+    storage_errors,
+    written_whole,
+)
 from minifloat.checkpoint.header import encode_header, read_header, strict_json
 from minifloat.checkpoint.tensors import OutputTensor, TensorInfo
 from minifloat.errors import StatsError
@@ -77,21 +83,10 @@ def write_stats(stats: ActivationStats, path: str | os.PathLike[str]) -> None:
     outputs = [OutputTensor(name, _TENSORS[name][0], array.shape) for name, array in arrays.items()]
     metadata = {"format": _FORMAT, "schema_version": str(SCHEMA_VERSION), "content": content}
     header, spans = encode_header(outputs, metadata | {"sha256": _digest(content, arrays)})
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    with storage_errors(target, "write"):
-        try:
-            with open(draft, "wb") as file:
-                file.write(header)
-                for name in spans:  # in the order of their offsets
-                    file.write(byte_view(arrays[name]))
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(target)
-        except BaseException:  # Ctrl-C among them
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise
-    sync_folder(target.parent)
+    with written_whole(target) as file:
+        file.write(header)
+        for name in spans:  # in the order of their offsets
+            file.write(byte_view(arrays[name]))
 
 
 def read_stats(path: str | os.PathLike[str]) -> ActivationStats:

@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -187,6 +187,28 @@ def list_folder(path: Path) -> list[str]:
     """The names in a folder, in no order."""
     with storage_errors(path, "list the folder"):
         return [entry.name for entry in path.iterdir()]
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that is written beside its place, synced, and renamed at the end: there is a whole file or the old one.
+
+    Raises:
+        StorageError: The system refuses.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with storage_errors(path, "write"):
+        try:
+            with open(draft, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(path)
+        except BaseException:  # Ctrl-C among them
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
