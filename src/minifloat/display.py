@@ -16,11 +16,10 @@ from minifloat.doctor import Diagnosis
 from minifloat.inspection import Inspection
 from minifloat.quantize.calibrated import ActivationReport
 from minifloat.quantize.report import QuantizeReport, TensorReport
+from minifloat.report.text import size_text
 
 if TYPE_CHECKING:
     from minifloat.quantize.model import Progress as ProgressCallback
-
-_KIBI, _MEBI = 1 << 10, 1 << 20
 
 
 def make_console() -> Console:
@@ -66,10 +65,6 @@ def make_table(*columns: str, right: Iterable[str] = ()) -> Table:
     return table
 
 
-def _size(nbytes: float) -> str:
-    return f"{nbytes / _KIBI:.1f} KiB" if nbytes < _MEBI else f"{nbytes / _MEBI:,.2f} MiB"
-
-
 def _shape(shapes: set[tuple[int, ...]]) -> str:
     return "x".join(map(str, next(iter(shapes)))) if len(shapes) == 1 else "various"
 
@@ -92,7 +87,7 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool) -> None:
             str(len(tensors)),
             _shape({tensor.shape for tensor in tensors}),
             detail if action == "quantized" else f"copied ({detail})",
-            _size(sum(tensor.output_bytes for tensor in tensors)),
+            size_text(sum(tensor.output_bytes for tensor in tensors)),
             *_error_cells(tensors),
         )
     console.print(table)
@@ -103,7 +98,7 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool) -> None:
     console.print(
         f"\n{len(report.tensors)} tensors: {len(report.quantized)} quantized, "
         f"{len(report.tensors) - len(report.quantized)} copied. "
-        f"{_size(report.source_bytes)} -> {_size(report.output_bytes)} "
+        f"{size_text(report.source_bytes)} -> {size_text(report.output_bytes)} "
         f"({report.source_bytes / max(report.output_bytes, 1):.2f}x smaller). "
         f"SQNR {total.sqnr_db:.2f} dB. {report.seconds:.2f} s."
     )
@@ -167,7 +162,7 @@ def print_inspection(inspection: Inspection, *, verbose: bool) -> None:
     bits = inspection.quantized_bits_per_weight
     quantized = "" if math.isnan(bits) else f"; quantized weights alone {bits:.2f}"
     console.print(
-        f"{inspection.elements:,} weights, {_size(inspection.nbytes)}, "
+        f"{inspection.elements:,} weights, {size_text(inspection.nbytes)}, "
         f"{inspection.bits_per_weight:.2f} bits per weight{quantized}\n"
     )
     for attribute in ("kind", "format"):
@@ -176,7 +171,7 @@ def print_inspection(inspection: Inspection, *, verbose: bool) -> None:
         )
         for key, (count, elements, nbytes) in inspection.by(attribute).items():
             share = f"{nbytes / max(inspection.nbytes, 1):.1%}"
-            table.add_row(key, str(count), f"{elements:,}", _size(nbytes), share)
+            table.add_row(key, str(count), f"{elements:,}", size_text(nbytes), share)
         console.print(table)
         console.print()
     groups: dict[tuple[str, str, str], list[Any]] = {}
@@ -185,7 +180,7 @@ def print_inspection(inspection: Inspection, *, verbose: bool) -> None:
         groups.setdefault((name, row.kind, row.format), []).append(row)
     table = make_table("tensor", "count", "shape", "kind", "format", "bytes", right=("count", "bytes"))
     for (name, kind, form), rows in groups.items():
-        size = _size(sum(row.nbytes for row in rows))
+        size = size_text(sum(row.nbytes for row in rows))
         table.add_row(name, str(len(rows)), _shape({row.shape for row in rows}), kind, form, size)
     console.print(table)
     if inspection.ignored_files:

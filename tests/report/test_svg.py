@@ -9,18 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minifloat.report.svg import (
-    Axis,
-    Bar,
-    Series,
-    bar_chart,
-    escape,
-    format_number,
-    line_chart,
-    log_ticks,
-    meter,
-    nice_ticks,
-)
+from minifloat.report.axes import Axis, format_number, log_ticks, nice_ticks
+from minifloat.report.svg import Bar, Dot, Series, bar_chart, dot_chart, escape, line_chart, meter
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAN, INF = math.nan, math.inf
@@ -227,6 +217,10 @@ def test_the_length_of_a_bar_is_proportional_to_its_value(width: int) -> None:
     assert lengths[0] > 10
 
 
+def test_bars_of_nothing_but_zeros_have_no_length() -> None:
+    assert [float(rect.get("width", "")) for rect in bars([0, 0]).iter(f"{SVG}rect")] == [0, 0]
+
+
 @pytest.mark.parametrize("value", [NAN, INF, -1.0])
 def test_what_has_no_length_has_no_bar(value: float) -> None:
     lengths = [float(rect.get("width", "")) for rect in bars([value, 2]).iter(f"{SVG}rect")]
@@ -251,6 +245,64 @@ def test_a_meter_is_filled_by_its_fraction(fraction: float, filled: float) -> No
     assert float(bar.get("width", "")) == filled
 
 
+# Dots
+
+
+def dots(rows: list[tuple[str, list[Dot]]], names: list[str], **options: object) -> ElementTree.Element:
+    return parse(dot_chart(rows, names, title="dots", axis=Axis("change", percent=True), **options))  # type: ignore[arg-type]
+
+
+def place(marker: ElementTree.Element) -> tuple[float, float]:
+    x, y = (float(number) for number in NUMBER.findall(marker.get("transform", "")))
+    return x, y
+
+
+def markers(root: ElementTree.Element) -> list[tuple[float, float]]:
+    return [place(path) for path in root.iter(f"{SVG}path") if path.get("transform")]
+
+
+@pytest.mark.parametrize("width", [350, 760])
+def test_a_dot_lies_within_its_interval_and_rows_follow_each_other(width: int) -> None:
+    row = [Dot(0.01, "1%", -0.01, 0.02), Dot(0.03, "3%", 0.02, 0.05)]
+    root = dots([("first", row), ("second", row[:1])], ["a", "b"], width=width)
+    found = markers(root)[:3]
+    assert found[0][0] == found[2][0] < found[1][0]
+    assert found[0][1] < found[1][1] < found[2][1]
+    spans = [path.get("d", "") for path in root.iter(f"{SVG}path") if "H" in path.get("d", "")]
+    for (x, _), span in zip(found, spans, strict=True):
+        low, high = float(span[1:].split()[0]), float(span.split("H")[1].split("m")[0])
+        assert low < x < high
+    assert {"first", "second", "1%", "3%", "a", "b"} <= set(texts(root))
+
+
+def test_a_dot_without_an_interval_has_no_span_and_one_without_a_value_only_its_text() -> None:
+    root = dots([("a", [Dot(0.5, "50%")]), ("b", [Dot(INF, "endless")])], ["one"])
+    assert len(markers(root)) == 1
+    assert not any("H" in path.get("d", "") for path in root.iter(f"{SVG}path"))
+    assert "endless" in texts(root)
+
+
+def test_a_percent_axis_says_so() -> None:
+    assert "2%" in texts(dots([("a", [Dot(0.01, ""), Dot(0.03, "")])], ["a", "b"]))
+
+
+def test_dots_that_cannot_be_drawn_say_so() -> None:
+    assert "nothing to show" in texts(dots([("a", [Dot(NAN, "-")])], ["one"]))
+
+
+def test_a_mark_of_dots_is_where_its_value_is() -> None:
+    root = dots([("a", [Dot(0.02, "2%"), Dot(0.05, "5%")])], ["a", "b"], mark=(0.02, "bound"))
+    (mark,) = (line for line in root.iter(f"{SVG}line") if line.get("stroke-dasharray"))
+    assert float(mark.get("x1", "")) == markers(root)[0][0]
+
+
+def test_an_axis_ends_where_it_is_told_to_even_if_all_values_lie_there() -> None:
+    axis = Axis("agreement", percent=True, high=1.0)
+    found = texts(parse(dot_chart([("a", [Dot(1.0, "all")])], ["one"], title="t", axis=axis)))
+    assert "100%" in found
+    assert not {"120%", "150%"} & set(found)
+
+
 # Text
 
 NASTY = "<b>&\"'</svg>\x00\ud800"
@@ -261,6 +313,7 @@ NASTY = "<b>&\"'</svg>\x00\ud800"
     [
         lambda text: line_chart([Series(text, [(0, 1)])], title=text, x=Axis(text), y=Axis(text)),
         lambda text: bar_chart([Bar(text, 1, text)], title=text, axis=Axis(text), mark=(1, text)),
+        lambda text: dot_chart([(text, [Dot(1, text), Dot(2, text)])], [text, text], title=text, axis=Axis(text)),
     ],
 )
 def test_text_is_escaped(draw: Callable[[str], str]) -> None:

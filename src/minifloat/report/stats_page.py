@@ -32,8 +32,9 @@ from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats, KVStats
 from minifloat.errors import NotCalibratedError, StatsError
 from minifloat.formats import E4M3
 from minifloat.quantize.roles import expert_group, fused_group
-from minifloat.report import Cell, Markup, bullets, facts, figure, folded, page, paragraph, section, table
-from minifloat.report.svg import Axis, Bar, Series, bar_chart, format_number, line_chart, meter
+from minifloat.report import Cell, Markup, box, bullets, facts, figure, folded, page, paragraph, section, table
+from minifloat.report.axes import Axis, format_number
+from minifloat.report.svg import Bar, Series, bar_chart, line_chart, meter
 
 _SHOWN = 8  #: names in a warning, and curves in a chart
 _WORST = 20  #: modules in a table of the worst
@@ -166,7 +167,7 @@ def run_facts(stats: ActivationStats, rule: Rule, held_out: ActivationStats | No
 
 def kind_of(module: str) -> str:
     """What the inputs of all layers of one kind share: the name after the layer, without the number of the expert."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", _split_layer(module)[1])
+    return re.sub(r"\.\d+(?=\.|$)", ".*", split_layer(module)[1])
 
 
 def settled_text(convergences: Sequence[Convergence]) -> str:
@@ -313,10 +314,10 @@ def _running_order(module: str) -> tuple[Any, ...]:
     numbered = [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parent.split(".")]
     role = leaf.removesuffix("_proj")
     rank = _LEAVES.index(role) if role in _LEAVES else len(_LEAVES)
-    return _split_layer(module)[0], "attn" not in parent, numbered, rank, leaf
+    return split_layer(module)[0], "attn" not in parent, numbered, rank, leaf
 
 
-def _split_layer(module: str) -> tuple[int, str]:
+def split_layer(module: str) -> tuple[int, str]:
     """The number of the layer, and what comes after it; layer 0 where the name has none."""
     match = re.search(r"(?:^|\.)(\d+)\.(?=.)", module)
     return (int(match[1]), module[match.end() :]) if match else (0, module)
@@ -349,7 +350,7 @@ def _largest_by_layer(
 ) -> list[tuple[float, float]]:
     largest: dict[int, float] = {}
     for one in group:
-        layer, found = _split_layer(one.module)[0], value(one)
+        layer, found = split_layer(one.module)[0], value(one)
         if found is not None:
             largest[layer] = max(found, largest.get(layer, 0.0))
     return [(float(layer), largest[layer]) for layer in sorted(largest)]
@@ -359,7 +360,7 @@ def _largest_by_layer(
 
 
 def _warning_box(warnings: Sequence[str]) -> str:
-    return f'<div class="warning" role="note">\n{paragraph("Warnings")}\n{bullets(warnings)}</div>' if warnings else ""
+    return box("warning", "Warnings", bullets(warnings)) if warnings else ""
 
 
 def _layer_chart(caption: str, series: Sequence[Series], label: str) -> str:
@@ -395,7 +396,7 @@ def _input_section(inputs: Sequence[InputSummary], rule: Rule) -> str:
 def _group_row(name: str, group: Sequence[InputSummary]) -> list[Cell]:
     return [
         name,
-        str(len({_split_layer(one.module)[0] for one in group})),
+        str(len({split_layer(one.module)[0] for one in group})),
         f"{min(one.tokens for one in group):,}",
         number(max(one.amax for one in group)),
         span((one.scale for one in group), number),
@@ -433,7 +434,7 @@ def _cache_section(kv: Mapping[str, KVStats], summary: StatsSummary) -> str:
     series = []
     for letter in ("k", "v"):
         heads = {
-            float(_split_layer(f"{name}.x")[0]): (one.k_amax if letter == "k" else one.v_amax).max(axis=0, initial=0.0)
+            float(split_layer(f"{name}.x")[0]): (one.k_amax if letter == "k" else one.v_amax).max(axis=0, initial=0.0)
             for name, one in sorted(kv.items(), key=lambda pair: _running_order(pair[0]))
         }
         points = [(layer, float(found.max(initial=0.0))) for layer, found in heads.items()]

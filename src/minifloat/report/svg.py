@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from minifloat.report.axes import Axis, Mapping, format_number
+
 #: Where a line goes: x and y. A point that is not finite, or not above 0 on a log axis, is a gap in the line.
 Point: TypeAlias = tuple[float, float]
 
@@ -24,31 +26,12 @@ COLORS = ("#1f6fb4", "#b8520a", "#1a7f4b", "#8250df", "#b3305c", "#0e7c86", "#7a
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "12 4", "1 4", "6 2 1 2 1 2")
 _FONT = 12
 _CHARACTER = 6.4  #: average advance of a character in pixels at that size
+_PERCENT = 0.8  #: by how many of those a percent sign is wider
 _ROW = 18
 _PAD = 8
 _SWATCH = 30
-_TICK_EVERY = 60  #: pixels
 _NARROW = 480  #: below this width the labels of bars stand above them
 _INVALID = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One axis of a chart.
-
-    Attributes:
-        label: What it measures, with the unit.
-        log: Logarithmic; values that are not above 0 are left out.
-        low: Where it begins; None: where the data does.
-        high: Where it ends; None: where the data does.
-        whole: Ticks at whole numbers only, as for layers.
-    """
-
-    label: str = ""
-    log: bool = False
-    low: float | None = None
-    high: float | None = None
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,48 +58,19 @@ class Bar:
     text: str | None = None
 
 
+@dataclass(frozen=True)
+class Dot:
+    """A value, the ends of its interval (NaN: there is none), and the text at the right of its row."""
+
+    value: float
+    text: str
+    low: float = math.nan
+    high: float = math.nan
+
+
 def escape(text: object) -> str:
     """Text for SVG and HTML: markup escaped, and what XML cannot hold replaced."""
     return html.escape(_INVALID.sub("\ufffd", str(text)))
-
-
-def format_number(value: float) -> str:
-    """A number as short as an axis needs it: ``0.25``, ``1,200``, ``3e-7``; a dash where it is not finite."""
-    if not math.isfinite(value):
-        return "-"
-    if value == 0 or 1e-4 <= abs(value) < 1e6:
-        return f"{value:,.6g}"
-    mantissa, exponent = f"{value:.3e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def nice_ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten apart) within ``[low, high]``."""
-    if not low < high:
-        return [low]
-    ticks: list[float] = []
-    for finer in (1, 2, 4):
-        step = _nice_step((high - low) / max(count * finer, 1), whole)
-        ticks = [float(f"{i * step:.12g}") for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-        if len(ticks) > 1:
-            break
-    return ticks
-
-
-def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers within ``[low, high]``, both above 0, for a log axis.
-
-    Powers of ten, fewer or with multiples between them as there is room; over less than that, those of a linear axis.
-    """
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    every = max(1, math.ceil((last - first) / max(count, 1)))
-    for factors, stride in (((1, 1.5, 2, 3, 5, 7), 1), ((1, 2, 5), 1), ((1,), 1), ((1,), every)):
-        exponents = range(-(-first // stride) * stride, last + 1, stride)
-        ticks = [float(f"{factor}e{exponent}") for exponent in exponents for factor in factors]
-        ticks = [tick for tick in ticks if low <= tick <= high]
-        if len(ticks) <= count + 2:
-            break
-    return ticks if len(ticks) > 1 else nice_ticks(low, high, count)
 
 
 def line_chart(
@@ -151,10 +105,10 @@ def line_chart(
     if not found:
         return _empty(title, width)
     top, bottom = _ROW + _PAD, _ROW + _PAD + plot_height
-    vertical = _Mapping.fit(y, [point[1] for point in found], bottom, top, rounded=True)
-    left = max(_text_width(format_number(tick)) for tick in vertical.ticks) + 10
-    horizontal = _Mapping.fit(x, [point[0] for point in found], left + 6, width - 2 * _PAD)
-    parts = [_text(0, _FONT, y.label), *_grid(vertical, left, width - _PAD), *_x_axis(x, horizontal, top, bottom)]
+    vertical = Mapping.fit(y, [point[1] for point in found], bottom, top, rounded=True)
+    left = max(_text_width(y.text(tick)) for tick in vertical.ticks) + 10
+    horizontal = Mapping.fit(x, [point[0] for point in found], left + 6, width - 2 * _PAD)
+    parts = [_text(0, _FONT, y.label), *_grid(vertical, left, width - _PAD), *_x_axis(horizontal, top, bottom)]
     marked = markers and max(map(len, kept)) <= (width - left) / 9
     for index, (points, area) in enumerate(zip(kept, areas, strict=True)):
         parts += _area(index, area, horizontal, vertical)
@@ -185,7 +139,7 @@ def bar_chart(
     left = 0.0 if above else min(max(_text_width(bar.label) for bar in bars) + _PAD, width * 0.5)
     right = width - max(map(_text_width, texts)) - 2 * _PAD
     values = [bar.value for bar in bars if math.isfinite(bar.value)] + ([mark[0]] if mark else [])
-    horizontal = _Mapping.fit(Axis(low=0.0, high=axis.high), values or [1.0], left, right)
+    horizontal = Mapping.fit(Axis(low=0.0, high=axis.high), values or [1.0], left, right)
     row = 2 * _ROW if above else _ROW + 4
     top = _ROW + _PAD if mark else 0
     bottom = top + row * len(bars)
@@ -209,6 +163,60 @@ def bar_chart(
     return _svg(title, width, bottom + _ROW + 4, parts)
 
 
+def dot_chart(
+    rows: Sequence[tuple[str, Sequence[Dot]]],
+    names: Sequence[str],
+    *,
+    title: str,
+    axis: Axis,
+    mark: tuple[float, str] | None = None,
+    width: int = 720,
+) -> str:
+    """Values with their intervals on a common axis, one row per label and in it a line per series.
+
+    Args:
+        rows: Labels from top to bottom, each with at most one dot per series; one that is not finite is not drawn.
+        names: Of the series; a legend names them if there are several.
+        title: What the chart shows, in words, for who cannot see it.
+        axis: Of the values; linear.
+        mark: A value to compare with, drawn as a dashed line, and what it is.
+        width: Pixels of the whole chart.
+
+    Returns:
+        An ``<svg>`` element. Without a value that can be drawn it says so.
+    """
+    dots = [dot for _, row in rows for dot in row]
+    values = [value for dot in dots for value in (dot.value, dot.low, dot.high) if math.isfinite(value)]
+    if not values:
+        return _empty(title, width)
+    above = width < _NARROW
+    left = 2.0 * _PAD if above else min(max(_text_width(label) for label, _ in rows) + _PAD, width * 0.4)
+    right = width - max(_text_width(dot.text) for dot in dots) - 2 * _PAD
+    horizontal = Mapping.fit(axis, values + ([mark[0]] if mark else []), left + 6, right - _PAD, rounded=True)
+    parts: list[str] = []
+    top = _ROW + _PAD if mark else 0
+    y = float(top)
+    for label, row in rows:
+        parts.append(_rule(0, y, width, y))
+        parts.append(_text(0, y + 14, _shorten(label, width if above else left - _PAD), hint=label))
+        y += _ROW if above else 0
+        for index, dot in enumerate(row):
+            parts += _dot(index, dot, horizontal, y + _ROW / 2)
+            parts.append(_text(width, y + 14, dot.text, "end"))
+            y += _ROW
+        y += 4
+    axes = _x_axis(horizontal, top, y)
+    if mark:
+        at = horizontal(mark[0])
+        axes.append(_rule(at, _ROW, at, y, 'stroke-dasharray="4 3"', opacity=0.8))
+        axes.append(_text(at, _FONT, mark[1], "end" if at > width / 2 else "start"))
+    y += 2 * _ROW + _PAD
+    if len(names) > 1:
+        legend, y = _legend(names, y, width, True)
+        parts += legend
+    return _svg(title, width, y + _PAD, [*axes, *parts])
+
+
 def meter(fraction: float, width: int = 60) -> str:
     """A small bar for a cell of a table that has the number too, so it is hidden from who reads the page aloud.
 
@@ -222,58 +230,6 @@ def meter(fraction: float, width: int = 60) -> str:
         f'aria-hidden="true"><rect width="{width}" height="10" style="fill:currentColor" opacity="0.12"/>'
         f'<rect width="{_px(filled)}" height="10" style="fill:{_color(0)}"/></svg>'
     )
-
-
-# ------------------------------------------------------------------------------------------------- numbers to pixels
-
-
-@dataclass(frozen=True)
-class _Mapping:
-    """From values to pixels, linear or logarithmic."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool
-    ticks: tuple[float, ...]
-
-    @classmethod
-    def fit(cls, axis: Axis, values: Sequence[float], start: float, end: float, *, rounded: bool = False) -> _Mapping:
-        """An axis that shows all values, and, if `rounded`, ends at a round number."""
-        low = min(values) if axis.low is None else axis.low
-        high = max(values) if axis.high is None else axis.high
-        if not low < high:
-            room = 0.5 if axis.whole or not low else abs(low) / 2
-            low, high = (low / 2, low * 2) if axis.log else (low - room, low + room)
-        count = max(2, int(abs(end - start) / _TICK_EVERY))
-        if rounded and axis.log:
-            room = (high / low) ** 0.04
-            low, high = low / room, high * room
-        elif rounded:
-            step = _nice_step((high - low) / count, axis.whole)
-            low = math.floor(low / step) * step if axis.low is None else low
-            high = math.ceil(high / step) * step if axis.high is None else high
-        ticks = log_ticks(low, high, count) if axis.log else nice_ticks(low, high, count, whole=axis.whole)
-        return cls(low, high, start, end, axis.log, tuple(ticks))
-
-    def __call__(self, value: float) -> float:
-        """The pixel; values beyond an end of the axis lie on it."""
-        inside = min(max(value, self.low), self.high)
-        if self.log:
-            part = math.log(inside / self.low) / math.log(self.high / self.low)
-        else:
-            part = (inside - self.low) / (self.high - self.low)
-        return self.start + part * (self.end - self.start)
-
-
-def _nice_step(least: float, whole: bool) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below `least`; at least 1 if `whole`."""
-    exponent = math.floor(math.log10(least))
-    step = next(
-        float(f"{factor}e{exponent}") for factor in (1, 2, 5, 10) if float(f"{factor}e{exponent}") >= least * 0.999
-    )
-    return max(step, 1.0) if whole else step
 
 
 def _drawable(point: Point, x: Axis, y: Axis) -> Point | None:
@@ -314,23 +270,23 @@ def _rule(x1: float, y1: float, x2: float, y2: float, extra: str = "", *, opacit
     )
 
 
-def _grid(vertical: _Mapping, left: float, right: float) -> list[str]:
+def _grid(vertical: Mapping, left: float, right: float) -> list[str]:
     parts = []
     for tick in vertical.ticks:
         at = vertical(tick)
-        parts += [_rule(left, at, right, at), _text(left - 4, at + 4, format_number(tick), "end")]
+        parts += [_rule(left, at, right, at), _text(left - 4, at + 4, vertical.axis.text(tick), "end")]
     return parts
 
 
-def _x_axis(axis: Axis, horizontal: _Mapping, top: float, bottom: float) -> list[str]:
+def _x_axis(horizontal: Mapping, top: float, bottom: float) -> list[str]:
     parts = [_rule(horizontal.start - 6, bottom, horizontal.end + _PAD, bottom, opacity=0.6)]
     for tick in horizontal.ticks:
         at = horizontal(tick)
-        parts += [_rule(at, top, at, bottom), _text(at, bottom + 15, format_number(tick), "middle")]
-    return [*parts, _text((horizontal.start + horizontal.end) / 2, bottom + 15 + _ROW, axis.label, "middle")]
+        parts += [_rule(at, top, at, bottom), _text(at, bottom + 15, horizontal.axis.text(tick), "middle")]
+    return [*parts, _text((horizontal.start + horizontal.end) / 2, bottom + 15 + _ROW, horizontal.axis.label, "middle")]
 
 
-def _area(index: int, area: Sequence[tuple[float, float, float]], to_x: _Mapping, to_y: _Mapping) -> list[str]:
+def _area(index: int, area: Sequence[tuple[float, float, float]], to_x: Mapping, to_y: Mapping) -> list[str]:
     if len(area) < 2:
         return []
     corners = [(to_x(x), to_y(high)) for x, _, high in area] + [(to_x(x), to_y(low)) for x, low, _ in reversed(area)]
@@ -339,7 +295,7 @@ def _area(index: int, area: Sequence[tuple[float, float, float]], to_x: _Mapping
 
 
 def _line(
-    index: int, name: str, points: Sequence[Point | None], to_x: _Mapping, to_y: _Mapping, marked: bool
+    index: int, name: str, points: Sequence[Point | None], to_x: Mapping, to_y: Mapping, marked: bool
 ) -> list[str]:
     """The line, broken at gaps; a marker at every point if `marked`, else at points that stand alone."""
     path: list[str] = []
@@ -352,7 +308,7 @@ def _line(
         path.append(f"{'L' if joined else 'M'}{_px(px)} {_px(py)}")
         alone = not joined and (position + 1 == len(points) or points[position + 1] is None)
         if marked or alone:
-            hint = f"{name}: {format_number(point[1])} at {format_number(point[0])}"
+            hint = f"{name}: {to_y.axis.text(point[1])} at {to_x.axis.text(point[0])}"
             markers.append(_marker(index, px, py, f"<title>{escape(hint)}</title>"))
     return [_stroke(index, "".join(path)), *markers] if path else []
 
@@ -369,6 +325,18 @@ def _marker(index: int, x: float, y: float, inside: str = "") -> str:
     style = f"stroke:{_color(index)};fill:{_color(index) if solid else 'none'}"
     shapes = ("M-3 0a3 3 0 1 0 6 0a3 3 0 1 0 -6 0", "M-3 -3h6v6h-6z", "M0 -3.6L3.6 3h-7.2z", "M0 -4L4 0L0 4L-4 0z")
     return f'<path transform="translate({_px(x)} {_px(y)})" d="{shapes[index % 4]}" style="{style}">{inside}</path>'
+
+
+def _dot(index: int, dot: Dot, to_x: Mapping, y: float) -> list[str]:
+    """The value's marker on the line of its interval."""
+    if not math.isfinite(dot.value):
+        return []
+    parts = []
+    if math.isfinite(dot.low) and math.isfinite(dot.high):
+        low, high = to_x(dot.low), to_x(dot.high)
+        path = f"M{_px(low)} {_px(y - 3)}v6m0 -3H{_px(high)}m0 -3v6"
+        parts.append(f'<path d="{path}" fill="none" stroke-width="1.6" style="stroke:{_color(index)}"/>')
+    return [*parts, _marker(index, to_x(dot.value), y)]
 
 
 def _legend(names: Sequence[str], top: float, width: int, marked: bool) -> tuple[list[str], float]:
@@ -394,12 +362,12 @@ def _color(index: int) -> str:
 
 
 def _text_width(text: str) -> float:
-    return len(text) * _CHARACTER
+    return (len(text) + _PERCENT * text.count("%")) * _CHARACTER
 
 
 def _shorten(text: str, pixels: float) -> str:
     """The text, or its ends where it is too long: names differ at both."""
-    fits = max(int(pixels / _CHARACTER), 3)
+    fits = max(int(pixels / _CHARACTER + 1e-6), 3)
     if len(text) <= fits:
         return text
     head = (fits - 1) // 2
