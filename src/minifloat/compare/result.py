@@ -103,7 +103,7 @@ class CandidateResult:
         worst: Where it differs most, worst first.
         generation: Greedy continuations; None: not asked for.
         attribution: Which modules do the damage; None: not asked for.
-        tasks: Scores of tasks.
+        tasks: Scores of tasks; none: not asked for.
     """
 
     model: ModelRecord
@@ -136,7 +136,6 @@ class Comparison:
         seconds: That scoring took.
         machine: Versions, processors, date.
         command: That made it; empty if it was not the command line.
-        notes: What was asked for and could not be measured, and why.
     """
 
     baseline: ModelRecord
@@ -149,7 +148,6 @@ class Comparison:
     seconds: float
     machine: dict[str, Any]
     command: str = ""
-    notes: tuple[str, ...] = ()
 
     @property
     def partial(self) -> bool:
