@@ -1,42 +1,102 @@
-"""Comparisons on the terminal."""
+"""How a comparison looks on a terminal. The words are those of the page (`report.compare_words`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from rich.markup import escape
+from rich.table import Table
+
+from minifloat.compare.result import CandidateResult, Comparison
+from minifloat.compare.summary import Summary
 from minifloat.display import make_console, make_table
+from minifloat.report.compare_numbers import increase, number, with_interval
+from minifloat.report.compare_tasks import recovery, task_difference, task_score
+from minifloat.report.compare_words import (
+    attribution_text,
+    baseline_name,
+    candidate_names,
+    confidence_text,
+    generation_text,
+    override_options,
+    partial_text,
+    size_lines,
+    suggestion_text,
+    unmet_lines,
+    verdict_line,
+)
+from minifloat.report.text import visible
 
-if TYPE_CHECKING:
-    from minifloat.compare import Comparison, Estimate, Summary
+_WORST_MODULES = 3
+_NARROWEST = 9  #: columns of a terminal for names
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """A table per candidate, one row per text and one for all, and its verdict."""
+    """Per candidate a row for each text and one for all, what else was measured, and the verdict last."""
     console = make_console()
-    numbers = ("tokens", "ppl base", "ppl", "change", "KL mean", "KL p99", "KL max", "top-1")
-    for candidate in comparison.candidates:
-        table = make_table("text", *numbers, right=numbers)
-        for summary in candidate.summaries:
-            table.add_row(*_row(summary))
-        console.print(f"{candidate.model.name} (inputs: {candidate.model.activations})")
-        console.print(table)
-        console.print(f"Verdict: {candidate.verdict.outcome.value}\n")
+    names = candidate_names(comparison)
+    for name, one in zip(names, comparison.candidates, strict=True):
+        console.print(escape(f"{baseline_name(comparison)} -> {name}: {size_lines(comparison, one)}"), soft_wrap=True)
+        console.print(_table(one))
+        for line in _lines(one):
+            console.print(escape(line), soft_wrap=True)
+        console.print()
+    if any(not row.kl_mean.known for one in comparison.candidates for row in one.summaries):
+        console.print(escape(confidence_text()), soft_wrap=True)
+    if comparison.partial:
+        console.print(escape(partial_text(comparison)), soft_wrap=True)
+    for name, one in zip(names, comparison.candidates, strict=True):
+        others = unmet_lines(one)[1:]
+        for line in reversed(others):
+            console.print(escape(f"  {line}"), soft_wrap=True)
+        console.print(escape(f"{name}: {verdict_line(one)}"), soft_wrap=True)
 
 
-def _row(summary: Summary) -> tuple[str, ...]:
-    return (
-        summary.name,
-        f"{summary.tokens:,}",
-        f"{summary.baseline_perplexity:.4g}",
-        f"{summary.candidate_perplexity:.4g}",
-        _interval(summary.perplexity_ratio.mapped(lambda ratio: 100 * (ratio - 1)), "{:+.2f}") + "%",
-        _interval(summary.kl_mean, "{:.3g}"),
-        f"{summary.kl_p99.value:.3g}",
-        f"{summary.kl_max:.3g}",
-        f"{summary.top1_agreement.value:.2%}",
+def _table(candidate: CandidateResult) -> Table:
+    """Only the names of texts are broken where the terminal is too narrow, never a number."""
+    numbers = ("tokens", "perplexity", "change", "KL, nats", "same top-1")
+    table = make_table("text", *numbers, right=numbers)
+    names = table.columns[0]
+    names.no_wrap, names.overflow, names.min_width = False, "fold", _NARROWEST
+    for summary in candidate.summaries:
+        table.add_row(escape(visible(summary.name)), *map(escape, _cells(summary)))
+    return table
+
+
+def _cells(one: Summary) -> list[str]:
+    return [
+        f"{one.tokens:,}",
+        f"{number(one.baseline_perplexity, 3)} -> {number(one.candidate_perplexity, 3)}",
+        with_interval(increase(one), as_percent=True, signed=True),
+        with_interval(one.kl_mean, digits=1),
+        with_interval(one.top1_agreement, as_percent=True, digits=1),
+    ]
+
+
+def _lines(candidate: CandidateResult) -> Iterator[str]:
+    one = candidate.overall
+    yield (
+        f"KL median {number(one.kl_median.value, 3)}, p99 {number(one.kl_p99.value, 3)}, "
+        f"p99.9 {number(one.kl_p999.value, 3)}, max {number(one.kl_max, 3)}; top-10 overlap "
+        f"{with_interval(one.topk_overlap, as_percent=True)}; bits per byte {number(one.baseline_bits_per_byte)} -> "
+        f"{number(one.candidate_bits_per_byte)}"
     )
-
-
-def _interval(estimate: Estimate, form: str) -> str:
-    value, low, high = (form.format(number) for number in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [{low}, {high}]" if estimate.known else value
+    cache = f", keys and values in {candidate.model.kv_cache}" if candidate.model.kv_cache else ""
+    yield visible(f"inputs of the linears in {candidate.model.activations}{cache}")
+    if candidate.generation is not None:
+        yield f"generation: {generation_text(candidate.generation)}"
+    for task in candidate.tasks:
+        scores = [task_score(task, score) for score in (task.baseline, task.candidate)]
+        p = "" if task.mcnemar_p is None else f", McNemar's p {number(task.mcnemar_p, 2)}"
+        yield (
+            f"task {visible(task.task)}, {visible(task.metric)}: {scores[0]} -> {scores[1]}, difference "
+            f"{task_difference(task)}{p}, {task.items:,} items, recovery {recovery(task)}"
+        )
+    if candidate.attribution is not None:
+        yield f"damage: {attribution_text(candidate.attribution)}"
+        for row in candidate.attribution.rows[:_WORST_MODULES]:
+            alone = "" if row.kl_alone is None else f", KL alone {number(row.kl_alone, 3)}"
+            yield f"  {visible(row.module)}: SQNR {number(row.sqnr_db, 3)} dB{alone}"
+        if candidate.attribution.suggestion is not None:
+            yield f"  {suggestion_text(candidate.attribution.suggestion)}"
+            yield from (f"  {option}" for option in override_options(candidate.attribution.suggestion))
