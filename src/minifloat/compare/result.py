@@ -103,7 +103,7 @@ class CandidateResult:
         worst: Where it differs most, worst first.
         generation: Greedy continuations; None: not asked for.
         attribution: Which modules do the damage; None: not asked for.
-        tasks: Scores of tasks; none: not asked for.
+        tasks: Scores of tasks.
     """
 
     model: ModelRecord
@@ -136,6 +136,7 @@ class Comparison:
         seconds: That scoring took.
         machine: Versions, processors, date.
         command: That made it; empty if it was not the command line.
+        notes: What was asked for and could not be measured, and why.
     """
 
     baseline: ModelRecord
@@ -148,6 +149,7 @@ class Comparison:
     seconds: float
     machine: dict[str, Any]
     command: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def partial(self) -> bool:
