@@ -525,18 +525,18 @@ def test_a_comparison_runs_tasks_beside_its_scores(llama_folder: Path, folder: P
 
 
 def test_likelihoods_of_a_comparison_are_those_of_the_harness(llama_folder: Path, folder: Path, tmp_path: Path) -> None:
-    """The harness predicts a document's first token from the end of the one before it: so does a text with that end."""
+    """The harness predicts the first token of a document from BOS: so does a text that begins with it."""
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    end = load_tokenizer(llama_folder).eos_token
+    begin = load_tokenizer(llama_folder).bos_token
     pages = [question["page"][:100] for question in _QUESTIONS]
     write_tasks(tmp_path, rolling=_ROLLING)
-    for name, rows in (("questions", pages), ("with_end", [end + page for page in pages])):
+    for name, rows in (("questions", pages), ("with_bos", [begin + page for page in pages])):
         lines = (json.dumps({"page": row}) + "\n" for row in rows)
         (tmp_path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     result = compare_models(
         llama_folder,
         tmp_path / "q",
-        [f"{tmp_path / 'with_end.jsonl'}#column=page"],
+        [f"{tmp_path / 'with_bos.jsonl'}#column=page"],
         dtype="float32",
         window=128,
         prompts=0,
