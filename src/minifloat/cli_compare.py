@@ -54,6 +54,8 @@ def parse_fraction(text: str) -> float:
 )
 @click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=0), help="To continue greedily.")
 @click.option("--new-tokens", default=64, show_default=True, type=click.IntRange(min=1), help="Of a continuation.")
+@click.option("--attribute", is_flag=True, help="Find out which modules do the damage, and what to keep in BF16.")
+@click.option("--attribute-seconds", default=120.0, show_default=True, type=click.FloatRange(min=0, min_open=True))
 @click.option("--tasks", metavar="NAME,NAME", help="Run tasks of lm-evaluation-harness (extra: eval).")
 @click.option("--task-path", type=_FOLDER, help="A folder of task files.")
 @click.option("--task-limit", type=click.IntRange(min=1), help="Items of each task.  [default: all]")
@@ -72,6 +74,8 @@ def compare(
     max_ppl_increase: float,
     max_kl: float,
     min_agreement: float,
+    attribute: bool,
+    attribute_seconds: float,
     tasks: str | None,
     threads: int | None,
     as_json: bool,
@@ -97,6 +101,7 @@ def compare(
             data,
             progress=progress,
             tolerance=Tolerance(max_ppl_increase, max_kl, min_agreement),
+            attribute=attribute_seconds if attribute else 0.0,
             tasks=tuple(filter(None, (tasks or "").split(","))),
             command=shlex.join(["minifloat", *sys.argv[1:]]),
             **options,

@@ -62,6 +62,7 @@ class CompareOptions:
         tasks: Names of tasks of lm-evaluation-harness, see `minifloat.compare.tasks.load_tasks`.
         task_path: A folder of task files.
         task_limit: Use only so many items of each task.
+        attribute: Seconds to spend on finding out which modules do the damage, for each candidate; 0: none.
         impl: What multiplies the quantized weights of folders, as in `minifloat.serve.load.load`. The kernels do not
             round weights to the 16 bits of `dtype`; "reference" does, as servers that dequantize first.
         resume: A folder that scores are written down in while they are measured, and read from if it has some.
@@ -81,6 +82,7 @@ class CompareOptions:
     tasks: Sequence[str] = ()
     task_path: str | os.PathLike[str] | None = None
     task_limit: int | None = None
+    attribute: float = 0.0
     impl: str = "auto"
     resume: str | os.PathLike[str] | None = None
     command: str = ""
@@ -176,6 +178,8 @@ class Run:
             new_tokens=options.new_tokens,
             tasks=tasks,
             task_limit=options.task_limit,
+            attribute=options.attribute,
+            tolerance=options.tolerance,
             progress=progress,
         )
 

@@ -1,4 +1,4 @@
-"""What is measured beside the scores of tokens: greedy continuations, and tasks of lm-evaluation-harness.
+"""What is measured beside the scores of tokens: continuations, tasks, and which modules do the damage.
 
 Each takes as long as scoring or longer, and none depends on another: an interruption leaves what is done.
 """
@@ -10,14 +10,18 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from minifloat.compare.attribution import attribute
 from minifloat.compare.corpus import Corpus
 from minifloat.compare.generation import Continuations, end_tokens, generate_greedy, greedy_divergence
 from minifloat.compare.models import Predictor
 from minifloat.compare.result import CandidateResult
 from minifloat.compare.scoring import Progress
 from minifloat.compare.tasks import LoadedTasks, TaskRun, compare_tasks, run_tasks
+from minifloat.compare.verdict import Tolerance
 from minifloat.errors import MinifloatError
 
 #: Tokens of a document that are continued.
@@ -37,6 +41,8 @@ class Examination:
         new_tokens: Tokens of a continuation at most.
         tasks: What to run; None: nothing.
         task_limit: Items of each task; None: all.
+        attribute: Seconds to spend on the damage that modules do, for each candidate; 0: none.
+        tolerance: What a suggestion has to reach.
         progress: Called by each of them.
         notes: What could not be measured, and why.
     """
@@ -49,6 +55,8 @@ class Examination:
     new_tokens: int
     tasks: LoadedTasks | None
     task_limit: int | None
+    attribute: float
+    tolerance: Tolerance
     progress: Progress | None
     notes: list[str] = field(default_factory=list)
 
@@ -62,6 +70,8 @@ class Examination:
             if self.tasks is not None:
                 with self._noting("tasks"):
                     self._run_tasks(whole, self.tasks)
+            if self.attribute:
+                self._attribute(whole)
         return whole
 
     @contextlib.contextmanager
@@ -109,3 +119,23 @@ class Examination:
         before = run(self.baseline)
         for number, model in enumerate(self.candidates):
             results[number] = replace(results[number], tasks=compare_tasks(before, run(model)))
+
+    def _attribute(self, results: list[CandidateResult]) -> None:
+        windows = self._windows()
+        for number, model in enumerate(self.candidates):
+            damage = attribute(
+                self.baseline,
+                model,
+                windows,
+                tolerance=self.tolerance,
+                seconds=self.attribute,
+                progress=self.progress,
+            )
+            results[number] = replace(results[number], attribution=damage)
+
+    def _windows(self) -> Tensor:
+        """Those of the most frequent length, ``[N, W]``, all texts among each other."""
+        by_width: dict[int, list[Tensor]] = {}
+        for batch in self.corpus.batches():
+            by_width.setdefault(batch.ids.shape[1], []).append(batch.ids)
+        return torch.cat(max(by_width.values(), key=lambda parts: sum(part.numel() for part in parts)))
