@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.compare import kv_cache
-from minifloat.compare.kv_cache import KVScales, kv_cache_factory, kv_scales, round_to_cache
+from minifloat.compare.kv_cache import kv_cache_factory, round_to_cache
 from minifloat.errors import CheckpointError, UnsupportedTensorError, UsageError
 from minifloat.formats import E4M3
 from minifloat.kernels.decoder import BLOCK_TOKENS, Batch, KVCache, step
 from minifloat.serve.engine.native import decoder_of
+from minifloat.serve.kv_scales import KVScales, kv_scales
 from minifloat.serve.load import load
 
 MakeModel = Callable[..., Path]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,29 @@ def test_an_unquantized_checkpoint_is_described_as_such() -> None:
         description = describe(checkpoint)
     assert description.layout is None
     assert description.weights == {}
+
+
+@pytest.mark.parametrize(
+    ("written", "element"),
+    [
+        ({"kv_cache_quant_algo": "FP8"}, "E4M3"),
+        ({"kv_cache_quant_algo": "NVFP4"}, "E2M1"),
+        ({"kv_cache_quant_algo": "INT8"}, None),
+        ({"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}, "E4M3"),
+        ({"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "int"}}, None),
+        ({}, None),
+    ],
+)
+def test_the_kv_cache_of_modelopt_is_what_it_says(tmp_path: Path, written: dict[str, Any], element: str | None) -> None:
+    source = next(path for path in FIXTURES if path.name == "modelopt-fp8-kv")
+    folder = Path(shutil.copytree(source, tmp_path / "model"))
+    (folder / "hf_quant_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config["quantization_config"]
+    for name in ("kv_cache_quant_algo", "kv_cache_scheme"):
+        quantization.pop(name, None)
+    config["quantization_config"] = quantization | written
+    (folder / "config.json").write_text(json.dumps(config))
+    with Checkpoint.open(folder) as checkpoint:
+        kv = describe(checkpoint).kv
+    assert (None if kv is None else kv.element.name) == element

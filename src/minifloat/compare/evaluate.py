@@ -25,7 +25,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.compare.corpus import DEFAULT_WINDOW, Corpus
 from minifloat.compare.examination import Examination
 from minifloat.compare.journal import Journal
-from minifloat.compare.kv_cache import CacheFactory, kv_cache_factory, kv_scales
+from minifloat.compare.kv_cache import CacheFactory, kv_cache_factory
 from minifloat.compare.metrics import concatenate
 from minifloat.compare.models import ModelLike, Predictor, common_tokenizer, longest_window, share_experts
 from minifloat.compare.result import CandidateResult, Comparison, ModelRecord, TextRecord
@@ -37,6 +37,7 @@ from minifloat.compare.worst import describe
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.formats import E4M3
 from minifloat.kernels import native, processors
+from minifloat.serve.kv_scales import kv_scales
 
 KV_CACHES = ("auto", "none", "fp8")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

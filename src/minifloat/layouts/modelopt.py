@@ -57,8 +57,17 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             input_scale=input_scale if input_scale in checkpoint.tensors else None,
         )
     auxiliary = frozenset(name for name in checkpoint.tensors if name.endswith(_AUXILIARY))
-    kv = quantization.get("kv_cache_quant_algo") or quantization.get("kv_cache_scheme")
-    return Description(NAME, weights, auxiliary, KVSpec(E4M3, TENSOR) if kv else None)
+    return Description(NAME, weights, auxiliary, _kv(quantization))
+
+
+def _kv(quantization: Mapping[str, Any]) -> KVSpec | None:
+    """``FP8`` and ``NVFP4``, or in newer files a scheme with the bits of a float; None for whatever else there is."""
+    scheme = quantization.get("kv_cache_scheme")
+    bits = scheme.get("num_bits") if isinstance(scheme, dict) and scheme.get("type") == "float" else None
+    algorithm = quantization.get("kv_cache_quant_algo")
+    if algorithm == "FP8" or bits == E4M3.bits:
+        return KVSpec(E4M3, TENSOR)
+    return KVSpec(E2M1, GROUP_16) if algorithm == "NVFP4" or bits == E2M1.bits else None
 
 
 def _granularity(scale: TensorInfo, shape: tuple[int, int], element: ElementFormat) -> Granularity:

@@ -13,7 +13,7 @@ import torch
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.quantize.model import quantize_checkpoint
 from minifloat.serve.engine import Delivery, Engine, Request, SamplingParams, StepStats, Timings, Usage
-from minifloat.serve.engine.opening import Options, open_model
+from minifloat.serve.engine.opening import Options, _kv_cache, open_model
 from minifloat.serve.load import load
 
 MakeModel = Callable[..., Path]
@@ -371,3 +371,10 @@ def test_weights_that_bf16_does_not_hold_are_left_to_transformers(make_llama: Ma
     engine = Engine(make_llama(tmp_path / "float32", dtype="float32"))
     assert engine.info.runner == "transformers"
     assert "BF16" in engine.info.reason_not_native
+
+
+def test_the_scales_of_a_cache_are_found_where_modelopt_writes_them() -> None:
+    folder = Path(__file__).parents[2] / "data" / "interop" / "modelopt-fp8-kv"
+    element, scales = _kv_cache(folder, Options(), torch.bfloat16)
+    assert element == "E4M3"
+    assert list(scales) == ["model.layers.0.self_attn"]

@@ -6,7 +6,6 @@ other linears are packed as BF16, and what is left of it is forgotten. Nothing o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from typing import Any
 
@@ -27,6 +26,7 @@ from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.scheduler import Work
 from minifloat.serve.engine.sequence import Sequence
 from minifloat.serve.experts import QuantizedExperts
+from minifloat.serve.kv_scales import KVScales
 from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
 
 #: Values of ``model_type`` whose modelling code computes what a `Decoder` does.
@@ -34,9 +34,6 @@ FAMILY = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_m
 #: Rotary embeddings whose frequencies do not depend on the length of the text.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LM_HEAD_FP8 = WeightSpec(E4M3, CHANNEL, FLOAT32)
-
-#: (k_scale, v_scale) by the name of the attention module.
-KVScales = Mapping[str, tuple[float, float]]
 
 
 class NotNative(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import time
@@ -23,11 +22,12 @@ from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache
 from minifloat.layouts import describe
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.info import ModelInfo
-from minifloat.serve.engine.native import KVScales, NativeRunner, NotNative, decoder_of, why_not_native
+from minifloat.serve.engine.native import NativeRunner, NotNative, decoder_of, why_not_native
 from minifloat.serve.engine.runner import Runner
 from minifloat.serve.engine.sampling import MODEL_DEFAULTS
 from minifloat.serve.engine.transformers_runner import TransformersRunner
-from minifloat.serve.load import TORCH_DTYPES, load
+from minifloat.serve.kv_scales import KVScales, kv_scales
+from minifloat.serve.load import load
 
 _LOG = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def _kv_cache(path: str | os.PathLike[str], options: Options, dtype: torch.dtype
     """The element of the KV cache, and its scales where it is E4M3.
 
     Raises:
-        UsageError: E4M3 is wanted, and the checkpoint has no scales.
+        UsageError: E4M3 is wanted, and the checkpoint has no scales for some layer.
     """
     element = KV_DTYPES[options.kv_cache_dtype]
     with Checkpoint.open(path) as checkpoint:
@@ -168,8 +168,9 @@ def _kv_cache(path: str | os.PathLike[str], options: Options, dtype: torch.dtype
         announced = kv is not None and kv.element is E4M3 and kv.granularity == TENSOR
         if element != E4M3.name and not (element is None and announced):
             return element or ("float32" if dtype == torch.float32 else "bfloat16"), {}
-        scales = _kv_scales(checkpoint)
-    if scales:
+        scales = kv_scales(checkpoint) or {}
+        layers = int(checkpoint.config.get("num_hidden_layers", 0))
+    if scales and len(scales) == layers:
         return E4M3.name, scales
     if announced and element is None:
         _LOG.warning("the checkpoint announces an FP8 KV cache and has no scales for it: the cache is BF16")
@@ -178,19 +179,6 @@ def _kv_cache(path: str | os.PathLike[str], options: Options, dtype: torch.dtype
         "an FP8 KV cache needs the checkpoint's k_scale and v_scale, and it has none: without them accuracy is lost in "
         "silence; make them with: minifloat quantize --kv-cache fp8 --calibration DATA"
     )
-
-
-def _kv_scales(checkpoint: Checkpoint) -> KVScales:
-    """By attention module; empty where one is missing for a layer."""
-    scales: dict[str, dict[str, float]] = {}
-    for name, info in checkpoint.tensors.items():
-        module, _, leaf = name.rpartition(".")
-        if leaf in ("k_scale", "v_scale") and math.prod(info.shape) == 1:
-            values = torch.from_numpy(checkpoint.read(name)).view(TORCH_DTYPES[info.dtype])
-            scales.setdefault(module, {})[leaf] = float(values)
-    layers = int(checkpoint.config.get("num_hidden_layers", 0))
-    complete = {name: (pair["k_scale"], pair["v_scale"]) for name, pair in scales.items() if len(pair) == 2}
-    return complete if len(complete) == layers else {}
 
 
 def _size(options: Options, config: Any, per_block: int) -> tuple[int, int]:
