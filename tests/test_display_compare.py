@@ -67,6 +67,11 @@ def test_an_interrupted_run_is_marked(shown: Shown) -> None:
     assert not any("PARTIAL" in line for line in shown(make_comparison()))
 
 
+def test_what_could_not_be_measured_is_told_before_the_verdict(shown: Shown) -> None:
+    lines = shown(make_comparison(notes=("a: [keys] are not rounded",)))
+    assert lines[-2] == "Not measured: a: [keys] are not rounded"
+
+
 def test_what_else_was_measured_takes_a_few_lines(shown: Shown) -> None:
     lines = shown(make_comparison(full_candidate()))
     for told in (

@@ -18,6 +18,7 @@ from minifloat.report.compare_words import (
     candidate_names,
     confidence_text,
     generation_text,
+    note_lines,
     override_options,
     partial_text,
     size_lines,
@@ -43,6 +44,8 @@ def print_comparison(comparison: Comparison) -> None:
         console.print()
     if any(not row.kl_mean.known for one in comparison.candidates for row in one.summaries):
         console.print(escape(confidence_text()), soft_wrap=True)
+    for note in note_lines(comparison):
+        console.print(escape(f"Not measured: {note}"), soft_wrap=True)
     if comparison.partial:
         console.print(escape(partial_text(comparison)), soft_wrap=True)
     for name, one in zip(names, comparison.candidates, strict=True):

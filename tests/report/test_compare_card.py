@@ -89,6 +89,10 @@ def test_an_interrupted_run_is_marked() -> None:
     assert "**PARTIAL: the run was interrupted" in card_section(make_comparison(tokens_done=12_000))
 
 
+def test_what_could_not_be_measured_is_told() -> None:
+    assert "- Not measured: a: keys &#42; values\n" in card_section(make_comparison(notes=("a: keys * values",)))
+
+
 def test_hostile_text_breaks_no_table_and_adds_no_markup() -> None:
     section = card_section(hostile_comparison())
     html = render(section)

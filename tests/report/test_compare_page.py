@@ -129,6 +129,12 @@ def test_several_candidates_are_compared_side_by_side() -> None:
     assert {"a", "b", "c", "bound 1%"} <= {text.text for text in chart.iter(f"{SVG}text")}
 
 
+def test_what_could_not_be_measured_is_told() -> None:
+    *_, (kind, text) = boxes(sections(make_comparison(notes=("models/a: keys are not rounded",)))["Verdict"])
+    assert kind == "box warning"
+    assert text == "Not measured models/a: keys are not rounded"
+
+
 # The numbers
 
 
@@ -205,6 +211,14 @@ def test_a_model_against_itself_needs_no_kl_chart() -> None:
     assert rows(found["KL divergence"])[0][1:] == ["0 [0, 0]"] * 4 + ["0"]
 
 
+def test_fewer_tokens_have_a_larger_kl() -> None:
+    chart = next(sections(make_comparison(make_candidate(texts=("a",))))["KL divergence"].iter(f"{SVG}svg"))
+    path = next(one.get("d", "") for one in chart.iter(f"{SVG}path") if one.get("fill") == "none")
+    corners = [(float(x), float(y)) for x, y in re.findall(r"[ML](\S+) (\S+?)(?=[ML]|$)", path)]
+    assert corners == sorted(corners)
+    assert [y for _, y in corners] == sorted(y for _, y in corners)
+
+
 def test_the_kl_curve_ends_where_it_would_be_of_less_than_a_token() -> None:
     def points(tokens: int) -> int:
         summary = make_summary(tokens=tokens)
@@ -240,8 +254,9 @@ def test_the_curve_of_generation_falls_where_prompts_part() -> None:
     section = sections(make_comparison(replace(make_candidate(), generation=make_generation())))["Greedy generation"]
     path = next(one for one in section.iter(f"{SVG}path") if one.get("fill") == "none")
     ys = [float(y) for _, y in re.findall(r"[ML](\S+) (\S+?)(?=[ML]|$)", path.get("d", ""))]
+    top, height = 26, 240
     assert ys == sorted(ys)
-    assert (ys[-1] - ys[0]) / (ys[0] - 26 - 240) == pytest.approx(-0.7, abs=0.01)
+    assert [ys[0], ys[-1]] == pytest.approx([top, top + 0.7 * height], abs=0.1)
 
 
 def test_damage_names_the_modules_and_what_to_do() -> None:

@@ -184,4 +184,4 @@ def hostile_comparison() -> Comparison:
         tasks=(task,),
     )
     one = replace(one, verdict=judge(one.summaries, Tolerance(0, 0, 1)))
-    return make_comparison(one, command=f"minifloat compare {HOSTILE}", machine={HOSTILE: HOSTILE})
+    return make_comparison(one, command=f"minifloat compare {HOSTILE}", machine={HOSTILE: HOSTILE}, notes=(HOSTILE,))

@@ -46,6 +46,7 @@ from minifloat.report.compare_words import (
     confidence_text,
     generation_text,
     machine_facts,
+    note_lines,
     override_options,
     partial_text,
     smaller,
@@ -79,7 +80,7 @@ def compare_page(comparison: Comparison) -> str:
 
 
 def _verdicts(comparison: Comparison, names: Sequence[str]) -> str:
-    partial = partial_text(comparison)
+    partial, notes = partial_text(comparison), note_lines(comparison)
     boxes = []
     for name, one in zip(names, comparison.candidates, strict=True):
         lines = unmet_lines(one)
@@ -90,6 +91,7 @@ def _verdicts(comparison: Comparison, names: Sequence[str]) -> str:
         "Verdict",
         box("warning", partial) if partial else "",
         *boxes,
+        box("warning", "Not measured", bullets(notes)) if notes else "",
         paragraph(f"The bounds, on every text: {bounds}. {confidence_text()}"),
         _overview(comparison, names),
     )

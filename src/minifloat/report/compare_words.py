@@ -120,6 +120,11 @@ def partial_text(comparison: Comparison) -> str:
     )
 
 
+def note_lines(comparison: Comparison) -> list[str]:
+    """What was asked for and could not be measured."""
+    return [visible(note) for note in comparison.notes]
+
+
 # ------------------------------------------------------------------------------------------------- the rest
 
 
@@ -173,7 +178,7 @@ def suggestion_text(found: Suggestion) -> str:
     return (
         f"Leaving {modules} unquantized costs {size_text(found.extra_bytes)} and brings the mean KL "
         f"from {number(found.kl_before, 3)} to {number(found.kl_after, 3)} and the perplexity increase to "
-        f"{change(found.ppl_increase_after)} (measured), {end}"
+        f"{change(found.ppl_increase_after)} (measured on {found.tokens:,} tokens), {end}"
     )
 
 
