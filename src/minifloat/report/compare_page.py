@@ -227,7 +227,7 @@ def _candidate_damage(heading: str, candidate: CandidateResult) -> str:
         heading,
         paragraph(f"{attribution_text(found)}."),
         paragraph(f"{suggestion_text(advice)}.") if advice else "",
-        paragraph("What to tell minifloat quantize:") + code(" ".join(options)) if options else "",
+        paragraph("What to tell minifloat quantize:") + code("\n".join(options)) if options else "",
         module_chart(found, candidate.verdict.tolerance),
         layer_charts(found),
         folded("All modules, the worst first", table(columns, rows)),

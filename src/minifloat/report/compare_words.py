@@ -153,7 +153,7 @@ def generation_text(found: GreedyDivergence) -> str:
     """When greedy continuations part, in a sentence."""
     same = with_interval(found.identical_fraction, as_percent=True)
     match = with_interval(found.mean_prefix_match, as_percent=True)
-    half = f"half of them had parted after {found.median:g} tokens" if found.median is not None else "most never parted"
+    half = f"half of them had parted by token {found.median:g}" if found.median is not None else "most never parted"
     return (
         f"{found.prompts - found.parted} of {found.prompts} prompts ({same}) were continued by the same "
         f"{found.new_tokens} tokens; {half}; on average the first {match} of a continuation were the same"
