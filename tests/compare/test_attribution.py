@@ -225,7 +225,16 @@ def test_progress_goes_from_nothing_to_all_of_the_time(llama_folder: Path, tmp_p
     assert [done for done, _, _ in calls] == sorted(done for done, _, _ in calls)
     assert {total for _, total, _ in calls} == {60_000}
     assert calls[-1][0] == 60_000
-    assert "model.layers.0.mlp.up_proj alone" in [what for _, _, what in calls]
+
+
+def test_one_module_of_each_kind_is_exchanged_first(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    calls: list[str] = []
+    models = [predictor(folder) for folder in (llama_folder, tmp_path / "q")]
+    attribute(models[0], models[1], WINDOWS, UNBOUNDED, SECONDS, lambda _, __, what: calls.append(what))
+    exchanged = [what.removesuffix(" alone") for what in calls if what.endswith(" alone")]
+    assert len(set(exchanged)) == 14
+    assert len({module.rpartition(".")[2] for module in exchanged[:7]}) == 7
 
 
 @pytest.mark.parametrize(("model_type", "block"), [("mixtral", "block_sparse_moe"), ("qwen3_moe", "mlp")])

@@ -1,9 +1,11 @@
 """What is suggested is what one gets: checkpoints quantized as suggested are measured."""
 
+import itertools
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,11 @@ from torch import nn
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.compare.attribution import Suggestion, attribute
+from minifloat.compare.budget import Budget
+from minifloat.compare.differences import Difference, Place, find_differences
+from minifloat.compare.mixture import Distance, Mixtures
 from minifloat.compare.models import Predictor
+from minifloat.compare.suggestion import Choices, Group, suggest
 from minifloat.compare.verdict import Tolerance
 from minifloat.layouts import describe
 from minifloat.quantize.model import quantize_checkpoint
@@ -104,6 +110,53 @@ def test_what_is_wrong_is_all_that_is_kept(llama_folder: Path, tmp_path: Path, m
     assert len(found.overrides) == 1
     assert found.overrides[0].endswith(override.removeprefix(r"\.1"))
     assert module in found.modules
+
+
+def test_what_is_suggested_costs_little_more_than_the_best_of_all_choices(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    baseline, candidate = (Predictor.of(folder, OPTIONS) for folder in (llama_folder, tmp_path / "q"))
+    rows = {row.module: row for row in attribute(baseline, candidate, WINDOWS, Tolerance(), SECONDS).rows}
+    groups: dict[str, list[Difference]] = {}
+    with torch.inference_mode():
+        for difference in find_differences(baseline.model, candidate.model):
+            groups.setdefault(fused_group(difference.name), []).append(difference)
+        assert len(groups) == 8
+        mixtures = Mixtures(baseline, candidate, WINDOWS)
+        choices = []
+        for count in range(9):
+            for kept in itertools.combinations(groups.values(), count):
+                differences = [difference for group in kept for difference in group]
+                cost = sum(rows[difference.name].extra_bytes for difference in differences)
+                choices.append((cost, mixtures.measure(differences).kl))
+    for share in (0.8, 0.5, 0.2):
+        bound = share * choices[0][1]
+        found = suggested(llama_folder, tmp_path / "q", max_kl=bound)
+        assert found is not None
+        best = min(cost for cost, kl in choices if kl <= bound)
+        assert best <= found.extra_bytes <= 1.3 * best
+
+
+def test_what_turns_out_not_to_be_needed_is_given_back() -> None:
+    """Of the first three it takes the third, and one of the others, of which the second is cheaper."""
+    differences = {name: Difference((Place("", name),)) for name in "abcd"}
+    damage = {"a": 4.0, "b": 3.0, "c": 2.0, "d": 0.1}
+    nbytes = {"a": 4, "b": 3, "c": 20, "d": 10}
+    groups = tuple(Group((differences[name],), (name,), nbytes[name], damage[name]) for name in "abcd")
+
+    class Fake:
+        tokens = 1
+
+        def measure(self, kept: Iterable[Difference]) -> Distance:
+            names = {difference.name for difference in kept}
+            return Distance(0.0 if "c" in names and names & {"a", "b"} else 1.0, 0.0, 1.0)
+
+        def keeps_quantized(self, kept: Iterable[Difference]) -> bool:
+            return len(list(kept)) < 4
+
+    fake: Any = Fake()
+    found = suggest(Choices(groups, tuple("abcd")), fake, Tolerance(), Budget(SECONDS))
+    assert found is not None
+    assert (found.modules, found.extra_bytes, found.reaches, found.everything) == (("b", "c"), 23, True, False)
 
 
 def test_every_bound_counts(llama_folder: Path, tmp_path: Path) -> None:
