@@ -198,3 +198,25 @@ def test_serve_listens_before_it_imports_what_takes_seconds() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_compare_writes_a_report_and_the_cards_of_candidates(llama_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 20)
+    outs = [tmp_path / "first", tmp_path / "second"]
+    for out in outs:
+        assert run("quantize", llama_folder, out, "-q", "--scheme", "fp8-dynamic").exit_code == 0
+    report = tmp_path / "compare.html"
+    options = ("--data", text, "--window", "32", "--prompts", "0", "--variants", "--report", report, "--update-card")
+    result = run("compare", llama_folder, *outs, *options, "--max-kl", "1e-9")
+    assert result.exit_code == 1, result.output
+    page = report.read_text(encoding="utf-8")
+    assert "first" in page
+    assert "second" in page
+    cards = [(out / "README.md").read_text(encoding="utf-8") for out in outs]
+    assert all("weights only" in card and "failed" in card.lower() for card in cards)
+    assert str(outs[1]) not in cards[0]
+    assert run("compare", llama_folder, outs[0], *options, "--max-kl", "1e-9").exit_code == 1
+    assert (outs[0] / "README.md").read_text(encoding="utf-8").count("minifloat compare: begin") == 1
+    refused = run("compare", llama_folder, outs[0], "--report", tmp_path / "absent" / "x.html")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)

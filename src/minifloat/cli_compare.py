@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from minifloat.errors import UsageError
+
 if TYPE_CHECKING:
-    pass
+    from minifloat.compare import Comparison
 
 _FOLDER = click.Path(path_type=Path)
 _INTERRUPTED = 130
@@ -66,6 +69,8 @@ def parse_fraction(text: str) -> float:
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: torch's]")
 @click.option("--resume", type=_FOLDER, metavar="DIR", help="Keep scores in this folder; the same command goes on.")
+@click.option("--report", type=click.Path(path_type=Path), help="Write a report as one HTML file.")
+@click.option("--update-card", is_flag=True, help="Put the numbers into the README.md of each CANDIDATE.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def compare(
     baseline: Path,
@@ -78,6 +83,8 @@ def compare(
     attribute_seconds: float,
     tasks: str | None,
     threads: int | None,
+    report: Path | None,
+    update_card: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -94,6 +101,8 @@ def compare(
     from minifloat.display import progress_bar
     from minifloat.display_compare import print_comparison
 
+    if report is not None and (report.is_dir() or not report.parent.is_dir()):
+        raise UsageError(f"--report {report}: not a file in a folder that exists")
     with progress_bar(enabled=not as_json) as progress:
         comparison = compare_models(
             baseline,
@@ -110,4 +119,26 @@ def compare(
         click.echo(json.dumps(comparison.to_dict(), indent=2))
     else:
         print_comparison(comparison)
+    if report is not None:
+        _write_report(comparison, report)
+        click.echo(f"Report: {report}", err=as_json)
+    for folder in candidates if update_card else ():
+        click.echo(f"Card: {_update_card(comparison, folder)}", err=as_json)
     sys.exit(_INTERRUPTED if comparison.partial else comparison.outcome.exit_code)
+
+
+def _write_report(comparison: Comparison, path: Path) -> None:
+    from minifloat.checkpoint.files import written_whole
+    from minifloat.report.compare_page import compare_page
+
+    with written_whole(path) as file:
+        file.write(compare_page(comparison).encode())
+
+
+def _update_card(comparison: Comparison, folder: Path) -> Path:
+    """Put what was found of one candidate, and of its variants, into its card."""
+    from minifloat.report.compare_card import card_section, update_card
+
+    name = str(folder)
+    found = [one for one in comparison.candidates if one.model.name == name or one.model.name.startswith(f"{name} (")]
+    return update_card(folder, card_section(replace(comparison, candidates=tuple(found))))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.checkpoint.files import storage_errors
+from minifloat.checkpoint.files import storage_errors, written_whole
 from minifloat.compare.metrics import TokenScores
 from minifloat.compare.worst import Spot, WorstSpots
 from minifloat.errors import StorageError, UsageError
@@ -81,14 +81,8 @@ class Journal:
         }
         spots = [[dataclasses.asdict(spot) for spot in one.spots()] for one in self._worst]
         arrays["worst"] = np.frombuffer(json.dumps(spots).encode(), dtype=np.uint8)
-        path = self._folder / f"part-{min(self._waiting):08d}.npz"
-        partial = path.with_suffix(".partial")
-        with storage_errors(path, "write it"):
-            with partial.open("wb") as file:
-                np.savez(file, allow_pickle=False, **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
+        with written_whole(self._folder / f"part-{min(self._waiting):08d}.npz") as file:
+            np.savez(file, allow_pickle=False, **arrays)
         self._waiting, self._written = {}, time.monotonic()
 
     def _identify(self, facts: dict[str, Any]) -> None:
@@ -103,9 +97,8 @@ class Journal:
             return
         if any(self._folder.iterdir()):
             raise UsageError(f"{self._folder} is neither empty nor of an earlier comparison")
-        partial = path.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with written_whole(path) as file:
+            file.write(text.encode())
 
     def _read(self, path: Path, candidates: int) -> None:
         try:
