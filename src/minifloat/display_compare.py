@@ -57,7 +57,7 @@ def print_comparison(comparison: Comparison) -> None:
 
 def _table(candidate: CandidateResult) -> Table:
     """Only the names of texts are broken where the terminal is too narrow, never a number."""
-    numbers = ("tokens", "perplexity", "change", "KL, nats", "same top-1")
+    numbers = ("tokens", "perplexity", "change", "KL, nats", "agreement")
     table = make_table("text", *numbers, right=numbers)
     names = table.columns[0]
     names.no_wrap, names.overflow, names.min_width = False, "fold", _NARROWEST
@@ -72,7 +72,7 @@ def _cells(one: Summary) -> list[str]:
         f"{number(one.baseline_perplexity, 3)} -> {number(one.candidate_perplexity, 3)}",
         with_interval(increase(one), as_percent=True, signed=True),
         with_interval(one.kl_mean, digits=1),
-        with_interval(one.top1_agreement, as_percent=True, digits=1),
+        with_interval(one.agreement, as_percent=True, digits=1),
     ]
 
 
@@ -80,7 +80,8 @@ def _lines(candidate: CandidateResult) -> Iterator[str]:
     one = candidate.overall
     yield (
         f"KL median {number(one.kl_median.value, 3)}, p99 {number(one.kl_p99.value, 3)}, "
-        f"p99.9 {number(one.kl_p999.value, 3)}, max {number(one.kl_max, 3)}; top-10 overlap "
+        f"p99.9 {number(one.kl_p999.value, 3)}, max {number(one.kl_max, 3)}; same top-1 "
+        f"{with_interval(one.top1_agreement, as_percent=True, digits=1)}, top-10 overlap "
         f"{with_interval(one.topk_overlap, as_percent=True)}; bits per byte {number(one.baseline_bits_per_byte)} -> "
         f"{number(one.candidate_bits_per_byte)}"
     )

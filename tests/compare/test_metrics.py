@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from minifloat.compare.metrics import TOP_K, Distribution, TokenScores, concatenate, kl_divergence, score_tokens
+from minifloat.compare.metrics import (
+    TOP_K,
+    Distribution,
+    TokenScores,
+    concatenate,
+    kl_divergence,
+    same_choice,
+    score_tokens,
+)
 
 TARGETS = torch.arange(13) % 50
 UNITS = torch.arange(13) // 4
@@ -94,6 +102,15 @@ def test_the_overlap_counts_what_both_have_among_their_ten_first() -> None:
     scores = score(p, q)
     assert scores.overlap[0] == 10
     assert not scores.agree[0]
+
+
+def test_a_flip_where_the_baseline_had_two_first_choices_is_no_disagreement() -> None:
+    p = torch.tensor([[0.50, 0.48, 0.02], [0.52, 0.40, 0.08], [0.40, 0.40, 0.20]]).log()
+    q = p[:, [1, 0, 2]]
+    scores = score(p, q)
+    assert scores.agree.tolist() == [False, False, True]  # of equals the first counts in both
+    assert scores.same_choice.tolist() == [True, False, True]
+    assert same_choice(Distribution(p), Distribution(q)).tolist() == [True, False, True]
 
 
 def test_probabilities_of_the_first_choices_are_those_of_softmax() -> None:

@@ -16,6 +16,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.compare.attribution import Suggestion, attribute
 from minifloat.compare.budget import Budget
 from minifloat.compare.differences import Difference, Place, find_differences
+from minifloat.compare.metrics import TIE
 from minifloat.compare.mixture import Distance, Mixtures
 from minifloat.compare.models import Predictor
 from minifloat.compare.suggestion import Choices, Group, suggest
@@ -51,7 +52,9 @@ def figures(baseline: Path, candidate: Path) -> tuple[float, float, float]:
         p, q = (model(WINDOWS).logits[:, :-1].double().log_softmax(-1) for model in models)
     kl = nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean()
     more = (p - q).gather(-1, WINDOWS[:, 1:, None]).mean()
-    return float(kl), float(more.exp() - 1), float((p.argmax(-1) == q.argmax(-1)).double().mean())
+    first, second = p.topk(2).values.unbind(-1)
+    same = (p.argmax(-1) == q.argmax(-1)) | (first - second < TIE)
+    return float(kl), float(more.exp() - 1), float(same.double().mean())
 
 
 def stored_bytes(folder: Path) -> int:

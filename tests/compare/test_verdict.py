@@ -31,6 +31,7 @@ def summary(name: str = "text", ratio: Estimate | None = None, kl: Estimate | No
         kl_p999=EXACT,
         kl_max=0,
         top1_agreement=Estimate(1, 1, 1),
+        agreement=Estimate(1, 1, 1),
         topk_overlap=Estimate(1, 1, 1),
         margins=(),
         kl_curve=(),
@@ -82,8 +83,8 @@ def test_one_bad_text_fails_whatever_the_others_do() -> None:
 
 
 def test_agreement_is_a_lower_bound() -> None:
-    low = replace(summary(), top1_agreement=Estimate(0.9, 0.89, 0.91))
-    assert judge([low], Tolerance()).unmet[0].quantity == "top-1 agreement"
+    low = replace(summary(), agreement=Estimate(0.9, 0.89, 0.91))
+    assert judge([low], Tolerance()).unmet[0].quantity == "agreement"
     assert judge([low], Tolerance(min_agreement=0.85)).outcome is Outcome.PASSED
 
 

@@ -71,7 +71,8 @@ class Examination:
                 with self._noting("tasks"):
                     self._run_tasks(whole, self.tasks)
             if self.attribute:
-                self._attribute(whole)
+                with self._noting("the damage of modules"):
+                    self._attribute(whole)
         return whole
 
     @contextlib.contextmanager

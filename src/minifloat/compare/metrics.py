@@ -17,6 +17,9 @@ from torch import Tensor
 #: Most probable tokens that two models are asked to have in common.
 TOP_K = 10
 
+#: Nats between the baseline's two first choices below which it has no first choice: one is 1.1 times as probable.
+TIE = 0.1
+
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -44,6 +47,11 @@ class TokenScores:
 
     def __len__(self) -> int:
         return len(self.kl)
+
+    @property
+    def same_choice(self) -> npt.NDArray[np.bool_]:
+        """Whether both find the same token the most probable, or the baseline finds two nearly equally so (`TIE`)."""
+        return self.agree | (self.margin < TIE)
 
 
 class Distribution:
@@ -81,6 +89,11 @@ class Distribution:
     def top_log_probabilities(self) -> Tensor:
         """``[R, k]`` of `top`, in nats."""
         return self.top_logits - self.log_total[:, None]
+
+
+def same_choice(p: Distribution, q: Distribution) -> Tensor:
+    """`TokenScores.same_choice` of a slab, ``[R]``."""
+    return (p.top[:, 0] == q.top[:, 0]) | (p.margin().float() < TIE)
 
 
 def kl_divergence(p: Distribution, q: Distribution) -> Tensor:

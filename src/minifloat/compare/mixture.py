@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minifloat.compare.differences import Difference, exchanged
-from minifloat.compare.metrics import Distribution, kl_divergence
+from minifloat.compare.metrics import Distribution, kl_divergence, same_choice
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
 from minifloat.serve.linear import QuantizedWeight
@@ -35,7 +35,7 @@ class Distance:
     Attributes:
         kl: Mean KL divergence in nats per token.
         ppl_increase: Perplexity over the baseline's, less 1.
-        agreement: Fraction of tokens with the same first choice.
+        agreement: Fraction of tokens with the same first choice, ties apart.
     """
 
     kl: float
@@ -98,7 +98,7 @@ class Mixtures:
                     q = Distribution(runner.logits(features[rows]))
                     kl += float(kl_divergence(p, q).sum())
                     nll += float((q.nll(targets[rows]) - p.nll(targets[rows])).sum())
-                    agree += float((p.top[:, 0] == q.top[:, 0]).sum())
+                    agree += float(same_choice(p, q).sum())
         return Distance(kl / self.tokens, _expm1(nll / self.tokens), agree / self.tokens)
 
     def keeps_quantized(self, kept: Iterable[Difference]) -> bool:

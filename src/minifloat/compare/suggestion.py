@@ -41,7 +41,7 @@ class Suggestion:
         kl_after: The same with the suggestion.
         ppl_increase_before: Perplexity over the baseline's, less 1, of the candidate.
         ppl_increase_after: The same with the suggestion.
-        agreement_before: Fraction of tokens at which the candidate's first choice is the baseline's.
+        agreement_before: Fraction of tokens at which the candidate's first choice is the baseline's, ties apart.
         agreement_after: The same with the suggestion.
         reaches: Whether the model is then within the tolerance.
         everything: Whether nothing would stay quantized; another scheme is the better answer then.

@@ -59,6 +59,8 @@ class Summary:
         kl_p999: See `kl_median`.
         kl_max: Its largest value.
         top1_agreement: Fraction of the tokens at which both models' first choice is the same.
+        agreement: The same, ties apart: tokens count as agreed at which the baseline's two first choices are within
+            `minifloat.compare.metrics.TIE` nats.
         topk_overlap: Fraction of the baseline's ten most probable tokens that are among the candidate's ten.
         margins: Agreement by how sure the baseline was.
         kl_curve: Pairs of a fraction of the tokens and the KL divergence that so many stay below.
@@ -80,6 +82,7 @@ class Summary:
     kl_p999: Estimate
     kl_max: float
     top1_agreement: Estimate
+    agreement: Estimate
     topk_overlap: Estimate
     margins: tuple[MarginBin, ...]
     kl_curve: tuple[tuple[float, float], ...]
@@ -132,6 +135,7 @@ def summarize(name: str, scores: TokenScores, nbytes: float, unit: str, vocab_si
         kl_p999=quantile(0.999),
         kl_max=float(scores.kl.max()),
         top1_agreement=mean(scores.agree).clipped(0, 1),
+        agreement=mean(scores.same_choice).clipped(0, 1),
         topk_overlap=mean(scores.overlap / min(TOP_K, vocab_size)).clipped(0, 1),
         margins=_margins(scores),
         kl_curve=tuple(

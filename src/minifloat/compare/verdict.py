@@ -36,7 +36,7 @@ class Tolerance:
     Attributes:
         max_ppl_increase: Of perplexity; 0.01 is 1%.
         max_kl: Mean KL divergence in nats per token.
-        min_agreement: Fraction of tokens with the same first choice.
+        min_agreement: Fraction of tokens with the same first choice, ties apart (`Summary.agreement`).
 
     Raises:
         UsageError: A bound is below 0, or not a number, or the agreement above 1.
@@ -57,7 +57,7 @@ class Check:
 
     Attributes:
         text: Name of the text.
-        quantity: ``"perplexity increase"``, ``"mean KL"`` or ``"top-1 agreement"``.
+        quantity: ``"perplexity increase"``, ``"mean KL"`` or ``"agreement"``.
         estimate: What was measured.
         bound: What it was held against.
         outcome: Whether the bound was kept.
@@ -111,7 +111,7 @@ def _checks(summary: Summary, tolerance: Tolerance) -> list[Check]:
     return [
         _check(summary, "perplexity increase", increase, tolerance.max_ppl_increase, at_most=True),
         _check(summary, "mean KL", summary.kl_mean, tolerance.max_kl, at_most=True),
-        _check(summary, "top-1 agreement", summary.top1_agreement, tolerance.min_agreement, at_most=False),
+        _check(summary, "agreement", summary.agreement, tolerance.min_agreement, at_most=False),
     ]
 
 

@@ -110,7 +110,18 @@ def _labelled(pairs: _Pairs, text: str, name: str) -> str:
 
 
 def _numbers(pairs: _Pairs) -> list[str]:
-    columns = ("text", "tokens", "perplexity", "change", "bits per byte", "mean KL", "KL p99", "top-1", "top-10")
+    columns = (
+        "text",
+        "tokens",
+        "perplexity",
+        "change",
+        "bits per byte",
+        "mean KL",
+        "KL p99",
+        "agreement",
+        "top-1",
+        "top-10",
+    )
     rows = [
         [_labelled(pairs, markdown(one.summaries[place].name), name), *_row(one.summaries[place])]
         for place in range(len(pairs[0][1].summaries))
@@ -127,6 +138,7 @@ def _row(one: Summary) -> list[str]:
         f"{number(one.baseline_bits_per_byte)} -> {number(one.candidate_bits_per_byte)}",
         with_interval(one.kl_mean),
         with_interval(one.kl_p99),
+        with_interval(one.agreement, as_percent=True),
         with_interval(one.top1_agreement, as_percent=True),
         with_interval(one.topk_overlap, as_percent=True),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from minifloat.compare.metrics import TIE
 from minifloat.compare.result import CandidateResult, Comparison, ModelRecord
 from minifloat.compare.statistics import Estimate
 from minifloat.compare.summary import Summary
@@ -99,7 +100,7 @@ def _verdicts(comparison: Comparison, names: Sequence[str]) -> str:
 
 def _overview(comparison: Comparison, names: Sequence[str]) -> str:
     """One row per model, on all texts."""
-    columns = ("model", "weights", "perplexity", "change", "mean KL", "top-1", "verdict")
+    columns = ("model", "weights", "perplexity", "change", "mean KL", "agreement", "verdict")
     first = comparison.candidates[0].overall
     base: list[Cell] = [baseline_name(comparison), size_text(comparison.baseline.nbytes)]
     rows = [[*base, number(first.baseline_perplexity), "", "", "", "baseline"]]
@@ -111,7 +112,7 @@ def _overview(comparison: Comparison, names: Sequence[str]) -> str:
                 number(one.overall.candidate_perplexity),
                 _cell(increase(one.overall), as_percent=True, signed=True),
                 _cell(one.overall.kl_mean),
-                _cell(one.overall.top1_agreement, as_percent=True),
+                _cell(one.overall.agreement, as_percent=True),
                 Markup(f'<span class="words">{OUTCOMES[one.verdict.outcome].lower()}</span>'),
             ]
         )
@@ -167,10 +168,13 @@ def _divergence(comparison: Comparison, names: Sequence[str]) -> str:
 
 def _agreement(comparison: Comparison, names: Sequence[str]) -> str:
     def cells(one: Summary) -> list[Cell]:
-        return [_cell(one.top1_agreement, as_percent=True), _cell(one.topk_overlap, as_percent=True)]
+        return [_cell(some, as_percent=True) for some in (one.agreement, one.top1_agreement, one.topk_overlap)]
 
-    note = "A first choice that flips where the baseline hardly had one is no loss; one where it was sure is."
-    rows = _by_text(comparison, names, ("same first choice", "of the first ten in common"), cells)
+    note = (
+        "A first choice that flips where the baseline hardly had one is no loss; one where it was sure is. Agreement "
+        f"does not count flips where the baseline's first two choices were within {TIE} nats."
+    )
+    rows = _by_text(comparison, names, ("agreement", "same first choice", "of the first ten in common"), cells)
     return section("Agreement", paragraph(note), rows, margin_chart(comparison.candidates, names))
 
 

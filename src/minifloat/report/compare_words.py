@@ -19,7 +19,7 @@ from minifloat.report.compare_numbers import NO_INTERVAL, change, number, percen
 from minifloat.report.text import short_names, size_text, visible
 
 OUTCOMES = {Outcome.PASSED: "PASSED", Outcome.FAILED: "FAILED", Outcome.UNDECIDED: "NOT ENOUGH DATA"}
-_INCREASE, _AGREEMENT = "perplexity increase", "top-1 agreement"
+_INCREASE, _AGREEMENT = "perplexity increase", "agreement"
 
 
 # ------------------------------------------------------------------------------------------------- verdicts
@@ -29,7 +29,8 @@ def tolerance_text(tolerance: Tolerance) -> str:
     """The bounds."""
     return (
         f"perplexity increase at most {percent(tolerance.max_ppl_increase)}, mean KL at most "
-        f"{short(tolerance.max_kl)} nats per token, top-1 agreement at least {percent(tolerance.min_agreement)}"
+        f"{short(tolerance.max_kl)} nats per token, agreement on the first choice at least "
+        f"{percent(tolerance.min_agreement)}, ties apart"
     )
 
 
@@ -69,8 +70,10 @@ def unmet_lines(candidate: CandidateResult) -> list[str]:
 
 def check_text(check: Check) -> str:
     """One bound on one text, and what came of it."""
-    least = "at least" if check.quantity == _AGREEMENT else "at most"
-    text = f"{_measured(check)} on {visible(check.text)} ({least} {_bound(check)} is allowed)"
+    asked = (
+        f"at least {_bound(check)} is wanted" if check.quantity == _AGREEMENT else f"at most {_bound(check)} is allowed"
+    )
+    text = f"{_measured(check)} on {visible(check.text)} ({asked})"
     if check.outcome is not Outcome.UNDECIDED:
         return text
     if check.tokens_needed is not None:
