@@ -137,6 +137,9 @@ def test_one_weight_scaled_by_five_percent_is_noticed(llama_folder: Path, tmp_pa
     overall = compare_models(llama_folder, other, [text], window=32, dtype="float32").candidates[0].overall
     assert overall.kl_mean.value > 1e-5
     assert overall.baseline_perplexity != overall.candidate_perplexity
+    strict = Tolerance(max_kl=1e-6)
+    assert compare_models(llama_folder, other, [text], window=32, tolerance=strict).outcome is Outcome.FAILED
+    assert compare_models(other, other, [text], window=32, tolerance=strict).outcome is Outcome.PASSED
 
 
 def test_fewer_bits_diverge_more(llama_folder: Path, tmp_path: Path, text: Path) -> None:
