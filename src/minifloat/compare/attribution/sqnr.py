@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifloat.compare.differences import Difference, exchanged
+from minifloat.compare.attribution.differences import Difference, exchanged
 from minifloat.compare.models import Predictor
 from minifloat.serve.experts import QuantizedExperts
 

@@ -14,12 +14,12 @@ from torch import nn
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.compare.attribution import Suggestion, attribute
-from minifloat.compare.budget import Budget
-from minifloat.compare.differences import Difference, Place, find_differences
+from minifloat.compare.attribution.budget import Budget
+from minifloat.compare.attribution.differences import Difference, Place, find_differences
+from minifloat.compare.attribution.mixture import Distance, Mixtures
+from minifloat.compare.attribution.suggestion import Choices, Group, suggest
 from minifloat.compare.metrics import TIE
-from minifloat.compare.mixture import Distance, Mixtures
 from minifloat.compare.models import Predictor
-from minifloat.compare.suggestion import Choices, Group, suggest
 from minifloat.compare.verdict import Tolerance
 from minifloat.layouts import describe
 from minifloat.quantize.model import quantize_checkpoint

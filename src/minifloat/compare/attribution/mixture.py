@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minifloat.compare.differences import Difference, exchanged
+from minifloat.compare.attribution.differences import Difference, exchanged
 from minifloat.compare.metrics import Distribution, kl_divergence, same_choice
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minifloat.compare.budget import Budget
-from minifloat.compare.differences import Difference
-from minifloat.compare.mixture import Mixtures, spread
+from minifloat.compare.attribution.budget import Budget
+from minifloat.compare.attribution.differences import Difference
+from minifloat.compare.attribution.mixture import Mixtures, spread
+from minifloat.compare.attribution.sqnr import measure_sqnr
 from minifloat.compare.models import Predictor
-from minifloat.compare.sqnr import measure_sqnr
 
 #: Of the first sample.
 _FEWEST_TOKENS = 512

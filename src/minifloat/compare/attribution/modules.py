@@ -1,10 +1,4 @@
-"""Where the damage comes from: which modules of a quantized model make it differ from its baseline.
-
-Every module in which the two differ gets the signal-to-noise ratio of its output, from one pass. That says how well it
-is quantized but not what the model makes of the error, so modules are also exchanged one at a time, the worst of them
-are taken out of the candidate, and with what is known then a mixture is looked for that is within the tolerance. All on
-a sample of the text, for as long as the time allows.
-"""
+"""The front of an attribution: what is measured of modules, in which order, and how the time is shared out."""
 
 from __future__ import annotations
 
@@ -15,16 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minifloat.compare.budget import Budget, Progress
-from minifloat.compare.damage import measure_damage
-from minifloat.compare.differences import Difference, find_differences, stored_bytes
-from minifloat.compare.mixture import Mixtures, as_tensor
+from minifloat.compare.attribution.budget import Budget, Progress
+from minifloat.compare.attribution.damage import measure_damage
+from minifloat.compare.attribution.differences import Difference, find_differences, stored_bytes
+from minifloat.compare.attribution.mixture import Mixtures, as_tensor
+from minifloat.compare.attribution.suggestion import Choices, Suggestion, suggest
 from minifloat.compare.models import Predictor, share_experts
-from minifloat.compare.suggestion import Choices, Suggestion, suggest
 from minifloat.compare.verdict import Tolerance
 from minifloat.serve.linear import QuantizedWeight
-
-__all__ = ["Attribution", "ModuleDamage", "Suggestion", "attribute"]
 
 #: Of the time, when modules alone and models without one are done; the rest is for the suggestion.
 _ALONE_ENDS, _WITHOUT_ENDS = 0.4, 0.6

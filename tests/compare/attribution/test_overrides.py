@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.compare.overrides import override_patterns
+from minifloat.compare.attribution.overrides import override_patterns
 from minifloat.layouts import get_writer
 from minifloat.quantize.plan import Override, make_plan
 from minifloat.quantize.roles import expert_group, fused_group

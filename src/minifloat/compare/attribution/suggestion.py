@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.compare.budget import Budget
-from minifloat.compare.differences import Difference
-from minifloat.compare.mixture import Distance, Mixtures
+from minifloat.compare.attribution.budget import Budget
+from minifloat.compare.attribution.differences import Difference
+from minifloat.compare.attribution.mixture import Distance, Mixtures
+from minifloat.compare.attribution.overrides import override_patterns
 from minifloat.compare.models import Predictor
-from minifloat.compare.overrides import override_patterns
 from minifloat.compare.verdict import Tolerance
 from minifloat.quantize.plan import Override
 from minifloat.quantize.roles import Role, expert_group, fused_group, is_matrix, role_of
