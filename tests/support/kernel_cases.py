@@ -17,11 +17,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from minifloat.formats import E2M1, E4M3, E8M0, ElementFormat
+from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.granularity import TENSOR
 from minifloat.kernels import native
+from minifloat.scheme import ActivationSpec
 
 LIBRARY = native.load()
 ISAS = () if LIBRARY is None else LIBRARY.isas
+
+
+class InputScaling(enum.IntEnum):
+    """``enum minifloat_input_scaling``."""
+
+    GIVEN = 0
+    TENSOR = 1
+    BLOCK = 2
 
 
 class Element(enum.IntEnum):
@@ -175,6 +185,8 @@ class Packed:
 _GARBAGE = {torch.bfloat16: 0x7FD5, torch.float16: 0x7ED5, torch.float32: 0x7FD5D5D5}
 _BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _PADDING = 5
+#: Elements of the widest vector: a kernel that stores a whole one at the end writes into a padding of these.
+_VECTOR = 16
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -315,6 +327,32 @@ class Kernels:
         )
         self.library.moe(args)
         return _checked(buffer, width)
+
+    def round_inputs(
+        self, x: torch.Tensor, spec: ActivationSpec, scale: torch.Tensor | None = None, threads: int = 1
+    ) -> torch.Tensor:
+        """The result for `x`, whose rows may be any distance apart, into memory at an odd address; checked as above."""
+        (rows, cols), element = x.shape, spec.element
+        dynamic = InputScaling.TENSOR if spec.granularity == TENSOR else InputScaling.BLOCK
+        before, after = _PADDING, _VECTOR
+        buffer = garbage(1, before + rows * cols + after, torch.float32)[0]
+        args = native.RoundInputsArgs(
+            x=x.data_ptr(),
+            scale=None if scale is None else scale.data_ptr(),
+            y=buffer[before:].data_ptr(),
+            rows=rows,
+            cols=cols,
+            x_stride=x.stride(0),
+            block_cols=spec.granularity.block((rows, cols))[1],
+            element=native.Format(element.bits, element.mantissa_bits, element.emin, element.max),
+            dtype=_CODES[x.dtype],
+            scaling=dynamic if scale is None else InputScaling.GIVEN,
+            zero_scale=2.0**-FLOAT32.mantissa_bits,
+            threads=threads,
+        )
+        self.library.round_inputs(args)
+        assert not written(buffer[:before]).any(), "written before y"
+        return _checked(buffer[before:][None], rows * cols).view(rows, cols)
 
 
 def _pointers(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:

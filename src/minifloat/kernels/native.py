@@ -22,7 +22,7 @@ import minifloat.kernels
 from minifloat.errors import KernelUnavailable
 
 #: ``MINIFLOAT_ABI_VERSION`` of ``csrc/api.h``.
-ABI_VERSION = 5
+ABI_VERSION = 6
 FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
 _REBUILD = (
     "install a C++ compiler (g++ or clang++) and reinstall minifloat, or in a checkout run what CMakeLists.txt says"
@@ -64,6 +64,25 @@ class QuantizeRowsArgs(ctypes.Structure):
         ("saturated", ctypes.c_int64),
         ("flushed", ctypes.c_int64),
         ("nonfinite", ctypes.c_int64),
+    ]
+
+
+class RoundInputsArgs(ctypes.Structure):
+    """``struct minifloat_round_inputs_args``."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("block_cols", ctypes.c_int64),
+        ("element", Format),
+        ("dtype", ctypes.c_int32),
+        ("scaling", ctypes.c_int32),
+        ("zero_scale", ctypes.c_float),
+        ("threads", ctypes.c_int32),
     ]
 
 
@@ -303,6 +322,14 @@ class Library:
             ValueError: The library refused the arguments (a bug of the caller, which validates them).
         """
         _check(self._cdll.minifloat_quantize_rows(self._index, ctypes.byref(args)))
+
+    def round_inputs(self, args: RoundInputsArgs) -> None:
+        """Run ``minifloat_round_inputs``.
+
+        Raises:
+            ValueError: The library refused the arguments (a bug of the caller, which validates them).
+        """
+        _check(self._cdll.minifloat_round_inputs(self._index, ctypes.byref(args)))
 
     def amax(self, args: AmaxArgs) -> None:
         """Run ``minifloat_amax``; the results are in `args`.

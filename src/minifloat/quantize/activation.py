@@ -44,6 +44,23 @@ def can_quantize(spec: ActivationSpec, weight: WeightSpec) -> bool:
     return _is_covered(spec) and weight.element is E4M3 and weight.scale is FLOAT32
 
 
+def check_activation(spec: ActivationSpec, scale: Tensor | None) -> None:
+    """See that `quantize_activation` may take its arguments.
+
+    Raises:
+        UnsupportedTensorError: As there.
+        ValueError: As there.
+    """
+    if not _is_covered(spec):
+        raise UnsupportedTensorError(
+            "x",
+            f"inputs in {describe_activation(spec)} are not simulated; expected E4M3 per tensor, or dynamic per token "
+            "or group; run this weight-only",
+        )
+    if spec.dynamic != (scale is None):
+        raise ValueError(f"{describe_activation(spec)}: {'takes no' if spec.dynamic else 'needs a'} scale")
+
+
 def quantize_activation(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize an input.
 
@@ -64,14 +81,7 @@ def quantize_activation(x: Tensor, spec: ActivationSpec, scale: Tensor | None = 
 
     Source: compressed-tensors 0.20, `calculate_qparams`.
     """
-    if not _is_covered(spec):
-        raise UnsupportedTensorError(
-            "x",
-            f"inputs in {describe_activation(spec)} are not simulated; expected E4M3 per tensor, or dynamic per token "
-            "or group; run this weight-only",
-        )
-    if spec.dynamic != (scale is None):
-        raise ValueError(f"{describe_activation(spec)}: {'takes no' if spec.dynamic else 'needs a'} scale")
+    check_activation(spec, scale)
     shape = _token_shape(x)
     tokens = x.reshape(shape).float()
     if scale is None:

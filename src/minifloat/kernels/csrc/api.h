@@ -1,8 +1,8 @@
 // The C interface of libminifloat_native: what ctypes sees (native.py mirrors it field by field).
 //
 // Every call is a pure function of its arguments, so any number of threads may call at once. Those of quantizing and
-// observing have no threads of their own and allocate nothing; packing, multiplying and steps share out their work
-// (threads.h). Arguments are validated in Python; the checks here only guard memory.
+// observing have no threads of their own and allocate nothing; rounding inputs, packing, multiplying and steps share out
+// their work (threads.h). Arguments are validated in Python; the checks here only guard memory.
 #pragma once
 
 #include <stdint.h>
@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Raised whenever a struct or the meaning of a field changes, so that a stale library is noticed and not called.
-#define MINIFLOAT_ABI_VERSION 5
+#define MINIFLOAT_ABI_VERSION 6
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -63,6 +63,29 @@ struct minifloat_quantize_rows_args {
     double signal, noise;
     int64_t saturated, flushed;
     int64_t nonfinite;
+};
+
+// Where the scale of an input comes from.
+enum minifloat_input_scaling {
+    MINIFLOAT_INPUT_GIVEN = 0,   // *scale, for all elements
+    MINIFLOAT_INPUT_TENSOR = 1,  // amax / element.max of all elements
+    MINIFLOAT_INPUT_BLOCK = 2,   // the same of each block: one row, block_cols columns
+};
+
+// Each element becomes the value of its code: x / scale rounded to `element`, times scale, in float32. What NaN, Inf
+// and zeros become: minifloat/quantize/activation.py.
+struct minifloat_round_inputs_args {
+    const uint8_t* x;    // [rows, cols] of `dtype`, rows x_stride elements apart, any alignment
+    const float* scale;  // one, only of MINIFLOAT_INPUT_GIVEN
+    float* y;            // [rows, cols]
+    int64_t rows, cols;
+    int64_t x_stride;
+    int64_t block_cols;  // only of MINIFLOAT_INPUT_BLOCK; the last block of a row may be partial
+    struct minifloat_format element;
+    int32_t dtype;     // minifloat_dtype
+    int32_t scaling;   // minifloat_input_scaling
+    float zero_scale;  // scale of zeros, where it is not given
+    int32_t threads;
 };
 
 struct minifloat_amax_args {
@@ -228,6 +251,7 @@ MINIFLOAT_API const char* minifloat_isa_name(int32_t isa);
 MINIFLOAT_API int32_t minifloat_isa_supported(int32_t isa);
 
 MINIFLOAT_API int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args* args);
+MINIFLOAT_API int32_t minifloat_round_inputs(int32_t isa, const struct minifloat_round_inputs_args* args);
 MINIFLOAT_API int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args);
 MINIFLOAT_API int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args);
 

@@ -14,6 +14,7 @@
 #define MINIFLOAT_DECLARE(isa)                              \
     namespace isa {                                             \
     void quantize_rows(minifloat_quantize_rows_args& args);     \
+    void round_inputs(const minifloat_round_inputs_args& args); \
     void amax(minifloat_amax_args& args);                       \
     void histogram(minifloat_histogram_args& args);             \
     int64_t packed_bytes(const minifloat_pack_args& args);      \
@@ -41,6 +42,7 @@ struct Isa {
     const char* name;
     bool (*supported)();
     void (*quantize_rows)(minifloat_quantize_rows_args&);
+    void (*round_inputs)(const minifloat_round_inputs_args&);
     void (*amax)(minifloat_amax_args&);
     void (*histogram)(minifloat_histogram_args&);
     int64_t (*packed_bytes)(const minifloat_pack_args&);
@@ -54,8 +56,8 @@ struct Isa {
 
 #define MINIFLOAT_ROW(isa, supported)                                                                      \
     {                                                                                                      \
-        #isa, supported, isa::quantize_rows, isa::amax, isa::histogram, isa::packed_bytes, isa::pack,      \
-            isa::unpack, isa::linear, isa::moe, isa::step, isa::read                                                  \
+        #isa, supported, isa::quantize_rows, isa::round_inputs, isa::amax, isa::histogram,                 \
+            isa::packed_bytes, isa::pack, isa::unpack, isa::linear, isa::moe, isa::step, isa::read         \
     }
 
 // The features are those that CMakeLists.txt compiles the object file with.
@@ -124,6 +126,13 @@ bool valid(const minifloat_quantize_rows_args& a) {
     return a.scaling != MINIFLOAT_SCALE_SEARCH || searchable;
 }
 
+bool valid(const minifloat_round_inputs_args& a) {
+    if (a.rows < 0 || a.cols < 1 || !known_dtype(a.dtype) || !known_format(a.element)) return false;
+    if (a.scaling < MINIFLOAT_INPUT_GIVEN || a.scaling > MINIFLOAT_INPUT_BLOCK) return false;
+    if (a.scaling == MINIFLOAT_INPUT_GIVEN && a.scale == nullptr) return false;
+    return a.scaling != MINIFLOAT_INPUT_BLOCK || a.block_cols >= 1;
+}
+
 // Asked once per process: with a system call in it, it would cost more than a small product.
 struct Supported {
     bool isa[kIsaCount];
@@ -179,6 +188,14 @@ int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
     kIsas[isa].quantize_rows(*args);
+    return MINIFLOAT_OK;
+}
+
+int32_t minifloat_round_inputs(int32_t isa, const struct minifloat_round_inputs_args* args) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
+    const minifloat::DefaultFloatEnvironment environment;
+    kIsas[isa].round_inputs(*args);
     return MINIFLOAT_OK;
 }
 

@@ -14,14 +14,10 @@ from torch import Tensor
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, ops
+from minifloat.kernels.inputs import round_inputs
 from minifloat.kernels.linear import cpu, reference
 from minifloat.kernels.pack import FusedWeights, PackedWeight
-from minifloat.quantize.activation import (
-    can_quantize,
-    dequantize_activation,
-    describe_activation,
-    quantize_activation,
-)
+from minifloat.quantize.activation import can_quantize, describe_activation
 from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.scheme import ActivationSpec
 
@@ -99,8 +95,7 @@ def linear(
         )
     if packed is None:
         return reference.quantized_linear(x, _unpacked(weight), bias, activation, input_scale)
-    values = dequantize_activation(*quantize_activation(x, activation, input_scale), activation)
-    return _multiply(values, packed, None if bias is None else (bias,)).to(x.dtype)
+    return _multiply(round_inputs(x, activation, input_scale), packed, None if bias is None else (bias,)).to(x.dtype)
 
 
 def linear_fused(

@@ -27,13 +27,16 @@ inline void set_e8m0(BlockScales& s, int block, int32_t code) {
     s.inverse[block] = power_of_two(kMaxE8M0 - code);
 }
 
+// `amax`: bits of a finite float32 magnitude.
+inline float float32_scale(int32_t amax, float element_max, float zero_scale) {
+    const float smallest = bit_cast<float>(1 << kMantissaBits);
+    const float scale = max(bit_cast<float>(amax) / element_max, smallest);
+    return amax == 0 ? zero_scale : scale;
+}
+
 inline void float32_scales(BlockScales& s, int blocks, const minifloat_quantize_rows_args& a) {
     const float element_max = a.element.max, zero_scale = a.zero_scale;
-    const float smallest = bit_cast<float>(1 << kMantissaBits);
-    for (int b = 0; b < blocks; ++b) {
-        const float scale = max(bit_cast<float>(s.amax[b]) / element_max, smallest);
-        s.scale[b] = s.amax[b] == 0 ? zero_scale : scale;
-    }
+    for (int b = 0; b < blocks; ++b) s.scale[b] = float32_scale(s.amax[b], element_max, zero_scale);
 }
 
 inline void coded_scales(BlockScales& s, int blocks, const minifloat_quantize_rows_args& a) {

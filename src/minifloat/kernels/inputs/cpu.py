@@ -1,0 +1,66 @@
+"""`round_inputs` by the native library (``csrc/quantize/inputs.cpp``).
+
+Every number about a format comes from `formats.py`, the C++ holds none. Arguments are validated by the caller,
+`minifloat.kernels.inputs`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import KernelUnavailable
+from minifloat.formats import FLOAT32
+from minifloat.granularity import TENSOR
+from minifloat.kernels import native, threads
+from minifloat.kernels.dtypes import DTYPES, has_kernel
+from minifloat.scheme import ActivationSpec
+
+#: ``enum minifloat_input_scaling``.
+_GIVEN, _OF_TENSOR, _OF_BLOCK = 0, 1, 2
+
+
+def why_not(x: Tensor, scale: Tensor | None) -> str:
+    """Why the native library cannot run here, or not for `x`; empty where it can.
+
+    Raises:
+        KernelUnavailable: ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return f"it takes plain tensors and is not traced, got {type(x).__name__}"
+    if torch.is_grad_enabled() and (x.requires_grad or (scale is not None and scale.requires_grad)):
+        return "it has no gradient"
+    if not has_kernel(x):
+        return f"it takes bfloat16, float16 and float32 on the CPU, got {x.dtype} on {x.device}"
+    return "" if native.load() is not None else native.why_unavailable()
+
+
+def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:
+    """See `minifloat.kernels.inputs.round_inputs`; `why_not` has found nothing."""
+    library = native.load()
+    if library is None:
+        raise KernelUnavailable(native.why_unavailable())
+    y = torch.empty(x.shape, dtype=torch.float32)
+    if y.numel() == 0:
+        return y
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    given = None if scale is None else scale.detach().to("cpu", torch.float32).reshape(())
+    element = spec.element
+    args = native.RoundInputsArgs(
+        x=rows.data_ptr(),
+        scale=None if given is None else given.data_ptr(),
+        y=y.data_ptr(),
+        rows=rows.shape[0],
+        cols=rows.shape[1],
+        x_stride=rows.stride(0),
+        block_cols=spec.granularity.cols or rows.shape[1],
+        element=native.Format(element.bits, element.mantissa_bits, element.emin, element.max),
+        dtype=DTYPES[x.dtype],
+        scaling=_GIVEN if given is not None else _OF_TENSOR if spec.granularity == TENSOR else _OF_BLOCK,
+        zero_scale=2.0**-FLOAT32.mantissa_bits,
+        threads=threads.count(),
+    )
+    library.round_inputs(args)
+    return y
