@@ -70,7 +70,7 @@ class Distribution:
         wide = logits.double()
         self.top_logits, self.top = wide.topk(min(TOP_K, wide.shape[-1]), dim=-1)
         largest = self.top_logits[:, :1].clone()
-        self.logits = wide - largest
+        self.logits = wide.sub_(largest) if wide is not logits else wide - largest
         self.top_logits = self.top_logits - largest
         self.weights = self.logits.exp()
         self.total = self.weights.sum(-1)
@@ -101,10 +101,11 @@ def kl_divergence(p: Distribution, q: Distribution) -> Tensor:
 
     Where p is 0 the term is 0, whatever q; where q alone is 0 the result is Inf. NaN stays NaN.
     """
-    terms = p.weights * (p.logits - q.logits)
-    if not bool(torch.isfinite(p.logits.sum())):  # a probability of 0, or what is not a number
-        terms = torch.where(p.weights == 0, torch.zeros_like(terms), terms)
-    return (terms.sum(-1) / p.total - p.log_total + q.log_total).clamp_min(0)  # rounding can put it below
+    total = (p.logits - q.logits).mul_(p.weights).sum(-1)
+    if bool(total.isnan().any()):  # 0 times infinity, or what is not a number in a model's logits
+        terms = torch.where(p.weights == 0, torch.zeros_like(p.weights), p.weights * (p.logits - q.logits))
+        total = terms.sum(-1)
+    return (total / p.total - p.log_total + q.log_total).clamp_min(0)  # rounding can put it below
 
 
 def score_tokens(p: Distribution, q: Distribution, targets: Tensor, units: Tensor) -> TokenScores:

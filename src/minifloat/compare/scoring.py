@@ -20,7 +20,7 @@ from minifloat.compare.worst import WorstSpots, scored_targets
 from minifloat.errors import NonFiniteError
 
 #: Logits of one model that are held in float64 at a time: so few that they stay in the processor's caches.
-_SLAB_ELEMENTS = 2**19
+_SLAB_ELEMENTS = 2**18
 
 #: Called with tokens done, tokens in all, and what is at work.
 Progress = Callable[[int, int, str], None]
