@@ -125,7 +125,10 @@ def test_quantizing_and_inspecting_load_no_torch_where_the_kernels_are_native(tm
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_compare_prints_a_row_per_text_and_generate_continues_the_prompt(llama_folder: Path, tmp_path: Path) -> None:
+def test_compare_prints_a_row_per_text_and_generate_continues_the_prompt(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/minifloat", "compare", "a model"])
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 20)
     assert run("quantize", llama_folder, tmp_path / "out", "-q", "--scheme", "fp8").exit_code == 0
@@ -143,7 +146,7 @@ def test_compare_prints_a_row_per_text_and_generate_continues_the_prompt(llama_f
     as_json = run("compare", llama_folder, llama_folder, *options, "--json")
     document = json.loads(as_json.stdout)
     assert document["candidates"][0]["overall"]["kl_max"] == 0.0
-    assert document["command"].startswith("minifloat ")
+    assert document["command"] == "minifloat compare 'a model'"
     generated = run("generate", tmp_path / "out", "the cat", "-n", "4")
     assert generated.exit_code == 0
     assert generated.stdout.startswith("the cat")
