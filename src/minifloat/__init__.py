@@ -6,6 +6,7 @@
     generate(path, prompt)                                  -> pieces of text
     Engine(path).generate([prompt, prompt])                 -> completions, decoded together
     inspect_checkpoint(path)                                -> Inspection
+    plan_model(path, "mxfp4", "h100")                       -> ModelPlan
 
 Importing this package imports no torch: the names are resolved on first use.
 """
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from minifloat.compare import Comparison, compare_models
     from minifloat.errors import MinifloatError
     from minifloat.inspection import Inspection, inspect_checkpoint
+    from minifloat.plan import ModelPlan, plan_model
     from minifloat.quantize.model import quantize_checkpoint
     from minifloat.quantize.report import QuantizeReport
     from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
@@ -38,6 +40,7 @@ _EXPORTS = {
     "Engine": "minifloat.serve.engine",
     "Inspection": "minifloat.inspection",
     "MinifloatError": "minifloat.errors",
+    "ModelPlan": "minifloat.plan",
     "QuantizeReport": "minifloat.quantize.report",
     "QuantizedTensor": "minifloat.quantize.tensor",
     "SCHEMES": "minifloat.scheme",
@@ -47,6 +50,7 @@ _EXPORTS = {
     "generate": "minifloat.serve.text",
     "inspect_checkpoint": "minifloat.inspection",
     "load": "minifloat.serve.load",
+    "plan_model": "minifloat.plan",
     "quantize_checkpoint": "minifloat.quantize.model",
     "quantize_tensor": "minifloat.quantize.tensor",
 }
@@ -59,6 +63,7 @@ __all__ = [
     "Engine",
     "Inspection",
     "MinifloatError",
+    "ModelPlan",
     "QuantizeReport",
     "QuantizedTensor",
     "SamplingParams",
@@ -68,6 +73,7 @@ __all__ = [
     "generate",
     "inspect_checkpoint",
     "load",
+    "plan_model",
     "quantize_checkpoint",
     "quantize_tensor",
 ]

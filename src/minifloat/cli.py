@@ -16,6 +16,7 @@ import click
 from minifloat._version import __version__
 from minifloat.cli_bench import bench
 from minifloat.cli_compare import compare
+from minifloat.cli_plan import plan
 from minifloat.cli_serving import chat, parse_size, serve
 from minifloat.errors import MinifloatError, UsageError
 from minifloat.kernels.processors import bound_spin
@@ -271,6 +272,9 @@ def _inspect_stats(path: Path, rule: str, plot: Path | None, *, verbose: bool) -
         require_free([plot], overwrite=True)
         plot.write_text(stats_page(collected.stats, parsed, collected.held_out), encoding="utf-8")
         click.echo(f"Drawn to {plot}")
+
+
+main.add_command(plan)
 
 
 def _set_threads(threads: int | None) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minifloat.bench.workload import Sample, Workload
+from minifloat.plan.roofline import step_bytes
 
 _PERCENTILES = 100
 
@@ -32,7 +33,7 @@ class Bytes:
 
     def of_step(self, workload: Workload, batch: int) -> float:
         """Bytes of a decode step, on average over the output."""
-        return self.weights + batch * (workload.input_len + workload.output_len / 2) * self.per_token
+        return step_bytes(self.weights, batch, (workload.input_len + workload.output_len / 2) * self.per_token)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, CheckpointWriter, OutputTensor, encode_index
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import lookup
+from minifloat.plan.tensors import tensors_of
 from minifloat.scheme import get_scheme
 
 #: Weights are cut from one run of so many random numbers: to draw billions would take longer than to write them.
@@ -91,30 +92,7 @@ class Shape:
     @property
     def tensors(self) -> tuple[OutputTensor, ...]:
         """All tensors, in the order of the model."""
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
-        for layer in range(self.layers):
-            shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in self._layer().items()}
-        shapes["model.norm.weight"] = (self.hidden,)
-        if not self.tied:
-            shapes["lm_head.weight"] = (self.vocab, self.hidden)
-        return tuple(OutputTensor(name, "BF16", shape) for name, shape in shapes.items())
-
-    def _layer(self) -> dict[str, tuple[int, ...]]:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj": (q, self.hidden),
-            "self_attn.k_proj": (kv, self.hidden),
-            "self_attn.v_proj": (kv, self.hidden),
-            "self_attn.o_proj": (self.hidden, q),
-            "mlp.gate_proj": (self.inner, self.hidden),
-            "mlp.up_proj": (self.inner, self.hidden),
-            "mlp.down_proj": (self.hidden, self.inner),
-            "input_layernorm": (self.hidden,),
-            "post_attention_layernorm": (self.hidden,),
-        }
-        if self.model_type == "qwen3":
-            shapes |= {"self_attn.q_norm": (self.head_dim,), "self_attn.k_norm": (self.head_dim,)}
-        return shapes
+        return tensors_of(self.config, Path())
 
 
 #: Source: the `config.json` of Llama-3.2-1B, Qwen3-0.6B, Llama-3.1-8B and TinyLlama-1.1B.

@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
-from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
+from minifloat.checkpoint import OutputTensor, TensorInfo
 from minifloat.errors import (
     AlreadyQuantizedError,
     PatternError,
@@ -37,6 +39,26 @@ _KEY_PROJECTION = ".k_proj"
 
 #: The word that stands for "leave it as it is" where a scheme is expected.
 KEEP = "bf16"
+
+
+class Source(Protocol):
+    """What a plan is made from: a `Checkpoint`, or anything else that knows a model's config and headers."""
+
+    @property
+    def path(self) -> Path:
+        """The folder, for messages."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The content of config.json."""
+
+    @property
+    def quantization_config(self) -> Mapping[str, Any] | None:
+        """How the weights are quantized already; None for a plain model."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """By name."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +247,7 @@ class Plan:
         yield from shards.items()
 
 
-def make_plan(checkpoint: Checkpoint, scheme: Scheme, layout: WriteLayout, overrides: Sequence[Override] = ()) -> Plan:
+def make_plan(checkpoint: Source, scheme: Scheme, layout: WriteLayout, overrides: Sequence[Override] = ()) -> Plan:
     """Decide what becomes of every tensor.
 
     Args:
@@ -293,9 +315,7 @@ def _choose(
     return chosen, reason
 
 
-def _parts(
-    checkpoint: Checkpoint, info: TensorInfo, role: Role, scheme: Scheme, layout: WriteLayout
-) -> tuple[Part, ...]:
+def _parts(checkpoint: Source, info: TensorInfo, role: Role, scheme: Scheme, layout: WriteLayout) -> tuple[Part, ...]:
     layout.check(scheme)
     if text_config(checkpoint.config).get("model_type") in CONV1D_MODEL_TYPES:
         raise UnsupportedTensorError(
@@ -339,7 +359,7 @@ def _suffix_pattern(module: str) -> str:
     return re.escape(".".join(re.sub(r"\.\d+\.", ".", module).rsplit(".", 2)[-2:])) + "$"
 
 
-def _expert_parts(checkpoint: Checkpoint, info: TensorInfo, scheme: Scheme, layout: WriteLayout) -> tuple[Part, ...]:
+def _expert_parts(checkpoint: Source, info: TensorInfo, scheme: Scheme, layout: WriteLayout) -> tuple[Part, ...]:
     """Split fused experts into one linear per expert and projection, the form that servers load quantized.
 
     ``gate_up_proj`` is ``[E, 2 I, H]`` or ``[E, H, 2 I]``, ``down_proj`` ``[E, H, I]`` or ``[E, I, H]``; which one is
@@ -380,7 +400,7 @@ def _expert_parts(checkpoint: Checkpoint, info: TensorInfo, scheme: Scheme, layo
     )
 
 
-def _are_transposed(checkpoint: Checkpoint, stem: str, hidden: int | None, inner: int | None) -> bool | None:
+def _are_transposed(checkpoint: Source, stem: str, hidden: int | None, inner: int | None) -> bool | None:
     """Whether fused experts are stored ``[E, in, out]``; None where the sizes do not tell.
 
     One of the two projections may be square, never both, so the other one decides for both.
@@ -427,7 +447,7 @@ def _check_groups(plan: Plan) -> None:
                 )
 
 
-def _no_match(override: Override, tensors: Sequence[TensorPlan], checkpoint: Checkpoint) -> str:
+def _no_match(override: Override, tensors: Sequence[TensorPlan], checkpoint: Source) -> str:
     names = [_module(t.source) for t in tensors if is_matrix(t.source) or t.role is Role.EXPERTS]
     message = f"the pattern {override.pattern!r} matches no weight of {checkpoint.path}"
     if "lm_head" not in names and re.search(override.pattern, "lm_head"):

@@ -1,0 +1,163 @@
+"""A model's sizes as its config tells them: what the arithmetic of caches, activations and experts needs.
+
+Weights come from the headers (or, without any, from `plan.tensors`); here is what headers do not say: heads, windows,
+and how many experts a token visits. A field that is missing and has no convention is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minifloat.checkpoint import CONFIG_FILE
+from minifloat.errors import ConfigError
+from minifloat.plan.cache import CacheLayer
+from minifloat.quantize.roles import text_config
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k")
+#: Architectures whose `sliding_window` holds in every layer where no `layer_types` says otherwise.
+_ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
+#: Architectures with one full layer in so many, where the config has no `sliding_window_pattern`.
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder.
+
+    Attributes:
+        hidden: Width of the residual stream.
+        heads: Of queries.
+        query_dim: Width of a head of queries (and keys).
+        inner: Width of what a token meets in an MLP: of a mixture, of all the experts that it visits.
+        vocab: Tokens.
+        positions: Longest sequence, where the config says it.
+        experts: Routed experts of a layer; 0: not a mixture.
+        chosen: Of them, those that a token visits.
+        cache: What each layer keeps of a token.
+    """
+
+    hidden: int
+    heads: int
+    query_dim: int
+    inner: int
+    vocab: int
+    positions: int | None
+    experts: int
+    chosen: int
+    cache: tuple[CacheLayer, ...]
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values; 0 where no layer has any (a latent, or no attention)."""
+        return max((layer.heads for layer in self.cache), default=0)
+
+
+class Fields:
+    """The language model's part of a config, with errors that name the file and the field.
+
+    Args:
+        config: The whole config.
+        folder: Where it lies.
+    """
+
+    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
+        self._config = text_config(config)
+        self._path = folder / CONFIG_FILE
+
+    def get(self, name: str) -> Any:
+        """A field, None where there is none."""
+        return self._config.get(name)
+
+    def size(self, *names: str) -> int:
+        """The first of these fields that is there: a positive integer.
+
+        Raises:
+            ConfigError: None is, or it is something else.
+        """
+        found = self.optional(*names)
+        if found is None:
+            raise ConfigError(self._path, f"{names[0]} is missing: the sizes of this architecture are unknown")
+        return found
+
+    def optional(self, *names: str) -> int | None:
+        """The first of these fields that is there, or None.
+
+        Raises:
+            ConfigError: It is not a positive integer.
+        """
+        for name in names:
+            value = self._config.get(name)
+            if value is None:
+                continue
+            if type(value) is not int or value < 1:
+                raise ConfigError(self._path, f"{name}: expected a positive integer, found {value!r}")
+            return value
+        return None
+
+
+def model_shape(config: Mapping[str, Any], folder: Path) -> ModelShape:
+    """The sizes of a model.
+
+    Raises:
+        ConfigError: A field is missing or not a size.
+    """
+    fields = Fields(config, folder)
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    experts = fields.optional(*_EXPERTS) or 0
+    chosen = min(fields.size(*_CHOSEN), experts) if experts else 0
+    dense = fields.optional("intermediate_size") or 0
+    routed = (fields.optional("moe_intermediate_size") or dense) * chosen
+    head_dim = head_size(fields)
+    latent = fields.optional("kv_lora_rank")
+    if latent is None:
+        kv_heads = fields.optional("num_key_value_heads") or heads
+        layer = CacheLayer(kv_heads, 2 * head_dim, 2 * heads * 2 * head_dim)
+    else:
+        rope = fields.size("qk_rope_head_dim")
+        layer = CacheLayer(0, latent + rope, 2 * heads * (latent + rope + latent))
+    return ModelShape(
+        hidden,
+        heads,
+        head_dim,
+        max(dense, routed),
+        fields.size("vocab_size"),
+        fields.optional("max_position_embeddings"),
+        experts,
+        chosen,
+        tuple(layer.with_window(window) for window in _windows(fields)),
+    )
+
+
+def head_size(fields: Fields) -> int:
+    """The width of a head."""
+    nope, rope = fields.optional("qk_nope_head_dim"), fields.optional("qk_rope_head_dim")
+    if fields.optional("kv_lora_rank") and nope and rope:
+        return nope + rope
+    return fields.optional("head_dim") or fields.size("hidden_size") // fields.size("num_attention_heads")
+
+
+def _windows(fields: Fields) -> list[int | None]:
+    """For each layer the tokens that it looks back on: None for all, 0 for a layer without a cache."""
+    layers = fields.size("num_hidden_layers")
+    window = fields.optional("sliding_window")
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, Sequence) and len(kinds) == layers:
+        chunk = fields.optional("attention_chunk_size")
+        known = {"sliding_attention": window, "chunked_attention": chunk, "linear_attention": 0, "mamba": 0}
+        return [known.get(str(kind)) for kind in kinds]
+    if window is None or fields.get("use_sliding_window") is False:
+        return [None] * layers
+    model_type = str(fields.get("model_type"))
+    if model_type in _ALL_SLIDE:
+        return [window] * layers
+    pattern = fields.optional("sliding_window_pattern") or _PATTERNS.get(model_type)
+    if pattern is not None:
+        return [None if (layer + 1) % pattern == 0 else window for layer in range(layers)]
+    first = fields.optional("max_window_layers")
+    if fields.get("use_sliding_window") and first is not None:
+        return [window if layer >= first else None for layer in range(layers)]
+    return [None] * layers

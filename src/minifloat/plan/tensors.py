@@ -1,0 +1,162 @@
+"""The tensors of a decoder by its config alone, for folders without weights, and for models that are yet to be made.
+
+It knows the Llama family and its mixtures of experts, by the names that their checkpoints have. Other architectures
+are refused: their weights have to be there, so that headers can be read. Towers of multimodal models are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minifloat.checkpoint import OutputTensor
+from minifloat.errors import ConfigError, UsageError
+from minifloat.plan.shape import Fields, head_size
+from minifloat.quantize.roles import text_config
+
+_Shapes = dict[str, tuple[int, ...]]
+
+_DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "gemma2", "gemma3_text")
+_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+KNOWN_TYPES = (*_DENSE, *_MIXTURES)
+
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
+_FOUR_NORMS = ("gemma2", "gemma3_text")
+
+
+def tensors_of(config: Mapping[str, Any], folder: Path) -> tuple[OutputTensor, ...]:
+    """All tensors of the model, in its order.
+
+    Args:
+        config: The content of config.json.
+        folder: Where it lies, for messages.
+
+    Raises:
+        UsageError: An architecture that is not known here.
+        ConfigError: A field is missing or not a size.
+    """
+    fields = Fields(config, folder)
+    model_type = str(fields.get("model_type"))
+    if model_type not in KNOWN_TYPES:
+        raise UsageError(
+            f"{folder}: without weights the tensors of {model_type!r} are unknown; known: {', '.join(KNOWN_TYPES)}. "
+            "Download the safetensors files, or one of these"
+        )
+    dtype = _dtype(config, folder)
+    hidden, vocab = fields.size("hidden_size"), fields.size("vocab_size")
+    shapes: _Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(fields.size("num_hidden_layers")):
+        parts = {**_attention(fields), **_mlp(fields, layer), **_norms(fields)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not fields.get("tie_word_embeddings") and model_type not in _FOUR_NORMS:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return tuple(OutputTensor(name, dtype, shape) for name, shape in shapes.items())
+
+
+def _dtype(config: Mapping[str, Any], folder: Path) -> str:
+    nested = text_config(config)
+    name = str(next((c[k] for c in (nested, config) for k in ("dtype", "torch_dtype") if c.get(k)), "bfloat16"))
+    if name not in _DTYPES:
+        raise ConfigError(folder / "config.json", f"dtype {name!r}: expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _weights(shapes: _Shapes) -> _Shapes:
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _attention(fields: Fields) -> _Shapes:
+    if fields.optional("kv_lora_rank"):
+        return _latent_attention(fields)
+    hidden, heads, width = fields.size("hidden_size"), fields.size("num_attention_heads"), head_size(fields)
+    q, kv = heads * width, (fields.optional("num_key_value_heads") or heads) * width
+    if fields.get("model_type") == "phi3":
+        return _weights({"self_attn.qkv_proj": (q + 2 * kv, hidden), "self_attn.o_proj": (hidden, q)})
+    rows = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+    shapes = _weights({**{name: (size, hidden) for name, size in rows.items()}, "self_attn.o_proj": (hidden, q)})
+    if fields.get("attention_bias"):
+        rows["self_attn.o_proj"] = hidden
+    elif fields.get("model_type") not in ("qwen2", "qwen2_moe"):
+        return shapes
+    return shapes | {f"{name}.bias": (size,) for name, size in rows.items()}
+
+
+def _latent_attention(fields: Fields) -> _Shapes:
+    """DeepSeek's MLA."""
+    hidden, heads, latent = fields.size("hidden_size"), fields.size("num_attention_heads"), fields.size("kv_lora_rank")
+    nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
+    value, query = fields.size("v_head_dim"), fields.optional("q_lora_rank")
+    if query is None:
+        shapes: _Shapes = {"q_proj": (heads * (nope + rope), hidden)}
+    else:
+        shapes = {
+            "q_a_proj": (query, hidden),
+            "q_a_layernorm": (query,),
+            "q_b_proj": (heads * (nope + rope), query),
+        }
+    shapes |= {
+        "kv_a_proj_with_mqa": (latent + rope, hidden),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (heads * (nope + value), latent),
+        "o_proj": (hidden, heads * value),
+    }
+    return _weights({f"self_attn.{name}": shape for name, shape in shapes.items()})
+
+
+def _gated(name: str, hidden: int, inner: int) -> _Shapes:
+    return _weights(
+        {f"{name}.gate_proj": (inner, hidden), f"{name}.up_proj": (inner, hidden), f"{name}.down_proj": (hidden, inner)}
+    )
+
+
+def _mlp(fields: Fields, layer: int) -> _Shapes:
+    hidden, model_type = fields.size("hidden_size"), fields.get("model_type")
+    if model_type not in _MIXTURES or not _has_experts(fields, layer):
+        inner = fields.size("intermediate_size")
+        if model_type == "phi3":
+            return _weights({"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)})
+        return _gated("mlp", hidden, inner)
+    experts = fields.size("num_local_experts", "num_experts", "n_routed_experts")
+    if model_type == "mixtral":
+        inner = fields.size("intermediate_size")
+        shapes: _Shapes = {"block_sparse_moe.gate.weight": (experts, hidden)}
+        for expert in range(experts):
+            names = {"w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}
+            shapes |= {f"block_sparse_moe.experts.{expert}.{name}.weight": shape for name, shape in names.items()}
+        return shapes
+    inner = fields.size("moe_intermediate_size")
+    shapes = {"mlp.gate.weight": (experts, hidden)}
+    if model_type == "deepseek_v3":
+        shapes["mlp.gate.e_score_correction_bias"] = (experts,)
+    for expert in range(experts):
+        shapes |= _gated(f"mlp.experts.{expert}", hidden, inner)
+    shared = fields.optional("n_shared_experts")
+    if shared is not None:
+        shapes |= _gated("mlp.shared_experts", hidden, shared * inner)
+    if model_type == "qwen2_moe":
+        shapes |= _gated("mlp.shared_expert", hidden, fields.size("shared_expert_intermediate_size"))
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+    return shapes
+
+
+def _has_experts(fields: Fields, layer: int) -> bool:
+    """Whether a layer of a mixture has experts: some of its layers may be dense."""
+    dense = fields.get("mlp_only_layers") or ()
+    every = fields.optional("decoder_sparse_step", "moe_layer_freq") or 1
+    if fields.get("model_type") in ("deepseek_v2", "deepseek_v3"):
+        return layer >= int(fields.get("first_k_dense_replace") or 0) and layer % every == 0
+    return layer not in dense and (layer + 1) % every == 0
+
+
+def _norms(fields: Fields) -> _Shapes:
+    hidden, model_type = fields.size("hidden_size"), fields.get("model_type")
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if model_type in _FOUR_NORMS:
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    shapes: _Shapes = dict.fromkeys(names, (hidden,))
+    if model_type in _HEAD_NORMS:
+        shapes |= {"self_attn.q_norm": (head_size(fields),), "self_attn.k_norm": (head_size(fields),)}
+    return _weights(shapes)

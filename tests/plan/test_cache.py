@@ -1,0 +1,82 @@
+"""The bytes of KV caches: those of the engine, and of windows, latents and layers without attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from model_configs import LLAMA_70B
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import ConfigError
+from minifloat.formats import BFLOAT16, E4M3, ElementFormat
+from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache
+from minifloat.plan.cache import ENGINE_BLOCK, attention_operations, cache_bytes, prefill_operations
+from minifloat.plan.shape import ModelShape, model_shape
+
+STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"
+
+
+def shape_of(**changes: object) -> ModelShape:
+    return model_shape({**LLAMA_70B, **changes}, Path())
+
+
+@pytest.mark.parametrize(("element", "name"), [(BFLOAT16, "bfloat16"), (E4M3, "E4M3")])
+def test_a_token_takes_what_it_takes_in_the_engine(element: ElementFormat, name: str) -> None:
+    with Checkpoint.open(STORYBOOK) as checkpoint:
+        shape = model_shape(checkpoint.config, checkpoint.path)
+    assert ENGINE_BLOCK == BLOCK_TOKENS
+    engine = KVCache.bytes_per_block(4, 4, 32, name)
+    assert cache_bytes(shape.cache, 1, element) * BLOCK_TOKENS == engine
+    assert cache_bytes(shape.cache, 100 * BLOCK_TOKENS, element) == 100 * engine
+
+
+def test_a_70b_llama_takes_320_kib_per_token() -> None:
+    assert cache_bytes(shape_of().cache, 1, BFLOAT16) == 2 * 80 * 8 * 128 * 2 == 320 << 10
+    assert cache_bytes(shape_of().cache, 1, E4M3) == 160 << 10
+
+
+@pytest.mark.parametrize(("gpus", "heads"), [(1, 8), (2, 4), (8, 1), (16, 1)])
+def test_heads_are_divided_and_then_copied(gpus: int, heads: int) -> None:
+    assert cache_bytes(shape_of().cache, 10, BFLOAT16, gpus) == 2 * 80 * heads * 128 * 2 * 10
+
+
+def test_a_window_bounds_the_layers_that_slide() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 40
+    layers = shape_of(layer_types=kinds, sliding_window=100).cache
+    assert cache_bytes(layers, 1000, E4M3) == 2 * 8 * 128 * 40 * (100 + 1000)
+    assert attention_operations(layers, 1000) == 4 * 64 * 128 * 40 * (100 + 1000)
+    by_hand = sum(min(token, 100) + token for token in range(1, 1001))
+    assert prefill_operations(layers, 1000) == 4 * 64 * 128 * 40 * by_hand
+
+
+@pytest.mark.parametrize(
+    ("changes", "sliding"),
+    [
+        ({"model_type": "mistral", "sliding_window": 64}, 80),
+        ({"model_type": "mistral", "sliding_window": None}, 0),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False, "max_window_layers": 20}, 0),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 20}, 60),
+        ({"model_type": "gemma2", "sliding_window": 64}, 40),
+        ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 8}, 70),
+    ],
+)
+def test_configs_say_in_their_own_ways_which_layers_slide(changes: dict[str, object], sliding: int) -> None:
+    assert [layer.window for layer in shape_of(**changes).cache].count(64) == sliding
+
+
+def test_layers_of_linear_attention_keep_nothing_of_a_token() -> None:
+    layers = shape_of(layer_types=["linear_attention"] * 60 + ["full_attention"] * 20).cache
+    assert cache_bytes(layers, 10, E4M3) == 2 * 20 * 8 * 128 * 10
+
+
+def test_a_latent_is_kept_once_and_copied_to_every_device() -> None:
+    layers = shape_of(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128).cache
+    assert cache_bytes(layers, 10, BFLOAT16) == cache_bytes(layers, 10, BFLOAT16, 8) == 80 * (512 + 64) * 2 * 10
+    assert attention_operations(layers, 10) == 80 * 2 * 64 * (512 + 64 + 512) * 10
+
+
+def test_missing_sizes_are_named() -> None:
+    for name, value in (("num_attention_heads", None), ("hidden_size", "wide"), ("vocab_size", -1)):
+        with pytest.raises(ConfigError, match=name):
+            shape_of(**{name: value})
