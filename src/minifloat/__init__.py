@@ -7,6 +7,7 @@
     Engine(path).generate([prompt, prompt])                 -> completions, decoded together
     inspect_checkpoint(path)                                -> Inspection
     plan_model(path, "mxfp4", "h100")                       -> ModelPlan
+    check_checkpoint(path, "vllm:h100:tp4")                 -> CheckReport
 
 Importing this package imports no torch: the names are resolved on first use.
 """
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from minifloat._version import __version__
 
 if TYPE_CHECKING:
+    from minifloat.check import CheckReport, check_checkpoint
     from minifloat.checkpoint import Checkpoint
     from minifloat.compare import Comparison, compare_models
     from minifloat.errors import MinifloatError
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 #: Public name -> the module that defines it.
 _EXPORTS = {
     "AsyncEngine": "minifloat.serve.engine",
+    "CheckReport": "minifloat.check",
     "Checkpoint": "minifloat.checkpoint",
     "Comparison": "minifloat.compare",
     "Engine": "minifloat.serve.engine",
@@ -46,6 +49,7 @@ _EXPORTS = {
     "SCHEMES": "minifloat.scheme",
     "SamplingParams": "minifloat.serve.engine",
     "Scheme": "minifloat.scheme",
+    "check_checkpoint": "minifloat.check",
     "compare_models": "minifloat.compare",
     "generate": "minifloat.serve.text",
     "inspect_checkpoint": "minifloat.inspection",
@@ -58,6 +62,7 @@ _EXPORTS = {
 __all__ = [
     "SCHEMES",
     "AsyncEngine",
+    "CheckReport",
     "Checkpoint",
     "Comparison",
     "Engine",
@@ -69,6 +74,7 @@ __all__ = [
     "SamplingParams",
     "Scheme",
     "__version__",
+    "check_checkpoint",
     "compare_models",
     "generate",
     "inspect_checkpoint",

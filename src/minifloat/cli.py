@@ -15,6 +15,7 @@ import click
 
 from minifloat._version import __version__
 from minifloat.cli_bench import bench
+from minifloat.cli_check import check
 from minifloat.cli_compare import compare
 from minifloat.cli_plan import plan
 from minifloat.cli_serving import chat, parse_size, serve
@@ -74,6 +75,7 @@ def _scheme_help() -> str:
 @click.option("--rule", default="max", show_default=True, help="How statistics become static scales.")
 @click.option("--max-saturation", type=click.FloatRange(0, 1), help="Largest fraction of held-out inputs to saturate.")
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
+@click.option("--target", metavar="ENGINE:HARDWARE[:tpN]", help="Refuse what will not load there, e.g. vllm:h100:tp4.")
 @click.option("--workers", type=click.IntRange(min=1), help="Threads.  [default: one per core, at most 8]")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists, at the very end.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every tensor instead of a summary by layer.")
@@ -93,6 +95,7 @@ def quantize(
     rule: str,
     max_saturation: float | None,
     kv_cache: str | None,
+    target: str | None,
     workers: int | None,
     overwrite: bool,
     verbose: bool,
@@ -126,6 +129,7 @@ def quantize(
                 {"samples": calibration_samples, "seq_len": calibration_seq_len, "progress": progress},
             ),
             kv_cache=kv_cache is not None,
+            target=target,
             progress=progress,
         )
     if as_json:
@@ -284,6 +288,7 @@ def _set_threads(threads: int | None) -> None:
         set_threads(threads)
 
 
+main.add_command(check)
 main.add_command(compare)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from minifloat.doctor import Diagnosis
 from minifloat.inspection import Inspection
 from minifloat.quantize.calibrated import ActivationReport
 from minifloat.quantize.report import QuantizeReport, TensorReport
-from minifloat.report.text import size_text
+from minifloat.report.text import layer_pattern, size_text
 
 if TYPE_CHECKING:
     from minifloat.quantize.model import Progress as ProgressCallback
@@ -50,11 +49,6 @@ def progress_bar(enabled: bool) -> Iterator[ProgressCallback | None]:
             bar.update(task, completed=done, total=total, description=message)
 
         yield advance
-
-
-def layer_pattern(name: str) -> str:
-    """A name with its layer and expert numbers as ``*``: one row stands for all layers."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def make_table(*columns: str, right: Iterable[str] = ()) -> Table:

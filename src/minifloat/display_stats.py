@@ -9,7 +9,7 @@ from rich.table import Table
 
 from minifloat.calibration.rules import Rule
 from minifloat.calibration.stats import ActivationStats
-from minifloat.display import layer_pattern, make_console, make_table
+from minifloat.display import make_console, make_table
 from minifloat.report.stats_page import (
     CacheSummary,
     InputSummary,
@@ -21,6 +21,7 @@ from minifloat.report.stats_page import (
     span,
     summarize,
 )
+from minifloat.report.text import layer_pattern
 
 
 def print_stats(stats: ActivationStats, rule: Rule, held_out: ActivationStats | None, *, verbose: bool) -> None:

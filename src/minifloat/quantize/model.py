@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from minifloat._version import __version__
+from minifloat.check import require_loadable
 from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, encode_index
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
@@ -58,6 +59,7 @@ def quantize_checkpoint(
     overwrite: bool = False,
     calibration: Calibration | None = None,
     kv_cache: bool = False,
+    target: str | None = None,
     impl: str = "auto",
     progress: Progress | None = None,
 ) -> QuantizeReport:
@@ -73,6 +75,7 @@ def quantize_checkpoint(
         overwrite: Replace an existing destination, at the end.
         calibration: Activation statistics and the rule that makes static scales of them.
         kv_cache: Write scales of an FP8 KV cache; needs `calibration`.
+        target: Where it is to run, as in ``"vllm:h100:tp4"``: what will not load there is refused.
         impl: Implementation of the cast: "auto", "cpu" or "reference".
         progress: Called from this thread as work completes.
 
@@ -98,6 +101,8 @@ def quantize_checkpoint(
         _refuse_inside(checkpoint.path, Path(destination))
         plan = make_plan(checkpoint, chosen, writer_layout, parsed)
         plan, activations, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
+        if target is not None:
+            notes = (*notes, *require_loadable(checkpoint, plan, target))
         recipe = _recipe(plan, calibration)
         with (
             CheckpointWriter(

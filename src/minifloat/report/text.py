@@ -6,6 +6,7 @@ that turn the direction of the text after them, letters that cannot be seen. `vi
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 
@@ -48,6 +49,11 @@ def _visible(char: str) -> str:
         return "␡"
     hidden = unicodedata.category(char) in _HIDDEN and char not in _JOINERS
     return f"⟨U+{code:04X}⟩" if hidden or code & 0xFFFF in _NONCHARACTERS else char
+
+
+def layer_pattern(name: str) -> str:
+    """A name with its layer and expert numbers as ``*``: one row stands for all layers."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

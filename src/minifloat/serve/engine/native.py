@@ -26,13 +26,10 @@ from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.scheduler import Work
 from minifloat.serve.engine.sequence import Sequence
 from minifloat.serve.experts import QuantizedExperts
+from minifloat.serve.family import why_not_family
 from minifloat.serve.kv_scales import KVScales
 from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
 
-#: Values of ``model_type`` whose modelling code computes what a `Decoder` does.
-FAMILY = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-#: Rotary embeddings whose frequencies do not depend on the length of the text.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LM_HEAD_FP8 = WeightSpec(E4M3, CHANNEL, FLOAT32)
 
 
@@ -88,16 +85,10 @@ def decoder_of(model: PreTrainedModel, scales: KVScales, *, lm_head_fp8: bool = 
 def why_not_native(model: PreTrainedModel) -> str:
     """Why the native decoder does not cover a model; empty where it does, as far as the config tells."""
     config: Any = model.config
-    if config.model_type not in FAMILY:
-        return f"its model_type is {config.model_type!r}, not one of {', '.join(FAMILY)}"
     if model.device.type != "cpu" or model.dtype not in DTYPES:
         return f"it is {model.dtype} on {model.device}"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act!r}, not 'silu'"
-    rope = (config.rope_parameters or {}).get("rope_type", "default")
-    if rope not in _ROPE_TYPES:
-        return f"its rotary embedding is {rope!r}, not one of {', '.join(_ROPE_TYPES)}"
-    return ""
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return why_not_family(config.model_type, getattr(config, "hidden_act", None), rope)
 
 
 class _Parts:

@@ -1,0 +1,266 @@
+"""What rules look for: the predicates of the table, over names, shapes and formats.
+
+Each returns lines that say what was found, one for all layers alike; none where its rule does not apply.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from minifloat.check.subject import Kind, Weight
+from minifloat.check.verdict import Case, Find
+from minifloat.formats import E2M1, E4M3
+from minifloat.granularity import BLOCK_128
+from minifloat.layouts import fp8, gpt_oss, modelopt
+from minifloat.quantize.roles import expert_group, fused_group
+from minifloat.report.text import layer_pattern
+
+#: Linears whose columns are shared out by tensor parallelism; of all others it is the rows.
+_ROW_PARALLEL = frozenset({"o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h", "fc2", "c_proj"})
+#: Linears that every GPU holds whole.
+_REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
+_KEY_VALUE = frozenset({"k_proj", "v_proj"})
+#: The parts of fused layers that come last, after which a block may be partial.
+_LAST_PARTS = frozenset({"v_proj", "value", "up_proj", "w3", "kv_a_proj_with_mqa"})
+_HEAD = "lm_head"
+_BLOCK_ROWS, _BLOCK_COLS = BLOCK_128.block((1, 1))
+
+
+def named(weights: Iterable[Weight], text: str = "") -> Iterator[str]:
+    """One line for the same weight of all layers."""
+    for weight in weights:
+        rows, cols = weight.shape
+        yield f"{layer_pattern(weight.module)} ({rows}x{cols}){text}"
+
+
+def kinds(*wanted: Kind, layout: str | None = None, experts: bool | None = None) -> Find:
+    """Weights of these kinds, in any layout or in one."""
+
+    def find(case: Case) -> Iterator[str]:
+        if layout in (None, case.subject.layout):
+            yield from named(case.weights(*wanted, experts=experts))
+
+    return find
+
+
+def has_layout(*layouts: str) -> Find:
+    """Quantized weights in one of these layouts."""
+
+    def find(case: Case) -> Iterator[str]:
+        if case.subject.layout in layouts and case.subject.quantized:
+            yield f"layout {case.subject.layout}"
+
+    return find
+
+
+def is_row_parallel(weight: Weight) -> bool:
+    """Whether its columns are shared out, not its rows."""
+    return weight.leaf in _ROW_PARALLEL
+
+
+def rows_per_gpu(case: Case, weight: Weight) -> int:
+    """Rows of a weight on one GPU; keys and values are not divided below one head."""
+    if is_row_parallel(weight) or weight.leaf in _REPLICATED:
+        return weight.shape[0]
+    parts = min(case.tp, case.subject.kv_heads or case.tp) if weight.leaf in _KEY_VALUE else case.tp
+    return weight.shape[0] // parts
+
+
+def cols_per_gpu(case: Case, weight: Weight) -> int:
+    """Columns of a weight on one GPU."""
+    return weight.shape[1] // case.tp if is_row_parallel(weight) else weight.shape[1]
+
+
+def uneven_heads(case: Case) -> Iterator[str]:
+    """Attention heads that the GPUs cannot share out."""
+    if case.subject.heads % case.tp:
+        yield f"{case.subject.heads} attention heads over {case.tp} GPUs"
+
+
+def uneven_kv_heads(case: Case) -> Iterator[str]:
+    """Heads of keys and values that can neither be shared out nor be copied evenly."""
+    heads = case.subject.kv_heads
+    if heads and heads % case.tp and case.tp % heads:
+        yield f"{heads} heads of keys and values over {case.tp} GPUs"
+
+
+def copied_kv_heads(case: Case) -> Iterator[str]:
+    """Fewer heads of keys and values than GPUs."""
+    heads = case.subject.kv_heads
+    if heads and heads < case.tp and case.tp % heads == 0:
+        yield f"{heads} heads of keys and values: each is on {case.tp // heads} of {case.tp} GPUs"
+
+
+def uneven_matrices(case: Case) -> Iterator[str]:
+    """Matrices whose shared side is no multiple of the number of GPUs."""
+    for weight in case.subject.weights:
+        side = weight.shape[1] if is_row_parallel(weight) else weight.shape[0]
+        if weight.leaf not in (*_KEY_VALUE, *_REPLICATED, _HEAD) and side % case.tp:
+            yield from named([weight], f": {side} over {case.tp} GPUs")
+
+
+def broken_blocks(case: Case) -> Iterator[str]:
+    """Blocks of 128x128 that end inside another part of a fused layer, or on another GPU."""
+    for weight in case.weights(experts=False):
+        if weight.spec is None or weight.spec.granularity != BLOCK_128:
+            continue
+        rows, cols = rows_per_gpu(case, weight), cols_per_gpu(case, weight)
+        fused = fused_group(weight.module) != weight.module and weight.leaf not in _LAST_PARTS
+        split = case.tp > 1 and not is_row_parallel(weight) and weight.leaf not in _REPLICATED
+        if (fused or split) and rows % _BLOCK_ROWS:
+            yield from named([weight], f": {rows} rows on a GPU, {rows} % {_BLOCK_ROWS} = {rows % _BLOCK_ROWS}")
+        if case.tp > 1 and is_row_parallel(weight) and cols % _BLOCK_COLS:
+            yield from named([weight], f": {cols} columns on a GPU, {cols} % {_BLOCK_COLS} = {cols % _BLOCK_COLS}")
+
+
+def broken_expert_blocks(case: Case) -> Iterator[str]:
+    """Experts whose inner size on a GPU is not made of whole blocks."""
+    for weight in case.weights(experts=True):
+        if weight.spec is None or weight.spec.granularity != BLOCK_128:
+            continue
+        inner = cols_per_gpu(case, weight) if is_row_parallel(weight) else rows_per_gpu(case, weight)
+        if inner % _BLOCK_ROWS and (case.tp > 1 or not is_row_parallel(weight)):
+            yield from named([weight], f": inner size {inner} on a GPU")
+
+
+def broken_groups(case: Case) -> Iterator[str]:
+    """Groups of 32 or 16 columns that end on another GPU."""
+    for weight in case.weights(Kind.MXFP4, Kind.MXFP8, Kind.NVFP4, Kind.NVFP4_W4A4):
+        if weight.spec is None or case.tp == 1 or not is_row_parallel(weight):
+            continue
+        group = weight.spec.granularity.cols or 1
+        cols = cols_per_gpu(case, weight)
+        if cols % group:
+            yield from named([weight], f": {cols} columns on a GPU, in groups of {group}")
+
+
+def mixed_fused(case: Case) -> Iterator[str]:
+    """Parts of one fused layer, or experts of one layer, that are quantized differently."""
+    groups: dict[str, list[Weight]] = {}
+    for weight in case.subject.weights:
+        groups.setdefault(expert_group(weight.module) or fused_group(weight.module), []).append(weight)
+    for name, members in groups.items():
+        found = {(weight.spec and weight.kind): layer_pattern(weight.module) for weight in members}
+        if len(found) > 1:
+            words = ", ".join(f"{at} {kind.value if kind else 'BF16'}" for kind, at in found.items())
+            yield f"{layer_pattern(name)}: {words}"
+
+
+def partial_blocks(case: Case, *, divisible: bool) -> Iterator[str]:
+    """Weights of the `fp8` layout with blocks that are not whole.
+
+    Args:
+        case: The case.
+        divisible: Those whose grid of scales divides them evenly, so that the wrong block size is taken; else the rest.
+    """
+    if case.subject.layout != fp8.NAME:
+        return
+    for weight in case.subject.quantized:
+        if weight.spec is None or None in (weight.spec.granularity.rows, weight.spec.granularity.cols):
+            continue
+        block, grid = weight.spec.granularity.block(weight.shape), weight.spec.granularity.scale_shape(weight.shape)
+        sides = list(zip(weight.shape, block, grid, strict=True))
+        if all(size % extent == 0 for size, extent, _ in sides):
+            continue
+        evenly = all(size % count == 0 for size, _, count in sides)
+        misread = any(size // count != extent for size, extent, count in sides)
+        if evenly is divisible and misread:
+            yield from named([weight], f": a grid of {grid[0]}x{grid[1]} scales")
+
+
+def ragged_inputs(case: Case) -> Iterator[str]:
+    """Inputs in groups that do not divide the columns of their weight."""
+    for weight in case.weights():
+        group = None if weight.activation is None else weight.activation.granularity.cols
+        if group and weight.shape[1] % group:
+            yield from named([weight], f": {weight.shape[1]} inputs in groups of {group}")
+
+
+def not_whole_blocks_of_128_columns(case: Case) -> Iterator[str]:
+    """E4M3 in blocks whose scales do not cover 128 columns."""
+    for weight in case.weights(Kind.OTHER):
+        if weight.spec is not None and weight.spec.element is E4M3 and weight.spec.granularity.cols != _BLOCK_COLS:
+            yield from named([weight], f": {weight.spec.granularity}")
+
+
+def quantized_head(case: Case) -> Iterator[str]:
+    """A head that is quantized, in DeepSeek's layout."""
+    if case.subject.layout == fp8.NAME:
+        yield from named(weight for weight in case.subject.quantized if weight.leaf == _HEAD)
+
+
+def plain_head(case: Case) -> Iterator[str]:
+    """A head with weights of its own that is not quantized, beside others that are."""
+    if case.subject.quantized:
+        yield from named(w for w in case.subject.weights if w.leaf == _HEAD and w.spec is None)
+
+
+def kv_without_scales(case: Case) -> Iterator[str]:
+    """An FP8 KV cache that is declared and has no scales."""
+    if case.subject.kv is not None and not case.subject.kv_scales:
+        yield f"KV cache {case.subject.kv.element.name}, no k_scale or v_scale"
+
+
+def kv_declared(case: Case) -> Iterator[str]:
+    """A quantized KV cache."""
+    if case.subject.kv is not None:
+        yield f"KV cache {case.subject.kv.element.name}"
+
+
+def dense_mxfp4(case: Case) -> Iterator[str]:
+    """A dense model under gpt-oss' name for its fused experts."""
+    if case.subject.misnamed:
+        yield "quant_method mxfp4 without *_blocks tensors"
+
+
+def modelopt_fp8(case: Case) -> Iterator[str]:
+    """ModelOpt's 8-bit codes."""
+    if case.subject.layout == modelopt.NAME:
+        yield from named(w for w in case.weights() if w.spec is not None and w.spec.element is E4M3)
+
+
+def modelopt_fp4(case: Case) -> Iterator[str]:
+    """ModelOpt's packed 4-bit codes."""
+    if case.subject.layout == modelopt.NAME:
+        yield from named(w for w in case.weights() if w.spec is not None and w.spec.element is E2M1)
+
+
+def fp8_per_tensor(case: Case) -> Iterator[str]:
+    """The `fp8` layout without blocks."""
+    if case.subject.layout == fp8.NAME:
+        yield from named(case.weights(Kind.FP8_STATIC, Kind.FP8_DYNAMIC))
+
+
+def weight_only_blocks(case: Case) -> Iterator[str]:
+    """E4M3 in blocks, inputs in 16 bits."""
+    yield from named(w for w in case.weights(Kind.FP8_WEIGHT_ONLY) if w.spec and w.spec.granularity == BLOCK_128)
+
+
+def fused_experts(case: Case) -> Iterator[str]:
+    """Experts as gpt-oss stores them."""
+    if case.subject.layout == gpt_oss.NAME:
+        yield from named(case.weights(Kind.MXFP4))
+
+
+def several_gpus(case: Case) -> Iterator[str]:
+    """Tensor parallelism."""
+    if case.tp > 1:
+        yield f"--tp {case.tp}"
+
+
+def anything(case: Case) -> Iterator[str]:
+    """Every case."""
+    yield f"{case.target.engine} on {case.target.hardware.name}"
+
+
+def not_native(case: Case) -> Iterator[str]:
+    """Models that the native decoder does not cover."""
+    from minifloat.serve.family import why_not_family
+
+    config = case.subject.config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    reason = why_not_family(case.subject.model_type, str(config.get("hidden_act")), str(kind))
+    if reason:
+        yield re.sub(r"^its ", "", reason)

@@ -1,0 +1,193 @@
+"""What the rules look at: a checkpoint, or a plan to make one, reduced to what decides whether an engine loads it.
+
+Made from headers and config alone. A dense model that calls itself `mxfp4` is described too: our own reader refuses it,
+and here it must be judged.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32
+from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR
+from minifloat.layouts import describe, gpt_oss
+from minifloat.quantize.plan import Plan
+from minifloat.quantize.roles import Role, expert_group, role_of, text_config
+from minifloat.scheme import ActivationSpec, KVSpec, WeightSpec
+
+_KV_SCALE = re.compile(r"\.(k_scale|v_scale|[kv]_proj\.output_scale)$")
+
+
+class Kind(enum.Enum):
+    """How weights and inputs are quantized, as far as engines tell them apart; the value is how reports name it."""
+
+    FP8_STATIC = "FP8 per tensor, static inputs"
+    FP8_DYNAMIC = "FP8 per channel or tensor, inputs per token"
+    FP8_BLOCK = "FP8 in 128x128 blocks"
+    FP8_WEIGHT_ONLY = "FP8 weight-only"
+    MXFP8 = "MXFP8"
+    MXFP4 = "MXFP4"
+    NVFP4 = "NVFP4 weight-only"
+    NVFP4_W4A4 = "NVFP4 with NVFP4 inputs"
+    OTHER = "another mixture of formats"
+
+
+def kind_of(spec: WeightSpec, activation: ActivationSpec | None) -> Kind:
+    """The kind of a quantized weight."""
+    if (spec.element, spec.scale, spec.granularity) == (E4M3, E8M0, GROUP_32):
+        return Kind.MXFP8
+    if (spec.element, spec.scale, spec.granularity) == (E2M1, E8M0, GROUP_32):
+        return Kind.MXFP4
+    if (spec.element, spec.scale, spec.granularity) == (E2M1, E4M3, GROUP_16):
+        return Kind.NVFP4 if activation is None else Kind.NVFP4_W4A4
+    if (spec.element, spec.scale) != (E4M3, FLOAT32):
+        return Kind.OTHER
+    if spec.granularity not in (TENSOR, CHANNEL, BLOCK_128):
+        return Kind.OTHER
+    if activation is None:
+        return Kind.FP8_WEIGHT_ONLY
+    if spec.granularity == BLOCK_128:
+        return Kind.FP8_BLOCK
+    return Kind.FP8_DYNAMIC if activation.dynamic else Kind.FP8_STATIC
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A linear or an expert.
+
+    Attributes:
+        module: Its name.
+        shape: ``(N, K)``.
+        spec: How it is quantized; None: it is not.
+        activation: How its inputs are.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    spec: WeightSpec | None = None
+    activation: ActivationSpec | None = None
+
+    @property
+    def kind(self) -> Kind | None:
+        """None where it is not quantized."""
+        return None if self.spec is None else kind_of(self.spec, self.activation)
+
+    @property
+    def leaf(self) -> str:
+        """The last part of its name; of experts that gpt-oss fuses, without their number."""
+        return next(part for part in reversed(self.module.split(".")) if not part.isdecimal())
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is one of the experts of a layer."""
+        return expert_group(self.module) is not None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is judged.
+
+    Attributes:
+        layout: As `minifloat.layouts.describe` names it; None for a model that is not quantized.
+        model_type: From the config.
+        heads: Attention heads, 0 where the config does not say.
+        kv_heads: Heads of keys and values, 0 where it does not say.
+        config: The language model's part of config.json.
+        weights: Linears and experts of the decoder layers and a head that is not tied, quantized or not.
+        kv: How the checkpoint says that the KV cache is quantized.
+        kv_scales: Whether it brings scales for that.
+        misnamed: Whether it says `mxfp4` and has none of gpt-oss' fused experts.
+    """
+
+    layout: str | None
+    model_type: str
+    heads: int
+    kv_heads: int
+    config: Mapping[str, Any]
+    weights: tuple[Weight, ...]
+    kv: KVSpec | None = None
+    kv_scales: bool = False
+    misnamed: bool = False
+
+    @property
+    def quantized(self) -> tuple[Weight, ...]:
+        """The weights that are quantized."""
+        return tuple(weight for weight in self.weights if weight.spec is not None)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What its weights are quantized to, in the order in which they come."""
+        return tuple(dict.fromkeys(weight.kind for weight in self.weights if weight.kind is not None))
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint) -> Subject:
+        """Describe what lies on disk.
+
+        Raises:
+            CheckpointError: The quantization_config cannot be understood.
+            TensorError: Codes and scales do not belong together.
+        """
+        method = (checkpoint.quantization_config or {}).get("quant_method")
+        if method == "mxfp4" and not any(name.endswith("_blocks") for name in checkpoint.tensors):
+            return _subject(checkpoint, gpt_oss.NAME, (), misnamed=True)
+        description = describe(checkpoint)
+        quantized = tuple(
+            Weight(weight.module, weight.shape, weight.spec, weight.activation)
+            for weight in description.weights.values()
+        )
+        used = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
+        has_scales = any(_KV_SCALE.search(name) for name in description.auxiliary)
+        plain = _plain(checkpoint, {name.removesuffix(".weight") for name in used})
+        return _subject(checkpoint, description.layout, (*quantized, *plain), description.kv, has_scales)
+
+    @classmethod
+    def of_plan(cls, checkpoint: Checkpoint, plan: Plan) -> Subject:
+        """Describe what `minifloat.quantize.model.quantize_checkpoint` would write."""
+        parts = [part for tensor in plan.tensors for part in tensor.parts]
+        quantized = tuple(Weight(part.module, part.shape, part.scheme.weight, part.scheme.activation) for part in parts)
+        planned = {tensor.source.name.removesuffix(".weight") for tensor in plan.tensors if tensor.parts}
+        plain = _plain(checkpoint, planned)
+        return _subject(checkpoint, plan.layout.name, (*quantized, *plain), plan.kv, plan.kv is not None)
+
+
+def _plain(checkpoint: Checkpoint, known: set[str]) -> tuple[Weight, ...]:
+    """The linears that are not quantized; fused experts as one of their matrices."""
+    weights = []
+    for info in checkpoint.tensors.values():
+        module, role = info.name.removesuffix(".weight"), role_of(info)
+        if role in (Role.LINEAR, Role.LM_HEAD) and module not in known:
+            weights.append(Weight(module, (info.shape[0], info.shape[1])))
+    return tuple(weights)
+
+
+def _subject(
+    checkpoint: Checkpoint,
+    layout: str | None,
+    weights: tuple[Weight, ...],
+    kv: KVSpec | None = None,
+    kv_scales: bool = False,
+    misnamed: bool = False,
+) -> Subject:
+    config = text_config(checkpoint.config)
+    heads = _count(config, "num_attention_heads")
+    return Subject(
+        layout=layout,
+        model_type=str(config.get("model_type", "unknown")),
+        heads=heads,
+        kv_heads=_count(config, "num_key_value_heads") or heads,
+        config=config,
+        weights=weights,
+        kv=kv,
+        kv_scales=kv_scales,
+        misnamed=misnamed,
+    )
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,166 @@
+"""`check` on folders, its exit status, and `quantize --target`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from minifloat.check import Target, Verdict, check_checkpoint
+from minifloat.cli import main
+from minifloat.errors import AlreadyQuantizedError, UnknownNameError, UsageError
+from minifloat.quantize.model import quantize_checkpoint
+
+ROOT = Path(__file__).parents[2]
+STORYBOOK = ROOT / "examples" / "storybook-4m"
+INTEROP = ROOT / "tests" / "data" / "interop"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def rules(report: object) -> set[str]:
+    return {finding.rule for finding in report.findings}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("folder", "target", "verdict", "rule"),
+    [
+        ("llmc-fp8-block", "vllm:cpu", Verdict.REFUSED, "blocks-128"),
+        ("llmc-fp8-w8a16", "vllm:cpu", Verdict.REFUSED, "vllm-weight-only-fp8"),
+        ("llmc-fp8-static", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-static"),
+        ("vllm-fp8-static", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-static"),
+        ("modelopt-nvfp4", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-small-formats"),
+        ("modelopt-mxfp8", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-small-formats"),
+        ("deepseek-block32-ue8m0", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-block-size"),
+        ("gpt-oss-mxfp4", "minifloat:cpu", Verdict.DEGRADED, "minifloat-not-native"),
+        ("llmc-mxfp4", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-mxfp4"),
+        ("modelopt-fp8-kv", "transformers:cpu", Verdict.WRONG, "transformers-modelopt-fp8"),
+    ],
+)
+def test_checkpoints_of_other_tools(folder: str, target: str, verdict: Verdict, rule: str) -> None:
+    """Those for vllm:cpu were started in a real vLLM 0.32.0: each was refused."""
+    report = check_checkpoint(INTEROP / folder, target)
+    assert report.verdict is verdict
+    assert rule in rules(report)
+
+
+@pytest.mark.parametrize("folder", ["llmc-fp8-block", "llmc-mixed", "modelopt-moe-nvfp4", "gpt-oss-mxfp4"])
+def test_minifloat_itself_reads_all_of_them(folder: str) -> None:
+    assert not check_checkpoint(INTEROP / folder, "minifloat:cpu").failures
+
+
+def test_scales_of_the_kv_cache_are_found_under_both_names() -> None:
+    for folder in ("llmc-fp8-kv", "modelopt-fp8-kv"):
+        assert "vllm-kv-scales-missing" not in rules(check_checkpoint(INTEROP / folder, "vllm:h100"))
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", "mxfp4", "fp8", "nvfp4"])
+@pytest.mark.parametrize("target", ["vllm:cpu", "vllm:h100", "sglang:h100", "transformers:cpu", "minifloat:cpu"])
+def test_what_quantize_would_make_is_judged_as_what_it_makes(scheme: str, target: str, tmp_path: Path) -> None:
+    planned = check_checkpoint(STORYBOOK, target, scheme=scheme)
+    quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme)
+    made = check_checkpoint(tmp_path / "out", target)
+    assert (planned.verdict, planned.kernels, planned.findings) == (made.verdict, made.kernels, made.findings)
+
+
+def test_a_scheme_that_quantize_itself_refuses_will_not_load() -> None:
+    report = check_checkpoint(INTEROP / "base-llama", "transformers:cpu", scheme="fp8-block", layout="fp8")
+    assert report.verdict is Verdict.REFUSED
+    assert "whole 128x128 blocks" in report.findings[0].problem
+
+
+def test_a_scheme_for_a_quantized_checkpoint_is_an_error() -> None:
+    with pytest.raises(AlreadyQuantizedError):
+        check_checkpoint(INTEROP / "llmc-mxfp4", "vllm:h100", scheme="fp8")
+
+
+@pytest.mark.parametrize("text", ["vllm", "vllm:", "vllm:h100:4", "vllm:h100:tp0", "VLLM:h100", "vllm:h100:tp2:x"])
+def test_a_target_that_is_none_is_an_error_that_shows_one(text: str) -> None:
+    with pytest.raises(UsageError, match="vllm:h100:tp4"):
+        Target.parse(text)
+
+
+def test_unknown_names_are_errors_that_list_the_valid_ones() -> None:
+    with pytest.raises(UnknownNameError, match="sglang"):
+        Target.parse("tgi:h100")
+    with pytest.raises(UnknownNameError, match="mi300"):
+        Target.parse("vllm:v100")
+
+
+@pytest.mark.parametrize("text", ["vllm:h100", "sglang:mi300:tp8"])
+def test_a_target_is_written_as_it_is_read(text: str) -> None:
+    assert str(Target.parse(text)) == text
+
+
+def test_exit_status_is_0_where_it_loads_1_where_it_does_not_and_3_where_nobody_knows() -> None:
+    on_cpu = ("--engine", "vllm", "--hardware", "cpu")
+    assert run("check", STORYBOOK, *on_cpu, "--scheme", "fp8-block").exit_code == 0
+    refused = run("check", STORYBOOK, *on_cpu, "--scheme", "mxfp4")
+    assert refused.exit_code == 1
+    assert "will not load" in refused.output
+    assert "cure" in refused.output
+    unknown = run(
+        "check", STORYBOOK, "--engine", "sglang", "--hardware", "h100", "--scheme", "fp8-block", "--layout", "fp8"
+    )
+    assert unknown.exit_code == 3
+    assert run("check", STORYBOOK, "--engine", "tgi", "--hardware", "h100").exit_code == 2
+
+
+def test_json_says_what_the_terminal_says() -> None:
+    result = run(
+        "check", STORYBOOK, "--engine", "vllm", "--hardware", "h100", "--tp", "8", "--scheme", "fp8-block", "--json"
+    )
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert (answer["verdict"], answer["tp"], answer["engine_version"]) == ("refused", 8, "vLLM 0.32.0")
+    assert "blocks-128" in [finding["rule"] for finding in answer["findings"]]
+
+
+def test_quantize_refuses_what_will_not_load_at_its_target_and_writes_nothing(tmp_path: Path) -> None:
+    result = run("quantize", STORYBOOK, tmp_path / "out", "--scheme", "mxfp4", "--target", "vllm:cpu")
+    assert result.exit_code == 2
+    assert "vllm-cpu-mxfp4" in result.output
+    assert "fp8-block" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_notes_what_is_less_than_it_promises_at_its_target(tmp_path: Path) -> None:
+    report = quantize_checkpoint(STORYBOOK, tmp_path / "out", "mxfp4", target="vllm:b200")
+    assert any("inputs are rounded to 4 bits" in note for note in report.notes)
+
+
+def test_static_scales_that_are_not_calibrated_are_judged_as_weight_only(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="vllm-weight-only-fp8"):
+        quantize_checkpoint(STORYBOOK, tmp_path / "out", "fp8-static", target="vllm:mi300")
+
+
+def test_a_dense_model_that_calls_itself_mxfp4_is_judged_not_misread(tmp_path: Path) -> None:
+    folder = dense_mxfp4(tmp_path / "dense")
+    for target, verdict in (("vllm:h100", Verdict.REFUSED), ("transformers:cpu", Verdict.WRONG)):
+        assert check_checkpoint(folder, target).verdict is verdict
+
+
+def dense_mxfp4(folder: Path) -> Path:
+    """Storybook in MXFP4, under gpt-oss' quant_method."""
+    quantize_checkpoint(STORYBOOK, folder.with_name("made"), "mxfp4")
+    shutil.copytree(folder.with_name("made"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_check_imports_no_torch() -> None:
+    code = (
+        "import sys; from minifloat.check import check_checkpoint; "
+        f"check_checkpoint({str(STORYBOOK)!r}, 'minifloat:cpu', scheme='mxfp4'); "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

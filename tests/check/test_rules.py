@@ -1,0 +1,268 @@
+"""Every rule has a case that it applies to and a neighbour that it must leave alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from minifloat.check.hardware import HARDWARE
+from minifloat.check.judge import judge
+from minifloat.check.kernels import kernel_for
+from minifloat.check.rules import RULES
+from minifloat.check.subject import Kind, Subject, Weight, kind_of
+from minifloat.check.verdict import ENGINES, Case, Target, Verdict, apply_rules
+from minifloat.formats import E2M1, E4M3
+from minifloat.granularity import GROUP_16, TENSOR, block_granularity
+from minifloat.scheme import SCHEMES, ActivationSpec, KVSpec, Scheme, WeightSpec, weight_only
+
+#: One layer of a model whose sizes suit every scheme on one process, and 128x128 blocks on two.
+SHAPES = {
+    "self_attn.q_proj": (1024, 1024),
+    "self_attn.k_proj": (256, 1024),
+    "self_attn.v_proj": (256, 1024),
+    "self_attn.o_proj": (1024, 1024),
+    "mlp.gate_proj": (1536, 1024),
+    "mlp.up_proj": (1536, 1024),
+    "mlp.down_proj": (1024, 1536),
+}
+EXPERTS = {"gate_proj": (768, 1024), "up_proj": (768, 1024), "down_proj": (1024, 768)}
+FP8_KV = KVSpec(E4M3, TENSOR)
+BLOCKS_32 = Scheme("blocks of 32", "", WeightSpec(E4M3, block_granularity(32, 32)))
+NVFP4_W4A4 = replace(SCHEMES["nvfp4"], activation=ActivationSpec(E2M1, GROUP_16, dynamic=False))
+
+
+def subject(scheme: str | Scheme, layout: str | None = "compressed-tensors", **facts: Any) -> Subject:
+    """A model of one layer.
+
+    Args:
+        scheme: Of all its weights.
+        layout: How it is stored.
+        facts: Fields of `Subject`; ``shapes``, which replaces some of `SHAPES`; ``plain``, modules that are not
+            quantized; ``experts``, whether the layer has them; ``head``, whether lm_head has weights (of the scheme).
+    """
+    chosen = SCHEMES[scheme] if isinstance(scheme, str) else scheme
+    shapes = SHAPES | facts.pop("shapes", {})
+    plain = facts.pop("plain", ())
+    if facts.pop("experts", False):
+        shapes |= {f"mlp.experts.0.{name}": shape for name, shape in EXPERTS.items()}
+    names = {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
+    if facts.pop("head", False):
+        names["lm_head"] = (4096, 1024)
+    weights = tuple(
+        Weight(name, shape)
+        if name.rsplit(".", 1)[-1] in plain
+        else Weight(name, shape, chosen.weight, chosen.activation)
+        for name, shape in names.items()
+    )
+    config = {"hidden_act": "silu", "rope_parameters": {"rope_type": "default"}}
+    return Subject(
+        **{"model_type": "llama", "heads": 16, "kv_heads": 4, "config": config} | facts, layout=layout, weights=weights
+    )
+
+
+def only_experts(scheme: str) -> Subject:
+    whole = subject(scheme, experts=True)
+    return replace(whole, weights=tuple(weight for weight in whole.weights if weight.is_expert))
+
+
+MISNAMED = replace(subject("mxfp4", "gpt-oss mxfp4"), weights=(), misnamed=True)
+RAGGED = {"mlp.gate_proj": (160, 1024), "mlp.up_proj": (160, 1024)}
+STATIC_WEIGHTS = weight_only(SCHEMES["fp8-static"])
+
+#: Rule -> (subject, target that it applies to), (subject, target that it must not apply to).
+CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
+    "tp-attention-heads": ((subject("fp8"), "vllm:h100:tp3"), (subject("fp8"), "vllm:h100:tp4")),
+    "tp-kv-heads": (
+        (subject("fp8", heads=24, kv_heads=4), "vllm:h100:tp6"),
+        (subject("fp8", heads=24, kv_heads=4), "vllm:h100:tp8"),
+    ),
+    "tp-kv-heads-copied": ((subject("fp8"), "vllm:h100:tp8"), (subject("fp8"), "vllm:h100:tp4")),
+    "tp-matrices": (
+        (subject("fp8", shapes={"mlp.down_proj": (1024, 1530)}), "vllm:h100:tp4"),
+        (subject("fp8"), "vllm:h100:tp4"),
+    ),
+    "blocks-128": ((subject("fp8-block"), "vllm:h100:tp8"), (subject("fp8-block"), "vllm:h100:tp2")),
+    "blocks-128-experts": (
+        (subject("fp8-block", experts=True), "vllm:h100:tp4"),
+        (subject("fp8-block", experts=True), "vllm:h100:tp2"),
+    ),
+    "groups-across-gpus": (
+        (subject("mxfp4", shapes={"mlp.down_proj": (1024, 1568)}), "vllm:h100:tp2"),
+        (subject("mxfp4"), "vllm:h100:tp2"),
+    ),
+    "fused-layers-mixed": (
+        (subject("fp8-block", plain=("q_proj",)), "vllm:h100"),
+        (subject("fp8-block", plain=("o_proj",)), "vllm:h100"),
+    ),
+    "vllm-weight-only-fp8": ((subject("fp8"), "vllm:cpu"), (subject("fp8"), "vllm:h100")),
+    "vllm-cpu-static": ((subject("fp8-static"), "vllm:cpu"), (subject("fp8-static"), "vllm:h100")),
+    "vllm-cpu-dynamic": ((subject("fp8-dynamic"), "vllm:cpu"), (subject("fp8-block"), "vllm:cpu")),
+    "vllm-cpu-small-formats": ((subject("mxfp8"), "vllm:cpu"), (subject("fp8-block"), "vllm:cpu")),
+    "vllm-cpu-mxfp4": ((subject("mxfp4"), "vllm:cpu"), (subject("mxfp4", "gpt-oss mxfp4"), "vllm:cpu")),
+    "vllm-cpu-block-size": ((subject(BLOCKS_32, "fp8"), "vllm:cpu"), (subject("fp8-block", "fp8"), "vllm:cpu")),
+    "vllm-dense-mxfp4": ((MISNAMED, "vllm:h100"), (subject("mxfp4"), "vllm:h100")),
+    "vllm-ampere-weight-only": ((subject("fp8-dynamic"), "vllm:a100"), (subject("fp8-dynamic"), "vllm:l40s")),
+    "vllm-b200-mxfp4-inputs": ((subject("mxfp4"), "vllm:b200"), (subject("mxfp4"), "vllm:h200")),
+    "vllm-b200-mxfp8-inputs": ((subject("mxfp8"), "vllm:b200"), (subject("mxfp8"), "vllm:h200")),
+    "nvfp4-before-blackwell": ((subject(NVFP4_W4A4), "vllm:h100"), (subject(NVFP4_W4A4), "vllm:b200")),
+    "vllm-mi300-nvfp4": ((subject("nvfp4"), "vllm:mi300"), (subject("nvfp4"), "vllm:a100")),
+    "vllm-mi300-emulated": ((subject("mxfp4"), "vllm:mi300"), (subject("fp8-block"), "vllm:mi300")),
+    "mi300-fnuz": ((subject("fp8-block"), "vllm:mi300"), (subject("fp8-block"), "vllm:h100")),
+    "experts-weight-only-fp8": ((only_experts("fp8"), "vllm:h100"), (only_experts("fp8-dynamic"), "vllm:h100")),
+    "vllm-cpu-experts": ((only_experts("fp8-block"), "vllm:cpu"), (only_experts("fp8-block"), "vllm:h100")),
+    "vllm-fp8-layout-head": (
+        (subject("fp8-block", "fp8", head=True), "vllm:h100"),
+        (subject("fp8-block", head=True), "vllm:h100"),
+    ),
+    "vllm-modelopt-mxfp4": ((subject("mxfp4", "modelopt"), "vllm:h100"), (subject("mxfp4"), "vllm:h100")),
+    "vllm-kv-scales-missing": (
+        (subject("fp8-block", kv=FP8_KV), "vllm:h100"),
+        (subject("fp8-block", kv=FP8_KV, kv_scales=True), "vllm:h100"),
+    ),
+    "sglang-cpu": ((subject("fp8-block"), "sglang:cpu"), (subject("fp8-block"), "sglang:h100")),
+    "sglang-mxfp8": ((subject("mxfp8"), "sglang:h100"), (subject("mxfp4"), "sglang:h100")),
+    "sglang-mxfp4-experts": ((only_experts("mxfp4"), "sglang:h100"), (subject("mxfp4"), "sglang:h100")),
+    "sglang-weight-only-blocks": (
+        (subject(weight_only(SCHEMES["fp8-block"])), "sglang:h100"),
+        (subject("fp8-block"), "sglang:h100"),
+    ),
+    "transformers-modelopt-fp8": (
+        (subject("fp8-static", "modelopt"), "transformers:cpu"),
+        (subject("fp8-static"), "transformers:cpu"),
+    ),
+    "transformers-modelopt-fp4": (
+        (subject("nvfp4", "modelopt"), "transformers:cpu"),
+        (subject("nvfp4"), "transformers:cpu"),
+    ),
+    "transformers-fp8-per-tensor": (
+        (subject("fp8-static", "fp8"), "transformers:cpu"),
+        (subject("fp8-block", "fp8"), "transformers:cpu"),
+    ),
+    "transformers-partial-blocks-misread": (
+        (subject("fp8-block", "fp8", shapes=RAGGED), "transformers:cpu"),
+        (subject("fp8-block", shapes=RAGGED), "transformers:cpu"),
+    ),
+    "transformers-partial-blocks": (
+        (subject("fp8-block", "fp8", shapes={"mlp.up_proj": (161, 1024)}), "transformers:a100"),
+        (subject("fp8-block", "fp8", shapes=RAGGED), "transformers:a100"),
+    ),
+    "transformers-ragged-inputs": (
+        (subject("fp8-block", shapes={"mlp.down_proj": (1024, 160)}), "transformers:cpu"),
+        (subject("fp8-block"), "transformers:cpu"),
+    ),
+    "transformers-dense-mxfp4": ((MISNAMED, "transformers:h100"), (subject("mxfp4"), "transformers:h100")),
+    "transformers-decompresses": (
+        (subject("fp8-block"), "transformers:h100"),
+        (subject("fp8-block", "fp8"), "transformers:h100"),
+    ),
+    "transformers-decodes-fp8": (
+        (subject("fp8-block", "fp8"), "transformers:a100"),
+        (subject("fp8-block", "fp8"), "transformers:h100"),
+    ),
+    "transformers-decodes-mxfp4": (
+        (subject("mxfp4", "gpt-oss mxfp4"), "transformers:cpu"),
+        (subject("mxfp4"), "transformers:cpu"),
+    ),
+    "transformers-kv-cache": (
+        (subject("fp8-block", kv=FP8_KV, kv_scales=True), "transformers:cpu"),
+        (subject("fp8-block"), "transformers:cpu"),
+    ),
+    "minifloat-cpu-only": ((subject("fp8"), "minifloat:h100"), (subject("fp8"), "minifloat:cpu")),
+    "minifloat-one-process": ((subject("fp8"), "minifloat:cpu:tp2"), (subject("fp8"), "minifloat:cpu")),
+    "minifloat-dense-mxfp4": ((MISNAMED, "minifloat:cpu"), (subject("mxfp4"), "minifloat:cpu")),
+    "minifloat-not-native": ((subject("fp8", model_type="gemma3"), "minifloat:cpu"), (subject("fp8"), "minifloat:cpu")),
+    "minifloat-kv-scales-missing": (
+        (subject("fp8", kv=FP8_KV), "minifloat:cpu"),
+        (subject("fp8", kv=FP8_KV, kv_scales=True), "minifloat:cpu"),
+    ),
+    "head-unquantized": (
+        (subject("fp8", head=True, plain=("lm_head",)), "vllm:h100"),
+        (subject("fp8", head=True), "vllm:h100"),
+    ),
+}
+
+
+def applied(case: tuple[Subject, str]) -> dict[str, tuple[str, ...]]:
+    found = apply_rules(RULES, Case(case[0], Target.parse(case[1])))
+    return {finding.rule: finding.evidence for finding in found}
+
+
+def test_every_rule_has_a_case_here_and_a_name_of_its_own() -> None:
+    assert sorted(rule.name for rule in RULES) == sorted(CASES)
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_rule_applies_to_its_case_and_not_to_its_neighbour(rule: str) -> None:
+    fires, leaves = CASES[rule]
+    assert applied(fires)[rule]
+    assert rule not in applied(leaves)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_that_stops_a_model_names_a_cure_and_where_it_is_known_from(rule: Any) -> None:
+    assert rule.source
+    assert rule.problem
+    assert rule.cure or not rule.verdict.is_failure
+    assert set(rule.engines) <= set(ENGINES)
+    assert set(rule.hardware) <= set(HARDWARE)
+
+
+def test_the_known_case_of_192_rows_on_a_gpu_is_named_with_its_remainder() -> None:
+    model = subject("fp8-block", shapes={"mlp.gate_proj": (1536, 1024), "mlp.up_proj": (1536, 1024)})
+    lines = applied((model, "vllm:h100:tp8"))["blocks-128"]
+    assert "model.layers.*.mlp.gate_proj (1536x1024): 192 rows on a GPU, 192 % 128 = 64" in lines
+    assert "model.layers.*.mlp.down_proj (1024x1536): 192 columns on a GPU, 192 % 128 = 64" in lines
+
+
+def test_only_the_last_part_of_a_fused_layer_may_end_in_a_partial_block() -> None:
+    last = subject("fp8-block", shapes={"self_attn.v_proj": (160, 1024), "mlp.up_proj": (160, 1024)})
+    assert "blocks-128" not in applied((last, "vllm:h100"))
+    first = subject("fp8-block", shapes={"mlp.gate_proj": (160, 1024)})
+    assert "blocks-128" in applied((first, "vllm:h100"))
+
+
+def test_heads_that_are_copied_keep_whole_blocks_of_keys() -> None:
+    """4 heads of 256 / 4 = 64 rows: a GPU of 8 holds one whole head, half a block."""
+    assert any("k_proj" in line for line in applied((subject("fp8-block"), "vllm:h100:tp8"))["blocks-128"])
+    wide = subject("fp8-block", shapes={"self_attn.k_proj": (512, 1024), "self_attn.v_proj": (512, 1024)})
+    assert not any("k_proj" in line for line in applied((wide, "vllm:h100:tp8"))["blocks-128"])
+
+
+@pytest.mark.parametrize("hardware", HARDWARE)
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("scheme", [*SCHEMES, "nvfp4-w4a4"])
+def test_what_a_scheme_becomes_is_known_on_all_hardware(scheme: str, engine: str, hardware: str) -> None:
+    """Either a rule refuses it, or the kernel is named."""
+    chosen = NVFP4_W4A4 if scheme == "nvfp4-w4a4" else SCHEMES[scheme]
+    report = judge("model", None, Case(subject(chosen), Target.of(engine, hardware)))
+    assert report.verdict is not Verdict.UNKNOWN
+    assert bool(report.failures) != bool(report.kernels)
+
+
+def test_what_nobody_has_read_is_said_not_to_be_known() -> None:
+    case = Case(subject("fp8-block", "fp8"), Target.of("sglang", "h100"))
+    assert kernel_for(case, Kind.FP8_BLOCK) is None
+    assert judge("model", None, case).verdict is Verdict.UNKNOWN
+
+
+def test_a_model_that_is_not_quantized_loads_everywhere() -> None:
+    plain = subject("fp8", None, plain=tuple(name.rsplit(".", 1)[-1] for name in SHAPES))
+    for engine in ENGINES:
+        assert judge("model", None, Case(plain, Target.of(engine, "cpu"))).verdict is Verdict.LOADS
+
+
+def test_the_kind_of_every_scheme() -> None:
+    found = {name: kind_of(scheme.weight, scheme.activation) for name, scheme in SCHEMES.items()}
+    assert found == {
+        "fp8-block": Kind.FP8_BLOCK,
+        "fp8": Kind.FP8_WEIGHT_ONLY,
+        "fp8-static": Kind.FP8_STATIC,
+        "fp8-dynamic": Kind.FP8_DYNAMIC,
+        "mxfp8": Kind.MXFP8,
+        "mxfp4": Kind.MXFP4,
+        "nvfp4": Kind.NVFP4,
+    }
+    assert kind_of(STATIC_WEIGHTS.weight, STATIC_WEIGHTS.activation) is Kind.FP8_WEIGHT_ONLY
+    assert kind_of(BLOCKS_32.weight, None) is Kind.OTHER
