@@ -1,10 +1,12 @@
 """The machines that `check` knows: only what decides whether an engine has a kernel there.
 
-Sizes of memory, bandwidth and peaks are no part of it; they decide how fast a model runs, not whether it loads.
+Sizes of memory, bandwidth and peaks are in `minifloat.plan.hardware`; they decide how fast a model runs, not whether an
+engine loads it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from minifloat.formats import E2M1, E4M3, ElementFormat
@@ -34,7 +36,7 @@ class Hardware:
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        Hardware("cpu", "x86 with AMX (Sapphire Rapids or newer)", "cpu", 0),
+        Hardware("cpu", "x86 with AMX", "cpu", 0),
         Hardware("a100", "NVIDIA Ampere", "nvidia", 80),
         Hardware("l40s", "NVIDIA Ada", "nvidia", 89, (E4M3,)),
         Hardware("h100", "NVIDIA Hopper", "nvidia", 90, (E4M3,)),
@@ -43,3 +45,8 @@ HARDWARE: dict[str, Hardware] = {
         Hardware("mi300", "AMD CDNA 3", "amd", 94, (E4M3,), fnuz=True),
     )
 }
+
+
+def hardware_where(condition: Callable[[Hardware], bool]) -> tuple[str, ...]:
+    """The names of the machines that are so."""
+    return tuple(name for name, hardware in HARDWARE.items() if condition(hardware))

@@ -13,18 +13,22 @@ import functools
 
 from minifloat.check import finding
 from minifloat.check.finding import kinds
-from minifloat.check.hardware import HARDWARE
+from minifloat.check.hardware import HARDWARE, hardware_where
 from minifloat.check.subject import Kind
 from minifloat.check.verdict import Rule, Verdict
+from minifloat.formats import E4M3
 from minifloat.layouts import compressed_tensors, fp8, modelopt
 
+_ADA, _BLACKWELL = 89, 100
 _ALL = tuple(HARDWARE)
-_CPU, _A100, _B200, _MI300 = ("cpu",), ("a100",), ("b200",), ("mi300",)
-_NVIDIA = tuple(name for name, hardware in HARDWARE.items() if hardware.vendor == "nvidia")
-_GPUS = tuple(name for name in _ALL if name not in _CPU)
-_BEFORE_BLACKWELL = tuple(name for name in _NVIDIA if name not in _B200)
-#: Where transformers decodes `quant_method: fp8` to BF16, for want of FP8 arithmetic.
-_DECODES_FP8 = (*_CPU, *_A100)
+_CPU = hardware_where(lambda one: one.vendor == "cpu")
+_GPUS = hardware_where(lambda one: one.vendor != "cpu")
+_FNUZ = hardware_where(lambda one: one.fnuz)
+_SM_100 = hardware_where(lambda one: one.vendor == "nvidia" and one.capability >= _BLACKWELL)
+_BEFORE_SM_100 = hardware_where(lambda one: one.vendor == "nvidia" and one.capability < _BLACKWELL)
+_BEFORE_SM_89 = hardware_where(lambda one: one.vendor == "nvidia" and one.capability < _ADA)
+#: Where there is no FP8 arithmetic, and transformers decodes `quant_method: fp8` to BF16.
+_WITHOUT_FP8 = hardware_where(lambda one: E4M3 not in one.arithmetic)
 
 _VLLM, _SGLANG, _HF, _OURS = ("vllm",), ("sglang",), ("transformers",), ("minifloat",)
 _SERVERS = (*_VLLM, *_SGLANG)
@@ -127,7 +131,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "vllm-weight-only-fp8",
         _VLLM,
-        (*_CPU, *_MI300),
+        (*_CPU, *_FNUZ),
         f"{_KERNEL_LISTS}: _POSSIBLE_WFP8A16_KERNELS is empty for CPU and ROCm",
         Verdict.REFUSED,
         kinds(Kind.FP8_WEIGHT_ONLY, layout=compressed_tensors.NAME),
@@ -204,7 +208,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "vllm-ampere-weight-only",
         _VLLM,
-        _A100,
+        _BEFORE_SM_89,
         "compressed_tensors_w8a8_fp8.py: get_min_capability is 89; below, Marlin or Humming",
         Verdict.DEGRADED,
         kinds(Kind.FP8_STATIC, Kind.FP8_DYNAMIC, Kind.FP8_BLOCK),
@@ -214,7 +218,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "vllm-b200-mxfp4-inputs",
         _VLLM,
-        _B200,
+        _SM_100,
         f"{_VLLM_CT} does not look at input_activations; mxfp4/flashinfer.py (vllm issue 56770)",
         Verdict.DEGRADED,
         kinds(Kind.MXFP4, layout=compressed_tensors.NAME),
@@ -225,7 +229,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "vllm-b200-mxfp8-inputs",
         _VLLM,
-        _B200,
+        _SM_100,
         f"{_VLLM_CT} does not look at input_activations; mxfp8/flashinfer.py",
         Verdict.DEGRADED,
         kinds(Kind.MXFP8),
@@ -235,7 +239,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "nvfp4-before-blackwell",
         _SERVERS,
-        _BEFORE_BLACKWELL,
+        _BEFORE_SM_100,
         f"vLLM: {_KERNEL_LISTS}: init_nvfp4_linear_kernel; SGLang: {_SGLANG_CT}",
         Verdict.DEGRADED,
         kinds(Kind.NVFP4_W4A4),
@@ -244,7 +248,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "vllm-mi300-nvfp4",
         _VLLM,
-        _MI300,
+        _FNUZ,
         f"{_KERNEL_LISTS}: init_nvfp4_linear_kernel forces MarlinNvFp4LinearKernel, which requires CUDA",
         Verdict.REFUSED,
         kinds(Kind.NVFP4),
@@ -254,7 +258,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "vllm-mi300-emulated",
         _VLLM,
-        _MI300,
+        _FNUZ,
         f"{_KERNEL_LISTS}: the native MX kernels ask for gfx95x; Emulation*LinearKernel is what is left",
         Verdict.DEGRADED,
         kinds(Kind.MXFP8, Kind.MXFP4, Kind.NVFP4_W4A4, layout=None),
@@ -264,7 +268,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "mi300-fnuz",
         _VLLM,
-        _MI300,
+        _FNUZ,
         "quantization/utils/w8a8_utils.py: normalize_e4m3fn_to_e4m3fnuz",
         Verdict.LOADS,
         kinds(Kind.FP8_STATIC, Kind.FP8_DYNAMIC, Kind.FP8_BLOCK),
@@ -398,7 +402,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "transformers-partial-blocks-misread",
         _HF,
-        _DECODES_FP8,
+        _WITHOUT_FP8,
         "integrations/finegrained_fp8.py: Fp8Dequantize divides the shape of a weight by that of its scales",
         Verdict.WRONG,
         functools.partial(finding.partial_blocks, divisible=True),
@@ -409,7 +413,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "transformers-partial-blocks",
         _HF,
-        _DECODES_FP8,
+        _WITHOUT_FP8,
         "integrations/finegrained_fp8.py: Fp8Dequantize",
         Verdict.REFUSED,
         functools.partial(finding.partial_blocks, divisible=False),
@@ -453,7 +457,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "transformers-decodes-fp8",
         _HF,
-        _DECODES_FP8,
+        _WITHOUT_FP8,
         "quantizers/quantizer_finegrained_fp8.py: validate_environment",
         Verdict.DEGRADED,
         finding.has_layout(fp8.NAME),
