@@ -110,7 +110,7 @@ def plan_model(
         path=str(model),
         architecture=_architecture(source),
         estimated=source.estimated,
-        counts=count(_kept(source), shape),
+        counts=count(_kept(source), source.copies, shape),
         hardware=device,
         gpus=gpus,
         keep_free=keep_free,
@@ -153,7 +153,7 @@ def _stored(
 ) -> tuple[list[_Stored], dict[str, str]]:
     """The weights as they are and under each scheme, and why schemes are refused; `strict` raises instead."""
     found: list[_Stored] = [
-        (KEEP, None, weigh(_kept(source), compressed_tensors.WRITER, request.shape, request.gpus)),
+        (KEEP, None, weigh(_kept(source), source.copies, compressed_tensors.WRITER, request.shape, request.gpus)),
     ]
     refused = {}
     for scheme in schemes:
@@ -173,7 +173,7 @@ def _weights(source: ModelSource, scheme: Scheme, request: _Request) -> Weights:
     kv = KVSpec(E4M3, TENSOR) if request.element is E4M3 else None
     caches = dict.fromkeys(plan.attention_modules, (1.0, 1.0)) if kv else {}
     plan = plan.with_scales(dict.fromkeys(plan.static_modules, 1.0), kv, caches)
-    return weigh(plan.tensors, writer, request.shape, request.gpus)
+    return weigh(plan.tensors, source.copies, writer, request.shape, request.gpus)
 
 
 def _rival(source: ModelSource, stored: Sequence[_Stored], request: _Request) -> Weights | None:

@@ -16,7 +16,10 @@ from minifloat.errors import ConfigError
 from minifloat.plan.cache import CacheLayer
 from minifloat.quantize.roles import text_config
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+#: Names under which configs tell the routed experts of a layer.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+#: No model has more layers; a config is not trusted to be one that memory holds.
+_MOST_LAYERS = 1 << 14
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k")
 #: Architectures whose `sliding_window` holds in every layer where no `layer_types` says otherwise.
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
@@ -72,6 +75,10 @@ class Fields:
         """A field, None where there is none."""
         return self._config.get(name)
 
+    def error(self, problem: str) -> ConfigError:
+        """An error of this config."""
+        return ConfigError(self._path, problem)
+
     def size(self, *names: str) -> int:
         """The first of these fields that is there: a positive integer.
 
@@ -80,7 +87,7 @@ class Fields:
         """
         found = self.optional(*names)
         if found is None:
-            raise ConfigError(self._path, f"{names[0]} is missing: the sizes of this architecture are unknown")
+            raise self.error(f"{names[0]} is missing: the sizes of this architecture are unknown")
         return found
 
     def optional(self, *names: str) -> int | None:
@@ -94,7 +101,7 @@ class Fields:
             if value is None:
                 continue
             if type(value) is not int or value < 1:
-                raise ConfigError(self._path, f"{name}: expected a positive integer, found {value!r}")
+                raise self.error(f"{name}: expected a positive integer, found {value!r}")
             return value
         return None
 
@@ -107,7 +114,7 @@ def model_shape(config: Mapping[str, Any], folder: Path) -> ModelShape:
     """
     fields = Fields(config, folder)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    experts = fields.optional(*_EXPERTS) or 0
+    experts = fields.optional(*EXPERTS) or 0
     chosen = min(fields.size(*_CHOSEN), experts) if experts else 0
     dense = fields.optional("intermediate_size") or 0
     routed = (fields.optional("moe_intermediate_size") or dense) * chosen
@@ -143,6 +150,8 @@ def head_size(fields: Fields) -> int:
 def _windows(fields: Fields) -> list[int | None]:
     """For each layer the tokens that it looks back on: None for all, 0 for a layer without a cache."""
     layers = fields.size("num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise fields.error(f"num_hidden_layers: expected at most {_MOST_LAYERS}, found {layers}")
     window = fields.optional("sliding_window")
     kinds = fields.get("layer_types")
     if isinstance(kinds, Sequence) and len(kinds) == layers:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minifloat.checkpoint import OutputTensor
+from minifloat.checkpoint import CONFIG_FILE, OutputTensor
 from minifloat.errors import ConfigError, UsageError
-from minifloat.plan.shape import Fields, head_size
+from minifloat.plan.shape import EXPERTS, Fields, head_size
 from minifloat.quantize.roles import text_config
 
 _Shapes = dict[str, tuple[int, ...]]
@@ -22,6 +22,8 @@ _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 KNOWN_TYPES = (*_DENSE, *_MIXTURES)
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+#: Of layers and their experts: a config is not trusted to be one that memory holds.
+_MOST_MODULES = 1 << 18
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
 _FOUR_NORMS = ("gemma2", "gemma3_text")
 
@@ -46,8 +48,11 @@ def tensors_of(config: Mapping[str, Any], folder: Path) -> tuple[OutputTensor, .
         )
     dtype = _dtype(config, folder)
     hidden, vocab = fields.size("hidden_size"), fields.size("vocab_size")
+    layers, experts = fields.size("num_hidden_layers"), fields.optional(*EXPERTS) or 1
+    if layers * experts > _MOST_MODULES:
+        raise ConfigError(folder / CONFIG_FILE, f"{layers} layers of {experts} experts: no model is that large")
     shapes: _Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
-    for layer in range(fields.size("num_hidden_layers")):
+    for layer in range(layers):
         parts = {**_attention(fields), **_mlp(fields, layer), **_norms(fields)}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in parts.items()}
     shapes["model.norm.weight"] = (hidden,)
@@ -60,7 +65,7 @@ def _dtype(config: Mapping[str, Any], folder: Path) -> str:
     nested = text_config(config)
     name = str(next((c[k] for c in (nested, config) for k in ("dtype", "torch_dtype") if c.get(k)), "bfloat16"))
     if name not in _DTYPES:
-        raise ConfigError(folder / "config.json", f"dtype {name!r}: expected one of {', '.join(_DTYPES)}")
+        raise ConfigError(folder / CONFIG_FILE, f"dtype {name!r}: expected one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -119,7 +124,7 @@ def _mlp(fields: Fields, layer: int) -> _Shapes:
         if model_type == "phi3":
             return _weights({"mlp.gate_up_proj": (2 * inner, hidden), "mlp.down_proj": (hidden, inner)})
         return _gated("mlp", hidden, inner)
-    experts = fields.size("num_local_experts", "num_experts", "n_routed_experts")
+    experts = fields.size(*EXPERTS)
     if model_type == "mixtral":
         inner = fields.size("intermediate_size")
         shapes: _Shapes = {"block_sparse_moe.gate.weight": (experts, hidden)}

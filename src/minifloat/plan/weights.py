@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from minifloat.errors import UsageError
@@ -83,22 +83,25 @@ def check_parallel(shape: ModelShape, gpus: int) -> None:
         raise UsageError(f"gpus: {gpus} devices neither divide {shape.kv_heads} key-value heads nor are a multiple")
 
 
-def count(tensors: Iterable[TensorPlan], shape: ModelShape) -> Counts:
-    """Elements of a model."""
+def count(tensors: Iterable[TensorPlan], copies: Mapping[str, int], shape: ModelShape) -> Counts:
+    """Elements of a model; arguments as for `weigh`."""
     total = routed = 0
     for tensor in tensors:
-        elements = math.prod(tensor.source.shape)
+        elements = copies[tensor.source.name] * math.prod(tensor.source.shape)
         total += elements
         routed += elements if _is_routed(tensor) else 0
     share = shape.chosen / shape.experts if shape.experts else 0.0
     return Counts(total, total - round(routed * (1 - share)))
 
 
-def weigh(tensors: Iterable[TensorPlan], layout: WriteLayout, shape: ModelShape, gpus: int) -> Weights:
+def weigh(
+    tensors: Iterable[TensorPlan], copies: Mapping[str, int], layout: WriteLayout, shape: ModelShape, gpus: int
+) -> Weights:
     """Sum up what becomes of every tensor.
 
     Args:
         tensors: Of a `Plan`; tensors without parts are copied.
+        copies: Name of a source tensor -> how many are like it.
         layout: Names and shapes of divided weights come from it.
         shape: Of the model.
         gpus: Devices that share it.
@@ -107,9 +110,9 @@ def weigh(tensors: Iterable[TensorPlan], layout: WriteLayout, shape: ModelShape,
     tied = not any(tensor.role is Role.LM_HEAD for tensor in tensors)
     sums = dict.fromkeys(Weights.__dataclass_fields__, 0)
     for tensor in tensors:
-        total = sum(output.nbytes for output in tensor.outputs)
-        device, elements = _on_device(tensor, layout, shape, gpus)
-        sums["total"] += total
+        alike = copies[tensor.source.name]
+        device, elements = (alike * size for size in _on_device(tensor, layout, shape, gpus))
+        sums["total"] += alike * sum(output.nbytes for output in tensor.outputs)
         sums["device"] += device
         is_head = tensor.role is Role.LM_HEAD or (tied and _is_token_embedding(tensor, shape))
         if _is_routed(tensor):
