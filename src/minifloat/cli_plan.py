@@ -38,7 +38,8 @@ def plan(
 ) -> None:
     """Say what MODEL will cost before anything runs: bytes, what fits, and how fast it can be at best.
 
-    Reads config and headers only; a folder with a config.json and no weights will do. Figures of time are bounds by
+    Reads config and headers only; a folder with a config.json and no weights will do, and so will a checkpoint that is
+    quantized already. Figures of time are bounds by
     bandwidth and peak arithmetic (roofline), which no engine quite reaches: `bench` measures.
     """
     from minifloat.display_plan import print_plan

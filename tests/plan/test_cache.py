@@ -77,6 +77,7 @@ def test_a_latent_is_kept_once_and_copied_to_every_device() -> None:
 
 
 def test_missing_sizes_are_named() -> None:
-    for name, value in (("num_attention_heads", None), ("hidden_size", "wide"), ("vocab_size", -1), ("num_hidden_layers", 10**9)):
+    bad = {"num_attention_heads": None, "hidden_size": "wide", "vocab_size": -1, "num_hidden_layers": 10**9}
+    for name, value in bad.items():
         with pytest.raises(ConfigError, match=name):
             shape_of(**{name: value})

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from model_configs import DEEPSEEK_V3
 
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.session import collect
@@ -21,6 +22,7 @@ from minifloat.scheme import SCHEMES
 
 ROOT = Path(__file__).parents[2]
 STORYBOOK = ROOT / "examples" / "storybook-4m"
+INTEROP = ROOT / "tests" / "data" / "interop"
 CONV1D_FREE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 288}
 
 # Llama 70B by hand, in weights.
@@ -246,10 +248,37 @@ def test_what_is_wrong_is_said(llama_70b: Path, tmp_path: Path, make_config: Cal
         plan_model(ROOT / "examples" / "texts", hardware="h100")
 
 
-def test_a_quantized_model_is_not_planned_again(tmp_path: Path) -> None:
-    quantize_checkpoint(STORYBOOK, tmp_path / "out", "fp8")
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "mxfp4"])
+def test_a_quantized_model_is_planned_as_it_is_and_not_quantized_again(scheme: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quantize_checkpoint(STORYBOOK, out, scheme)
+    before, after = plan_model(STORYBOOK, scheme, "h100", gpus=2), plan_model(out, hardware="h100", gpus=2)
+    assert after.counts == before.counts
+    planned, stored = before.schemes[-1], after.schemes[0]
+    assert [one.scheme for one in after.schemes] == [scheme]
+    assert (stored.weights, stored.device_weights) == (planned.weights, planned.device_weights)
+    assert (stored.decode, stored.arithmetic) == (planned.decode, planned.arithmetic)
+    assert stored.commands[0].startswith(f"vllm serve {out}")
     with pytest.raises(AlreadyQuantizedError):
-        plan_model(tmp_path / "out", "fp8", "h100")
+        plan_model(out, "fp8", "h100")
+
+
+@pytest.mark.parametrize("folder", sorted(path.name for path in INTEROP.iterdir() if (path / "config.json").exists()))
+def test_checkpoints_of_other_tools_are_planned_too(folder: str) -> None:
+    with Checkpoint.open(INTEROP / folder) as checkpoint:
+        nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+    plan = plan_model(INTEROP / folder, hardware="h100")
+    assert plan.schemes[0].weights == nbytes
+    assert plan.schemes[0].device_weights == pytest.approx(nbytes, rel=0.05)
+
+
+def test_layers_and_experts_are_counted_all(make_config: Callable[..., Path]) -> None:
+    plan = plan_model(make_config(DEEPSEEK_V3), hardware="h200", gpus=8)
+    assert plan.counts.total == 671_026_419_200  # what its authors publish, 671B and 37B
+    assert plan.counts.active == 37_552_297_472
+    latent = 61 * (512 + 64) * 2
+    assert plan.caches[0].per_token == latent
+    assert plan.caches[0].device == 4096 * latent
 
 
 def test_planning_imports_no_torch(llama_70b: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minifloat.errors import MinifloatError, TensorError, UsageError
 from minifloat.formats import BFLOAT16, E2M1, E4M3, ElementFormat
@@ -20,8 +20,7 @@ from minifloat.plan.shape import ModelShape, model_shape
 from minifloat.plan.source import ModelSource, open_source
 from minifloat.plan.steps import arithmetic, decode_work, prefill_work
 from minifloat.plan.weights import Weights, check_parallel, count, weigh
-from minifloat.quantize.plan import KEEP, TensorPlan, make_plan
-from minifloat.quantize.roles import role_of
+from minifloat.quantize.plan import KEEP, make_plan
 from minifloat.scheme import SCHEMES, KVSpec, Scheme, get_scheme
 
 ALL = "all"
@@ -74,8 +73,9 @@ def plan_model(
     """Bytes, fit and bounds of a model, from its config and headers.
 
     Args:
-        model: A checkpoint that is not quantized, or a folder with nothing but its config.
-        scheme: A name of `SCHEMES`, or ``"all"``; the model as it is comes with either.
+        model: A checkpoint, or a folder with nothing but its config. What is quantized already, by whatever tool, is
+            planned as it is.
+        scheme: A name of `SCHEMES`, or ``"all"``; the model as it is comes with either, and alone with ``"bf16"``.
         hardware: A name of `HARDWARE`, or a device of your own.
         gpus: Devices that share the model by tensor parallelism.
         context: Tokens of every sequence; by default 4096, or the model's positions where they are fewer.
@@ -88,7 +88,7 @@ def plan_model(
     Raises:
         UsageError: The request is wrong: an unknown name, or devices that cannot share this model.
         CheckpointError: The folder is not what it claims to be.
-        AlreadyQuantizedError: The model is quantized already.
+        AlreadyQuantizedError: A scheme was asked for, and the model is quantized already.
         TensorError: The scheme that was asked for cannot quantize a tensor.
     """
     chosen = list(SCHEMES.values()) if scheme == ALL else [] if scheme == KEEP else [get_scheme(scheme)]
@@ -110,7 +110,7 @@ def plan_model(
         path=str(model),
         architecture=_architecture(source),
         estimated=source.estimated,
-        counts=count(_kept(source), source.copies, shape),
+        counts=count(source.plans, source.copies, shape),
         hardware=device,
         gpus=gpus,
         keep_free=keep_free,
@@ -120,7 +120,8 @@ def plan_model(
         kv_element=request.element,
         caches=tuple(_cache(request, element) for element in KV_ELEMENTS.values()),
         schemes=tuple(
-            _scheme_plan(str(model), name, which, weights, rival, request) for name, which, weights in stored
+            _scheme_plan(_Made(str(model), name, which, source.stored is None), weights, rival, request)
+            for name, which, weights in stored
         ),
         refused=refused,
         overtaking=None if rival is None else _W8A8,
@@ -144,17 +145,15 @@ def _architecture(source: ModelSource) -> str:
 _Stored = tuple[str, Scheme | None, Weights]
 
 
-def _kept(source: ModelSource) -> tuple[TensorPlan, ...]:
-    return tuple(TensorPlan(info, role_of(info)) for info in source.tensors.values())
-
-
 def _stored(
     source: ModelSource, schemes: Sequence[Scheme], request: _Request, *, strict: bool
 ) -> tuple[list[_Stored], dict[str, str]]:
     """The weights as they are and under each scheme, and why schemes are refused; `strict` raises instead."""
-    found: list[_Stored] = [
-        (KEEP, None, weigh(_kept(source), source.copies, compressed_tensors.WRITER, request.shape, request.gpus)),
-    ]
+    as_it_is = weigh(source.plans, source.copies, compressed_tensors.WRITER, request.shape, request.gpus)
+    if source.stored is not None and not strict:
+        scheme = source.stored.scheme
+        return [(scheme.name, scheme, replace(as_it_is, total=source.stored.nbytes))], {}
+    found: list[_Stored] = [(KEEP, None, as_it_is)]
     refused = {}
     for scheme in schemes:
         try:
@@ -190,14 +189,22 @@ def _rival(source: ModelSource, stored: Sequence[_Stored], request: _Request) ->
         return None
 
 
-def _scheme_plan(
-    model: str, name: str, scheme: Scheme | None, weights: Weights, rival: Weights | None, request: _Request
-) -> SchemePlan:
-    element = arithmetic(scheme, request.hardware)
+@dataclass(frozen=True)
+class _Made:
+    """A row: the model's folder, the scheme (None: as it is), and whether `quantize` has yet to make it."""
+
+    model: str
+    name: str
+    scheme: Scheme | None
+    to_make: bool
+
+
+def _scheme_plan(made: _Made, weights: Weights, rival: Weights | None, request: _Request) -> SchemePlan:
+    element = arithmetic(made.scheme, request.hardware)
     room = request.room(weights, request.element)
     context, batch = request.context, request.batch
     return SchemePlan(
-        scheme=name,
+        scheme=made.name,
         weights=weights.total,
         device_weights=weights.device,
         cache=room.cache(context, batch),
@@ -212,7 +219,7 @@ def _scheme_plan(
         prefill=request.prefill(weights, element),
         overtaken_from=_overtaken(weights, element, rival, request, context),
         linears_overtaken_from=_overtaken(weights, element, rival, request, context=0),
-        commands=_commands(model, scheme, room, request),
+        commands=_commands(made, room, request),
     )
 
 
@@ -242,16 +249,16 @@ def _cache(request: _Request, element: ElementFormat) -> CachePlan:
     )
 
 
-def _commands(model: str, scheme: Scheme | None, room: Room, request: _Request) -> tuple[str, ...]:
+def _commands(made: _Made, room: Room, request: _Request) -> tuple[str, ...]:
     """What makes the checkpoint and serves it."""
     fp8_cache = request.element is E4M3
     commands = []
-    served = shlex.quote(model)
-    if scheme is not None:
+    served, scheme = shlex.quote(made.model), made.scheme
+    if scheme is not None and made.to_make:
         served = "OUT"
         static = scheme.activation is not None and not scheme.activation.dynamic
         options = (" --calibration TEXT" if static or fp8_cache else "") + (" --kv-cache fp8" if fp8_cache else "")
-        commands.append(f"minifloat quantize {shlex.quote(model)} {served} --scheme {scheme.name}{options}")
+        commands.append(f"minifloat quantize {shlex.quote(made.model)} {served} --scheme {scheme.name}{options}")
     if request.hardware.name == CPU:
         whole_blocks = -(-request.context // ENGINE_BLOCK) * ENGINE_BLOCK
         cache = room.cache(whole_blocks, request.batch)
@@ -270,6 +277,8 @@ def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) ->
     hardware, notes = request.hardware, []
     if source.estimated:
         notes.append("No weights here: names and shapes of the tensors follow from config.json by convention.")
+    if source.stored is not None:
+        notes.append("Quantized already: planned as it is.")
     if not hardware.peaks:
         notes.append("The peak of this machine is unknown (--peak): only its bandwidth bounds the figures.")
     elif any(s.activation is not None for s in schemes) and E4M3 not in hardware.peaks:

@@ -96,7 +96,7 @@ class ModelPlan:
         positions: Tokens of the longest sequence that the model has positions for, where the config says it.
         kv_element: Format of the KV cache that fit and speed are planned for.
         caches: The KV cache in BF16 and in FP8.
-        schemes: The model as it is, then the schemes.
+        schemes: The model as it is, then the schemes; one that is quantized already is alone.
         refused: Schemes that cannot quantize this model -> why.
         overtaking: The W8A8 scheme of `SchemePlan.overtaken_from`; None where the hardware has no FP8 arithmetic.
         notes: What else is to be known.

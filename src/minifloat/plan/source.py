@@ -19,8 +19,10 @@ from minifloat.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo
 from minifloat.checkpoint.files import list_folder, parse_object, read_small, resolve_folder
 from minifloat.checkpoint.layout import is_weights
 from minifloat.errors import ConfigError, NotACheckpointError
+from minifloat.plan.stored import StoredModel, stored_model
 from minifloat.plan.tensors import tensors_of
-from minifloat.quantize.roles import text_config
+from minifloat.quantize.plan import TensorPlan
+from minifloat.quantize.roles import role_of, text_config
 
 _CONFIG_LIMIT = 16 * 2**20
 _NUMBER = re.compile(r"\.\d+\.")
@@ -37,6 +39,7 @@ class ModelSource:
         quantization_config: How its weights are quantized already; None for a plain model.
         tensors: By name, one for all that are alike.
         copies: Name -> how many the tensor stands for, itself included.
+        stored: What lies there, where it is quantized already and has weights.
         estimated: Whether the tensors were derived from the config: names and shapes by convention.
     """
 
@@ -45,7 +48,15 @@ class ModelSource:
     quantization_config: Mapping[str, Any] | None
     tensors: Mapping[str, TensorInfo]
     copies: Mapping[str, int]
+    stored: StoredModel | None
     estimated: bool
+
+    @property
+    def plans(self) -> tuple[TensorPlan, ...]:
+        """Every tensor as it is."""
+        if self.stored is not None:
+            return self.stored.tensors
+        return tuple(TensorPlan(info, role_of(info)) for info in self.tensors.values())
 
 
 def open_source(path: str | os.PathLike[str]) -> ModelSource:
@@ -59,8 +70,11 @@ def open_source(path: str | os.PathLike[str]) -> ModelSource:
     root = resolve_folder(path)
     if any(is_weights(name) for name in list_folder(root)):
         with Checkpoint.open(root) as found:
-            alike = _alike(found.tensors.values())
-            return ModelSource(root, found.config, found.quantization_config, *alike, estimated=False)
+            stored = None if found.quantization_config is None else stored_model(found)
+            alike = (
+                _alike(found.tensors.values()) if stored is None else (found.tensors, dict.fromkeys(found.tensors, 1))
+            )
+            return ModelSource(root, found.config, found.quantization_config, *alike, stored, estimated=False)
     try:
         config = parse_object(
             read_small(root, CONFIG_FILE, _CONFIG_LIMIT, ConfigError), root / CONFIG_FILE, ConfigError
@@ -70,7 +84,7 @@ def open_source(path: str | os.PathLike[str]) -> ModelSource:
     outputs = tensors_of(config, root)
     alike = _alike(TensorInfo(output.name, output.dtype, output.shape, "", 0, output.nbytes) for output in outputs)
     quantized = config.get("quantization_config") or text_config(config).get("quantization_config")
-    return ModelSource(root, config, quantized, *alike, estimated=True)
+    return ModelSource(root, config, quantized, *alike, None, estimated=True)
 
 
 def _alike(tensors: Iterable[TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:

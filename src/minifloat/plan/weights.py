@@ -87,7 +87,8 @@ def count(tensors: Iterable[TensorPlan], copies: Mapping[str, int], shape: Model
     """Elements of a model; arguments as for `weigh`."""
     total = routed = 0
     for tensor in tensors:
-        elements = copies[tensor.source.name] * math.prod(tensor.source.shape)
+        shapes: list[tuple[int, ...]] = [part.shape for part in tensor.parts] or [tensor.source.shape]
+        elements = copies[tensor.source.name] * sum(map(math.prod, shapes))
         total += elements
         routed += elements if _is_routed(tensor) else 0
     share = shape.chosen / shape.experts if shape.experts else 0.0
@@ -165,6 +166,8 @@ def _divided(name: str, role: Role, extents: tuple[int, ...], shape: ModelShape,
         return extents
     stem, _, kind = name.rpartition(".")
     leaf = stem.rpartition(".")[2] if kind in ("weight", "bias") else kind
+    if leaf.isdecimal():  # an expert of a fused tensor
+        leaf = stem.split(".")[-2]
     if role is Role.EXPERTS:
         return (*extents[:-1], -(-extents[-1] // gpus))
     if role in (Role.TOWER, Role.ROUTER):

@@ -1,0 +1,61 @@
+"""A checkpoint that is quantized already, as a plan that leaves every tensor as it is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.inspection import format_name
+from minifloat.layouts import compressed_tensors, describe
+from minifloat.layouts.stored import StoredWeight
+from minifloat.quantize.plan import Part, TensorPlan
+from minifloat.quantize.roles import Role, fused_group, role_of
+from minifloat.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A quantized checkpoint of any tool.
+
+    Attributes:
+        scheme: How most of its quantized weights are stored, by the name that `inspect` gives it.
+        tensors: Its weights in their own shapes, and the other tensors but for scales.
+        nbytes: Of all tensors.
+    """
+
+    scheme: Scheme
+    tensors: tuple[TensorPlan, ...]
+    nbytes: int
+
+
+def stored_model(checkpoint: Checkpoint) -> StoredModel | None:
+    """What a checkpoint holds; None where nothing in it is quantized.
+
+    Raises:
+        CheckpointError: A layout that is not known, or that contradicts the tensors.
+    """
+    description = describe(checkpoint)
+    if not description.weights:
+        return None
+    plans = [_weight_plan(checkpoint, stored) for stored in description.weights.values()]
+    elements: Counter[Scheme] = Counter()
+    for plan in plans:
+        for part in plan.parts:
+            elements[part.scheme] += math.prod(part.shape)
+    used = {name for stored in description.weights.values() for name in stored.tensors}
+    plans += [
+        TensorPlan(info, Role.VECTOR if name in description.auxiliary else role_of(info))
+        for name, info in checkpoint.tensors.items()
+        if name not in used
+    ]
+    nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+    return StoredModel(elements.most_common(1)[0][0], tuple(plans), nbytes)
+
+
+def _weight_plan(checkpoint: Checkpoint, stored: StoredWeight) -> TensorPlan:
+    scheme = Scheme(format_name(stored.spec, stored.activation), "", stored.spec, stored.activation)
+    tensors = compressed_tensors.WRITER.weight_tensors(stored.module, stored.spec, stored.shape)
+    part = Part(stored.module, scheme, stored.shape, tensors, fused_group(stored.module))
+    return TensorPlan(checkpoint.tensors[stored.codes], Role.LINEAR, (part,))
