@@ -85,6 +85,11 @@ bool prepare_group(const float* x, uint8_t* digits, Group* group) {
         bits = _mm512_max_epi32(bits, _mm512_and_si512(_mm512_castps_si512(values[i]), _mm512_set1_epi32(kMagnitude)));
     }
     const int exponent = max(_mm512_reduce_max_epi32(bits) >> kMantissaBits, kSmallestExponent);
+    if (exponent == kInfiniteExponent) {  // has no integers, and sums of what a conversion makes of it would overflow
+        __builtin_memset(digits, 0, kChunks * kChunkBytes);
+        *group = {};
+        return false;
+    }
     const float to_integers = bit_cast<float>((2 * kBias + kIntegerBits - 1 - exponent) << kMantissaBits);
     const __m512i exact = _mm512_set1_epi32(max(exponent - kExactExponents, 0) << kMantissaBits);
     int inexact = 0;
@@ -97,10 +102,9 @@ bool prepare_group(const float* x, uint8_t* digits, Group* group) {
         sum = _mm512_add_epi32(sum, q);
         store_digits(q, digits + i * kChunkBytes);
     }
-    // In unsigned numbers: what is not finite became the smallest integer, and its row is not used.
-    group->start = static_cast<int32_t>(0u - kOffset * static_cast<uint32_t>(_mm512_reduce_add_epi32(sum)));
+    group->start = -kOffset * _mm512_reduce_add_epi32(sum);
     group->scale = bit_cast<float>((exponent - kIntegerBits) << kMantissaBits);  // half a unit: weights are doubled
-    return exponent != kInfiniteExponent && inexact <= kMostInexact;
+    return inexact <= kMostInexact;
 }
 
 void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
