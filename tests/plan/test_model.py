@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from model_configs import DEEPSEEK_V3
+from model_configs import DEEPSEEK_V3, LLAMA_70B
 
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.session import collect
@@ -295,6 +295,13 @@ def test_the_plan_is_json(llama_70b: Path) -> None:
     assert plan["hardware"]["peaks"] == {"BF16": 2250e12, "E4M3": 4500e12, "E2M1": 9000e12}
     assert plan["schemes"][0]["decode"]["tokens_per_second"] > 0
     assert any("--linear-backend marlin" in note for note in plan["notes"])
+
+
+def test_what_the_figures_leave_out_is_said(make_config: Callable[..., Path]) -> None:
+    kinds = ["linear_attention", "full_attention"] * 40
+    plan = plan_model(make_config(LLAMA_70B, layer_types=kinds), hardware="h100", gpus=2)
+    for words in ("No weights here", "linear attention", "Communication"):
+        assert any(words in note for note in plan.notes)
 
 
 def test_commands_make_and_serve_the_checkpoint(llama_70b: Path) -> None:

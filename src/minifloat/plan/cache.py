@@ -1,8 +1,9 @@
 """What a KV cache costs: keys and values of every token, or one latent where attention compresses them (MLA).
 
 A layer with a sliding window keeps no more tokens than the window, in engines that free what lies behind it (vLLM,
-SGLang). Left out: that engines give memory in blocks of tokens, and the padding of heads that are not a multiple of 16
-in our own engine. `kernels.decoder.KVCache` allocates these same bytes for full attention, which a test holds.
+SGLang). Left out: that engines give memory in blocks of tokens, the padding of heads that are not a multiple of 16 in
+our own engine, and the state of layers without keys and values (linear attention, Mamba). For full attention
+`kernels.decoder.KVCache` allocates these same bytes, which a test holds.
 """
 
 from __future__ import annotations

@@ -296,6 +296,8 @@ def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) ->
         )
     if request.batch * request.context > STEP_TOKENS:
         notes.append(f"Activations are estimated for steps of {max(STEP_TOKENS, request.batch):,} tokens.")
+    if any(not layer.width for layer in request.shape.cache):
+        notes.append("The state of layers without keys and values (linear attention, Mamba) is not counted.")
     if request.gpus > 1:
         notes.append("Communication between devices is not counted.")
     return tuple(notes)

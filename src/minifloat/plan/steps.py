@@ -20,7 +20,8 @@ def arithmetic(scheme: Scheme | None, hardware: Hardware) -> ElementFormat:
     """The format in which the quantized weights of a scheme are multiplied.
 
     Where inputs are not quantized, or the hardware does not multiply their format, a weight-only kernel decodes the
-    weights and multiplies in BF16.
+    weights and multiplies in BF16. That is what the hardware can do; some engines pick a weight-only kernel even where
+    it could multiply in FP8.
     """
     if scheme is None or scheme.activation is None or scheme.activation.element not in hardware.peaks:
         return BFLOAT16
