@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from minifloat.check import Target, Verdict, check_checkpoint
+from minifloat.check import CheckReport, Target, Verdict, check_checkpoint
 from minifloat.cli import main
 from minifloat.errors import AlreadyQuantizedError, UnknownNameError, UsageError
 from minifloat.quantize.model import quantize_checkpoint
@@ -25,8 +26,8 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def rules(report: object) -> set[str]:
-    return {finding.rule for finding in report.findings}  # type: ignore[attr-defined]
+def rules(report: CheckReport) -> set[str]:
+    return {finding.rule for finding in report.findings}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,22 @@ def test_what_quantize_would_make_is_judged_as_what_it_makes(scheme: str, target
     quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme)
     made = check_checkpoint(tmp_path / "out", target)
     assert (planned.verdict, planned.kernels, planned.findings) == (made.verdict, made.kernels, made.findings)
+
+
+@pytest.mark.parametrize(
+    ("head", "refused"), [("fp8-block", {"vllm-head-blocks", "vllm-head-not-named"}), ("fp8-dynamic", set())]
+)
+def test_a_quantized_head_loads_in_vllm_where_it_is_named_and_has_no_blocks(
+    head: str, refused: set[str], make_llama: Any, tmp_path: Path
+) -> None:
+    """Both were started in vLLM 0.32.0 on a CPU, with sizes that blocks divide."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    model = make_llama(tmp_path / "model", **sizes)
+    override = f"^lm_head$={head}"
+    planned = check_checkpoint(model, "vllm:cpu", scheme="fp8-block", overrides=[override])
+    quantize_checkpoint(model, tmp_path / "out", "fp8-block", overrides=[override])
+    made = check_checkpoint(tmp_path / "out", "vllm:cpu")
+    assert {finding.rule for finding in made.failures} == {finding.rule for finding in planned.failures} == refused
 
 
 def test_a_scheme_that_quantize_itself_refuses_will_not_load() -> None:

@@ -111,10 +111,18 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
     "vllm-mi300-emulated": ((subject("mxfp4"), "vllm:mi300"), (subject("fp8-block"), "vllm:mi300")),
     "mi300-fnuz": ((subject("fp8-block"), "vllm:mi300"), (subject("fp8-block"), "vllm:h100")),
     "experts-weight-only-fp8": ((only_experts("fp8"), "vllm:h100"), (only_experts("fp8-dynamic"), "vllm:h100")),
-    "vllm-cpu-experts": ((only_experts("fp8-block"), "vllm:cpu"), (only_experts("fp8-block"), "vllm:h100")),
+    "vllm-cpu-experts": ((only_experts("fp8-dynamic"), "vllm:cpu"), (only_experts("fp8-block"), "vllm:cpu")),
     "vllm-fp8-layout-head": (
         (subject("fp8-block", "fp8", head=True), "vllm:h100"),
         (subject("fp8-block", head=True), "vllm:h100"),
+    ),
+    "vllm-head-blocks": (
+        (subject("fp8-block", head=True, head_named=True), "vllm:h100"),
+        (subject("fp8-dynamic", head=True, head_named=True), "vllm:h100"),
+    ),
+    "vllm-head-not-named": (
+        (subject("fp8-dynamic", head=True), "vllm:h100"),
+        (subject("fp8-dynamic", head=True, head_named=True), "vllm:h100"),
     ),
     "vllm-modelopt-mxfp4": ((subject("mxfp4", "modelopt"), "vllm:h100"), (subject("mxfp4"), "vllm:h100")),
     "vllm-kv-scales-missing": (
@@ -124,6 +132,7 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
     "sglang-cpu": ((subject("fp8-block"), "sglang:cpu"), (subject("fp8-block"), "sglang:h100")),
     "sglang-mxfp8": ((subject("mxfp8"), "sglang:h100"), (subject("mxfp4"), "sglang:h100")),
     "sglang-mxfp4-experts": ((only_experts("mxfp4"), "sglang:h100"), (subject("mxfp4"), "sglang:h100")),
+    "sglang-tensor-parallelism": ((subject("fp8"), "sglang:h100:tp3"), (subject("fp8"), "sglang:h100:tp4")),
     "sglang-weight-only-blocks": (
         (subject(weight_only(SCHEMES["fp8-block"])), "sglang:h100"),
         (subject("fp8-block"), "sglang:h100"),

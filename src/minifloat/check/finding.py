@@ -12,7 +12,7 @@ from minifloat.check.subject import Kind, Weight
 from minifloat.check.verdict import Case, Find
 from minifloat.formats import E2M1, E4M3
 from minifloat.granularity import BLOCK_128
-from minifloat.layouts import fp8, gpt_oss, modelopt
+from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
 from minifloat.quantize.roles import expert_group, fused_group
 from minifloat.report.text import layer_pattern
 
@@ -100,6 +100,13 @@ def uneven_matrices(case: Case) -> Iterator[str]:
             yield from named([weight], f": {side} over {case.tp} GPUs")
 
 
+def uneven_anything(case: Case) -> Iterator[str]:
+    """Heads or matrices that cannot be shared out evenly."""
+    yield from uneven_heads(case)
+    yield from uneven_kv_heads(case)
+    yield from uneven_matrices(case)
+
+
 def broken_blocks(case: Case) -> Iterator[str]:
     """Blocks of 128x128 that end inside another part of a fused layer, or on another GPU."""
     for weight in case.weights(experts=False):
@@ -184,10 +191,23 @@ def not_whole_blocks_of_128_columns(case: Case) -> Iterator[str]:
             yield from named([weight], f": {weight.spec.granularity}")
 
 
-def quantized_head(case: Case) -> Iterator[str]:
-    """A head that is quantized, in DeepSeek's layout."""
-    if case.subject.layout == fp8.NAME:
+def quantized_head(case: Case, *, layout: str) -> Iterator[str]:
+    """A head that is quantized, in one layout."""
+    if case.subject.layout == layout:
         yield from named(weight for weight in case.subject.quantized if weight.leaf == _HEAD)
+
+
+def head_in_blocks(case: Case) -> Iterator[str]:
+    """A head in blocks of 128x128, in compressed-tensors."""
+    heads = (weight for weight in case.weights(Kind.FP8_BLOCK) if weight.leaf == _HEAD)
+    if case.subject.layout == compressed_tensors.NAME:
+        yield from named(heads)
+
+
+def head_not_named(case: Case) -> Iterator[str]:
+    """A quantized head that only the class of linears stands for, in compressed-tensors."""
+    if not case.subject.head_named:
+        yield from quantized_head(case, layout=compressed_tensors.NAME)
 
 
 def plain_head(case: Case) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint
@@ -20,6 +20,7 @@ from minifloat.quantize.plan import Plan
 from minifloat.quantize.roles import Role, expert_group, role_of, text_config
 from minifloat.scheme import ActivationSpec, KVSpec, WeightSpec
 
+_HEAD = "lm_head"
 _KV_SCALE = re.compile(r"\.(k_scale|v_scale|[kv]_proj\.output_scale)$")
 
 
@@ -102,6 +103,7 @@ class Subject:
         kv: How the checkpoint says that the KV cache is quantized.
         kv_scales: Whether it brings scales for that.
         misnamed: Whether it says `mxfp4` and has none of gpt-oss' fused experts.
+        head_named: Whether a config group of compressed-tensors targets lm_head by name or pattern, not by class alone.
     """
 
     layout: str | None
@@ -113,6 +115,7 @@ class Subject:
     kv: KVSpec | None = None
     kv_scales: bool = False
     misnamed: bool = False
+    head_named: bool = False
 
     @property
     def quantized(self) -> tuple[Weight, ...]:
@@ -143,7 +146,8 @@ class Subject:
         used = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
         has_scales = any(_KV_SCALE.search(name) for name in description.auxiliary)
         plain = _plain(checkpoint, {name.removesuffix(".weight") for name in used})
-        return _subject(checkpoint, description.layout, (*quantized, *plain), description.kv, has_scales)
+        subject = _subject(checkpoint, description.layout, (*quantized, *plain), description.kv, has_scales)
+        return replace(subject, head_named=_names_head(checkpoint.quantization_config or {}))
 
     @classmethod
     def of_plan(cls, checkpoint: Checkpoint, plan: Plan) -> Subject:
@@ -152,7 +156,17 @@ class Subject:
         quantized = tuple(Weight(part.module, part.shape, part.scheme.weight, part.scheme.activation) for part in parts)
         planned = {tensor.source.name.removesuffix(".weight") for tensor in plan.tensors if tensor.parts}
         plain = _plain(checkpoint, planned)
-        return _subject(checkpoint, plan.layout.name, (*quantized, *plain), plan.kv, plan.kv is not None)
+        subject = _subject(checkpoint, plan.layout.name, (*quantized, *plain), plan.kv, plan.kv is not None)
+        config = plan.layout.quantization_config(plan.modules, plan.kept, plan.kv)
+        return replace(subject, head_named=_names_head(config))
+
+
+def _names_head(config: Mapping[str, Any]) -> bool:
+    """Whether a config group targets lm_head itself."""
+    groups = config.get("config_groups") or {}
+    targets = [str(target) for group in groups.values() for target in group.get("targets") or ()]
+    patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
+    return _HEAD in targets or any(re.match(pattern, _HEAD) for pattern in patterns)
 
 
 def _plain(checkpoint: Checkpoint, known: set[str]) -> tuple[Weight, ...]:
