@@ -71,7 +71,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("vllm", ("mi300",), (Kind.FP8_BLOCK,), "AITER, else TritonFp8BlockScaledMMKernel", _FP8_INPUTS),
     Kernel("vllm", ("mi300",), _W8A8, "AITER, else ROCmFP8ScaledMMLinearKernel or torch._scaled_mm", _FP8_INPUTS),
     Kernel("vllm", ("mi300",), (Kind.MXFP4, Kind.MXFP8, Kind.NVFP4_W4A4), "Emulation*LinearKernel", _DECODED),
-    Kernel("vllm", ("cpu",), (Kind.MXFP4,), "the CPU's fused experts", _WEIGHT_ONLY, seen=True, layout=_GPT_OSS),
+    Kernel("vllm", ("cpu",), (Kind.MXFP4,), "the CPU's fused experts", _WEIGHT_ONLY, layout=_GPT_OSS),
     Kernel("sglang", ("a100",), _W8A8, "CompressedTensorsW8A16Fp8", _WEIGHT_ONLY, layout=_CT),
     Kernel("sglang", _ADA_UP, (*_W8A8, Kind.FP8_BLOCK), "CompressedTensorsW8A8Fp8", _FP8_INPUTS, layout=_CT),
     Kernel("sglang", _NVIDIA, (Kind.FP8_WEIGHT_ONLY,), "CompressedTensorsW8A16Fp8", _WEIGHT_ONLY, layout=_CT),
