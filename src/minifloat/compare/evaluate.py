@@ -129,14 +129,15 @@ class Run:
         whole = Predictor.of(candidate, options.of_load())
         if isinstance(candidate, PreTrainedModel):
             return [whole]
-        runs = [whole]
         new_cache = self._new_cache(whole, candidate)
+        runs = [whole if new_cache is None else replace(whole, new_cache=new_cache)]
+        if not options.variants:
+            return runs
         if new_cache is not None:
-            runs.insert(0, replace(whole, new_cache=new_cache))
-            runs[1] = replace(whole, name=f"{whole.name} (KV cache not rounded)")
+            runs.append(replace(whole, name=f"{whole.name} (KV cache not rounded)"))
         if whole.quantizes_inputs():
             runs.append(replace(whole, name=f"{whole.name} (weights only)", weight_only=True))
-        return runs if options.variants else runs[:1]
+        return runs
 
     def _new_cache(self, model: Predictor, folder: str | os.PathLike[str]) -> CacheFactory | None:
         """What makes the simulated KV cache of a candidate."""

@@ -53,19 +53,13 @@ class Journal:
             for path in sorted(self._folder.glob("part-*.npz")):
                 self._read(path, len(worst))
 
-    @property
-    def batches(self) -> int:
-        """How many were taken over from earlier runs."""
-        return len(self._known)
-
     def scores(self, batch: int) -> list[TokenScores] | None:
         """Of each candidate, if an earlier run has scored the batch."""
         return self._known.get(batch)
 
-    def add(self, batch: int, scores: list[TokenScores], worst: Sequence[WorstSpots]) -> None:
-        """Write down a batch, now or within seconds."""
+    def add(self, batch: int, scores: list[TokenScores]) -> None:
+        """Write down a batch, now or within seconds, and with it what is the worst by then."""
         self._waiting[batch] = scores
-        self._worst = worst
         if time.monotonic() - self._written > _SECONDS_BETWEEN_PARTS:
             self.flush()
 

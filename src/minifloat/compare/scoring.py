@@ -74,7 +74,7 @@ class Scoring:
                 parts[batch.text].append(one)
             self.done += batch.tokens
             if self.journal is not None and known is None:
-                self.journal.add(number, scores, self.worst)
+                self.journal.add(number, scores)
             if progress is not None:
                 progress(self.done, self.total, self.corpus.texts[batch.text].name)
         if self.journal is not None:

@@ -87,7 +87,7 @@ class WorstSpots:
 
 
 def _choices(distribution: Distribution, row: int) -> tuple[tuple[int, float], ...]:
-    probabilities = (distribution.top_logits[row] - distribution.log_total[row]).exp()
+    probabilities = distribution.top_log_probabilities()[row].exp()
     pairs = zip(distribution.top[row].tolist(), probabilities.tolist(), strict=True)
     return tuple(itertools.islice(pairs, _CHOICES))
 
