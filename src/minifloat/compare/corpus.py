@@ -13,6 +13,7 @@ other: what is known when a run is interrupted is a sample of the whole.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
@@ -182,7 +183,11 @@ class Corpus:
         return Text(name, count, tuple(windows), nbytes / tokens, unit, digest.hexdigest())
 
     def batches(self) -> tuple[Batch, ...]:
-        """All windows, in the order in which they are to be run."""
+        """All windows, in the order in which they are to be run; made once."""
+        return self._batches
+
+    @functools.cached_property
+    def _batches(self) -> tuple[Batch, ...]:
         lists, first_unit = [], 0
         for number, text in enumerate(self.texts):
             lists.append(list(self._batches_of(number, text, first_unit)))
