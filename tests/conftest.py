@@ -40,6 +40,18 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "mixtral": {"num_local_experts": 4, **_MOE},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, **_MOE},
+    "qwen3_next": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        **_MOE,
+    },
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, **_MOE},
     "llama4_text": {
         "head_dim": 16,

@@ -198,19 +198,7 @@ def test_a_window_at_once_is_the_same_as_token_by_token(
 def test_recurrent_layers_of_a_hybrid_model_are_left_alone(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {
-        "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    }
-    model = opened(make_model(tmp_path / "m", "qwen3_next", dtype="float32", **config), torch.float32)
+    model = opened(make_model(tmp_path / "m", "qwen3_next", dtype="float32"), torch.float32)
     scales = {"model.layers.1.self_attn": (0.01, 0.02)}
     cache = kv_cache_factory(model, scales)()
     rounded = model(input_ids=ids(), past_key_values=cache, use_cache=True).logits

@@ -26,9 +26,9 @@ from click.testing import CliRunner
 
 from minifloat.cli import main
 from minifloat.compare import compare_models
-from minifloat.compare.statistics import FEWEST_UNITS
+from minifloat.compare.statistics import FEWEST_UNITS, paired_mean_interval
 from minifloat.compare.tasks import TaskDifference, TaskRun, compare_tasks, load_tasks, run_tasks
-from minifloat.compare.tasks.difference import mcnemar, mean_change
+from minifloat.compare.tasks.difference import mcnemar
 from minifloat.compare.tasks.quiet import quiet
 from minifloat.errors import DataError, NonFiniteError, UnknownNameError, UsageError
 from minifloat.quantize.model import quantize_checkpoint
@@ -267,7 +267,7 @@ def test_the_interval_is_scipys_bca_interval() -> None:
             n_resamples=20000,
             rng=np.random.default_rng(4),
         ).confidence_interval
-        found, width = mean_change(changes, divisor), expected.high - expected.low
+        found, width = paired_mean_interval(changes, divisor), expected.high - expected.low
         assert abs(found.low - expected.low) < 0.05 * width
         assert abs(found.high - expected.high) < 0.05 * width
 
@@ -277,7 +277,7 @@ def test_intervals_of_rare_losses_have_their_coverage() -> None:
     truth, items, inside = -0.04, 200, 0
     for _ in range(200):
         changes = generator.choice([-1.0, 0.0, 1.0], p=[0.06, 0.92, 0.02], size=items)
-        estimate = mean_change(changes, np.ones(items))
+        estimate = paired_mean_interval(changes, np.ones(items))
         inside += estimate.low <= truth <= estimate.high
     assert 0.91 <= inside / 200 <= 0.985
 

@@ -1,11 +1,9 @@
 """Two runs of the same tasks, item by item.
 
-The interval of a difference is that of a paired bootstrap over items, bias-corrected and accelerated (BCa). Items that
-are right or wrong differ between the models in a few places and nowhere else, which a studentized bootstrap cannot
-take: a draw without them has no spread to divide by.
+The interval of a difference is that of a paired bootstrap over items (`minifloat.compare.statistics`).
 
-Sources: Q. McNemar, Note on the sampling error of the difference between correlated proportions or percentages,
-Psychometrika 12 (1947); B. Efron, Better bootstrap confidence intervals, JASA 82 (1987).
+Source: Q. McNemar, Note on the sampling error of the difference between correlated proportions or percentages,
+Psychometrika 12 (1947).
 """
 
 from __future__ import annotations
@@ -13,15 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
-from minifloat.compare.statistics import CONFIDENCE, FEWEST_UNITS, Estimate
+from minifloat.compare.statistics import CONFIDENCE, FEWEST_UNITS, Estimate, paired_mean_interval
 from minifloat.compare.tasks.results import (
     OF_MEANS,
     PERPLEXITIES,
-    FloatArray,
     GroupRun,
     MetricRun,
     TaskRun,
@@ -30,11 +26,8 @@ from minifloat.compare.tasks.results import (
 )
 from minifloat.errors import UsageError
 
-_DRAWS = 4000
 #: For scores that are no function of a mean: every draw scores all items anew.
 _SLOW_DRAWS = 1000
-#: Draws times items that are held at a time.
-_BATCH_ELEMENTS = 2**22
 _SEED = 0
 _LARGEST_EXPONENT = math.log(np.finfo(np.float64).max)
 
@@ -197,7 +190,7 @@ def _interval(first: MetricRun, second: MetricRun) -> Estimate:
     if not _alike(first, second):
         return _rescored(first, second)
     (theirs, sizes), (ours, _) = (parts(run.aggregation, run.results) for run in (first, second))
-    change = mean_change(ours - theirs, sizes)
+    change = paired_mean_interval(ours - theirs, sizes)
     if first.aggregation in PERPLEXITIES:
         return change.mapped(lambda log_ratio: first.score.score * math.expm1(min(log_ratio, _LARGEST_EXPONENT)))
     return change.mapped(OF_MEANS[first.aggregation])
@@ -214,53 +207,7 @@ def _group_interval(first: GroupRun, second: GroupRun, members: Sequence[tuple[M
         * (1 if first.by_size else total / (len(members) * len(a.items)))
         for a, b in members
     ]
-    return mean_change(np.concatenate(changes), np.ones(total))
-
-
-def mean_change(changes: FloatArray, sizes: FloatArray) -> Estimate:
-    """The mean ``sum(changes) / sum(sizes)`` of paired differences and its BCa interval.
-
-    Args:
-        changes: ``[N]`` candidate - baseline of each item.
-        sizes: ``[N]`` what each counts; above 0.
-
-    Returns:
-        The interval has no width where all items have the same mean change, and none is given for fewer than
-        `FEWEST_UNITS` items.
-    """
-    mean = float(changes.sum() / sizes.sum())
-    count = len(changes)
-    if count < FEWEST_UNITS or not np.isfinite(changes).all():
-        return Estimate(mean, math.nan, math.nan)
-    # Items that are alike are drawn as one kind: right and wrong make three kinds of any number of items.
-    kinds, alike = np.unique(np.stack([changes, sizes], axis=1), axis=0, return_counts=True)
-    if (np.ptp(kinds[:, 0] / kinds[:, 1])) == 0:
-        return Estimate(mean, mean, mean)
-    generator = np.random.default_rng(_SEED)
-    batch = max(_BATCH_ELEMENTS // len(kinds), 1)
-    draws = []
-    for start in range(0, _DRAWS, batch):
-        times = generator.multinomial(count, alike / count, size=min(batch, _DRAWS - start)).astype(np.float64)
-        draws.append(times @ kinds[:, 0] / (times @ kinds[:, 1]))
-    without = (changes.sum() - kinds[:, 0]) / (sizes.sum() - kinds[:, 1])
-    influence = np.average(without, weights=alike) - without
-    skew = (alike @ influence**3) / (6 * (alike @ influence**2) ** 1.5)
-    low, high = _bca(np.concatenate(draws), mean, float(skew))
-    return Estimate(mean, min(low, mean), max(high, mean))
-
-
-def _bca(draws: FloatArray, value: float, acceleration: float) -> tuple[float, float]:
-    """The ends of the interval: quantiles of the draws, moved by their bias and by how their spread changes."""
-    normal = NormalDist()
-    rounding = 1e-12 * np.abs(draws).max()
-    below = (np.mean(draws < value - rounding) + np.mean(draws <= value + rounding)) / 2
-    bias = normal.inv_cdf(min(max(float(below), 1 / len(draws)), 1 - 1 / len(draws)))
-    ends = []
-    for tail in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2):
-        shift = bias + normal.inv_cdf(tail)
-        ends.append(normal.cdf(bias + shift / (1 - acceleration * shift)))
-    low, high = np.quantile(draws, ends)
-    return float(low), float(high)
+    return paired_mean_interval(np.concatenate(changes), np.ones(total))
 
 
 def _rescored(first: MetricRun, second: MetricRun) -> Estimate:
