@@ -71,10 +71,8 @@ def test_what_quantize_would_make_is_judged_as_what_it_makes(scheme: str, target
     assert (planned.verdict, planned.kernels, planned.findings) == (made.verdict, made.kernels, made.findings)
 
 
-@pytest.mark.parametrize(
-    ("head", "refused"), [("fp8-block", {"vllm-head-blocks", "vllm-head-not-named"}), ("fp8-dynamic", set())]
-)
-def test_a_quantized_head_loads_in_vllm_where_it_is_named_and_has_no_blocks(
+@pytest.mark.parametrize(("head", "refused"), [("fp8-block", {"vllm-head-blocks"}), ("fp8-dynamic", set())])
+def test_a_quantized_head_loads_in_vllm_where_it_has_no_blocks(
     head: str, refused: set[str], make_llama: Any, tmp_path: Path
 ) -> None:
     """Both were started in vLLM 0.32.0 on a CPU, with sizes that blocks divide."""
@@ -85,6 +83,19 @@ def test_a_quantized_head_loads_in_vllm_where_it_is_named_and_has_no_blocks(
     quantize_checkpoint(model, tmp_path / "out", "fp8-block", overrides=[override])
     made = check_checkpoint(tmp_path / "out", "vllm:cpu")
     assert {finding.rule for finding in made.failures} == {finding.rule for finding in planned.failures} == refused
+
+
+def test_a_head_that_only_the_class_of_linears_stands_for_is_refused_until_it_is_named(
+    make_llama: Any, tmp_path: Path
+) -> None:
+    model = make_llama(tmp_path / "model", tie_word_embeddings=False)
+    quantize_checkpoint(model, tmp_path / "out", "fp8-dynamic", overrides=["^lm_head$=fp8-dynamic"])
+    assert not check_checkpoint(tmp_path / "out", "vllm:h100").failures
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["targets"].remove("lm_head")
+    path.write_text(json.dumps(config))
+    assert [one.rule for one in check_checkpoint(tmp_path / "out", "vllm:h100").failures] == ["vllm-head-not-named"]
 
 
 def test_a_scheme_that_quantize_itself_refuses_will_not_load() -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.errors import ConfigError, ShapeError, UnsupportedTensorError
-from minifloat.layouts import WRITERS, describe, get_writer
+from minifloat.layouts import WRITERS, describe, get_writer, read_weight
 from minifloat.quantize.model import quantize_checkpoint
 from minifloat.scheme import SCHEMES
 
@@ -86,6 +87,41 @@ def test_several_schemes_become_groups_that_name_their_modules() -> None:
     config = get_writer("compressed-tensors").quantization_config(modules, ["lm_head"])
     assert config["format"] == "mixed-precision"
     assert [group["targets"] for group in config["config_groups"].values()] == [["a.q_proj", "b.q_proj"], ["a.up_proj"]]
+
+
+def test_a_quantized_head_is_targeted_by_name_because_it_is_no_linear_for_vllm() -> None:
+    modules = {"model.layers.0.self_attn.q_proj": SCHEMES["fp8-dynamic"], "lm_head": SCHEMES["fp8-dynamic"]}
+    config = get_writer("compressed-tensors").quantization_config(modules, [])
+    assert [group["targets"] for group in config["config_groups"].values()] == [["Linear", "lm_head"]]
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_transformers_decodes_a_quantized_head_that_is_targeted_by_name(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    quantize_checkpoint(BASE, tmp_path / "out", "fp8-dynamic", overrides=["^lm_head$=fp8-dynamic"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", quantization_config=transformers.CompressedTensorsConfig(dequantize=True)
+    )
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        head = read_weight(checkpoint, describe(checkpoint).weights["lm_head"])
+    assert torch.equal(model.lm_head.weight, head.dequantize(model.lm_head.weight.dtype))
+
+
+def test_a_group_that_targets_the_head_by_name_is_not_taken_for_the_class_of_all_linears(tmp_path: Path) -> None:
+    quantize_checkpoint(BASE, tmp_path / "out", "fp8-dynamic", overrides=["^lm_head$=mxfp8"])
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    groups = config["quantization_config"]["config_groups"]
+    head = next(name for name, group in groups.items() if group["targets"] == ["lm_head"])
+    (rest,) = set(groups) - {head}
+    groups[rest]["targets"] = ["Linear"]
+    config["quantization_config"]["config_groups"] = {"first": groups[head], "second": groups[rest]}
+    path.write_text(json.dumps(config))
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        specs = {module: stored.spec.granularity.name for module, stored in describe(checkpoint).weights.items()}
+    assert specs.pop("lm_head") == "group 1x32"
+    assert set(specs.values()) == {"channel"}
 
 
 def test_the_fp8_config_names_what_is_kept() -> None:

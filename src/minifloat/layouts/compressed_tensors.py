@@ -25,6 +25,7 @@ SPEC_VERSION = "0.20.0"
 
 _AUXILIARY = re.compile(r"\.([kqv]_scale|weight_shape|input_global_scale|[kqv]_zero_point)$")
 _ELEMENTS = {4: E2M1, 8: E4M3}
+_HEAD = "lm_head"
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -69,13 +70,17 @@ class CompressedTensorsWriter:
     def quantization_config(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
     ) -> dict[str, Any]:
-        """One config group per scheme; with several schemes each group lists its modules, so that none overlap."""
+        """One config group per scheme; with several schemes each group lists its modules, so that none overlap.
+
+        A single group targets the class of all linears, and a head by its name: vLLM's `ParallelLMHead` is no Linear.
+        """
         schemes = sorted(set(modules.values()), key=lambda scheme: scheme.name)
+        heads = [module for module in modules if module.rpartition(".")[2] == _HEAD]
         groups = {}
         for number, scheme in enumerate(schemes):
             members = [module for module, its_scheme in modules.items() if its_scheme == scheme]
             groups[f"group_{number}"] = {
-                "targets": ["Linear"] if len(schemes) == 1 else members,
+                "targets": ["Linear", *heads] if len(schemes) == 1 else members,
                 "format": _format_name(scheme),
                 "weights": _weight_args(scheme.weight),
                 "input_activations": _activation_args(scheme.activation),
@@ -188,7 +193,7 @@ def _group_of(module: str, groups: Mapping[str, Any], config_path: Any) -> dict[
             if target.startswith("re:"):
                 if by_pattern is None and re.match(target.removeprefix("re:"), module):
                     by_pattern = group
-            elif by_class is None and "." not in target:
+            elif by_class is None and target[:1].isupper():  # "lm_head" is a name, "Linear" a class
                 by_class = group
     found = by_pattern or by_class
     if found is None:
