@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,53 @@ def test_a_granularity_that_the_scales_contradict_is_refused_by_name(tmp_path: P
 def test_a_weight_that_no_group_targets_is_refused(tmp_path: Path) -> None:
     path = edited(tmp_path, "fp8", lambda config: config["config_groups"]["group_0"].update(targets=["re:nothing"]))
     with pytest.raises(ConfigError, match=r"no config group .* targets model\.layers\.0"):
+        describe_folder(path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "key", "entry"),
+    [
+        ("llmc-fp8-dynamic", "ignore", "model.layers.0.mlp.down_proj"),
+        ("llmc-mxfp4", "ignore", "re:.*down_proj$"),
+        ("deepseek-block128", "modules_to_not_convert", "model.layers.0.mlp.down_proj"),
+        ("deepseek-block128", "modules_to_not_convert", "model.layers.0.mlp"),
+        ("vllm-fp8-static", "ignored_layers", "model.layers.0.mlp.down_proj"),
+        ("modelopt-nvfp4", "ignore", "model.layers.0.mlp.down_proj"),
+        ("modelopt-nvfp4", "ignore", "model.layers.0.mlp*"),
+    ],
+)
+def test_a_weight_on_the_list_of_what_is_not_quantized_is_refused_by_name(
+    tmp_path: Path, folder: str, key: str, entry: str
+) -> None:
+    path = Path(shutil.copytree(BASE.parent / folder, tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"][key] = [*config["quantization_config"].get(key, ()), entry]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"{key} lists .*, yet model\.layers\.\d\.mlp\.\w+ is stored as codes"):
+        describe_folder(path)
+
+
+def test_the_library_itself_reads_a_listed_weight_as_bare_codes(tmp_path: Path) -> None:
+    """Why the above is refused: the scale of an ignored weight is dropped."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    path = Path(shutil.copytree(BASE.parent / "llmc-fp8-dynamic", tmp_path / "model"))
+    with Checkpoint.open(path) as checkpoint:
+        right = read_weight(checkpoint, describe(checkpoint).weights["model.layers.0.mlp.down_proj"]).dequantize()
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("model.layers.0.mlp.down_proj")
+    (path / "config.json").write_text(json.dumps(config))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert model.model.layers[0].mlp.down_proj.weight.float().abs().max() > 100 * right.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("listed", "problem"),
+    [("lm_head", "ignore: expected a list of names"), (["re:("], "ignore: 're:\\(' is not a regular expression")],
+)
+def test_a_list_that_cannot_be_understood_is_refused(tmp_path: Path, listed: Any, problem: str) -> None:
+    path = edited(tmp_path, "fp8", lambda config: config.update(ignore=listed))
+    with pytest.raises(ConfigError, match=problem):
         describe_folder(path)
 
 

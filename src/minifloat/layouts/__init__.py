@@ -1,11 +1,12 @@
 """Layouts: how quantized weights are named, shaped and announced on disk, for each server family.
 
     compressed_tensors.py   vLLM, SGLang, transformers; every scheme; written and read
-    fp8.py                  `quant_method: fp8` (DeepSeek blocks: written and read; per tensor and SGLang's mxfp8: read)
+    fp8.py                  `quant_method: fp8` (DeepSeek blocks, SGLang's mxfp8: written and read; per tensor: read)
     gpt_oss.py              `quant_method: mxfp4` (fused experts): read
-    modelopt.py             NVIDIA ModelOpt's unified export: read
+    modelopt.py             NVIDIA ModelOpt's unified export: written and read
 
-`describe` recognises a checkpoint from its config and headers alone; `WRITERS` are the layouts that `quantize` offers.
+`describe` recognises a checkpoint from its config and headers alone; `WRITERS` are the layouts that `quantize` offers,
+`TARGETS` those that `convert` does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
 from minifloat.layouts.stored import Description, StoredWeight, read_weight
 from minifloat.layouts.writing import WeightTensors, WriteLayout
 
-__all__ = ["READERS", "WRITERS", "Description", "StoredWeight", "WeightTensors", "WriteLayout"]
+__all__ = ["READERS", "TARGETS", "WRITERS", "Description", "StoredWeight", "WeightTensors", "WriteLayout"]
 __all__ += ["describe", "get_writer", "read_weight"]
 
 #: `quant_method` of a config -> the function that describes such a checkpoint.
@@ -31,6 +32,12 @@ READERS = {
 
 #: Layouts that `quantize` writes, by the name on the command line; the first is the default.
 WRITERS: dict[str, WriteLayout] = {layout.name: layout for layout in (compressed_tensors.WRITER, fp8.WRITER)}
+
+#: Layouts that `convert` writes. SGLang's MXFP8 and most formats of ModelOpt declare quantized inputs that no scheme of
+#: `quantize` has, or a global scale that multiplies, which its cast does not make.
+TARGETS: dict[str, WriteLayout] = {
+    layout.name: layout for layout in (*WRITERS.values(), modelopt.WRITER, fp8.MXFP8_WRITER)
+}
 
 
 def get_writer(name: str) -> WriteLayout:

@@ -14,7 +14,8 @@ from typing import Any
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.errors import ConfigError
 from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
-from minifloat.granularity import BLOCK_128, CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
+from minifloat.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
+from minifloat.layouts.exclusion import by_name_or_pattern, refuse_excluded
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
 from minifloat.layouts.writing import WeightTensors
 from minifloat.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
@@ -36,6 +37,7 @@ class CompressedTensorsWriter:
     """Writes every scheme."""
 
     name: str = NAME
+    global_divides: bool = True
 
     def check(self, scheme: Scheme) -> None:
         """Every scheme can be expressed."""
@@ -56,9 +58,10 @@ class CompressedTensorsWriter:
             return WeightTensors(codes, scale)
         return WeightTensors(codes, scale, OutputTensor(f"{module}.weight_global_scale", "F32", (1,)))
 
-    def input_scale(self, module: str) -> OutputTensor:
-        """``input_scale``, float32 ``[1]``."""
-        return OutputTensor(f"{module}.input_scale", "F32", (1,))
+    def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
+        """``input_scale``, of NVFP4 ``input_global_scale``, float32 ``[1]``."""
+        name = "input_global_scale" if weight.has_global_scale else "input_scale"
+        return OutputTensor(f"{module}.{name}", "F32", (1,))
 
     def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
         """``k_scale`` and ``v_scale`` of the attention module, float32 ``[1]``."""
@@ -83,7 +86,7 @@ class CompressedTensorsWriter:
                 "targets": ["Linear", *heads] if len(schemes) == 1 else members,
                 "format": _format_name(scheme),
                 "weights": _weight_args(scheme.weight),
-                "input_activations": _activation_args(scheme.activation),
+                "input_activations": _activation_args(scheme.activation, scheme.weight),
                 "output_activations": None,
             }
         formats = {group["format"] for group in groups.values()}
@@ -100,6 +103,12 @@ class CompressedTensorsWriter:
             "transform_config": {},
         }
 
+    def extra_files(
+        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """None: config.json says all."""
+        return {}
+
 
 WRITER = CompressedTensorsWriter()
 
@@ -114,25 +123,34 @@ def _format_name(scheme: Scheme) -> str:
 
 
 def _weight_args(spec: WeightSpec) -> dict[str, Any]:
-    args = _float_args(spec.element, spec.granularity, dynamic=False)
+    return _float_args(spec.element, spec.granularity, dynamic=False) | _scale_args(spec)
+
+
+def _scale_args(spec: WeightSpec) -> dict[str, Any]:
+    """What a `QuantizationArgs` says about scales that are not plain floats."""
     if spec.scale is E8M0:
-        args["scale_dtype"] = "torch.uint8"
-    elif spec.scale is E4M3:
-        args |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
-    return args
+        return {"scale_dtype": "torch.uint8"}
+    return {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"} if spec.scale is E4M3 else {}
 
 
-def _activation_args(spec: ActivationSpec | None) -> dict[str, Any] | None:
-    return None if spec is None else _float_args(spec.element, spec.granularity, spec.dynamic)
+def _activation_args(spec: ActivationSpec | None, weight: WeightSpec) -> dict[str, Any] | None:
+    """Inputs in the format of an MX or NVFP4 weight have scales like it; NVFP4's are dynamic under a static one."""
+    if spec is None:
+        return None
+    args = _float_args(spec.element, spec.granularity, spec.dynamic)
+    if (spec.element, spec.granularity) != (weight.element, weight.granularity):
+        return args
+    return args | _scale_args(weight) | ({"dynamic": "local"} if weight.has_global_scale else {})
 
 
 def _float_args(element: ElementFormat, granularity: Granularity, dynamic: bool) -> dict[str, Any]:
     """`QuantizationArgs` of a symmetric float format."""
     args: dict[str, Any] = {"num_bits": element.bits, "type": "float", "symmetric": True, "dynamic": dynamic}
-    strategies = {TENSOR: "tensor", CHANNEL: "channel", TOKEN: "token", BLOCK_128: "block"}
-    args["strategy"] = strategies.get(granularity, "group")
+    simple = {TENSOR: "tensor", CHANNEL: "channel", TOKEN: "token"}
+    in_rows = granularity.rows == 1
+    args["strategy"] = simple.get(granularity, "group" if in_rows else "block")
     args["group_size"] = granularity.cols if args["strategy"] == "group" else None
-    if granularity == BLOCK_128:
+    if args["strategy"] == "block":
         args["block_structure"] = [granularity.rows, granularity.cols]
     return args
 
@@ -144,7 +162,8 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     """Describe a compressed-tensors checkpoint of any writer.
 
     Raises:
-        ConfigError: A quantized weight that no config group covers, or a group that is not a float format.
+        ConfigError: A quantized weight that no config group covers or that `ignore` lists, or a group that is not a
+            float format.
     """
     config_path = checkpoint.path / "config.json"
     groups = config.get("config_groups")
@@ -172,6 +191,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             activation=_parse_activation(group.get("input_activations"), config_path),
             input_scale=_present(checkpoint, f"{module}.input_scale"),
         )
+    refuse_excluded(config_path, "ignore", config.get("ignore"), weights, by_name_or_pattern)
     auxiliary = frozenset(name for name in checkpoint.tensors if _AUXILIARY.search(name))
     kv = config.get("kv_cache_scheme")
     kv_spec = KVSpec(*_parse_args(kv, config_path)) if kv else None

@@ -1,6 +1,7 @@
 """`quant_method: fp8`: DeepSeek's 128x128 blocks, vLLM's per-tensor form, and SGLang's `mxfp8`.
 
-DeepSeek's block form is written and read; the others are read. "weight_scale_inv" multiplies, whatever its name says.
+DeepSeek's block form and SGLang's MXFP8 are written and read; vLLM's is read. "weight_scale_inv" multiplies, whatever
+its name says. In both that are written, inputs are quantized at run time in groups as wide as a block of the weight.
 
 Source: DeepSeek-V3 weight documentation; transformers' finegrained_fp8 and vLLM's fp8 quantization config.
 """
@@ -14,34 +15,57 @@ from typing import Any
 
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.errors import ConfigError, ShapeError, UsageError
-from minifloat.formats import E4M3, FLOAT32
-from minifloat.granularity import BLOCK_128, CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
+from minifloat.formats import E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_32, TENSOR, TOKEN, Granularity, block_granularity
+from minifloat.layouts.exclusion import by_name_or_parent, refuse_excluded
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
 from minifloat.layouts.writing import WeightTensors
 from minifloat.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
 NAME = "fp8"
+MXFP8_NAME = "mxfp8"
 
 #: Names under which writers store the scale of a weight and of its input.
 _WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
+#: Where readers look for the modules that are not quantized: vLLM first, then all.
+_EXCLUSIONS = ("ignored_layers", "modules_to_not_convert")
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 
 @dataclass(frozen=True)
 class Fp8Writer:
-    """Writes E4M3 in 128x128 blocks."""
+    """Writes E4M3 in blocks: 128x128 with float32 scales (DeepSeek), 1x32 with E8M0 scales (SGLang's MXFP8).
 
-    name: str = NAME
+    Attributes:
+        name: Name on the command line, and the `quant_method`.
+        block: What a scale covers.
+        scale: Format of the scales.
+        scheme: Name of the scheme that is held, for messages.
+    """
+
+    name: str
+    block: Granularity
+    scale: ElementFormat
+    scheme: str
+    global_divides: bool = True
 
     def check(self, scheme: Scheme) -> None:
-        """Only E4M3 in 128x128 blocks with float32 scales can be expressed.
+        """Only E4M3 in this block, with these scales and inputs in groups of the same width, can be expressed.
 
         Raises:
             UsageError: Any other scheme.
         """
-        if (scheme.weight.element, scheme.weight.granularity, scheme.weight.scale) != (E4M3, BLOCK_128, FLOAT32):
-            raise UsageError(f"layout {NAME!r} holds fp8-block only, not {scheme.name!r}; use compressed-tensors")
+        weight = scheme.weight
+        if (weight.element, weight.granularity, weight.scale) != (E4M3, self.block, self.scale):
+            raise UsageError(
+                f"layout {self.name!r} holds {self.scheme} only, not {scheme.name!r}; use compressed-tensors"
+            )
+        if scheme.activation != _activation(self.block, dynamic=True):
+            raise UsageError(
+                f"layout {self.name!r} has inputs quantized at run time and cannot say {scheme.name!r}; "
+                "use compressed-tensors"
+            )
 
     def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
         """``weight`` and ``weight_scale_inv``.
@@ -55,20 +79,22 @@ class Fp8Writer:
             raise ShapeError(
                 f"{module}.weight",
                 f"{shape[0]}x{shape[1]} is not made of whole {rows}x{cols} blocks, which transformers misreads in "
-                f"layout {NAME!r}; use --layout compressed-tensors or keep it with --exclude",
+                f"layout {self.name!r}; use --layout compressed-tensors, or quantize with this weight left in 16 bits",
             )
         grid = spec.granularity.scale_shape(shape)
+        scale_dtype = "F32" if self.scale is FLOAT32 else "U8"
         return WeightTensors(
-            OutputTensor(f"{module}.weight", "F8_E4M3", shape), OutputTensor(f"{module}.weight_scale_inv", "F32", grid)
+            OutputTensor(f"{module}.weight", "F8_E4M3", shape),
+            OutputTensor(f"{module}.weight_scale_inv", scale_dtype, grid),
         )
 
-    def input_scale(self, module: str) -> OutputTensor:
+    def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
         """Inputs are quantized at run time in this layout.
 
         Raises:
             UsageError: Always.
         """
-        raise UsageError(f"layout {NAME!r} has no static input scales ({module}); use compressed-tensors")
+        raise UsageError(f"layout {self.name!r} has no static input scales ({module}); use compressed-tensors")
 
     def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
         """Nothing in this layout's config announces scales of the KV cache.
@@ -76,29 +102,43 @@ class Fp8Writer:
         Raises:
             UsageError: Always.
         """
-        raise UsageError(f"layout {NAME!r} cannot announce KV scales ({attention}); use compressed-tensors")
+        raise UsageError(f"layout {self.name!r} cannot announce KV scales ({attention}); use compressed-tensors")
 
     def quantization_config(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
     ) -> dict[str, Any]:
-        """DeepSeek's config; the linears that are kept are listed under the key that each reader looks for."""
+        """DeepSeek's config; the linears that are kept are listed under the key that each reader looks for.
+
+        Raises:
+            UsageError: A quantized KV cache.
+        """
+        if kv is not None:
+            raise UsageError(f"layout {self.name!r} cannot announce a quantized KV cache; use compressed-tensors")
         return {
-            "quant_method": NAME,
-            "fmt": "e4m3",
+            "quant_method": self.name,
+            **({"fmt": "e4m3"} if self.name == NAME else {}),
             "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK_128.rows, BLOCK_128.cols],
+            "weight_block_size": [self.block.rows, self.block.cols],
             "modules_to_not_convert": list(kept),
         }
 
+    def extra_files(
+        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """None: config.json says all."""
+        return {}
 
-WRITER = Fp8Writer()
+
+WRITER = Fp8Writer(NAME, BLOCK_128, FLOAT32, "fp8-block")
+MXFP8_WRITER = Fp8Writer(MXFP8_NAME, GROUP_32, E8M0, "MXFP8 with MXFP8 inputs")
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     """Describe a `quant_method: fp8` or `mxfp8` checkpoint.
 
     Raises:
-        ConfigError: A weight_block_size that is not two positive numbers.
+        ConfigError: A weight_block_size that is not two positive numbers, or a quantized weight on the list of
+            exceptions.
     """
     block = _block_size(checkpoint, config)
     dynamic = config.get("activation_scheme", "dynamic") != "static"
@@ -123,6 +163,8 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             activation=_activation(block, dynamic),
             input_scale=None if input_scale is None else input_scale.name,
         )
+    for key in _EXCLUSIONS:
+        refuse_excluded(checkpoint.path / "config.json", key, config.get(key), weights, by_name_or_parent)
     auxiliary = frozenset(name for name in checkpoint.tensors if name.endswith(_KV_SCALES))
     return Description(str(config.get("quant_method", NAME)), weights, auxiliary)
 

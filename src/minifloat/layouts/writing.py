@@ -33,11 +33,15 @@ class WeightTensors:
 
 
 class WriteLayout(Protocol):
-    """A layout that `quantize` can write."""
+    """A layout that can be written."""
 
     @property
     def name(self) -> str:
         """Name on the command line."""
+
+    @property
+    def global_divides(self) -> bool:
+        """Whether the scale above block scales divides (compressed-tensors) or multiplies (ModelOpt)."""
 
     def check(self, scheme: Scheme) -> None:
         """Raises UsageError where the layout cannot express the scheme."""
@@ -45,8 +49,8 @@ class WriteLayout(Protocol):
     def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
         """Names, dtypes and shapes of the tensors of one weight ``[N, K]``."""
 
-    def input_scale(self, module: str) -> OutputTensor:
-        """The tensor of the static scale of a linear's input.
+    def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
+        """The tensor of the static scale of a linear's input; of NVFP4, of the scale above its block scales.
 
         Raises:
             UsageError: The layout cannot hold it.
@@ -69,3 +73,8 @@ class WriteLayout(Protocol):
             kept: Linears that stay in the model's precision, by name.
             kv: How the KV cache is quantized, if it is.
         """
+
+    def extra_files(
+        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """JSON files beside config.json that announce the same, by name; arguments as in `quantization_config`."""

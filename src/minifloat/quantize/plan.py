@@ -216,7 +216,7 @@ class Plan:
 
         def constants(tensor: TensorPlan) -> tuple[Constant, ...]:
             found = [
-                Constant(self.layout.input_scale(part.module), inputs[part.module])
+                Constant(self.layout.input_scale(part.module, part.scheme.weight), inputs[part.module])
                 for part in tensor.parts
                 if part.module in inputs
             ]
