@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from minifloat import quantize_checkpoint
-from minifloat.calibration import run
+from minifloat.calibration import run, whole
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.observe import Observer
@@ -85,7 +83,7 @@ def test_lm_head_is_not_run(llama_folder: Path, monkeypatch: pytest.MonkeyPatch)
         model.lm_head = None
         return model
 
-    monkeypatch.setattr(run, "load", load_without_head)
+    monkeypatch.setattr(whole, "load", load_without_head)
     assert calibrate(llama_folder, data(5)).sequences == 1
 
 
@@ -117,9 +115,12 @@ def test_an_interrupt_gives_no_statistics(llama_folder: Path) -> None:
 
 def test_a_model_larger_than_the_memory_is_left_to_blocks(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
-    blocks: Any = types.ModuleType("minifloat.calibration.blocks")
-    blocks.calibrate_blocks = lambda *args, **kwargs: calls.append({"args": args, **kwargs}) or "from blocks"
-    monkeypatch.setitem(sys.modules, "minifloat.calibration.blocks", blocks)
+
+    def calibrate_blocks(*args: Any, **kwargs: Any) -> str:
+        calls.append({"args": args, **kwargs})
+        return "from blocks"
+
+    monkeypatch.setattr(run, "calibrate_blocks", calibrate_blocks)
     with Checkpoint.open(llama_folder) as checkpoint:
         nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
     given = data(5)
@@ -165,6 +166,6 @@ def test_nan_in_an_activation_names_the_module_and_the_sequence(
         model.get_input_embeddings().weight[given.sequences[1][0]] = float("nan")
         return model
 
-    monkeypatch.setattr(run, "load", load_damaged)
+    monkeypatch.setattr(whole, "load", load_damaged)
     with pytest.raises(NonFiniteError, match=r"layers\.0\.self_attn\.q_proj: NaN or Inf in its input in sequence 1;"):
         calibrate(llama_folder, given)

@@ -28,13 +28,13 @@ from minifloat._version import __version__
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.observe import Observer
-from minifloat.calibration.run import Progress, calibrate, check_data, check_source
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.walk import Call, CannotWalkError, Capture, find_layers
 from minifloat.calibration.walk_folder import WalkFolder
 from minifloat.calibration.walk_store import ArgumentPool, Slot, TensorFile
 from minifloat.calibration.walk_weights import PartialWeights
+from minifloat.calibration.whole import Progress, calibrate_whole, check_data, check_source
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import UsageError
@@ -113,7 +113,7 @@ def calibrate_blocks(
         loader.model.__class__.__name__,
         reason,
     )
-    return calibrate(path, data, dtype=dtype, device=device, progress=progress, **options)
+    return calibrate_whole(path, data, dtype=dtype, device=device, progress=progress, **options)
 
 
 class _Walk:

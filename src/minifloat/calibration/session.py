@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, SourceLike, load_calibration_data
-from minifloat.calibration.run import Progress, calibrate
+from minifloat.calibration.run import calibrate
 from minifloat.calibration.stats import ActivationStats
+from minifloat.calibration.whole import Progress
 from minifloat.errors import DestinationError, UsageError
 from minifloat.serve.text import load_tokenizer
 
