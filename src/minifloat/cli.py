@@ -17,13 +17,12 @@ from minifloat._version import __version__
 from minifloat.cli_bench import bench
 from minifloat.cli_check import check
 from minifloat.cli_compare import compare
+from minifloat.cli_options import MODEL, revision_option
 from minifloat.cli_plan import plan
 from minifloat.cli_serving import chat, parse_size, serve
 from minifloat.errors import MinifloatError, UsageError
 from minifloat.kernels.processors import bound_spin
 from minifloat.scheme import DEFAULT_SCHEME, SCHEMES
-
-_EXISTING_FOLDER = click.Path(path_type=Path)
 
 
 class _Commands(click.Group):
@@ -58,8 +57,9 @@ def _scheme_help() -> str:
 
 
 @main.command(epilog=_scheme_help())
-@click.argument("model", type=_EXISTING_FOLDER)
+@click.argument("model", type=MODEL)
 @click.argument("out", type=click.Path(path_type=Path))
+@revision_option()
 @click.option("--scheme", default=DEFAULT_SCHEME, show_default=True, metavar="NAME", help="What to quantize to.")
 @click.option(
     "--layout", default="compressed-tensors", show_default=True, help="compressed-tensors, or fp8 (DeepSeek)."
@@ -82,8 +82,9 @@ def _scheme_help() -> str:
 @click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def quantize(
-    model: Path,
+    model: str,
     out: Path,
+    revision: str | None,
     scheme: str,
     layout: str,
     override: tuple[str, ...],
@@ -102,7 +103,7 @@ def quantize(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Quantize the checkpoint MODEL into the new folder OUT.
+    """Quantize the checkpoint MODEL, a folder or a model of the hub, into the new folder OUT.
 
     Weights are streamed: memory stays small whatever the size of the model. A run that is interrupted, even killed,
     leaves no half checkpoint behind: the same command continues it.
@@ -126,11 +127,17 @@ def quantize(
                 sources,
                 rule,
                 max_saturation,
-                {"samples": calibration_samples, "seq_len": calibration_seq_len, "progress": progress},
+                {
+                    "samples": calibration_samples,
+                    "seq_len": calibration_seq_len,
+                    "progress": progress,
+                    "revision": revision,
+                },
             ),
             kv_cache=kv_cache is not None,
             target=target,
             progress=progress,
+            revision=revision,
         )
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
@@ -139,7 +146,7 @@ def quantize(
 
 
 def _calibration(
-    model: Path,
+    model: str,
     stats_path: Path | None,
     sources: tuple[str, ...],
     rule: str,
@@ -169,8 +176,9 @@ def _calibration(
 
 
 @main.command()
-@click.argument("model", type=_EXISTING_FOLDER)
+@click.argument("model", type=MODEL)
 @click.argument("stats", type=click.Path(path_type=Path))
+@revision_option()
 @click.option("--data", "sources", multiple=True, required=True, metavar="DATA", help="Text; repeatable. See below.")
 @click.option("--samples", default=512, show_default=True, type=click.IntRange(min=1), help="Sequences in all.")
 @click.option("--seq-len", default=512, show_default=True, type=click.IntRange(min=2), help="Tokens of a sequence.")
@@ -186,8 +194,9 @@ def _calibration(
 @click.option("--overwrite", is_flag=True, help="Replace STATS if it exists.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every module instead of a summary by layer.")
 def calibrate(
-    model: Path,
+    model: str,
     stats: Path,
+    revision: str | None,
     sources: tuple[str, ...],
     samples: int,
     seq_len: int,
@@ -231,6 +240,7 @@ def calibrate(
             work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
             device=device,
             progress=progress,
+            revision=revision,
         )
     files = collected.save(stats, overwrite=overwrite)
     print_stats(collected.stats, parsed, collected.held_out, verbose=verbose)
@@ -238,25 +248,26 @@ def calibrate(
 
 
 @main.command()
-@click.argument("model", type=_EXISTING_FOLDER)
+@click.argument("model", type=MODEL)
+@revision_option()
 @click.option("--verbose", "-v", is_flag=True, help="Print every tensor instead of a summary by layer.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 @click.option("--rule", default="max", show_default=True, help="For activation statistics: statistics to scales.")
 @click.option("--plot", type=click.Path(path_type=Path), help="For activation statistics: draw them into an HTML file.")
-def inspect(model: Path, verbose: bool, as_json: bool, rule: str, plot: Path | None) -> None:
-    """Show what the checkpoint MODEL holds: schemes, bytes, bits per weight. Reads headers only.
+def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule: str, plot: Path | None) -> None:
+    """Show what the checkpoint MODEL holds: schemes, bytes, bits per weight. Reads headers only, on the hub too.
 
     MODEL may also be a file of activation statistics that `calibrate` wrote.
     """
-    if model.is_file():
-        _inspect_stats(model, rule, plot, verbose=verbose)
+    if Path(model).is_file():
+        _inspect_stats(Path(model), rule, plot, verbose=verbose)
         return
     if plot is not None:
         raise UsageError("--plot draws activation statistics; MODEL is a folder")
     from minifloat.display import print_inspection
     from minifloat.inspection import inspect_checkpoint
 
-    inspection = inspect_checkpoint(model)
+    inspection = inspect_checkpoint(model, revision=revision)
     if as_json:
         click.echo(json.dumps(inspection.to_dict(), indent=2))
     else:
@@ -293,8 +304,9 @@ main.add_command(compare)
 
 
 @main.command()
-@click.argument("model", type=_EXISTING_FOLDER)
+@click.argument("model", type=MODEL)
 @click.argument("prompt")
+@revision_option()
 @click.option("--max-new-tokens", "-n", default=128, show_default=True, type=click.IntRange(min=1))
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0: greedy.")
 @click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True))
@@ -302,8 +314,9 @@ main.add_command(compare)
 @click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: torch's]")
 def generate(
-    model: Path,
+    model: str,
     prompt: str,
+    revision: str | None,
     max_new_tokens: int,
     temperature: float,
     top_p: float,
@@ -316,7 +329,7 @@ def generate(
     from minifloat.serve.load import load
     from minifloat.serve.text import generate as stream
 
-    loaded = load(model, weight_only=weight_only)
+    loaded = load(model, weight_only=weight_only, revision=revision)
     click.echo(prompt, nl=False)
     for piece in stream(loaded, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
         click.echo(piece, nl=False)

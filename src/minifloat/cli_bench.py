@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from minifloat.cli_options import MODEL, revision_option
 from minifloat.errors import UsageError
 from minifloat.scheme import DEFAULT_SCHEME
 
@@ -14,8 +15,9 @@ _FOLDER = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("out", type=_FOLDER, required=False)
-@click.option("--baseline", type=_FOLDER, help="The checkpoint that OUT was made from.")
+@click.argument("out", type=MODEL, required=False)
+@click.option("--baseline", type=MODEL, help="The checkpoint that OUT was made from: a folder or a model of the hub.")
+@revision_option("the baseline")
 @click.option("--shape", metavar="NAME", help="Instead of OUT: random weights of this shape, see below.")
 @click.option("--scheme", default=DEFAULT_SCHEME, show_default=True, help="With --shape: what to quantize to.")
 @click.option("--models-dir", type=_FOLDER, help="With --shape: keep the models here, and reuse them.")
@@ -31,8 +33,9 @@ _FOLDER = click.Path(path_type=Path)
 @click.option("--save-result", is_flag=True, help="Write the JSON into a file.")
 @click.option("--result-dir", type=_FOLDER, default=Path(), help="For --save-result.  [default: .]")
 def bench(
-    out: Path | None,
-    baseline: Path | None,
+    out: str | None,
+    baseline: str | None,
+    revision: str | None,
     shape: str | None,
     scheme: str,
     models_dir: Path | None,
@@ -76,6 +79,7 @@ def bench(
             lm_head=lm_head,
             kv_cache_dtype=kv_cache_dtype,
             progress=progress,
+            revision=revision,
         )
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))

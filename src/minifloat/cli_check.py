@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import click
 
+from minifloat.cli_options import MODEL, revision_option
+
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=MODEL)
+@revision_option()
 @click.option("--engine", required=True, metavar="NAME", help="vllm, sglang, transformers or minifloat.")
 @click.option("--hardware", required=True, metavar="NAME", help="cpu, a100, l40s, h100, h200, b200 or mi300.")
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="GPUs that share every matrix.")
@@ -19,7 +21,8 @@ import click
 @click.option("--override", multiple=True, metavar="REGEX=SCHEME|bf16", help="With --scheme, as for `quantize`.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def check(
-    model: Path,
+    model: str,
+    revision: str | None,
     engine: str,
     hardware: str,
     tp: int,
@@ -37,7 +40,7 @@ def check(
     from minifloat.display_check import print_check
 
     target = Target.of(engine, hardware, tp)
-    report = check_checkpoint(model, target, scheme=scheme, layout=layout, overrides=override)
+    report = check_checkpoint(model, target, scheme=scheme, layout=layout, overrides=override, revision=revision)
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
     else:

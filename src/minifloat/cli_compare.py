@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from minifloat.cli_options import MODEL, revision_option
 from minifloat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ def parse_fraction(text: str) -> float:
 
 
 @click.command()
-@click.argument("baseline", type=_FOLDER)
-@click.argument("candidates", type=_FOLDER, nargs=-1, required=True)
+@click.argument("baseline", type=MODEL)
+@click.argument("candidates", type=MODEL, nargs=-1, required=True)
+@revision_option("BASELINE")
 @click.option(
     "--data", multiple=True, metavar="DATA", help="Text, as for `calibrate`; repeatable.  [default: built in]"
 )
@@ -73,8 +75,8 @@ def parse_fraction(text: str) -> float:
 @click.option("--update-card", is_flag=True, help="Put the numbers into the README.md of each CANDIDATE.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def compare(
-    baseline: Path,
-    candidates: tuple[Path, ...],
+    baseline: str,
+    candidates: tuple[str, ...],
     data: tuple[str, ...],
     max_ppl_increase: float,
     max_kl: float,
@@ -93,6 +95,11 @@ def compare(
     Perplexity, KL divergence and agreement come with 95% intervals. Exit status: 0 if every candidate is within the
     tolerance, 1 if one is not, 3 if the text does not tell, 130 after Ctrl-C, which reports what is known by then.
     """
+    if update_card:
+        from minifloat.checkpoint.files import resolve_folder
+
+        for candidate in candidates:
+            resolve_folder(candidate)  # models of the hub have their cards there
     if threads is not None:
         from minifloat.kernels.threads import set_threads
 
@@ -122,8 +129,8 @@ def compare(
     if report is not None:
         _write_report(comparison, report)
         click.echo(f"Report: {report}", err=as_json)
-    for folder in candidates if update_card else ():
-        click.echo(f"Card: {_update_card(comparison, folder)}", err=as_json)
+    for candidate in candidates if update_card else ():
+        click.echo(f"Card: {_update_card(comparison, candidate)}", err=as_json)
     sys.exit(_INTERRUPTED if comparison.partial else comparison.outcome.exit_code)
 
 
@@ -135,10 +142,9 @@ def _write_report(comparison: Comparison, path: Path) -> None:
         file.write(compare_page(comparison).encode())
 
 
-def _update_card(comparison: Comparison, folder: Path) -> Path:
+def _update_card(comparison: Comparison, name: str) -> Path:
     """Put what was found of one candidate, and of its variants, into its card."""
     from minifloat.report.compare_card import card_section, update_card
 
-    name = str(folder)
     found = [one for one in comparison.candidates if one.model.name == name or one.model.name.startswith(f"{name} (")]
-    return update_card(folder, card_section(replace(comparison, candidates=tuple(found))))
+    return update_card(name, card_section(replace(comparison, candidates=tuple(found))))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
+
+from minifloat.cli_options import MODEL, revision_option
 
 _GIGA, _TERA = 10**9, 10**12
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=MODEL)
+@revision_option()
 @click.option("--scheme", default="all", show_default=True, metavar="NAME|all", help="What to quantize to.")
 @click.option("--hardware", default="cpu", show_default=True, metavar="NAME", help="cpu (this machine), h100, ...")
 @click.option("--gpus", default=1, show_default=True, type=click.IntRange(min=1), help="Tensor parallelism.")
@@ -24,7 +26,8 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--peak", type=_POSITIVE, metavar="TFLOP/S", help="Dense BF16 peak in place of the data sheet's.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def plan(
-    model: Path,
+    model: str,
+    revision: str | None,
     scheme: str,
     hardware: str,
     gpus: int,
@@ -56,6 +59,7 @@ def plan(
         keep_free=keep_free,
         bandwidth=None if bandwidth is None else bandwidth * _GIGA,
         peak=None if peak is None else peak * _TERA,
+        revision=revision,
     )
     if as_json:
         click.echo(json.dumps(planned.to_dict(), indent=2))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from minifloat.cli_options import MODEL
 from minifloat.errors import UsageError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -45,10 +46,11 @@ def _option(name: str, *names: str, **settings: Any) -> Callable[[_Command], _Co
 
 
 @click.command()
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=MODEL)
+@_option("--revision", metavar="REV", help="Branch, tag or commit of MODEL on the hub; MODEL@REV is the same.")
 @_option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every address.")
 @_option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: any free one.")
-@_option("--served-model-name", metavar="NAME", help="What requests call the model.  [default: the folder's name]")
+@_option("--served-model-name", metavar="NAME", help="What requests call the model.  [default: its name or id]")
 @_option("--api-key", multiple=True, metavar="KEY", help="Ask for one of these keys; repeatable. Others see arguments!")
 @_option("--api-key-file", type=_FILE, help="Ask for one of the keys in this file, one per line.")
 @_option("--allowed-host", multiple=True, metavar="NAME", help="Host name to answer to; repeatable.")
@@ -76,7 +78,7 @@ def _option(name: str, *names: str, **settings: Any) -> Callable[[_Command], _Co
 @_option("--threads", type=_COUNT, help="Threads to compute with.  [default: torch's]")
 @_option("--quiet", "-q", is_flag=True, help="Log warnings only, not every request.")
 def serve(
-    model: Path,
+    model: str,
     host: str,
     port: int,
     served_model_name: str | None,
@@ -102,11 +104,12 @@ def serve(
     what was admitted; a second one ends at once.
     """
     _require_extra()
+    from minifloat.hub import model_name
     from minifloat.serve.server.run import serve_checkpoint
     from minifloat.serve.server.settings import ServerSettings, read_api_keys, read_template
 
     settings = ServerSettings(
-        model_name=served_model_name or model.resolve().name,
+        model_name=served_model_name or model_name(model),
         host=host,
         port=port,
         api_keys=read_api_keys(api_key, api_key_file),

@@ -24,6 +24,7 @@
     ├── KernelUnavailable             an implementation was named that cannot run here
     ├── QueueFull                     as many requests wait for the engine as may
     ├── EngineStopped                 the engine is shutting down, or has failed
+    ├── HubError                      a model of the hub that cannot be had, or not be pushed; `.model` names it
     └── StorageError                  the operating system refused: disk full, no permission, a failed read
 
 A message names the file or tensor, what was expected, what was found, and the cure. The command line prints
@@ -188,6 +189,19 @@ class QueueFull(MinifloatError):
 
 class EngineStopped(MinifloatError):
     """The engine is shutting down, or has failed: it takes no requests."""
+
+
+class HubError(MinifloatError):
+    """The hub has no such model, refuses it, or cannot be reached.
+
+    Args:
+        model: Its id.
+        problem: What went wrong, and the cure.
+    """
+
+    def __init__(self, model: str, problem: str) -> None:
+        self.model = model
+        super().__init__(f"{model}: {problem}")
 
 
 class StorageError(MinifloatError):

@@ -13,6 +13,7 @@ from typing import Any
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.formats import FLOAT32
+from minifloat.hub import open_headers
 from minifloat.layouts import Description, describe
 from minifloat.layouts.stored import StoredWeight
 from minifloat.quantize.roles import Role, role_of
@@ -45,7 +46,7 @@ class Inspection:
     """What a checkpoint holds.
 
     Attributes:
-        path: The folder.
+        path: The folder, or the model of the hub, as it was given.
         architecture: From the config.
         layout: Name of the quantized layout, None for an unquantized checkpoint.
         kv_cache: Format of the KV cache, if the checkpoint says so.
@@ -103,13 +104,18 @@ class Inspection:
         }
 
 
-def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
-    """Describe a checkpoint folder.
+def inspect_checkpoint(path: str | os.PathLike[str], *, revision: str | None = None) -> Inspection:
+    """Describe a checkpoint.
+
+    Args:
+        path: A folder, or a model of the hub, whose weights stay there.
+        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
         CheckpointError: The files are not what they claim to be.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
     """
-    with Checkpoint.open(path) as checkpoint:
+    with open_headers(path, revision=revision) as checkpoint:
         description = describe(checkpoint)
         architectures = checkpoint.config.get("architectures") or [checkpoint.config.get("model_type", "unknown")]
         kv = description.kv

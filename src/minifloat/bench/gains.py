@@ -29,6 +29,7 @@ from minifloat.bench.worker import Worker
 from minifloat.bench.workload import Sample, Workload
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors
+from minifloat.hub import model_folder, model_name
 from minifloat.kernels import native, processors
 from minifloat.kernels.bandwidth import read_bandwidth
 
@@ -152,7 +153,7 @@ class GainsReport:
             StorageError: The system refuses.
         """
         stamp = self.date.replace(":", "").replace("-", "").partition("+")[0]
-        path = Path(folder) / f"minifloat-bench-{self.candidate.info['name']}-{stamp}.json"
+        path = Path(folder) / f"minifloat-bench-{self.candidate.info['name'].replace('/', '--')}-{stamp}.json"
         with storage_errors(path, "write"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
@@ -168,21 +169,24 @@ def bench(
     lm_head: str = "auto",
     kv_cache_dtype: str = "auto",
     progress: Progress | None = None,
+    revision: str | None = None,
 ) -> GainsReport:
     """Measure a quantized checkpoint against the one that it was made from.
 
     Args:
-        candidate: The quantized checkpoint.
-        baseline: The original.
+        candidate: The quantized checkpoint: a folder or a model of the hub.
+        baseline: The original, the same.
         workload: What to run; by default `Workload()`.
         threads: What both compute with; None: as many as the process may use.
         lm_head: Of the candidate, as in `Engine`.
         kv_cache_dtype: Of the candidate, as in `Engine`.
         progress: Called from this thread before each turn and at the end.
+        revision: Of the baseline, if it is of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
         UsageError: An argument is out of range.
         CheckpointError: A folder is no checkpoint.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
         MinifloatError: An engine cannot be made, or its process ended; the message says why.
     """
     load = workload or Workload()
@@ -191,8 +195,8 @@ def bench(
     options = {"max_model_len": load.length, "max_num_seqs": max(load.batch_sizes), "prefix_cache": False}
     candidates = options | {"lm_head": lm_head, "kv_cache_dtype": kv_cache_dtype}
     contenders = (
-        _Contender(Path(baseline), options, threads),
-        _Contender(Path(candidate), candidates, threads),
+        _Contender(model_folder(baseline, revision=revision), options, threads),
+        _Contender(model_folder(candidate), candidates, threads),
     )
     reads = [one.read_seconds() for one in contenders]
     needed = sum(one.nbytes + _OVERHEAD_BYTES for one in contenders) + _PROBE_BYTES
@@ -207,7 +211,7 @@ def bench(
             for index, one in enumerate(contenders):
                 if progress is not None:
                     turn = number * len(contenders) + index
-                    progress(turn, load.rounds * len(contenders), f"round {number + 1}: {one.path.name}")
+                    progress(turn, load.rounds * len(contenders), f"round {number + 1}: {model_name(one.path)}")
                 one.turn(load, number)
                 if not together:
                     one.close()

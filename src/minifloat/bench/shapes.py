@@ -237,9 +237,9 @@ def make_pair(folder: str | os.PathLike[str], name: str, scheme: str, *, seed: i
 
 @contextlib.contextmanager
 def model_pair(
-    candidate: Path | None, baseline: Path | None, shape: str | None, scheme: str, folder: Path | None
-) -> Iterator[tuple[Path, Path]]:
-    """The two folders of a bench, the BF16 one first: those given, or a `make_pair` that may be temporary.
+    candidate: str | None, baseline: str | None, shape: str | None, scheme: str, folder: Path | None
+) -> Iterator[tuple[str | Path, str | Path]]:
+    """The two models of a bench, the BF16 one first: those given, or a `make_pair` that may be temporary.
 
     Args:
         candidate: Given without `shape`.

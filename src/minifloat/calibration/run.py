@@ -20,6 +20,7 @@ from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.whole import Progress, calibrate_whole, check_source
 from minifloat.checkpoint import Checkpoint
+from minifloat.hub import model_folder
 from minifloat.serve.build import config_dtype
 
 _LOG = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def calibrate(
     """Observe a model on calibration text.
 
     Args:
-        model: Folder of an unquantized checkpoint.
+        model: An unquantized checkpoint: a folder or a model of the hub.
         data: The sequences, and their record, which is kept in the result.
         histogram: Also count magnitudes, for the rules that need them.
         per_channel: Also record the amax of each input channel.
@@ -65,6 +66,7 @@ def calibrate(
         CheckpointError: The model cannot be loaded.
         NonFiniteError: NaN or Inf in an activation; names the module and the sequence.
     """
+    model = model_folder(model)
     with Checkpoint.open(model) as checkpoint:
         check_source(checkpoint)
         weights = _weight_bytes(checkpoint, dtype)

@@ -18,6 +18,7 @@ from minifloat.calibration.run import calibrate
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.whole import Progress
 from minifloat.errors import DestinationError, UsageError
+from minifloat.hub import model_folder
 from minifloat.serve.text import load_tokenizer
 
 DEFAULT_HELD_OUT = 0.1
@@ -94,11 +95,12 @@ def collect(
     work_dir: Path | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
+    revision: str | None = None,
 ) -> Collected:
     """Run text through a BF16 model and record what its linears and caches see.
 
     Args:
-        model: Folder of a checkpoint that is not quantized.
+        model: A folder or a model of the hub that is not quantized.
         sources: One or several files, folders or data sets; a string is parsed by `Source.parse`.
         samples: Sequences in all, held-out ones included.
         seq_len: Tokens of a sequence.
@@ -112,19 +114,22 @@ def collect(
         work_dir: With `max_memory`, the same call continues from here after an interruption: its folder must exist.
         device: Where the model runs.
         progress: Called after each sequence.
+        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
         DataError: The text is missing, too short, or does not fit the model.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
         AlreadyQuantizedError: The model is quantized.
         NonFiniteError: NaN or Inf in an activation; names module and sequence.
         UsageError: An option out of range.
     """
     if not 0 <= held_out < 1:
         raise UsageError(f"expected a held-out fraction from 0 to below 1, got {held_out}")
-    tokenizer = load_tokenizer(model)
+    folder = model_folder(model, revision=revision)
+    tokenizer = load_tokenizer(folder)
     data = load_calibration_data(sources, tokenizer, samples=samples, seq_len=seq_len, seed=seed, packing=packing)
     kept, tried = data.held_out(held_out) if held_out else (data, None)
-    run = partial(calibrate, model, per_channel=per_channel, max_memory=max_memory, device=device, progress=progress)
+    run = partial(calibrate, folder, per_channel=per_channel, max_memory=max_memory, device=device, progress=progress)
     stats = run(kept, histogram=histogram, until_stable=until_stable, work_dir=_beside(work_dir, "calibration"))
     if tried is None:
         return Collected(stats, None)

@@ -17,6 +17,7 @@ from minifloat.check.subject import Kind, Subject
 from minifloat.check.verdict import ENGINES, Case, Finding, Target, Verdict, apply_rules
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ShapeError, UsageError
+from minifloat.hub import open_headers
 from minifloat.layouts import compressed_tensors, get_writer, gpt_oss
 from minifloat.quantize.plan import Override, Plan, make_plan
 from minifloat.scheme import get_scheme
@@ -30,7 +31,7 @@ class CheckReport:
     """The answer.
 
     Attributes:
-        model: The folder.
+        model: The folder, or the model of the hub, as it was given.
         scheme: What it would be quantized to; None: it was judged as it is.
         target: Where it is to run.
         layout: As it is, or would be, stored; None where nothing is quantized.
@@ -91,15 +92,17 @@ def check_checkpoint(
     scheme: str | None = None,
     layout: str = compressed_tensors.NAME,
     overrides: Sequence[str | Override] = (),
+    revision: str | None = None,
 ) -> CheckReport:
     """Judge a checkpoint, or what `quantize` would make of it.
 
     Args:
-        model: A folder in Hugging Face layout.
+        model: A folder in Hugging Face layout, or a model of the hub, whose weights stay there.
         target: ``"vllm:h100:tp4"``, or a `Target`.
         scheme: For a model that is not quantized: what to quantize it to. Static scales are taken for granted.
         layout: With `scheme`: a name of `layouts.WRITERS`.
         overrides: With `scheme`: as in `quantize_checkpoint`.
+        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
         The verdict, with its reasons.
@@ -108,10 +111,11 @@ def check_checkpoint(
         UsageError: The request is wrong; `scheme` names nothing.
         AlreadyQuantizedError: `scheme` for a model that is quantized.
         CheckpointError: The files are not what they claim to be.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
         TensorError: Codes and scales do not belong together.
     """
     wanted = Target.parse(target) if isinstance(target, str) else target
-    with Checkpoint.open(model) as checkpoint:
+    with open_headers(model, revision=revision) as checkpoint:
         if scheme is None:
             if overrides:
                 raise UsageError("overrides go with a scheme: they change what quantize would make")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,31 @@ def read_header(path: Path) -> tuple[ShardHeader, os.stat_result]:
         FileNotFoundError: There is none.
     """
     descriptor, status = open_regular(path)
+
+    def read(start: int, count: int) -> bytes:
+        data = bytearray(count)
+        read_exactly(descriptor, memoryview(data), start, path)
+        return bytes(data)
+
     try:
-        prefix = bytearray(min(LENGTH_BYTES, status.st_size))
-        read_exactly(descriptor, memoryview(prefix), 0, path)
-        text = bytearray(_header_length(bytes(prefix), path, status.st_size))
-        read_exactly(descriptor, memoryview(text), LENGTH_BYTES, path)
+        return check_header(read, path=path, file_bytes=status.st_size), status
     finally:
         os.close(descriptor)
-    return parse_header(bytes(text), path=path, file_bytes=status.st_size), status
+
+
+def check_header(read: Callable[[int, int], bytes], *, path: Path, file_bytes: int) -> ShardHeader:
+    """The checked header of a file that may lie anywhere.
+
+    Args:
+        read: Gives so many bytes of the file, from the first argument on; never asked for what lies beyond its end.
+        path: The file, for messages.
+        file_bytes: Size of the whole file.
+
+    Raises:
+        HeaderError: The header is not valid for a file of this size.
+    """
+    length = _header_length(read(0, min(LENGTH_BYTES, file_bytes)), path, file_bytes)
+    return parse_header(read(LENGTH_BYTES, length), path=path, file_bytes=file_bytes)
 
 
 def _header_length(prefix: bytes, path: Path, file_bytes: int) -> int:

@@ -4,6 +4,8 @@
 milliseconds whatever the model's size. Everything is checked before the first tensor is used, so that an hour of work
 does not end at a broken last shard. Tensors are then read by position, from any thread, into the caller's memory.
 
+`Checkpoint.open_headers` is the same where the weights themselves are elsewhere, on the hub: everything but `read`.
+
 Left out: memory maps (a file that shrinks under a map kills the process, a failed `pread` is an error) and pickle
 files, which run code when they are loaded.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
@@ -53,10 +55,10 @@ _SIDECAR_LIMIT = 2**30
 
 
 class _Shard(NamedTuple):
-    """A shard as it was when its header was read; `stamp` is its size and time of change."""
+    """A shard as it was when its header was read; `stamp` is its size and time of change, None where it is not here."""
 
     header: ShardHeader
-    stamp: tuple[int, int]
+    stamp: tuple[int, int] | None
 
 
 class Checkpoint:
@@ -121,11 +123,27 @@ class Checkpoint:
         Args:
             root: An existing folder, links resolved.
         """
-        names = sorted(list_folder(root))
+        return cls._open(root, sorted(list_folder(root)), lambda name: _read_shard(root, name))
+
+    @classmethod
+    def open_headers(cls, root: Path, names: Collection[str], read: Callable[[str], ShardHeader]) -> Checkpoint:
+        """Read and check the same of a model whose shards are elsewhere; reading a tensor of it is an error.
+
+        Args:
+            root: An existing folder with config.json and, where there is one, the index; links resolved.
+            names: All files of the model, as if they lay in the folder.
+            read: Gives the header of a shard.
+
+        Raises:
+            CheckpointError: As `open`, and what `read` raises.
+        """
+        return cls._open(root, sorted(names), lambda name: _Shard(read(name), None))
+
+    @classmethod
+    def _open(cls, root: Path, names: list[str], read: Callable[[str], _Shard]) -> Checkpoint:
         config = _read_config(root)
         weight_map = read_index(root)
-        shard_names = _shard_names(root, names, weight_map)
-        shards = {name: _read_shard(root, name) for name in shard_names}
+        shards = {name: read(name) for name in shard_names(root, names, weight_map)}
         if weight_map is not None:
             check_index(weight_map, {name: shard.header.tensors for name, shard in shards.items()}, root / INDEX_FILE)
         ignored = tuple(name for name in names if is_weights(name) and name not in shards)
@@ -215,6 +233,8 @@ class Checkpoint:
                 raise ValueError(f"{self.path}: the checkpoint is closed")
             if shard not in self._descriptors:
                 path = self.shard_path(shard)
+                if self._stamps[shard] is None:
+                    raise StorageError(f"{path}: only its header was read; download the model to read its weights")
                 with storage_errors(path, "open it"):
                     descriptor, status = open_regular(path)
                 if (status.st_size, status.st_mtime_ns) != self._stamps[shard]:
@@ -252,9 +272,20 @@ def _quantization_config(root: Path, config: dict[str, Any]) -> dict[str, Any] |
     return parse_object(data, root / HF_QUANT_CONFIG_FILE, ConfigError)
 
 
-def _shard_names(root: Path, names: list[str], weight_map: dict[str, str] | None) -> list[str]:
-    """The shards of the model, sorted."""
-    present = [name for name in names if name.endswith(SHARD_SUFFIX)]
+def shard_names(root: Path, names: Collection[str], weight_map: Mapping[str, str] | None) -> list[str]:
+    """The shards of a model, sorted.
+
+    Args:
+        root: Its folder, for messages.
+        names: All files in it.
+        weight_map: Of `read_index`.
+
+    Raises:
+        ShardIndexError: Shards are missing, or which files are the model is not clear.
+        UnsafeFileError: There are pickle files only.
+        NotACheckpointError: There are no weights.
+    """
+    present = sorted(name for name in names if name.endswith(SHARD_SUFFIX))
     if weight_map is not None:
         claimed = sorted(set(weight_map.values()))
         missing = [shard for shard in claimed if shard not in names]
@@ -278,7 +309,7 @@ def _shard_names(root: Path, names: list[str], weight_map: dict[str, str] | None
         )
     if present:
         return present
-    pickles = [name for name in names if is_pickle(name)]
+    pickles = sorted(filter(is_pickle, names))
     if pickles:
         raise UnsafeFileError(
             root / pickles[0],

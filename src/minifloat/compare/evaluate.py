@@ -64,7 +64,7 @@ def compare_models(
     and `Comparison.partial` says so.
 
     Args:
-        baseline: A folder, or a model made by `minifloat.serve.load.load`.
+        baseline: A folder, a model of the hub, or one made by `minifloat.serve.load.load`.
         candidates: One or several of the same.
         data: Text, as for `calibrate`: paths of files and folders, or names of data sets of the hub, with options after
             a ``#``. By default the two short texts that come with minifloat.
@@ -77,6 +77,7 @@ def compare_models(
         DataError: A text cannot be read or does not exist.
         NonFiniteError: A model's logits are NaN or Inf; says where first.
         CheckpointError: A folder cannot be loaded.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
         UnknownNameError: Another dtype.
     """
     return Run(baseline, _listed(candidates), _sources(data), CompareOptions(**options), progress).result()
@@ -102,7 +103,7 @@ class Run:
         tasks = load_tasks(options.tasks, include_path=options.task_path) if options.tasks else None
         self._options, self._progress = options, progress
         self._notes: list[str] = []
-        self.baseline = Predictor.of(baseline, options.of_load())
+        self.baseline = Predictor.of(baseline, options.of_load(), options.revision)
         self.candidates = [run for one in candidates for run in self._runs(one)]
         everyone = (self.baseline, *self.candidates)
         self.tokenizer: PreTrainedTokenizerBase = common_tokenizer(everyone)
@@ -129,7 +130,7 @@ class Run:
         whole = Predictor.of(candidate, options.of_load())
         if isinstance(candidate, PreTrainedModel):
             return [whole]
-        new_cache = self._new_cache(whole, candidate)
+        new_cache = self._new_cache(whole)
         runs = [whole if new_cache is None else replace(whole, new_cache=new_cache)]
         if not options.variants:
             return runs
@@ -139,10 +140,10 @@ class Run:
             runs.append(replace(whole, name=f"{whole.name} (weights only)", weight_only=True))
         return runs
 
-    def _new_cache(self, model: Predictor, folder: str | os.PathLike[str]) -> CacheFactory | None:
+    def _new_cache(self, model: Predictor) -> CacheFactory | None:
         """What makes the simulated KV cache of a candidate."""
         wanted = self._options.kv_cache
-        with Checkpoint.open(folder) as checkpoint:
+        with Checkpoint.open(model.folder) as checkpoint:
             scales = kv_scales(checkpoint) if wanted != "none" else None
         if scales is None and wanted != "fp8":
             return None

@@ -23,6 +23,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.formats import BFLOAT16, FLOAT16, FLOAT32
+from minifloat.hub import model_folder
 from minifloat.quantize.activation import describe_activation
 from minifloat.quantize.cast import torch_dtype
 from minifloat.serve.experts import QuantizedExperts
@@ -45,7 +46,7 @@ class Predictor:
     """One of the models of a comparison.
 
     Attributes:
-        name: Its folder, with what is different about this run of it.
+        name: Its folder or id as it was given, with what is different about this run of it.
         folder: Its folder.
         model: In eval mode.
         nbytes: Bytes of its weights: on disk, or in memory where a loaded model was given.
@@ -64,16 +65,17 @@ class Predictor:
         self._whole = not self._head_runs_alone()
 
     @classmethod
-    def of(cls, given: ModelLike, options: dict[str, Any]) -> Predictor:
-        """Load a folder with these options of `load`, or take a loaded model as it is."""
+    def of(cls, given: ModelLike, options: dict[str, Any], revision: str | None = None) -> Predictor:
+        """Load a folder or a model of the hub with these options of `load`, or take a loaded model as it is."""
         if isinstance(given, PreTrainedModel):
             quantized = sum(m.nbytes for m in given.modules() if isinstance(m, QuantizedWeight))
             nbytes = quantized + sum(p.nbytes for p in given.parameters())
-            folder = str(given.config.name_or_path)
-            return cls(folder, folder, given, nbytes)
-        with Checkpoint.open(given) as checkpoint:
+            name = str(given.config.name_or_path)
+            return cls(name, name, given, nbytes)
+        folder = model_folder(given, revision=revision)
+        with Checkpoint.open(folder) as checkpoint:
             nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
-        return cls(str(given), str(given), load(given, **options), nbytes)
+        return cls(str(given), str(folder), load(folder, **options), nbytes)
 
     @property
     def vocab_size(self) -> int:

@@ -40,6 +40,7 @@ class CompareOptions:
         impl: What multiplies the quantized weights of folders, as in `minifloat.serve.load.load`. The kernels do not
             round weights to the 16 bits of `dtype`; "reference" does, as servers that dequantize first.
         resume: A folder that scores are written down in while they are measured, and read from if it has some.
+        revision: Of the baseline, if it is of the hub, as in `minifloat.hub.model_folder`.
         command: For the record.
     """
 
@@ -59,6 +60,7 @@ class CompareOptions:
     attribute: float = 0.0
     impl: str = "auto"
     resume: str | os.PathLike[str] | None = None
+    revision: str | None = None
     command: str = ""
 
     def __post_init__(self) -> None:

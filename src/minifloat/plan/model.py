@@ -69,12 +69,13 @@ def plan_model(
     keep_free: float = 0.1,
     bandwidth: float | None = None,
     peak: float | None = None,
+    revision: str | None = None,
 ) -> ModelPlan:
     """Bytes, fit and bounds of a model, from its config and headers.
 
     Args:
-        model: A checkpoint, or a folder with nothing but its config. What is quantized already, by whatever tool, is
-            planned as it is.
+        model: A checkpoint, or a folder with nothing but its config; or either on the hub, where weights stay. What is
+            quantized already, by whatever tool, is planned as it is.
         scheme: A name of `SCHEMES`, or ``"all"``; the model as it is comes with either, and alone with ``"bf16"``.
         hardware: A name of `HARDWARE`, or a device of your own.
         gpus: Devices that share the model by tensor parallelism.
@@ -84,10 +85,12 @@ def plan_model(
         keep_free: The share of memory to leave to what is not counted.
         bandwidth: Bytes per second of a named device, in place of its own figure.
         peak: BF16 operations per second of a named device, in place of its own figure.
+        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
         UsageError: The request is wrong: an unknown name, or devices that cannot share this model.
         CheckpointError: The folder is not what it claims to be.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
         AlreadyQuantizedError: A scheme was asked for, and the model is quantized already.
         TensorError: The scheme that was asked for cannot quantize a tensor.
     """
@@ -97,7 +100,7 @@ def plan_model(
     if not 0 <= keep_free < 1:
         raise UsageError(f"keep_free: expected a share of the memory from 0 to 1, got {keep_free}")
     device = get_hardware(hardware, bandwidth=bandwidth, peak=peak) if isinstance(hardware, str) else hardware
-    source = open_source(model)
+    source = open_source(model, revision=revision)
     shape = model_shape(source.config, source.path)
     check_parallel(shape, gpus)
     tokens = _context(shape, context)

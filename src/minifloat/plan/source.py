@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minifloat.checkpoint import CONFIG_FILE, Checkpoint, TensorInfo
-from minifloat.checkpoint.files import list_folder, parse_object, read_small, resolve_folder
+from minifloat.checkpoint import CONFIG_FILE, TensorInfo
+from minifloat.checkpoint.files import parse_object, read_small
 from minifloat.checkpoint.layout import is_weights
 from minifloat.errors import ConfigError, NotACheckpointError
+from minifloat.hub import look_at
 from minifloat.plan.stored import StoredModel, stored_model
 from minifloat.plan.tensors import tensors_of
 from minifloat.quantize.plan import TensorPlan
@@ -34,7 +35,7 @@ class ModelSource:
     """A model as its headers or its config describe it.
 
     Attributes:
-        path: The folder, links resolved.
+        path: The folder with the config, links resolved.
         config: The content of config.json.
         quantization_config: How its weights are quantized already; None for a plain model.
         tensors: By name, one for all that are alike.
@@ -59,17 +60,23 @@ class ModelSource:
         return tuple(TensorPlan(info, role_of(info)) for info in self.tensors.values())
 
 
-def open_source(path: str | os.PathLike[str]) -> ModelSource:
-    """Read the config, and the headers of a folder that has weights.
+def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelSource:
+    """Read the config, and the headers of a model that has weights.
+
+    Args:
+        model: A folder, or a model of the hub, whose weights stay there.
+        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
+        HubError: The hub has no such model, refuses it, or cannot be reached.
         CheckpointError: The files are not what they claim to be.
         UsageError: No weights, and an architecture whose tensors the config does not tell.
         StorageError: The system refuses a read.
     """
-    root = resolve_folder(path)
-    if any(is_weights(name) for name in list_folder(root)):
-        with Checkpoint.open(root) as found:
+    files = look_at(model, revision=revision)
+    root = files.root
+    if any(is_weights(name) for name in files.names):
+        with files.open() as found:
             stored = None if found.quantization_config is None else stored_model(found)
             alike = (
                 _alike(found.tensors.values()) if stored is None else (found.tensors, dict.fromkeys(found.tensors, 1))

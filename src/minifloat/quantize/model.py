@@ -27,6 +27,7 @@ from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, encode_ind
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.errors import CheckpointError, TensorError, UsageError
+from minifloat.hub import model_folder, model_name, origin_of
 from minifloat.kernels import processors
 from minifloat.layouts import compressed_tensors, get_writer
 from minifloat.quantize.calibrated import Calibration, apply_calibration
@@ -62,11 +63,12 @@ def quantize_checkpoint(
     target: str | None = None,
     impl: str = "auto",
     progress: Progress | None = None,
+    revision: str | None = None,
 ) -> QuantizeReport:
-    """Quantize a checkpoint folder into a new one.
+    """Quantize a checkpoint into a new folder.
 
     Args:
-        source: Hugging Face layout, safetensors, BF16 / F16 / F32 weights.
+        source: A folder or a model of the hub: Hugging Face layout, safetensors, BF16 / F16 / F32 weights.
         destination: A folder that does not exist yet, in one that does.
         scheme: A name of `SCHEMES`, or a `Scheme`.
         layout: A name of `layouts.WRITERS`.
@@ -78,6 +80,7 @@ def quantize_checkpoint(
         target: Where it is to run, as in ``"vllm:h100:tp4"``: what will not load there is refused.
         impl: Implementation of the cast: "auto", "cpu" or "reference".
         progress: Called from this thread as work completes.
+        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
         What became of every tensor, with the error of every cast.
@@ -85,6 +88,7 @@ def quantize_checkpoint(
     Raises:
         UsageError: The request is wrong; nothing was written.
         CheckpointError: The source is not what it claims to be.
+        HubError: The hub has no such source, refuses it, or cannot be reached.
         TensorError: A tensor cannot be quantized; it is named and nothing is left behind.
         NotCalibratedError: Calibration did not see a module that wants a static scale.
         SaturationError: More held-out text would saturate than is allowed.
@@ -97,7 +101,7 @@ def quantize_checkpoint(
     threads = min(processors.available(), 8) if workers is None else workers
     if threads < 1:
         raise UsageError(f"workers is at least 1, got {threads}")
-    with Checkpoint.open(source) as checkpoint:
+    with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
         _refuse_inside(checkpoint.path, Path(destination))
         plan = make_plan(checkpoint, chosen, writer_layout, parsed)
         plan, activations, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
@@ -177,10 +181,13 @@ def _provenance(checkpoint: Checkpoint, tensors: Sequence[TensorReport], recipe:
     calibration = "" if recipe["calibration"] is None else f" --stats STATS --rule {recipe['calibration']['rule']}"
     kv_cache = " --kv-cache fp8" if recipe["kv_cache"] else ""
     options = f"{layout}{overrides}{calibration}{kv_cache}"
+    origin = origin_of(checkpoint.path)
+    source = checkpoint.path.name if origin is None else str(origin)
     return {
         "minifloat": __version__,
-        "command": f"minifloat quantize {checkpoint.path.name} OUT --scheme {recipe['scheme']}{options}",
-        "source": checkpoint.path.name,
+        "command": f"minifloat quantize {source} OUT --scheme {recipe['scheme']}{options}",
+        "source": model_name(checkpoint.path),
+        "source_revision": None if origin is None else origin.revision,
         "source_digest": combine((tensor.name, tensor.source_digest) for tensor in tensors),
     }
 

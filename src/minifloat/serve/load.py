@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import CheckpointError, MinifloatError, ShapeError, UnsupportedTensorError, UsageError
+from minifloat.hub import model_folder
 from minifloat.layouts import Description, StoredWeight, describe, read_weight
 from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.serve.ahead import ReadAhead
@@ -57,6 +58,7 @@ def load(
     device: str | torch.device = "cpu",
     weight_only: bool = False,
     impl: str = "auto",
+    revision: str | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint, quantized or not, as a transformers model in eval mode.
 
@@ -79,25 +81,27 @@ def load(
     dequantized weights would (`minifloat.kernels.linear.linear`).
 
     Args:
-        path: A folder in Hugging Face layout.
+        path: A folder in Hugging Face layout, or a model of the hub.
         dtype: Dtype of all that is not quantized, and of the activations; by default that of config.json.
         device: Where the model goes, tensor by tensor.
         weight_only: Keep all inputs in `dtype`, whatever the checkpoint declares.
         impl: What multiplies quantized weights: "auto", as above; "reference", on the CPU too; "cpu", the kernels or an
             error.
+        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
         The model; its parameters want no gradient.
 
     Raises:
         CheckpointError: A file is not what it claims to be, a parameter has no tensor, or a tensor no place.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
         ConfigError: transformers cannot build the model, or only with the checkpoint's own code; or static inputs are
             declared and a module has no scale for them.
         TensorError: A tensor does not fit its parameter, or a scale is NaN or Inf.
         KernelUnavailable: `impl` is "cpu" and a weight cannot be packed.
         UnknownNameError: Another `impl`.
     """
-    with Checkpoint.open(path) as checkpoint:
+    with Checkpoint.open(model_folder(path, revision=revision)) as checkpoint:
         loader = Loader(checkpoint, dtype=dtype, device=device, weight_only=weight_only, impl=impl)
         loader.run()
         model = loader.model

@@ -54,6 +54,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
+    revision: str | None = None,
 ) -> Iterator[str]:
     """Continue a text.
 
@@ -61,12 +62,13 @@ def generate(
     iterator, as a KeyboardInterrupt in a loop over it does, ends it after the token at work.
 
     Args:
-        model: A folder, or a model made by `minifloat.serve.load.load`.
+        model: A folder, a model of the hub, or one made by `minifloat.serve.load.load`.
         prompt: Taken as it is; no chat template.
         max_new_tokens: At most so many.
         temperature: 0 takes the most probable token; otherwise the logits are divided by it and a token is drawn.
         top_p: Draw from the smallest set of most probable tokens that together have this probability.
         seed: Makes draws repeatable on one machine; by default they are not. The global random state is not touched.
+        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
         An iterator over pieces of the continuation, without the prompt and without special tokens. A character whose
@@ -75,6 +77,7 @@ def generate(
     Raises:
         UsageError: An argument is out of range, or the prompt does not fit the model.
         CheckpointError: The folder cannot be loaded.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
     """
     if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise UsageError(
@@ -82,7 +85,7 @@ def generate(
             f"got {max_new_tokens}, {temperature} and {top_p}"
         )
     if not isinstance(model, PreTrainedModel):
-        model = load(model)
+        model = load(model, revision=revision)
     tokenizer = load_tokenizer(str(model.config.name_or_path))
     ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id]
     if ids == [None]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ContextLengthError, UsageError
+from minifloat.hub import model_folder
 from minifloat.serve.engine.cache import BlockPool
 from minifloat.serve.engine.grammar import Grammars
 from minifloat.serve.engine.observer import Observer, StepStats
@@ -41,7 +42,7 @@ class Engine:
     """A loaded model that decodes many requests together.
 
     Args:
-        path: A checkpoint, quantized or not. Inputs of its linears are never quantized.
+        path: A folder or a model of the hub, quantized or not. Inputs of its linears are never quantized.
         dtype: Of the activations: "bfloat16", "float16" or "float32"; None: the checkpoint's.
         kv_cache_memory: Bytes of the KV cache; None: up to 1 GiB.
         kv_cache_dtype: "auto" (FP8 where the checkpoint has scales for it), "bfloat16", "fp8" or "float32".
@@ -53,6 +54,7 @@ class Engine:
         runner: "auto", "native" or "transformers".
         impl: Of the kernels: "auto", "reference" or "cpu".
         observer: Told of every step.
+        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Attributes:
         info: The model in numbers.
@@ -63,6 +65,7 @@ class Engine:
 
     Raises:
         CheckpointError: The folder cannot be loaded.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
         UsageError: Options that do not go together with the model, or with each other.
     """
 
@@ -81,6 +84,7 @@ class Engine:
         runner: str = "auto",
         impl: str = "auto",
         observer: Observer | None = None,
+        revision: str | None = None,
     ) -> None:
         options = Options(
             dtype, kv_cache_memory, kv_cache_dtype, max_model_len, max_num_seqs, lm_head, runner=runner, impl=impl
@@ -89,9 +93,10 @@ class Engine:
             raise UsageError(
                 f"max_num_batched_tokens: expected more than max_num_seqs, {max_num_seqs}; got {max_num_batched_tokens}"
             )
-        self.tokenizer = load_tokenizer(path)
+        folder = model_folder(path, revision=revision)
+        self.tokenizer = load_tokenizer(folder)
         with returned_when_freed():
-            opened = open_model(path, options)
+            opened = open_model(folder, options)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner
         self.generation_defaults = sampling_defaults(opened.generation_config)
         self.observer = observer

@@ -11,7 +11,7 @@ class ModelInfo:
     """A loaded model.
 
     Attributes:
-        name: The folder's name.
+        name: The folder's name, or the model's id on the hub.
         path: The folder.
         architecture: The class in transformers.
         runner: "native", or "transformers" for models that the native decoder does not cover.

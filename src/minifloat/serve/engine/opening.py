@@ -17,6 +17,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.formats import E4M3
 from minifloat.granularity import TENSOR
+from minifloat.hub import model_name
 from minifloat.inspection import inspect_checkpoint
 from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache
 from minifloat.layouts import describe
@@ -130,7 +131,7 @@ def open_model(path: str | os.PathLike[str], options: Options) -> Opened:
     folder = Path(path)
     formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
     info = ModelInfo(
-        name=folder.resolve().name,
+        name=model_name(folder),
         path=str(folder),
         architecture=architecture,
         runner=runner.name,

@@ -1,0 +1,81 @@
+"""What goes wrong between here and the hub, as errors that name the model and say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minifloat.checkpoint.files import storage_errors
+from minifloat.errors import HubError
+from minifloat.hub.ids import Origin
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
+
+LOGIN = "set HF_TOKEN or run `hf auth login`"
+_UNAUTHORIZED, _FORBIDDEN, _TOO_MANY = 401, 403, 429
+
+
+@contextlib.contextmanager
+def hub_errors(model: Origin, *, looked_up: bool = True) -> Iterator[None]:
+    """Raise what huggingface_hub raises inside as a HubError, and what the disk refuses as a StorageError.
+
+    Args:
+        model: What is fetched or pushed.
+        looked_up: Whether it might have been a folder, and the reader should know that it was looked for.
+    """
+    from huggingface_hub import constants, errors
+
+    name, address = str(model), f"{constants.ENDPOINT}/{model.repo_id}"
+    no_folder = "no such folder, and " if looked_up else ""
+    cache = constants.HF_HUB_CACHE
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise HubError(name, f"access is restricted: accept its conditions at {address}, then {LOGIN}") from None
+    except errors.RepositoryNotFoundError:
+        raise HubError(name, f"{no_folder}no such model at {constants.ENDPOINT}; if it is private, {LOGIN}") from None
+    except errors.RevisionNotFoundError:
+        revision = model.revision or constants.DEFAULT_REVISION
+        raise HubError(
+            model.repo_id, f"no revision {revision!r}; {address}/tree/main lists branches and tags"
+        ) from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        cure = "the hub did not answer: run the same command again"
+        if constants.HF_HUB_OFFLINE:
+            cure = f"HF_HUB_OFFLINE is set: unset it, or run `hf download {model.repo_id}` where there is a network"
+        raise HubError(name, f"{no_folder}not, or not whole, in the cache {cache}; {cure}") from None
+    except errors.HfHubHTTPError as error:
+        raise HubError(name, _refusal(error)) from error
+    except errors.HTTPError as error:  # what its HTTP client raises
+        raise HubError(
+            name,
+            f"{no_folder}{constants.ENDPOINT} cannot be reached: {first_line(error)}; check the network and "
+            "HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use what is in the cache",
+        ) from error
+    except OSError as error:
+        if error.errno is None:
+            raise HubError(name, first_line(error)) from error
+        with storage_errors(Path(cache), "use the cache of the hub"):
+            raise
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without what follows."""
+    lines = str(error).splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _refusal(error: HfHubHTTPError) -> str:
+    """What a status means."""
+    status = error.response.status_code
+    said = error.server_message or first_line(error)
+    if status == _UNAUTHORIZED:
+        return f"the hub does not accept the token ({said}); {LOGIN}"
+    if status == _FORBIDDEN:
+        return f"the hub forbids it ({said}); use a token with the permission for it"
+    if status == _TOO_MANY:
+        return f"the hub is asked too often ({said}); wait a while, or {LOGIN}"
+    return f"the hub answers with status {status} ({said})"
