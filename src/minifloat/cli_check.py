@@ -14,7 +14,12 @@ from minifloat.cli_options import MODEL, revision_option
 @click.argument("model", type=MODEL)
 @revision_option()
 @click.option("--engine", required=True, metavar="NAME", help="vllm, sglang, transformers or minifloat.")
-@click.option("--hardware", required=True, metavar="NAME", help="cpu, a100, l40s, h100, h200, b200 or mi300.")
+@click.option(
+    "--hardware",
+    required=True,
+    metavar="NAME",
+    help="cpu (with AMX), cpu-no-amx, a100, l40s, h100, h200, b200 or mi300.",
+)
 @click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="GPUs that share every matrix.")
 @click.option("--scheme", metavar="NAME", help="For a model that is not quantized: what to quantize it to.")
 @click.option("--layout", default="compressed-tensors", show_default=True, help="With --scheme, as for `quantize`.")

@@ -28,6 +28,7 @@ SHAPES = {
     "mlp.down_proj": (1024, 1536),
 }
 EXPERTS = {"gate_proj": (768, 1024), "up_proj": (768, 1024), "down_proj": (1024, 768)}
+CONFIG = {"hidden_act": "silu", "rope_parameters": {"rope_type": "default"}}
 FP8_KV = KVSpec(E4M3, TENSOR)
 BLOCKS_32 = Scheme("blocks of 32", "", WeightSpec(E4M3, block_granularity(32, 32)))
 NVFP4_W4A4 = replace(SCHEMES["nvfp4"], activation=ActivationSpec(E2M1, GROUP_16, dynamic=False))
@@ -56,9 +57,8 @@ def subject(scheme: str | Scheme, layout: str | None = "compressed-tensors", **f
         else Weight(name, shape, chosen.weight, chosen.activation)
         for name, shape in names.items()
     )
-    config = {"hidden_act": "silu", "rope_parameters": {"rope_type": "default"}}
     return Subject(
-        **{"model_type": "llama", "heads": 16, "kv_heads": 4, "config": config} | facts, layout=layout, weights=weights
+        **{"model_type": "llama", "heads": 16, "kv_heads": 4, "config": CONFIG} | facts, layout=layout, weights=weights
     )
 
 
@@ -101,6 +101,11 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
     "vllm-cpu-dynamic": ((subject("fp8-dynamic"), "vllm:cpu"), (subject("fp8-block"), "vllm:cpu")),
     "vllm-cpu-small-formats": ((subject("mxfp8"), "vllm:cpu"), (subject("fp8-block"), "vllm:cpu")),
     "vllm-cpu-mxfp4": ((subject("mxfp4"), "vllm:cpu"), (subject("mxfp4", "gpt-oss mxfp4"), "vllm:cpu")),
+    "vllm-cpu-amx": ((subject("fp8-block"), "vllm:cpu-no-amx"), (subject("fp8-block"), "vllm:cpu")),
+    "vllm-cpu-head-size": (
+        (subject("fp8-block", config=CONFIG | {"head_dim": 72}), "vllm:cpu"),
+        (subject("fp8-block", config=CONFIG | {"head_dim": 64}), "vllm:cpu"),
+    ),
     "vllm-cpu-block-size": ((subject(BLOCKS_32, "fp8"), "vllm:cpu"), (subject("fp8-block", "fp8"), "vllm:cpu")),
     "vllm-dense-mxfp4": ((MISNAMED, "vllm:h100"), (subject("mxfp4"), "vllm:h100")),
     "vllm-ampere-weight-only": ((subject("fp8-dynamic"), "vllm:a100"), (subject("fp8-dynamic"), "vllm:l40s")),
@@ -248,6 +253,22 @@ def test_what_a_scheme_becomes_is_known_on_all_hardware(scheme: str, engine: str
     report = judge("model", None, Case(subject(chosen), Target.of(engine, hardware)))
     assert report.verdict is not Verdict.UNKNOWN
     assert bool(report.failures) != bool(report.kernels)
+
+
+def test_experts_of_gpt_oss_and_fp8_blocks_of_experts_need_amx_too() -> None:
+    for needy in (subject("mxfp4", "gpt-oss mxfp4"), only_experts("fp8-block"), subject("fp8-block", "fp8")):
+        assert "vllm-cpu-amx" in applied((needy, "vllm:cpu-no-amx"))
+    assert "vllm-cpu-amx" not in applied((subject("fp8-dynamic"), "vllm:cpu-no-amx"))
+
+
+def test_the_size_of_heads_is_that_of_the_config_or_what_it_divides_to() -> None:
+    for config, size in (
+        ({"head_dim": 80, "hidden_size": 1024}, 80),
+        ({"head_dim": None, "hidden_size": 1024}, 64),
+        ({"hidden_size": 1024, "kv_lora_rank": 512}, 0),
+        ({}, 0),
+    ):
+        assert subject("fp8", config=config).head_size == size
 
 
 def test_what_nobody_has_read_is_said_not_to_be_known() -> None:

@@ -6,7 +6,7 @@ Each returns lines that say what was found, one for all layers alike; none where
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from minifloat.check.subject import Kind, Weight
 from minifloat.check.verdict import Case, Find
@@ -255,6 +255,19 @@ def fp8_per_tensor(case: Case) -> Iterator[str]:
 def weight_only_blocks(case: Case) -> Iterator[str]:
     """E4M3 in blocks, inputs in 16 bits."""
     yield from named(w for w in case.weights(Kind.FP8_WEIGHT_ONLY) if w.spec and w.spec.granularity == BLOCK_128)
+
+
+def needs_amx(case: Case) -> Iterator[str]:
+    """What vLLM multiplies with AMX on a CPU: E4M3 in blocks, and experts as gpt-oss stores them."""
+    yield from named(case.weights(Kind.FP8_BLOCK))
+    yield from fused_experts(case)
+
+
+def head_size_not_in(case: Case, *, sizes: Collection[int]) -> Iterator[str]:
+    """Attention heads of another size than these."""
+    size = case.subject.head_size
+    if size and size not in sizes:
+        yield f"heads of {size}"
 
 
 def fused_experts(case: Case) -> Iterator[str]:

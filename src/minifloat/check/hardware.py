@@ -22,6 +22,7 @@ class Hardware:
         vendor: ``"cpu"``, ``"nvidia"`` or ``"amd"``.
         capability: CUDA's compute capability as engines write it (90 is 9.0); of AMD the digits of gfx94x; 0 of a CPU.
         arithmetic: Quantized formats that it multiplies; other weights are converted to 16 bits first.
+        amx: Whether it is a CPU that multiplies tiles (Intel's AMX: Xeon since Sapphire Rapids; no AMD).
         fnuz: Whether its E4M3 is the variant with bias 8 and no negative zero, half of OCP's E4M3 for the same code.
     """
 
@@ -30,13 +31,15 @@ class Hardware:
     vendor: str
     capability: int
     arithmetic: tuple[ElementFormat, ...] = ()
+    amx: bool = False
     fnuz: bool = False
 
 
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        Hardware("cpu", "x86 with AMX", "cpu", 0),
+        Hardware("cpu", "x86 with AMX", "cpu", 0, amx=True),
+        Hardware("cpu-no-amx", "x86 without AMX", "cpu", 0),
         Hardware("a100", "NVIDIA Ampere", "nvidia", 80),
         Hardware("l40s", "NVIDIA Ada", "nvidia", 89, (E4M3,)),
         Hardware("h100", "NVIDIA Hopper", "nvidia", 90, (E4M3,)),

@@ -38,6 +38,7 @@ class Kernel:
 
 
 _CT, _FP8, _GPT_OSS = compressed_tensors.NAME, fp8.NAME, gpt_oss.NAME
+_CPUS = ("cpu", "cpu-no-amx")
 _HOPPER = ("h100", "h200")
 _ADA_UP = ("l40s", *_HOPPER, "b200")
 _BEFORE_BLACKWELL = ("a100", "l40s", *_HOPPER)
@@ -50,7 +51,7 @@ _ALL_KINDS = tuple(kind for kind in Kind if kind is not Kind.OTHER)
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel("vllm", ("cpu",), (Kind.FP8_BLOCK,), "CPUFp8BlockScaledMMKernel (AMX)", _WEIGHT_ONLY, seen=True),
-    Kernel("vllm", ("cpu",), (Kind.FP8_DYNAMIC,), "ChannelWiseTorchFP8ScaledMMLinearKernel", _FP8_INPUTS, seen=True),
+    Kernel("vllm", _CPUS, (Kind.FP8_DYNAMIC,), "ChannelWiseTorchFP8ScaledMMLinearKernel", _FP8_INPUTS, seen=True),
     Kernel("vllm", ("a100",), _W8A8, "Humming, else MarlinFP8ScaledMMLinearKernel", _WEIGHT_ONLY),
     Kernel("vllm", ("a100", "l40s"), (Kind.FP8_BLOCK,), "MarlinFP8ScaledMMLinearKernel", _WEIGHT_ONLY),
     Kernel("vllm", ("l40s", *_HOPPER), _W8A8, "CutlassFP8ScaledMMLinearKernel", _FP8_INPUTS),
@@ -82,9 +83,9 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("transformers", (*_NVIDIA, "mi300"), tuple(Kind), "torch's BF16 linear", _DECODED, layout=_CT),
     Kernel("transformers", ("a100",), (Kind.FP8_BLOCK, Kind.OTHER), "torch's BF16 linear", _DECODED, layout=_FP8),
     Kernel("transformers", _ADA_UP, (Kind.FP8_BLOCK,), "FP8Linear (DeepGEMM or Triton)", _FP8_INPUTS, layout=_FP8),
-    Kernel("transformers", ("cpu",), tuple(Kind), "torch's BF16 linear", _DECODED, seen=True),
-    Kernel("minifloat", ("cpu",), _ALL_KINDS, "minifloat.kernels.linear", _WEIGHT_ONLY, seen=True),
-    Kernel("minifloat", ("cpu",), (Kind.OTHER,), "minifloat.kernels.linear or its reference", _WEIGHT_ONLY, seen=True),
+    Kernel("transformers", _CPUS, tuple(Kind), "torch's BF16 linear", _DECODED, seen=True),
+    Kernel("minifloat", _CPUS, _ALL_KINDS, "minifloat.kernels.linear", _WEIGHT_ONLY, seen=True),
+    Kernel("minifloat", _CPUS, (Kind.OTHER,), "minifloat.kernels.linear or its reference", _WEIGHT_ONLY, seen=True),
 )
 
 

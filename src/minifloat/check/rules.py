@@ -23,6 +23,7 @@ _ADA, _BLACKWELL = 89, 100
 _ALL = tuple(HARDWARE)
 _CPU = hardware_where(lambda one: one.vendor == "cpu")
 _GPUS = hardware_where(lambda one: one.vendor != "cpu")
+_WITHOUT_AMX = hardware_where(lambda one: one.vendor == "cpu" and not one.amx)
 _FNUZ = hardware_where(lambda one: one.fnuz)
 _SM_100 = hardware_where(lambda one: one.vendor == "nvidia" and one.capability >= _BLACKWELL)
 _BEFORE_SM_100 = hardware_where(lambda one: one.vendor == "nvidia" and one.capability < _BLACKWELL)
@@ -41,6 +42,9 @@ _SGLANG_CT = "layers/quantization/compressed_tensors/compressed_tensors.py"
 
 _FEWER_GPUS = "use fewer GPUs per model (--tp), or pipeline instead of tensor parallelism"
 _USE_BLOCK = "quantize with --scheme fp8-block"
+_ON_CPU = f"serve it with minifloat, or {_USE_BLOCK} for a processor with AMX"
+#: Sizes of heads that attention on a CPU is compiled for.
+_CPU_HEAD_SIZES = frozenset({*range(32, 257, 32), 48, 80, 112, 512})
 
 RULES: tuple[Rule, ...] = (
     # ------------------------------------------------------------------------------------ tensor parallelism
@@ -136,8 +140,30 @@ RULES: tuple[Rule, ...] = (
         Verdict.REFUSED,
         kinds(Kind.FP8_WEIGHT_ONLY, layout=compressed_tensors.NAME),
         "there is no kernel for FP8 weights with 16-bit inputs (W8A16); fp8-static without calibration is such too",
-        f"{_USE_BLOCK} (on a CPU its inputs stay in 16 bits), or serve it with minifloat",
+        _ON_CPU,
         seen=f"{_SEEN_VLLM} (CPU)",
+    ),
+    Rule(
+        "vllm-cpu-amx",
+        _VLLM,
+        _WITHOUT_AMX,
+        "kernels/linear/scaled_mm/cpu.py, layers/fused_moe/experts/cpu_moe.py: torch.cpu._is_amx_tile_supported",
+        Verdict.REFUSED,
+        finding.needs_amx,
+        "the kernels for FP8 blocks and for gpt-oss' experts are made of AMX instructions, which this CPU has not",
+        "serve it with minifloat, or on a processor with AMX (Xeon since Sapphire Rapids)",
+        seen=_SEEN_VLLM,
+    ),
+    Rule(
+        "vllm-cpu-head-size",
+        _VLLM,
+        _CPU,
+        "v1/attention/backends/cpu_attn.py: get_supported_head_sizes, and 48, which is compiled too",
+        Verdict.REFUSED,
+        functools.partial(finding.head_size_not_in, sizes=_CPU_HEAD_SIZES),
+        "it loads, and the first pass fails: attention on a CPU is not compiled for heads of this size",
+        "serve it with minifloat",
+        seen=_SEEN_VLLM,
     ),
     Rule(
         "vllm-cpu-static",
@@ -147,7 +173,7 @@ RULES: tuple[Rule, ...] = (
         Verdict.REFUSED,
         kinds(Kind.FP8_STATIC),
         "a kernel is chosen and the first pass fails: static_scaled_fp8_quant takes no arguments in this build",
-        f"{_USE_BLOCK}, or serve it with minifloat",
+        _ON_CPU,
         seen=_SEEN_VLLM,
     ),
     Rule(
@@ -158,7 +184,7 @@ RULES: tuple[Rule, ...] = (
         Verdict.DEGRADED,
         kinds(Kind.FP8_DYNAMIC),
         "torch._scaled_mm is the only kernel that fits, and it is hundreds of times slower than BF16",
-        _USE_BLOCK,
+        _ON_CPU,
         seen=_SEEN_VLLM,
     ),
     Rule(
@@ -169,7 +195,7 @@ RULES: tuple[Rule, ...] = (
         Verdict.REFUSED,
         kinds(Kind.MXFP8, Kind.NVFP4, Kind.NVFP4_W4A4),
         "there is no kernel for it on a CPU",
-        "quantize with --scheme fp8-block, or serve it with minifloat",
+        _ON_CPU,
         seen=_SEEN_VLLM,
     ),
     Rule(
@@ -180,7 +206,7 @@ RULES: tuple[Rule, ...] = (
         Verdict.REFUSED,
         kinds(Kind.MXFP4, layout=compressed_tensors.NAME),
         "MXFP4 linears have no kernel on a CPU (gpt-oss' fused experts have one)",
-        "quantize with --scheme fp8-block, or serve it with minifloat",
+        _ON_CPU,
         seen=_SEEN_VLLM,
     ),
     Rule(
@@ -292,7 +318,7 @@ RULES: tuple[Rule, ...] = (
         Verdict.REFUSED,
         kinds(Kind.FP8_DYNAMIC, experts=True),
         "FP8 experts without blocks have no kernel on a CPU (Unsupported FP8 MoE backend)",
-        _USE_BLOCK,
+        _ON_CPU,
         seen=_SEEN_VLLM,
     ),
     Rule(

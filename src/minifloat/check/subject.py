@@ -127,6 +127,14 @@ class Subject:
         """What its weights are quantized to, in the order in which they come."""
         return tuple(dict.fromkeys(weight.kind for weight in self.weights if weight.kind is not None))
 
+    @property
+    def head_size(self) -> int:
+        """Of queries and keys; 0 where the config does not say, or attention is latent (MLA)."""
+        if _count(self.config, "kv_lora_rank"):
+            return 0
+        given = _count(self.config, "head_dim")
+        return given or (_count(self.config, "hidden_size") // self.heads if self.heads else 0)
+
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint) -> Subject:
         """Describe what lies on disk.

@@ -20,7 +20,7 @@ ENGINES = {
     "minifloat": f"minifloat {__version__}",
 }
 
-_TARGET = re.compile(r"(?P<engine>[a-z]+):(?P<hardware>[a-z0-9]+)(:tp(?P<tp>[1-9]\d*))?")
+_TARGET = re.compile(r"(?P<engine>[a-z]+):(?P<hardware>[a-z0-9-]+)(:tp(?P<tp>[1-9]\d*))?")
 
 
 class Verdict(enum.Enum):
