@@ -1,0 +1,109 @@
+"""`PagedCache`: keys and values of all layers on any device, in blocks of `BLOCK_TOKENS` tokens.
+
+    data    [layers, blocks + 1, 2, kv_heads, BLOCK_TOKENS, head_dim]
+
+A layer of it is what FlashInfer calls HND: the keys of one head in one block lie together, and so do the values. The
+last block is nobody's: rows that only fill up a batch write there. E4M3 holds codes as uint8, each head of each layer
+with scales of its own. Which other block is whose is not known here, and what a block holds before it is written is
+undefined.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import ShapeError, lookup
+from minifloat.formats import E4M3
+from minifloat.kernels.decoder.types import BLOCK_TOKENS
+from minifloat.quantize.cast import encode, torch_dtype
+
+#: What a cache may hold, and the dtype that stores it.
+ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, E4M3.name: torch.uint8}
+
+
+class PagedCache:
+    """The memory of a cache.
+
+    Args:
+        layers: Layers of the decoder.
+        kv_heads: Heads of keys and values.
+        head_dim: Size of a head.
+        blocks: Blocks that sequences may own.
+        element: One of `ELEMENTS`. E4M3 holds what is left after division by the scale of layer and head, rounded to
+            nearest, ties to even, clamped to the largest value.
+        device: Where.
+        rows: Sequences that `attend` may be asked for at a time.
+        scales: float32 ``[layers, 2, kv_heads]``, of keys and of values; None: ones. Only E4M3 looks at them.
+
+    Attributes:
+        data: As above.
+        scales: As given.
+        spare: The block that is nobody's.
+        counters: int32 ``[rows * kv_heads]``, zero between launches: runs of keys that are done.
+
+    Raises:
+        UnknownNameError: Another `element`.
+        ShapeError: The scales are of another shape.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        blocks: int,
+        element: str,
+        device: torch.device,
+        rows: int,
+        scales: Tensor | None = None,
+    ) -> None:
+        dtype = lookup("element of a cache", element, ELEMENTS)
+        if scales is not None and tuple(scales.shape) != (layers, 2, kv_heads):
+            raise ShapeError("scales", f"expected {[layers, 2, kv_heads]}, got {list(scales.shape)}")
+        self.element, self.spare = element, blocks
+        self.data = torch.empty(layers, blocks + 1, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype, device=device)
+        self.scales = torch.ones(layers, 2, kv_heads, device=device) if scales is None else scales.to(device)
+        self.counters = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+
+    @staticmethod
+    def bytes_per_block(layers: int, kv_heads: int, head_dim: int, element: str) -> int:
+        """Bytes of one block over all layers and heads."""
+        itemsize = lookup("element of a cache", element, ELEMENTS).itemsize
+        return layers * 2 * kv_heads * BLOCK_TOKENS * head_dim * itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.data.nbytes
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store tokens; the plain PyTorch way.
+
+        Args:
+            layer: Which one.
+            slots: Integers ``[T]``: block times `BLOCK_TOKENS` plus row.
+            keys: float32 ``[T, kv_heads, head_dim]``.
+            values: Likewise.
+        """
+        block, row = (slots // BLOCK_TOKENS).long(), (slots % BLOCK_TOKENS).long()
+        for index, x in enumerate((keys, values)):
+            if self.element == E4M3.name:
+                x = encode(x / self.scales[layer, index, :, None], E4M3)
+            self.data[layer, :, index].transpose(1, 2)[block, row] = x.to(self.data.dtype)
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, float32 ``[..., n * BLOCK_TOKENS, kv_heads, head_dim]``; the plain PyTorch way.
+
+        Args:
+            layer: Which one.
+            blocks: Integers ``[..., n]``: blocks in the order of their tokens.
+        """
+        both = self.data[layer][blocks.long()].movedim(-4, 0)
+        keys, values = (x.transpose(-2, -3).flatten(-4, -3) for x in both)
+        return self._decoded(keys, layer, 0), self._decoded(values, layer, 1)
+
+    def _decoded(self, x: Tensor, layer: int, index: int) -> Tensor:
+        if self.element != E4M3.name:
+            return x.float()
+        return x.view(torch_dtype(E4M3)).float() * self.scales[layer, index, :, None]

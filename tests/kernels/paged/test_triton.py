@@ -1,0 +1,134 @@
+"""The Triton kernels: their logic in the interpreter, their code compiled ahead of time, and on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minifloat.kernels.decoder import BLOCK_TOKENS
+from minifloat.kernels.paged import PagedCache, add_norm, attend, reference, rotary_table, rotate_and_store
+from minifloat.kernels.paged import silu_and_multiply as silu
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def test_the_kernels_compute_what_their_references_do() -> None:
+    """In a process of its own: see `interpreted_cases.py`."""
+    cases = Path(__file__).with_name("interpreted_cases.py")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(cases)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed" in result.stdout
+    assert "skipped" not in result.stdout
+
+
+def usage(
+    folder: Path, capability: int, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int
+) -> dict[str, int]:
+    """Compile for a GPU that is not here: registers, bytes of stack and of local memory of a thread, shared memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*" or "stride" in n}
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    file = folder / "kernel.cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    shown = subprocess.run([str(tool), "-res-usage", str(file)], capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", shown)}
+    return found | {"SHARED": compiled.metadata.shared}
+
+
+HEADS = {"KV_HEADS": 8, "D": 128, "TOKENS": BLOCK_TOKENS}
+ROTATE = HEADS | {"HEADS": 32, "BLOCK": 128, "HALF": 64}
+ATTEND = HEADS | {"GROUP": 4, "BLOCK_G": 16, "BLOCK_D": 128, "TILE": 64, "SPLITS": 32}
+NORMS = {"x": "*fp32", "weight": "*fp32", "eps": "fp32", "rotary": "*fp32", "q_norm": "*fp32", "k_norm": "*fp32"}
+CACHE = {"scales": "*fp32", "slots": "*i32", "positions": "*i32", "tables": "*i32", "counters": "*i32"}
+WORK = {"partial": "*fp32", "stats": "*fp32", "scale": "fp32"}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("element", ["*bf16", "*u8"])
+def test_no_kernel_spills_when_compiled_for_an_8b_model(capability: int, element: str, tmp_path: Path) -> None:
+    from minifloat.kernels.paged import triton as fast
+
+    compiled = functools.partial(usage, tmp_path, capability)
+    rows = dict.fromkeys(("delta", "out", "gate_up", "qkv", "queries"), "*bf16")
+    types = NORMS | CACHE | WORK | rows | {"data": element}
+    fp8 = {"FP8": element == "*u8"}
+    used = {
+        "add_norm": compiled(fast._add_norm, types, {"HIDDEN": 4096, "BLOCK": 4096, "ADD": True}, 4),
+        "wide add_norm": compiled(fast._add_norm, types, {"HIDDEN": 8192, "BLOCK": 8192, "ADD": True}, 8),
+        "rotate": compiled(fast._rotate_and_store, types, ROTATE | fp8 | {"Q_NORM": True, "K_NORM": True}, 1),
+        "silu": compiled(fast._silu_and_multiply, types, {"COLUMNS": 14336, "BLOCK": 1024}, 4),
+        "attend": compiled(fast._attend, types, ATTEND | fp8 | {"WINDOW": False}, 4),
+        "windowed": compiled(fast._attend, types, ATTEND | fp8 | {"WINDOW": True}, 4),
+    }
+    for name, found in used.items():
+        assert (found["STACK"], found["LOCAL"]) == (0, 0), (name, found)
+        assert found["REG"] <= 224, (name, found)
+        assert found["SHARED"] <= 96 << 10, (name, found)
+
+
+@needs_gpu
+@pytest.mark.parametrize("element", ["bfloat16", "E4M3"])
+@pytest.mark.parametrize("window", [None, 100])
+@torch.inference_mode()
+def test_on_a_gpu_they_are_near_the_references_in_bf16(element: str, window: int | None) -> None:
+    heads, kv_heads, d, blocks, contexts = 32, 8, 128, 400, [1, 64, 65, 700, 3000]
+    random = torch.Generator().manual_seed(0)
+    gpu, scales = torch.device("cuda"), torch.rand(1, 2, kv_heads, generator=random) + 0.01
+    caches = [PagedCache(1, kv_heads, d, blocks, element, device, 16, scales) for device in (torch.device("cpu"), gpu)]
+    for cache in caches:
+        cache.data.view(torch.uint8).fill_(0xFF)
+    rotary = rotary_table(100.0 ** -torch.arange(d // 2).float(), 1.0, 4096)
+    norms = (torch.rand(d, generator=random), torch.rand(d, generator=random))
+    tables = torch.randperm(blocks, generator=random)[None].expand(len(contexts), -1)[:, :190].int().contiguous()
+    positions = torch.arange(contexts[-1], dtype=torch.int32)
+    slots = tables[0, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+    qkv = torch.randn(len(positions), (heads + 2 * kv_heads) * d, generator=random).bfloat16()
+    q = rotate_and_store(
+        qkv.cuda(),
+        (norms[0].cuda(), norms[1].cuda()),
+        1e-5,
+        rotary.cuda(),
+        positions.cuda(),
+        slots.cuda(),
+        caches[1],
+        0,
+    )
+    expected = reference.rotate_and_store(qkv, norms, 1e-5, rotary, positions, slots, caches[0], 0)
+    torch.testing.assert_close(q.cpu(), expected, atol=1e-2, rtol=1e-2)
+    assert torch.equal(caches[1].data[0, :, 1].cpu(), caches[0].data[0, :, 1])  # values are only rounded
+    last = torch.tensor(contexts, dtype=torch.int32) - 1
+    caches[0].data.copy_(caches[1].data)
+    found = [attend(q[last.long()], last.cuda(), tables.cuda(), caches[1], 0, d**-0.5, window) for _ in range(3)]
+    answer = reference.attend(q[last.long()].cpu(), last, tables, caches[0], 0, d**-0.5, window)
+    torch.testing.assert_close(found[0].cpu(), answer, atol=1e-2, rtol=1e-2)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert not caches[1].counters.any()
+    x, delta = torch.randn(5, 4096, generator=random), torch.randn(5, 4096, generator=random).bfloat16()
+    weight = torch.rand(4096, generator=random)
+    normed = add_norm(x.cuda(), delta.cuda(), weight.cuda(), 1e-5, torch.bfloat16)
+    torch.testing.assert_close(
+        normed.cpu(), reference.add_norm(x, delta, weight, 1e-5, torch.bfloat16), atol=1e-2, rtol=1e-2
+    )
+    torch.testing.assert_close(silu(delta.cuda()).cpu(), reference.silu_and_multiply(delta), atol=1e-2, rtol=1e-2)
