@@ -7,11 +7,13 @@ imported before a command runs.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from minifloat.cli_options import MODEL
 from minifloat.errors import UsageError
@@ -45,8 +47,35 @@ def _option(name: str, *names: str, **settings: Any) -> Callable[[_Command], _Co
     return click.option(name, *names, envvar=variable, **settings)
 
 
+def _of_vllm(command: _Command) -> _Command:
+    """The options that only vLLM has."""
+    options = (
+        _option("--vllm-bin", default="vllm", metavar="PATH", help="vLLM's command.  [default: that on PATH]"),
+        _option("--vllm-python", metavar="PATH", help="The Python of vLLM's environment, in place of its command."),
+        _option("--hardware", metavar="NAME", help="As for `check`.  [default: found out]"),
+        _option("--tensor-parallel-size", default=1, type=_COUNT, help="Devices that share every matrix."),
+        _option("--pipeline-parallel-size", default=1, type=_COUNT, help="Groups of devices that share the layers."),
+        _option("--nodes", default=1, type=_COUNT, help="Machines that share the model."),
+        _option("--node-rank", default=0, type=click.IntRange(min=0), help="Which of them this is; 0 has the API."),
+        _option("--master-addr", metavar="HOST", help="The address of node 0."),
+        _option("--multi-node", type=click.Choice(["vllm", "ray"]), default="vllm", help="How nodes find each other."),
+        _option(
+            "--startup-timeout", default=600.0, show_default=True, type=_POSITIVE, help="Seconds until it answers."
+        ),
+        _option("--allow-unquantized", is_flag=True, help="Serve even if vLLM runs quantized weights unquantized."),
+        _option("--print-command", is_flag=True, help="Print what would run on each node, and start nothing."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.command()
 @click.argument("model", type=MODEL)
+@click.argument("vllm_arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGUMENTS...]")
+@_option(
+    "--engine", type=click.Choice(["minifloat", "vllm"]), default="minifloat", show_default=True, help="Who computes."
+)
 @_option("--revision", metavar="REV", help="Branch, tag or commit of MODEL on the hub; MODEL@REV is the same.")
 @_option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every address.")
 @_option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: any free one.")
@@ -77,16 +106,82 @@ def _option(name: str, *names: str, **settings: Any) -> Callable[[_Command], _Co
 @_option("--shutdown-timeout", default=30.0, show_default=True, type=_SECONDS, help="Seconds to finish at SIGTERM.")
 @_option("--threads", type=_COUNT, help="Threads to compute with.  [default: torch's]")
 @_option("--quiet", "-q", is_flag=True, help="Log warnings only, not every request.")
+@_of_vllm
+@click.pass_context
 def serve(
+    ctx: click.Context,
+    /,
     model: str,
+    vllm_arguments: tuple[str, ...],
+    engine: str,
+    api_key: tuple[str, ...],
+    api_key_file: Path | None,
+    **options: Any,
+) -> None:
+    """Serve the checkpoint MODEL behind OpenAI's API, with a status page at /.
+
+    Every option is an environment variable too: --max-model-len is MINIFLOAT_MAX_MODEL_LEN. SIGTERM and Ctrl-C finish
+    what was admitted; a second one ends at once.
+
+    With --engine vllm, a vLLM that is installed elsewhere serves it: MODEL is checked, vLLM is started, watched and
+    ended. The options from --vllm-bin on are for it, and so is what follows --.
+    """
+    from minifloat.serve.server.settings import collect_api_keys, read_api_keys
+
+    given = _given(ctx)
+    if options["kv_cache_memory"] is not None:
+        options["kv_cache_memory"] = parse_size(options["kv_cache_memory"])
+    if engine == "vllm":
+        _serve_with_vllm(model, options, given, collect_api_keys(api_key, api_key_file), vllm_arguments)
+        return
+    options = _without_vllm(ctx, options, vllm_arguments)
+    _require_extra()
+    _serve_here(model, read_api_keys(api_key, api_key_file), **options)
+
+
+def _given(ctx: click.Context) -> frozenset[str]:
+    """The options that the user gave, as arguments or in the environment."""
+    defaults = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+    return frozenset(name for name in ctx.params if ctx.get_parameter_source(name) not in defaults)
+
+
+def _serve_with_vllm(
+    model: str, options: dict[str, Any], given: frozenset[str], keys: tuple[str, ...], arguments: tuple[str, ...]
+) -> None:
+    from minifloat.serve.vllm import nodes, render, serve_with_vllm
+    from minifloat.serve.vllm.options import vllm_options
+
+    wanted = vllm_options(model, options, given, keys, arguments)
+    if options["print_command"]:
+        click.echo(render(nodes(wanted)))
+    else:
+        sys.exit(serve_with_vllm(wanted))
+
+
+def _without_vllm(ctx: click.Context, options: dict[str, Any], arguments: tuple[str, ...]) -> dict[str, Any]:
+    """The options of our engine.
+
+    Raises:
+        UsageError: One was given that only vLLM has. In the environment it is no mistake: there it may be for others.
+    """
+    from minifloat.serve.vllm.options import ONLY_VLLM, flag
+
+    foreign = [name for name in ONLY_VLLM if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if foreign or arguments:
+        named = [*map(flag, foreign), *arguments]
+        raise UsageError(f"{' '.join(named)}: only with --engine vllm")
+    return {name: value for name, value in options.items() if name not in ONLY_VLLM}
+
+
+def _serve_here(
+    model: str,
+    api_keys: frozenset[bytes],
+    *,
     host: str,
     port: int,
     served_model_name: str | None,
-    api_key: tuple[str, ...],
-    api_key_file: Path | None,
     allowed_host: tuple[str, ...],
     max_num_queued_reqs: int,
-    kv_cache_memory: str | None,
     no_prefix_cache: bool,
     chat_template: Path | None,
     max_body_size: str,
@@ -98,21 +193,15 @@ def serve(
     quiet: bool,
     **engine: Any,
 ) -> None:
-    """Serve the checkpoint MODEL behind OpenAI's API, with a status page at /.
-
-    Every option is an environment variable too: --max-model-len is MINIFLOAT_MAX_MODEL_LEN. SIGTERM and Ctrl-C finish
-    what was admitted; a second one ends at once.
-    """
-    _require_extra()
     from minifloat.hub import model_name
     from minifloat.serve.server.run import serve_checkpoint
-    from minifloat.serve.server.settings import ServerSettings, read_api_keys, read_template
+    from minifloat.serve.server.settings import ServerSettings, read_template
 
     settings = ServerSettings(
         model_name=served_model_name or model_name(model),
         host=host,
         port=port,
-        api_keys=read_api_keys(api_key, api_key_file),
+        api_keys=api_keys,
         allowed_hosts=allowed_host,
         chat_template=None if chat_template is None else read_template(chat_template),
         max_body_bytes=parse_size(max_body_size),
@@ -127,7 +216,6 @@ def serve(
         max_queue=max_num_queued_reqs,
         threads=threads,
         quiet=quiet,
-        kv_cache_memory=None if kv_cache_memory is None else parse_size(kv_cache_memory),
         prefix_cache=not no_prefix_cache,
         **engine,
     )

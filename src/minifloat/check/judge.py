@@ -56,6 +56,28 @@ class CheckReport:
         """What keeps it from loading, or from answering rightly."""
         return tuple(finding for finding in self.findings if finding.verdict.is_failure)
 
+    def require_loadable(self) -> tuple[str, ...]:
+        """Refuse what would not load, or would answer wrongly.
+
+        Returns:
+            Notes on what is less than it promises there.
+
+        Raises:
+            UsageError: It would; the message names the rule, the modules and the cure.
+        """
+        if self.failures:
+            first, more = self.failures[0], len(self.failures) - 1
+            at = f" ({first.evidence[0]})" if first.evidence else ""
+            raise UsageError(
+                f"{self.target}: {first.verdict.value}: {first.problem}{at}; {first.cure} [rule {first.rule}]"
+                + (f"; and {more} more, see minifloat check" if more else "")
+            )
+        return tuple(
+            f"{self.target}: {finding.problem}"
+            for finding in self.findings
+            if finding.verdict in (Verdict.DEGRADED, Verdict.UNKNOWN)
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
         return {
@@ -143,19 +165,9 @@ def require_loadable(checkpoint: Checkpoint, plan: Plan, target: str | Target) -
         UsageError: It would; the message names the rule, the modules and the cure.
     """
     wanted = Target.parse(target) if isinstance(target, str) else target
-    report = judge(str(checkpoint.path), plan.scheme.name, Case(Subject.of_plan(checkpoint, plan), wanted))
-    if report.failures:
-        first, more = report.failures[0], len(report.failures) - 1
-        at = f" ({first.evidence[0]})" if first.evidence else ""
-        raise UsageError(
-            f"{wanted}: {first.verdict.value}: {first.problem}{at}; {first.cure} [rule {first.rule}]"
-            + (f"; and {more} more, see minifloat check" if more else "")
-        )
-    return tuple(
-        f"{wanted}: {finding.problem}"
-        for finding in report.findings
-        if finding.verdict in (Verdict.DEGRADED, Verdict.UNKNOWN)
-    )
+    return judge(
+        str(checkpoint.path), plan.scheme.name, Case(Subject.of_plan(checkpoint, plan), wanted)
+    ).require_loadable()
 
 
 def judge(model: str, scheme: str | None, case: Case) -> CheckReport:

@@ -12,9 +12,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from minifloat.errors import UsageError
 from minifloat.serve.server.errors import RETRY_AFTER, APIError
 from minifloat.serve.server.settings import ServerSettings
+from minifloat.serve.sockets import bind
 
 if TYPE_CHECKING:
     from minifloat.serve.engine import AsyncEngine
@@ -128,16 +128,7 @@ def listen(settings: ServerSettings) -> socket.socket:
     Raises:
         UsageError: The address cannot be had.
     """
-    host = settings.host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, settings.port))
-    except OSError as error:
-        made.close()
-        raise UsageError(f"{settings.host}:{settings.port}: cannot listen there: {error.strerror}") from error
-    return made
+    return bind(settings.host, settings.port)
 
 
 def address(listening: socket.socket) -> str:

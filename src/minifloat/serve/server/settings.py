@@ -82,7 +82,12 @@ def hash_key(key: bytes) -> bytes:
 
 
 def read_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> frozenset[bytes]:
-    """The hashes of API keys given one by one, and of those in a file, one per line.
+    """The hashes of the keys that `collect_api_keys` collects."""
+    return frozenset(hash_key(key.encode("ascii")) for key in collect_api_keys(keys, file))
+
+
+def collect_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> tuple[str, ...]:
+    """API keys given one by one, and those in a file, one per line.
 
     Raises:
         UsageError: A key is too short or not printable ASCII without spaces.
@@ -103,7 +108,7 @@ def read_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> frozens
                 f"API key {number}: expected at least {_SHORTEST_KEY} printable ASCII characters without spaces; "
                 "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
-    return frozenset(hash_key(key.encode("ascii")) for key in given)
+    return tuple(given)
 
 
 def read_template(file: Path) -> str:

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fake_vllm
+import pytest
+from vllm_process import Serving
+
+
+@pytest.fixture
+def vllm_bin(tmp_path: Path) -> Path:
+    """The fake as a command."""
+    command = tmp_path / "bin" / "vllm"
+    command.parent.mkdir()
+    command.write_text(f"#!{sys.executable}\n{Path(fake_vllm.__file__).read_text()}")
+    command.chmod(0o755)
+    return command
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.fixture
+def serving(tmp_path: Path, vllm_bin: Path, port: int, llama_folder: Path) -> Iterator[Callable[..., Serving]]:
+    """``serving(*options, model=..., program=..., **environment) -> Serving``; all is killed in the end."""
+    started: list[Serving] = []
+
+    def start(
+        *options: str, model: Path = llama_folder, program: tuple[str, ...] = ("-m", "minifloat"), **environment: str
+    ) -> Serving:
+        folder = tmp_path / "seen"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        arguments = ["--vllm-bin", str(vllm_bin), str(model), *options]
+        started.append(Serving(folder, port, program, arguments, environment))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        with contextlib.suppress(OSError, ValueError):
+            for pid in map(int, (one.folder / "pids").read_text().split()):
+                os.kill(pid, signal.SIGKILL)

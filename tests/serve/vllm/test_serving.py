@@ -1,0 +1,245 @@
+"""`minifloat serve --engine vllm` as a process of its own, with a fake vLLM below it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from vllm_process import PATIENCE, Serving, is_alive, wait_for
+
+from minifloat.quantize.model import quantize_checkpoint
+
+KEY = "a-key-that-nobody-may-see"
+CONFIG = "(EngineCore pid=9) INFO 11-22 07:15:30 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: "
+SELECTED = "INFO 11-22 07:15:39 [__init__.py:758] Selected CPUFp8BlockScaledMMKernel for CompressedTensorsW8A8Fp8"
+Start = Callable[..., Serving]
+
+
+@pytest.fixture(scope="module")
+def fp8_folder(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vllm")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
+    quantize_checkpoint(make_llama(folder / "llama", **sizes), folder / "fp8", "fp8-block")
+    return folder / "fp8"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_vllm_and_leaves_nothing(serving: Start, number: int) -> None:
+    server = serving(FAKE_DRAIN="0.3", FAKE_DELAY="0.5")
+    server.until("vLLM: ready after")
+    server.process.send_signal(number)
+    assert server.end() == 0
+    assert (server.folder / "drained").exists()
+    assert "[shutdown] draining after signal 15" in server.output
+    assert "last of its log" not in server.output
+
+
+def test_a_signal_while_vllm_starts_stops_it(serving: Start) -> None:
+    server = serving(FAKE_DELAY="600")
+    server.until("the fake starts")
+    server.process.send_signal(signal.SIGTERM)
+    # the fake sleeps with its handler installed: it ends as asked
+    assert server.end() == 0
+    assert "ready" not in server.output
+
+
+def test_the_status_of_a_stopped_vllm_is_passed_on(serving: Start) -> None:
+    server = serving(FAKE_LAST_STATUS="7")
+    server.until("ready after")
+    server.process.terminate()
+    assert server.end() == 7
+
+
+def test_a_second_signal_kills_vllm_and_its_workers(serving: Start) -> None:
+    server = serving("--shutdown-timeout", "600", FAKE_STUBBORN="1")
+    server.until("ready after")
+    server.process.terminate()
+    server.until("stopping")
+    server.process.terminate()
+    assert server.end() == 128 + signal.SIGKILL
+    assert "killing vLLM: asked a second time" in server.output
+
+
+def test_vllm_that_does_not_stop_is_killed_after_the_time_it_has(serving: Start) -> None:
+    hasty = "from minifloat.serve.vllm import run; run._GRACE_SECONDS = 0.5; from minifloat.cli import main; main()"
+    server = serving("--shutdown-timeout", "0.5", program=("-c", hasty), FAKE_STUBBORN="1")
+    server.until("ready after")
+    server.process.terminate()
+    assert server.end() == 128 + signal.SIGKILL
+    assert "did not end in time" in server.output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_vllm_is_told_to_stop_where_we_are_killed(serving: Start) -> None:
+    server = serving()
+    server.until("ready after")
+    leader, worker = server.pids
+    server.process.kill()
+    wait_for(lambda: not is_alive(leader), "the end of vLLM")
+    assert (server.folder / "drained").exists()
+    os.kill(worker, signal.SIGKILL)  # of a real vLLM, the leader ends its workers
+
+
+def test_a_failed_start_shows_the_status_the_last_lines_and_the_first_error(serving: Start, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(
+        "(Worker pid=1) ERROR 11-22 [m.py:953] ValueError: Failed to find a kernel\n" + "...\n" * 99
+    )
+    server = serving(FAKE_EXIT="3", FAKE_LOG=str(tmp_path / "log"), FAKE_DELAY="600")
+    assert server.end() == 3
+    told = server.output.partition("vLLM ended by itself: exit status 3. The last of its log:")[2]
+    assert "    line 99" in told
+    assert "    RuntimeError: Engine core initialization failed." in told
+    assert "line 51\n" in told
+    assert "line 50\n" not in told
+    assert told.splitlines()[1].endswith("ValueError: Failed to find a kernel")
+    assert "Traceback" not in server.output
+
+
+def test_no_answer_in_time_is_a_failure(serving: Start) -> None:
+    server = serving("--startup-timeout", "1", FAKE_DELAY="600")
+    assert server.end() == 1
+    assert "no answer within 1 s (--startup-timeout). The last of its log:\n    INFO" in server.output
+
+
+def test_a_crash_under_load_is_reported_and_passed_on(serving: Start) -> None:
+    server = serving()
+    server.until("ready after")
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        connection.request("GET", "/crash")
+        connection.getresponse()
+    assert server.end() == 128 + signal.SIGSEGV
+    told = server.output.partition("ended by itself: killed by signal 11. The last of its log:")[2]
+    assert "ValueError: crashed under load" in told
+
+
+@pytest.mark.parametrize(("kind", "megabytes"), [("lines", "30"), ("endless", "100"), ("binary", "100")])
+def test_a_flood_of_log_neither_blocks_nor_grows(serving: Start, kind: str, megabytes: str) -> None:
+    server = serving(FAKE_NOISE=megabytes, FAKE_NOISE_KIND=kind)
+    server.until("ready after")
+    assert psutil.Process(server.process.pid).memory_info().rss < 300 * 2**20
+    server.process.terminate()
+    assert server.end() == 0
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_server(serving: Start) -> None:
+    server = serving(FAKE_NOISE="4", FAKE_DELAY="1")
+    server.until("the fake starts")
+    assert server.process.stdout is not None
+    server.process.stdout.close()
+    wait_for(lambda: answers(server.port), "an answer")
+    server.process.terminate()
+    assert server.process.wait(PATIENCE) == 0
+
+
+def answers(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def test_a_quantized_kernel_in_the_log_is_confirmed(serving: Start, fp8_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(f"{CONFIG}quantization=compressed-tensors, seed=0\n{SELECTED}\n")
+    server = serving(model=fp8_folder, FAKE_LOG=str(tmp_path / "log"))
+    server.until("confirmed by its log, quantized weights run on: CPUFp8BlockScaledMMKernel")
+    server.process.terminate()
+    assert server.end() == 0
+
+
+def test_a_log_that_says_nothing_of_kernels_is_a_warning(serving: Start, fp8_folder: Path) -> None:
+    server = serving(model=fp8_folder)
+    server.until("could not be confirmed")
+    server.process.terminate()
+    assert server.end() == 0
+
+
+def test_weights_that_run_unquantized_end_it(serving: Start, fp8_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(f"{CONFIG}model='m', quantization=None, quantization_config=None, seed=0\n")
+    server = serving(model=fp8_folder, FAKE_LOG=str(tmp_path / "log"), FAKE_DELAY="600")
+    assert server.end() == 1
+    assert "the checkpoint is quantized, and vLLM runs its weights unquantized: (EngineCore" in server.output
+    allowed = serving("--allow-unquantized", model=fp8_folder, FAKE_LOG=str(tmp_path / "log"))
+    allowed.until("ready after")
+    allowed.process.terminate()
+    assert allowed.end() == 0
+
+
+def test_a_model_that_is_not_quantized_may_run_unquantized(serving: Start, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(f"{CONFIG}model='m', quantization=None, quantization_config=None, seed=0\n")
+    server = serving(FAKE_LOG=str(tmp_path / "log"))
+    server.until("ready after")
+    server.process.terminate()
+    assert server.end() == 0
+    assert "confirmed" not in server.output
+
+
+def test_the_key_reaches_vllm_and_nobody_else(serving: Start, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    server = serving("--api-key-file", str(tmp_path / "key"))
+    server.until("ready after")
+    assert server.saw("environment.json")["VLLM_API_KEY"] == KEY
+    for process in (server.process.pid, *server.pids):
+        assert KEY not in " ".join(psutil.Process(process).cmdline())
+    server.process.terminate()
+    assert server.end() == 0
+    assert KEY not in server.output
+    assert "VLLM_API_KEY=... " in server.output
+    assert "vLLM asks for the key below /v1, /v2 and /inference only" in server.output
+
+
+def test_what_is_printed_is_what_vllm_gets(serving: Start, tmp_path: Path) -> None:
+    options = (
+        "--max-model-len",
+        "512",
+        "--no-prefix-cache",
+        "--kv-cache-memory",
+        "1GiB",
+        "--tensor-parallel-size",
+        "1",
+    )
+    more = ("--", "--enforce-eager", "--additional-config", '{"a": "b c"}')
+    printed = serving(*options, "--print-command", *more)
+    assert printed.end() == 0
+    assert not (printed.folder / "argv.json").exists()
+    title, line = printed.output.splitlines()
+    assert title == "# this node"
+    server = serving(*options, *more)
+    server.until("ready after")
+    assert server.saw("argv.json") == shlex.split(line)
+    assert server.saw("argv.json")[-3:] == list(more[1:])
+    server.process.terminate()
+    assert server.end() == 0
+
+
+def test_a_node_without_the_api_runs_until_it_is_stopped(serving: Start) -> None:
+    cluster = ("--nodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--pipeline-parallel-size", "2")
+    server = serving(*cluster)
+    assert server.saw("argv.json")[-1] == "--headless"
+    server.until("the fake starts")
+    server.process.terminate()
+    assert server.end() == 0
+    assert "ready" not in server.output
+    assert "confirmed" not in server.output
+
+
+def test_quiet_shows_only_what_matters(serving: Start) -> None:
+    server = serving("--quiet")
+    wait_for(lambda: answers(server.port), "an answer")
+    server.process.terminate()
+    assert server.end() == 0
+    assert "the fake starts" not in server.output
+    assert subprocess.list2cmdline(server.saw("argv.json")) not in server.output
