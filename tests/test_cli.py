@@ -50,6 +50,23 @@ def test_quiet_prints_nothing(tmp_path: Path) -> None:
     assert run("quantize", BASE, tmp_path / "out", "-q").output == ""
 
 
+def test_convert_prints_what_became_of_every_tensor_and_where_it_went(tmp_path: Path) -> None:
+    source = BASE.parent / "modelopt-fp8-kv"
+    result = run("convert", source, tmp_path / "out", "--layout", "compressed-tensors")
+    assert result.exit_code == 0, result.output
+    for words in ("model.layers.*.self_attn.k_scale", "copied (not quantized)", "23 converted, 5 copied, 0 dropped"):
+        assert words in result.output
+    result = run("convert", source, tmp_path / "plain", "--dequantize", "--json")
+    assert json.loads(result.stdout) == json.loads((tmp_path / "plain" / "minifloat.json").read_text())
+
+
+def test_a_conversion_that_would_lose_something_is_one_line_and_status_2(tmp_path: Path) -> None:
+    result = run("convert", BASE.parent / "llmc-nvfp4", tmp_path / "out", "--layout", "modelopt")
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+    assert "--allow-rounding" in result.output
+
+
 def test_exclude_is_an_override_to_bf16(tmp_path: Path) -> None:
     run("quantize", BASE, tmp_path / "out", "-q", "--exclude", "down_proj")
     config = json.loads((tmp_path / "out" / "config.json").read_text())

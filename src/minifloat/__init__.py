@@ -1,6 +1,7 @@
 """minifloat: post-training FP8 / MXFP4 quantization of language models, with proof.
 
     quantize_checkpoint(source, destination, "fp8-block")   -> QuantizeReport
+    convert_checkpoint(source, destination, "modelopt")     -> ConvertReport
     load(path)                                              -> a transformers model that holds the quantized weights
     compare_models(baseline, candidate, [text])             -> Comparison
     generate(path, prompt)                                  -> pieces of text
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from minifloat.check import CheckReport, check_checkpoint
     from minifloat.checkpoint import Checkpoint
     from minifloat.compare import Comparison, compare_models
+    from minifloat.convert import ConvertReport, convert_checkpoint
     from minifloat.errors import MinifloatError
     from minifloat.inspection import Inspection, inspect_checkpoint
     from minifloat.plan import ModelPlan, plan_model
@@ -40,6 +42,7 @@ _EXPORTS = {
     "CheckReport": "minifloat.check",
     "Checkpoint": "minifloat.checkpoint",
     "Comparison": "minifloat.compare",
+    "ConvertReport": "minifloat.convert",
     "Engine": "minifloat.serve.engine",
     "Inspection": "minifloat.inspection",
     "MinifloatError": "minifloat.errors",
@@ -51,6 +54,7 @@ _EXPORTS = {
     "Scheme": "minifloat.scheme",
     "check_checkpoint": "minifloat.check",
     "compare_models": "minifloat.compare",
+    "convert_checkpoint": "minifloat.convert",
     "generate": "minifloat.serve.text",
     "inspect_checkpoint": "minifloat.inspection",
     "load": "minifloat.serve.load",
@@ -65,6 +69,7 @@ __all__ = [
     "CheckReport",
     "Checkpoint",
     "Comparison",
+    "ConvertReport",
     "Engine",
     "Inspection",
     "MinifloatError",
@@ -76,6 +81,7 @@ __all__ = [
     "__version__",
     "check_checkpoint",
     "compare_models",
+    "convert_checkpoint",
     "generate",
     "inspect_checkpoint",
     "load",

@@ -17,6 +17,7 @@ from minifloat._version import __version__
 from minifloat.cli_bench import bench
 from minifloat.cli_check import check
 from minifloat.cli_compare import compare
+from minifloat.cli_convert import convert
 from minifloat.cli_options import MODEL, revision_option
 from minifloat.cli_plan import plan
 from minifloat.cli_serving import chat, parse_size, serve
@@ -290,6 +291,7 @@ def _inspect_stats(path: Path, rule: str, plot: Path | None, *, verbose: bool) -
 
 
 main.add_command(plan)
+main.add_command(convert)
 
 
 def _set_threads(threads: int | None) -> None:

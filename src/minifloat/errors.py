@@ -20,6 +20,7 @@
     │   └── UnsupportedTensorError    dtype or role that this operation does not cover
     ├── NotCalibratedError            calibration saw too little of a module to give it a scale; names it
     ├── SaturationError               static scales would saturate more held-out text than is allowed
+    ├── ConversionError               a checkpoint cannot be carried into another layout without loss
     ├── AlreadyQuantizedError         the source carries a quantization_config already
     ├── KernelUnavailable             an implementation was named that cannot run here
     ├── QueueFull                     as many requests wait for the engine as may
@@ -173,6 +174,10 @@ class NotCalibratedError(MinifloatError):
 
 class SaturationError(MinifloatError):
     """Static scales would saturate more of the held-out text than the caller allows."""
+
+
+class ConversionError(MinifloatError):
+    """A quantized checkpoint cannot be carried into another layout without loss; nothing was written."""
 
 
 class AlreadyQuantizedError(MinifloatError):

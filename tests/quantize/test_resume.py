@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint import Checkpoint, rewrite
 from minifloat.errors import CheckpointError, StorageError
 from minifloat.quantize import model, stream
 from minifloat.quantize.model import quantize_checkpoint
@@ -150,7 +150,7 @@ def test_a_changed_source_scheme_or_version_starts_over_and_says_so(
     elif change == "scheme":
         scheme = "mxfp8"
     elif change == "version":
-        monkeypatch.setattr(model, "__version__", "999")
+        monkeypatch.setattr(rewrite, "__version__", "999")
     else:
         (source / "tokenizer_config.json").write_text('{"changed": true}')
     report = quantize_checkpoint(source, tmp_path / "out", scheme)

@@ -8,8 +8,6 @@ files of the finished shards were hashed again.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections import deque
@@ -23,7 +21,16 @@ import numpy as np
 
 from minifloat._version import __version__
 from minifloat.check import require_loadable
-from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, encode_index
+from minifloat.checkpoint import CONFIG_FILE, Checkpoint
+from minifloat.checkpoint.rewrite import (
+    CARD_FILE,
+    REPORT_FILE,
+    encode_json,
+    fingerprint,
+    refuse_inside,
+    write_index,
+    write_sidecars,
+)
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.errors import CheckpointError, TensorError, UsageError
@@ -38,9 +45,6 @@ from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.stats import CastStats
 from minifloat.quantize.stream import copy_digest, copy_tensor, part_amax, part_digest, quantize_part
 from minifloat.scheme import DEFAULT_SCHEME, Scheme, get_scheme
-
-REPORT_FILE = "minifloat.json"
-CARD_FILE = "README.md"
 
 #: Called with bytes of source done, bytes in all, and what is being done.
 Progress = Callable[[int, int, str], None]
@@ -102,7 +106,7 @@ def quantize_checkpoint(
     if threads < 1:
         raise UsageError(f"workers is at least 1, got {threads}")
     with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
-        _refuse_inside(checkpoint.path, Path(destination))
+        refuse_inside(checkpoint.path, Path(destination))
         plan = make_plan(checkpoint, chosen, writer_layout, parsed)
         plan, activations, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
         if target is not None:
@@ -111,7 +115,7 @@ def quantize_checkpoint(
         with (
             CheckpointWriter(
                 destination,
-                fingerprint=_fingerprint(checkpoint, recipe, plan),
+                fingerprint=fingerprint(checkpoint, recipe, _constants(plan)),
                 total_bytes=plan.output_bytes,
                 overwrite=overwrite,
             ) as writer,
@@ -141,11 +145,6 @@ def quantize_checkpoint(
     return report
 
 
-def _refuse_inside(source: Path, destination: Path) -> None:
-    if destination.resolve() == source.resolve() or source.resolve() in destination.resolve().parents:
-        raise UsageError(f"{destination} is the source or lies inside it; name a folder outside {source}")
-
-
 def _recipe(plan: Plan, calibration: Calibration | None) -> dict[str, Any]:
     """What was asked, as JSON: enough to do it again."""
     weight = plan.scheme.weight
@@ -162,16 +161,9 @@ def _recipe(plan: Plan, calibration: Calibration | None) -> dict[str, Any]:
     }
 
 
-def _fingerprint(checkpoint: Checkpoint, recipe: dict[str, Any], plan: Plan) -> str:
-    """A digest of everything that determines the output, the bytes of the weights aside: those are hashed per shard."""
-    tensors = [
-        (info.name, info.dtype, info.shape, info.shard, info.offset, info.nbytes)
-        for info in checkpoint.tensors.values()
-    ]
-    sidecars = {name: hashlib.sha256(checkpoint.read_file(name)).hexdigest() for name in checkpoint.sidecars()}
-    constants = [(c.tensor.name, c.value) for tensor in plan.tensors for c in tensor.constants]
-    facts = [__version__, recipe, checkpoint.config, tensors, sidecars, constants]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def _constants(plan: Plan) -> list[tuple[str, float]]:
+    """Scales that come from elsewhere than the source."""
+    return [(c.tensor.name, c.value) for tensor in plan.tensors for c in tensor.constants]
 
 
 def _provenance(checkpoint: Checkpoint, tensors: Sequence[TensorReport], recipe: dict[str, Any]) -> dict[str, Any]:
@@ -194,21 +186,16 @@ def _provenance(checkpoint: Checkpoint, tensors: Sequence[TensorReport], recipe:
 
 def _write_small_files(checkpoint: Checkpoint, plan: Plan, writer: CheckpointWriter, report: QuantizeReport) -> None:
     """Everything that is not a shard: config, index, tokenizer and the like, the report and the model card."""
-    for name in checkpoint.sidecars():
-        writer.write_file(name, checkpoint.read_file(name))
+    write_sidecars(checkpoint, writer)
     if len(checkpoint.shards) > 1:
         shards = {shard: [output for tensor in group for output in tensor.outputs] for shard, group in plan.by_shard()}
-        writer.write_file(INDEX_FILE, encode_index(shards))
+        write_index(writer, shards)
     config = checkpoint.config | {
         "quantization_config": plan.layout.quantization_config(plan.modules, plan.kept, plan.kv),
     }
-    writer.write_file(REPORT_FILE, _json(report.to_dict()))
+    writer.write_file(REPORT_FILE, encode_json(report.to_dict()))
     writer.write_file(CARD_FILE, model_card(checkpoint, report).encode())
-    writer.write_file(CONFIG_FILE, _json(config))
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    writer.write_file(CONFIG_FILE, encode_json(config))
 
 
 @dataclass

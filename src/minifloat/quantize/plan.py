@@ -8,7 +8,7 @@ the output, so that workers may write in any order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -421,14 +421,22 @@ def _are_transposed(checkpoint: Source, stem: str, hidden: int | None, inner: in
 
 
 def _kept(tensors: Sequence[TensorPlan]) -> tuple[str, ...]:
-    """Linears that a server would otherwise expect quantized; lm_head even where it is tied and has no tensor."""
-    kept = [
-        _module(tensor.source)
-        for tensor in tensors
-        if not tensor.parts and is_matrix(tensor.source) and tensor.role is not Role.EMBEDDING
-    ]
-    quantized = {part.module for tensor in tensors for part in tensor.parts}
-    return tuple(kept) if "lm_head" in quantized or "lm_head" in kept else (*kept, "lm_head")
+    """Linears that a server would otherwise expect quantized."""
+    return kept_linears(
+        (tensor.source for tensor in tensors if not tensor.parts),
+        {part.module for tensor in tensors for part in tensor.parts},
+    )
+
+
+def kept_linears(plain: Iterable[TensorInfo], quantized: Collection[str]) -> tuple[str, ...]:
+    """The linears among plain tensors, for a server's list of what is not quantized; lm_head even where it is tied.
+
+    Args:
+        plain: The tensors that stay as they are.
+        quantized: The modules that are quantized.
+    """
+    kept = tuple(_module(info) for info in plain if is_matrix(info) and role_of(info) is not Role.EMBEDDING)
+    return kept if "lm_head" in quantized or "lm_head" in kept else (*kept, "lm_head")
 
 
 def _check_groups(plan: Plan) -> None:

@@ -99,7 +99,7 @@ def part_digest(checkpoint: Checkpoint, info: TensorInfo, part: Part) -> str:
 def copy_digest(checkpoint: Checkpoint, info: TensorInfo) -> str:
     """The digest of a tensor, without doing anything else: what `copy_tensor` returns."""
     hasher = new_hasher()
-    for _, slab in _chunks(checkpoint, info):
+    for _, slab in chunks(checkpoint, info):
         hasher.update(slab)
     return name_digest(hasher)
 
@@ -159,7 +159,7 @@ def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, im
         NonFiniteError: NaN or Inf in it.
     """
     hasher = new_hasher()
-    for start, slab in _chunks(checkpoint, info):
+    for start, slab in chunks(checkpoint, info):
         hasher.update(slab)
         if is_dense_float(info):
             elements = slab.nbytes // _itemsize(info)
@@ -170,7 +170,7 @@ def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, im
     return name_digest(hasher)
 
 
-def _chunks(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[int, Bytes]]:
+def chunks(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[int, Bytes]]:
     """A tensor as ``(first byte, bytes)``; the bytes are valid until the next step."""
     for start in range(0, info.nbytes, SLAB_BYTES):
         slab = _buffer("source", min(SLAB_BYTES, info.nbytes - start))

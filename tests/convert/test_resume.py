@@ -1,0 +1,76 @@
+"""An interrupted conversion continues from its last complete shard, unless the source changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from converting import INTEROP, sharded, stored
+from safetensors.torch import load_file, save_file
+
+from minifloat.checkpoint.shard import ShardWriter
+from minifloat.convert import convert_checkpoint
+from minifloat.errors import StorageError
+
+OPTIONS = [{"layout": "compressed-tensors"}, {"dequantize": True}]
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
+    """Let that many shards finish, then fail like a full disk."""
+    plain, done = ShardWriter.commit, [0]
+
+    def commit(self: ShardWriter, record: dict[str, object]) -> None:
+        if done[0] == shards:
+            raise StorageError("disk full")
+        plain(self, record)
+        done[0] += 1
+
+    monkeypatch.setattr(ShardWriter, "commit", commit)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_finished_shards_are_kept_and_the_result_is_the_same(
+    options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
+    whole = convert_checkpoint(source, tmp_path / "whole", **options)
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(StorageError):
+            convert_checkpoint(source, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    report = convert_checkpoint(source, tmp_path / "out", **options)
+    assert report.resumed_shards == 2
+    assert stored(tmp_path / "out") == stored(tmp_path / "whole")
+    assert report.to_dict() == whole.to_dict()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_source_that_changed_since_is_converted_from_the_start_with_a_note(
+    options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(StorageError):
+            convert_checkpoint(source, tmp_path / "out", **options)
+    first = min(source.glob("model-*.safetensors"))
+    tensors = load_file(first)
+    name = next(name for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16)
+    tensors[name] = tensors[name] * 2
+    save_file(tensors, first, metadata={"format": "pt"})
+    report = convert_checkpoint(source, tmp_path / "out", **options)
+    assert report.resumed_shards == 0
+    assert "of the source changed" in report.notes[-1]
+    convert_checkpoint(source, tmp_path / "whole", **options)
+    assert stored(tmp_path / "out") == stored(tmp_path / "whole")
+
+
+def test_an_existing_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    source = INTEROP / "llmc-mxfp8"
+    convert_checkpoint(source, tmp_path / "out", "mxfp8")
+    with pytest.raises(Exception, match="exists already"):
+        convert_checkpoint(source, tmp_path / "out", "modelopt")
+    convert_checkpoint(source, tmp_path / "out", "modelopt", overwrite=True)
+    assert (tmp_path / "out" / "hf_quant_config.json").exists()

@@ -1,0 +1,114 @@
+"""What the tests of `convert` share: a checkpoint as plain values, edits, shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from minifloat.checkpoint import Checkpoint
+from minifloat.layouts import describe, read_weight
+
+INTEROP = Path(__file__).parents[1] / "data" / "interop"
+FIXTURES = sorted(path.parent.name for path in INTEROP.glob("*/expected.json"))
+
+
+def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor as it lies on disk."""
+    with Checkpoint.open(folder) as checkpoint:
+        return {
+            name: (info.dtype, info.shape, checkpoint.read(name).tobytes()) for name, info in checkpoint.tensors.items()
+        }
+
+
+def meaning(folder: Path) -> dict[str, Any]:
+    """What a quantized checkpoint stands for, whatever its layout: codes, effective scales, inputs, plain tensors."""
+    with Checkpoint.open(folder) as checkpoint:
+        description = describe(checkpoint)
+        found: dict[str, Any] = {"kv": description.kv}
+        used = set(description.auxiliary)
+        for module, weight in description.weights.items():
+            used |= set(weight.tensors)
+            read = read_weight(checkpoint, weight)
+            found[module] = (
+                weight.spec.element,
+                weight.spec.granularity,
+                weight.activation and (weight.activation.element, weight.activation.granularity),
+                read.codes.numpy().tobytes(),
+                read.block_scale().numpy().tobytes(),
+            )
+        for name, info in checkpoint.tensors.items():
+            if name not in used:
+                found[name] = (info.dtype, info.shape, checkpoint.read(name).tobytes())
+    return found
+
+
+def scalars(folder: Path, *suffixes: str) -> dict[str, float]:
+    """The single scales whose names end so, by what is before; the first suffix that fits counts."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name == "expected.safetensors":
+            continue
+        for name, tensor in load_file(path).items():
+            suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
+            if suffix is not None:
+                found[name.removesuffix(suffix)] = tensor.float().item()
+    return found
+
+
+def quantization_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return config
+
+
+def edited(
+    source: Path,
+    folder: Path,
+    *,
+    tensors: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = None,
+    config: Callable[[dict[str, Any]], None] | None = None,
+) -> Path:
+    """A copy with other tensors or another quantization_config."""
+    shutil.copytree(source, folder)
+    if tensors is not None:
+        path = folder / "model.safetensors"
+        save_file(dict(tensors(load_file(path))), path, metadata={"format": "pt"})
+    if config is not None:
+        whole = json.loads((folder / "config.json").read_text())
+        config(whole["quantization_config"])
+        (folder / "config.json").write_text(json.dumps(whole))
+    return folder
+
+
+def sharded(source: Path, folder: Path, count: int) -> Path:
+    """A copy in several shards, its tensors dealt out like cards: codes and their scale lie apart."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    where = {name: names[index % count] for index, name in enumerate(sorted(tensors))}
+    for shard in names:
+        part = {name: tensor for name, tensor in tensors.items() if where[name] == shard}
+        save_file(part, folder / shard, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+    """What transformers' and compressed-tensors' own code computes with the weights, inputs not quantized."""
+    quantized = "quantization_config" in json.loads((folder / "config.json").read_text())
+    options: dict[str, Any] = {}
+    if quantized and quantization_config(folder)["quant_method"] == "compressed-tensors":
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
+    model = torch.nn.Module.float(model).eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids).logits[0]
+    return logits
