@@ -1,0 +1,61 @@
+"""Run by vLLM's Python: start checkpoints in vLLM, one after the other in this process, and say what they answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+# In this process, so that the error of a model that does not load is the engine's own.
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+PROCESSORS = sorted(os.sched_getaffinity(0))
+HAS_AMX = torch.cpu._is_amx_tile_supported()
+_SHARED = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, "skip_tokenizer_init": True}
+
+
+def answer(checkpoint: dict[str, Any], prompts: list[list[int]], tokens: int, logprobs: int) -> list[dict[str, Any]]:
+    """Greedy continuations, with the log-probabilities of the first tokens in each place of prompt and answer."""
+    params = SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs, prompt_logprobs=logprobs, detokenize=False
+    )
+    processes = checkpoint.get("tp", 1)
+    # vLLM gives each process a NUMA node of its own unless it is told which processors to take.
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, PROCESSORS[:processes])) if processes > 1 else "auto"
+    torch.cpu._is_amx_tile_supported = lambda: HAS_AMX or checkpoint.get("as_if_amx", False)
+    engine = LLM(model=checkpoint["path"], tensor_parallel_size=processes, enable_prefix_caching=False, **_SHARED)
+    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [
+        {
+            "tokens": list(output.outputs[0].token_ids),
+            "top": [
+                {token: found.logprob for token, found in place.items()}
+                for place in (*output.prompt_logprobs[1:], *output.outputs[0].logprobs)
+            ],
+        }
+        for output in outputs
+    ]
+
+
+def main() -> None:
+    """Read the request, and append one line per checkpoint as soon as it is known."""
+    with open(sys.argv[1]) as file:
+        request = json.load(file)
+    for checkpoint in request["checkpoints"]:
+        line: dict[str, Any] = {"name": checkpoint["name"], "error": None, "outputs": []}
+        try:
+            line["outputs"] = answer(checkpoint, request["prompts"], request["tokens"], request["logprobs"])
+        except Exception as error:
+            line["error"] = f"{type(error).__name__}: {error}"
+        with open(sys.argv[2], "a") as file:
+            print(json.dumps(line), file=file)
+        cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""`check`'s rules about vLLM on a CPU, held to what a real vLLM does with a checkpoint made for each of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agreement import Answer, is_same_model
+from tools import has_amx, run_script
+from vllm_cases import CASES, FIXTURE_NAMES, NOT_STARTED, WORKER_DIED, Case, fixture
+
+from minifloat.check import Verdict, check_checkpoint
+from minifloat.check.rules import RULES
+
+pytestmark = pytest.mark.timeout(3600)
+
+HARDWARE = "cpu" if has_amx() else "cpu-no-amx"
+PROMPTS = [[3, 41, 17, 59, 8, 26, 33, 50], [5, 6, 7, 8, 9, 10]]
+EXPECTED = {Verdict.REFUSED: "refused", Verdict.WRONG: "wrong", Verdict.DEGRADED: "right", Verdict.LOADS: "right"}
+ALL = CASES | {f"fixture {name}": Case(fixture(name), compared=False) for name in FIXTURE_NAMES}
+
+
+@pytest.fixture(scope="module")
+def folders(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("checkpoints")
+    made = {name: parent / name.replace(" ", "-") for name in ALL}
+    for name, folder in made.items():
+        ALL[name].make(folder, make_model)
+    return made
+
+
+@pytest.fixture(scope="module")
+def started(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What vLLM did with each: all in one process, and the rest in another should one kill it."""
+    answers: dict[str, Any] = {}
+    folder = tmp_path_factory.mktemp("vllm")
+    while rest := [name for name in ALL if name not in answers]:
+        checkpoints = [
+            {"name": name, "path": str(folders[name]), "tp": ALL[name].tp, "as_if_amx": ALL[name].as_if_amx}
+            for name in rest
+        ]
+        request = {"prompts": PROMPTS, "tokens": 8, "logprobs": 20, "checkpoints": checkpoints}
+        done = run_script("vllm", "in_vllm.py", request, folder, timeout=3000)
+        answers |= {answer["name"]: answer for answer in done}
+        if len(done) < len(rest):
+            answers[rest[len(done)]] = {"error": "the process died", "outputs": []}
+    return answers
+
+
+def what_happened(case: Case, folder: Path, answer: Mapping[str, Any]) -> str:
+    if answer["error"] is not None:
+        return "refused"
+    return "right" if not case.compared or is_same_model(folder, answers_of(answer)) else "wrong"
+
+
+def answers_of(answer: Mapping[str, Any]) -> list[Answer]:
+    return [
+        Answer(prompt, output["tokens"], [{int(token): value for token, value in top.items()} for top in output["top"]])
+        for prompt, output in zip(PROMPTS, answer["outputs"], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_does_what_check_says_and_for_its_reason(
+    name: str, folders: Mapping[str, Path], started: Mapping[str, Any]
+) -> None:
+    case, answer = CASES[name], started[name]
+    if case.refusal in ("", WORKER_DIED) and case.tp > len(os.sched_getaffinity(0)):
+        pytest.skip(f"needs {case.tp} processors")
+    report = check_checkpoint(folders[name], target(case))
+    lacks = {"vllm-cpu-amx"} if HARDWARE == "cpu-no-amx" and "vllm-cpu-amx" in rules(report) else set()
+    assert rules(report) - {"head-unquantized"} - lacks == set(case.rules)
+    assert what_happened(case, folders[name], answer) == EXPECTED[report.verdict], answer["error"]
+    if report.verdict is Verdict.REFUSED:
+        assert re.search(case.refusal, answer["error"])
+
+
+@pytest.mark.parametrize("name", FIXTURE_NAMES)
+def test_vllm_does_with_checkpoints_of_other_tools_what_check_says(
+    name: str, folders: Mapping[str, Path], started: Mapping[str, Any]
+) -> None:
+    case = ALL[f"fixture {name}"]
+    report = check_checkpoint(folders[f"fixture {name}"], target(case))
+    assert what_happened(case, folders[f"fixture {name}"], started[f"fixture {name}"]) == EXPECTED[report.verdict]
+
+
+def test_every_rule_about_vllm_on_a_cpu_was_started() -> None:
+    about = {rule.name for rule in RULES if "vllm" in rule.engines and HARDWARE in rule.hardware}
+    shown = {rule for case in CASES.values() for rule in case.rules}
+    if HARDWARE == "cpu-no-amx":
+        shown |= {"vllm-cpu-amx" for case in CASES.values() if case.amx}
+    assert about == shown | set(NOT_STARTED)
+
+
+def test_a_rule_that_says_it_was_seen_was_seen_here() -> None:
+    for rule in RULES:
+        if rule.seen.startswith("vllm-cpu"):
+            assert rule.name not in NOT_STARTED
+
+
+def test_answers_of_another_checkpoint_are_told_apart(folders: Mapping[str, Path], started: Mapping[str, Any]) -> None:
+    """BF16's answers are not those of FP8 weights, nor the other way round: the comparison can fail."""
+    assert not is_same_model(folders["fp8-dynamic"], answers_of(started["bf16"]), weight_only=True)
+    assert not is_same_model(folders["bf16"], answers_of(started["fp8-dynamic"]))
+
+
+def target(case: Case) -> str:
+    return f"vllm:{HARDWARE}" + (f":tp{case.tp}" if case.tp > 1 else "")
+
+
+def rules(report: Any) -> set[str]:
+    return {finding.rule for finding in report.findings}
