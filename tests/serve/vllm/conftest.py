@@ -24,6 +24,13 @@ def vllm_bin(tmp_path: Path) -> Path:
     return command
 
 
+@pytest.fixture(scope="session")
+def served_folder(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama that vLLM would load everywhere, in BF16."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return make_llama(tmp_path_factory.mktemp("served") / "llama", **sizes)
+
+
 @pytest.fixture
 def port() -> int:
     with socket.socket() as found:
@@ -32,17 +39,17 @@ def port() -> int:
 
 
 @pytest.fixture
-def serving(tmp_path: Path, vllm_bin: Path, port: int, llama_folder: Path) -> Iterator[Callable[..., Serving]]:
+def serving(tmp_path: Path, vllm_bin: Path, port: int, served_folder: Path) -> Iterator[Callable[..., Serving]]:
     """``serving(*options, model=..., program=..., **environment) -> Serving``; all is killed in the end."""
     started: list[Serving] = []
 
     def start(
-        *options: str, model: Path = llama_folder, program: tuple[str, ...] = ("-m", "minifloat"), **environment: str
+        *options: str, model: Path = served_folder, program: tuple[str, ...] = ("-m", "minifloat"), **environment: str
     ) -> Serving:
         folder = tmp_path / "seen"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        arguments = ["--vllm-bin", str(vllm_bin), str(model), *options]
+        arguments = ["--vllm-bin", str(vllm_bin), "--hardware", "cpu", str(model), *options]
         started.append(Serving(folder, port, program, arguments, environment))
         return started[-1]
 

@@ -90,7 +90,9 @@ def test_a_gpu_is_known_by_name_and_capability(line: str, name: str | None) -> N
 
 def test_the_hardware_is_that_of_the_build_or_of_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_hardware("0.32.0+cpu") == "cpu"
+    cpuinfo = Path("/proc/cpuinfo")
+    amx = cpuinfo.exists() and "amx_tile" in cpuinfo.read_text()
+    assert find_hardware("0.32.0+cpu") == ("cpu" if amx else "cpu-no-amx")
     assert find_hardware("0.32.0") is None
     program(tmp_path / "nvidia-smi", "print('NVIDIA H100 PCIe, 9.0\\nNVIDIA H100 80GB HBM3, 9.0')")
     assert find_hardware("0.32.0") == "h100"
@@ -99,25 +101,25 @@ def test_the_hardware_is_that_of_the_build_or_of_all_gpus(tmp_path: Path, monkey
 
 
 def test_a_checkpoint_that_would_not_load_is_refused_before_vllm_starts(
-    llama_folder: Path, tmp_path: Path, vllm_bin: Path
+    served_folder: Path, tmp_path: Path, vllm_bin: Path
 ) -> None:
-    quantize_checkpoint(llama_folder, tmp_path / "fp8", "fp8")
+    quantize_checkpoint(served_folder, tmp_path / "fp8", "fp8")
     with pytest.raises(
         UsageError, match=r"vllm:cpu: will not load: .*W8A16.*quantize with --scheme.*\[rule vllm-weight"
     ):
-        serve_with_vllm(VllmOptions(str(tmp_path / "fp8"), vllm_bin=str(vllm_bin)))
+        serve_with_vllm(VllmOptions(str(tmp_path / "fp8"), vllm_bin=str(vllm_bin), hardware="cpu"))
     assert not (tmp_path / "argv.json").exists()
 
 
-def test_heads_that_gpus_cannot_share_are_refused(llama_folder: Path) -> None:
+def test_heads_that_gpus_cannot_share_are_refused(served_folder: Path) -> None:
     with pytest.raises(UsageError, match="vllm:h100:tp3: will not load: the attention heads"):
-        require_loadable(VllmOptions(str(llama_folder), tensor_parallel_size=3), "h100")
+        require_loadable(VllmOptions(str(served_folder), tensor_parallel_size=3), "h100")
 
 
 def test_on_unknown_hardware_it_is_said_that_nothing_was_checked(
-    llama_folder: Path, caplog: pytest.LogCaptureFixture
+    served_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    require_loadable(VllmOptions(str(llama_folder)), None)
+    require_loadable(VllmOptions(str(served_folder)), None)
     assert "not checked whether vLLM loads this: unknown hardware" in caplog.text
 
 
@@ -126,9 +128,9 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, vllm_bin: Path) -> Non
         serve_with_vllm(VllmOptions(str(tmp_path / "missing"), vllm_bin=str(vllm_bin)))
 
 
-def test_an_address_in_use_is_not_taken_for_vllm(llama_folder: Path, vllm_bin: Path) -> None:
+def test_an_address_in_use_is_not_taken_for_vllm(served_folder: Path, vllm_bin: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UsageError, match="cannot listen there"):
-        serve_with_vllm(VllmOptions(str(llama_folder), port=other.getsockname()[1], vllm_bin=str(vllm_bin)))
+        serve_with_vllm(VllmOptions(str(served_folder), port=other.getsockname()[1], vllm_bin=str(vllm_bin)))
 
 
 def test_nothing_heavy_is_imported_for_vllm() -> None:

@@ -25,11 +25,10 @@ Start = Callable[..., Serving]
 
 
 @pytest.fixture(scope="module")
-def fp8_folder(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("vllm")
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
-    quantize_checkpoint(make_llama(folder / "llama", **sizes), folder / "fp8", "fp8-block")
-    return folder / "fp8"
+def fp8_folder(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantized") / "fp8"
+    quantize_checkpoint(served_folder, folder, "fp8-block")
+    return folder
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,7 +72,8 @@ def note_version(version: str) -> None:
 def find_hardware(version: str) -> str | None:
     """The name in `HARDWARE` of what this vLLM runs on; None: it is not known here."""
     if "cpu" in version:
-        return "cpu"
+        amx = _has_amx()
+        return next(one.name for one in HARDWARE.values() if one.vendor == "cpu" and one.amx == amx)
     try:
         answer = _run(_NVIDIA_SMI)
     except (OSError, subprocess.TimeoutExpired):
@@ -109,8 +109,6 @@ def require_loadable(options: VllmOptions, hardware: str | None) -> CheckReport 
         _LOG.warning("%s", note)
     for kind, kernel in report.kernels:
         _LOG.info("%s: %s is expected to run on %s", target, kind.value, kernel.name)
-    if hardware == "cpu" and report.kernels and not _has_amx():
-        _LOG.warning("what is known of vLLM on CPUs is about x86 with AMX, and this one has none")
     return report
 
 
@@ -121,10 +119,6 @@ def _run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _has_amx() -> bool:
-    """Whether this processor has AMX; True where that cannot be told."""
-    if sys.platform != "linux":
-        return True
-    try:
-        return "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return True
+    """Whether this processor has AMX; only Linux is asked, for only there vLLM uses it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "amx_tile" in cpuinfo.read_text(encoding="ascii", errors="replace")
