@@ -70,9 +70,9 @@ def test_a_rule_that_does_not_fit_the_scale_format_is_an_error(impl: str) -> Non
 
 
 def test_an_unknown_impl_is_refused_with_the_valid_ones() -> None:
-    with pytest.raises(UnknownNameError, match="auto, reference, cpu"):
+    with pytest.raises(UnknownNameError, match="auto, reference, cpu, triton"):
         quantize_rows(DATA, "BF16", SHAPE, FP8, impl="gpu")
-    with pytest.raises(UnknownNameError, match="auto, reference, cpu"):
+    with pytest.raises(UnknownNameError, match="auto, reference, cpu, triton"):
         amax(DATA[:0], "BF16", (0, 0), impl="gpu")
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.formats import BFLOAT16, FLOAT16, FLOAT32, ElementFormat
+from minifloat.kernels import triton_runtime
 from minifloat.kernels.quantize import cpu
 from minifloat.quantize.stats import CastStats
 from minifloat.scheme import WeightSpec
@@ -25,7 +26,7 @@ from minifloat.scheme import WeightSpec
 #: Source dtypes, by their names in safetensors.
 SOURCE_FORMATS: dict[str, ElementFormat] = {"BF16": BFLOAT16, "F16": FLOAT16, "F32": FLOAT32}
 
-IMPLEMENTATIONS = ("auto", "reference", "cpu")
+IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
 
 _BYTE_BITS = 8
 
@@ -47,14 +48,18 @@ class QuantizedRows:
     nonfinite: int
 
 
-def amax(data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, int], *, impl: str = "auto") -> tuple[float, int]:
+def amax(
+    data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, int], *, impl: str = "auto", device: str = "cuda"
+) -> tuple[float, int]:
     """The largest magnitude of a slab, and whether it holds NaN or Inf.
 
     Args:
         data: uint8, contiguous: the little-endian bytes of the slab, row after row, at any alignment.
         dtype: ``"BF16"``, ``"F16"`` or ``"F32"``.
         shape: ``(R, K)`` of the slab.
-        impl: ``"auto"`` (the native library where it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
+        impl: ``"auto"`` (the native library where it is loaded, else the reference), ``"reference"``, ``"cpu"`` or
+            ``"triton"``.
+        device: Where ``"triton"`` computes.
 
     Returns:
         The amax over the finite elements (exact; 0.0 where there are none) and the number of NaN and Inf.
@@ -63,14 +68,18 @@ def amax(data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, int], *, imp
         ShapeError: `data` does not have the bytes that `dtype` and `shape` ask for.
         UnsupportedTensorError: Another dtype.
         UnknownNameError: Another `impl`.
-        KernelUnavailable: ``impl="cpu"`` cannot run here.
+        KernelUnavailable: `impl` cannot run here.
     """
     _check_source(data, dtype, shape)
+    chosen = _choose(impl, None, device)
     if data.size == 0:
-        _check_impl(impl)
         return 0.0, 0
-    if _use_cpu(impl, None):
+    if chosen == "cpu":
         return cpu.amax(data, dtype)
+    if chosen == "triton":
+        from minifloat.kernels.quantize import triton  # imports torch and triton
+
+        return triton.amax(data, dtype, device)
     from minifloat.kernels.quantize import reference  # imports torch
 
     return reference.amax(data, dtype)
@@ -84,6 +93,7 @@ def quantize_rows(
     *,
     tensor_amax: float | None = None,
     impl: str = "auto",
+    device: str = "cuda",
     out_codes: npt.NDArray[np.uint8] | None = None,
     out_scales: npt.NDArray[np.float32] | npt.NDArray[np.uint8] | None = None,
 ) -> QuantizedRows:
@@ -100,7 +110,8 @@ def quantize_rows(
         tensor_amax: The amax of the whole tensor (or of all tensors that share it), where
             ``spec.needs_tensor_amax``; otherwise not used.
         impl: ``"auto"`` (the native library where it is loaded and covers `spec`, else the reference),
-            ``"reference"`` or ``"cpu"``.
+            ``"reference"``, ``"cpu"`` or ``"triton"``.
+        device: Where ``"triton"`` computes.
         out_codes: Filled and returned instead of a new array.
         out_scales: Filled and returned instead of a new array.
 
@@ -113,7 +124,7 @@ def quantize_rows(
         UnsupportedTensorError: Another dtype.
         UsageError: `tensor_amax` is missing or no finite number >= 0.
         UnknownNameError: Another `impl`.
-        KernelUnavailable: ``impl="cpu"`` cannot run here, or not this `spec`.
+        KernelUnavailable: `impl` cannot run here, or not this `spec`.
         ValueError: An output array of another shape, dtype or layout, or a `spec` whose scale format and rule do not
             go together.
     """
@@ -126,11 +137,15 @@ def quantize_rows(
     codes = _output("out_codes", out_codes, (rows, cols // 2 if packed else cols), np.dtype(np.uint8))
     scale_dtype = np.dtype(np.float32 if spec.scale is FLOAT32 else np.uint8)
     scales = _output("out_scales", out_scales, spec.granularity.scale_shape(shape), scale_dtype)
+    chosen = _choose(impl, spec, device)
     if data.size == 0:
-        _check_impl(impl)
         return QuantizedRows(codes, scales, CastStats(), 0)
-    if _use_cpu(impl, spec):
+    if chosen == "cpu":
         stats, nonfinite = cpu.quantize_rows(data, dtype, shape, spec, needed, codes, scales)
+    elif chosen == "triton":
+        from minifloat.kernels.quantize import triton  # imports torch and triton
+
+        stats, nonfinite = triton.quantize_rows(data, dtype, shape, spec, needed, codes, scales, device)
     else:
         from minifloat.kernels.quantize import reference  # imports torch
 
@@ -138,20 +153,30 @@ def quantize_rows(
     return QuantizedRows(codes, scales, stats, nonfinite)
 
 
-def _use_cpu(impl: str, spec: WeightSpec | None) -> bool:
-    """Whether the native library runs; the choice of ``auto`` is made here and nowhere else."""
-    _check_impl(impl)
-    if impl == "reference":
-        return False
-    reason = cpu.why_not(spec)
-    if impl == "cpu" and reason:
-        raise KernelUnavailable(f"quantize_rows(impl='cpu') cannot run: {reason}")
-    return not reason
+def why_not(impl: str, spec: WeightSpec | None = None, device: str = "cuda") -> str:
+    """Why an implementation cannot run here, or not for `spec`; empty where it can."""
+    if impl == "cpu":
+        return cpu.why_not(spec)
+    if impl != "triton":
+        return ""
+    reason = triton_runtime.why_unavailable(device)
+    if reason or spec is None:
+        return reason
+    from minifloat.kernels.quantize import triton  # imports torch and triton
+
+    return triton.why_not_spec(spec)
 
 
-def _check_impl(impl: str) -> None:
+def _choose(impl: str, spec: WeightSpec | None, device: str) -> str:
+    """The implementation that runs: the choice of ``auto`` is made here and nowhere else."""
     if impl not in IMPLEMENTATIONS:
         raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
+    if impl == "auto":
+        return "reference" if cpu.why_not(spec) else "cpu"
+    reason = why_not(impl, spec, device)
+    if reason:
+        raise KernelUnavailable(f"quantize_rows(impl={impl!r}) cannot run: {reason}")
+    return impl
 
 
 def _check_source(data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, int]) -> None:

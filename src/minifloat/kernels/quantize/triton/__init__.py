@@ -1,0 +1,199 @@
+"""`quantize_rows` and `amax` on a CUDA device by Triton; in its interpreter, on the CPU.
+
+A call is one round trip: bytes to the device, one kernel, codes and scales back, all on a stream of the calling thread;
+then the thread waits. Threads overlap: while one reads its file, another's slab is copied and a third's is cast. Copies
+go at full speed where the caller's arrays lie in pinned memory (`host_buffer`). Arguments are validated by the
+caller, `minifloat.kernels.quantize`.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from minifloat.formats import E4M3, E8M0, FLOAT32
+from minifloat.granularity import TENSOR
+from minifloat.kernels.quantize.triton import blocks
+from minifloat.kernels.triton_cast import OPTIONS, constants
+from minifloat.quantize.cast import encode
+from minifloat.quantize.scale import global_divisor
+from minifloat.quantize.stats import CastStats
+from minifloat.scheme import ScaleRule, WeightSpec
+
+#: As the kernels read them: bfloat16 as the integers that its bits are.
+_DTYPES = {"BF16": torch.int16, "F16": torch.float16, "F32": torch.float32}
+
+_SCALINGS = {
+    (FLOAT32, ScaleRule.AMAX): blocks.FLOAT_SCALES,
+    (E4M3, ScaleRule.AMAX): blocks.CODED_SCALES,
+    (E8M0, ScaleRule.FLOOR): blocks.FLOOR,
+    (E8M0, ScaleRule.EVEN): blocks.EVEN,
+    (E8M0, ScaleRule.RCEIL): blocks.RCEIL,
+    (E8M0, ScaleRule.SEARCH): blocks.SEARCH,
+}
+
+#: Elements that a program looks at together.
+_TILE = 4096
+LAUNCH: dict[str, Any] = {"num_warps": 8, **OPTIONS}
+_AMAX_CHUNK = 16384
+
+_streams = threading.local()
+#: One thread launches at a time, so that a kernel is compiled once.
+_launching = threading.Lock()
+
+
+def why_not_spec(spec: WeightSpec) -> str:
+    """Why the kernels do not cover `spec`; empty where they do."""
+    rows, cols = spec.granularity.rows, spec.granularity.cols
+    if (spec.scale, spec.rule) not in _SCALINGS:
+        return f"no {spec.scale.name} scales by the rule {spec.rule.value}"
+    if cols is not None and (cols & (cols - 1) or cols == 1 or cols > _TILE):
+        return f"blocks must be a power of two wide, 2 to {_TILE}, not {spec.granularity}"
+    if cols is not None and (rows is None or rows & (rows - 1)):
+        return f"blocks must be a power of two high, not {spec.granularity}"
+    if cols is None and rows not in (1, None):
+        return f"blocks of whole rows must be one row high, not {spec.granularity}"
+    if spec.rule is ScaleRule.SEARCH and (rows != 1 or cols is None):
+        return f"the search needs groups of columns, not {spec.granularity}"
+    return ""
+
+
+def host_buffer(nbytes: int, device: str) -> npt.NDArray[np.uint8]:
+    """Memory of the host, pinned where `device` is one of CUDA."""
+    pinned = torch.device(device).type == "cuda"
+    buffer: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+    return buffer
+
+
+def amax(data: npt.NDArray[np.uint8], dtype: str, device: str) -> tuple[float, int]:
+    """See `minifloat.kernels.quantize.amax`; `data` is not empty."""
+    with _stream(device):
+        w = torch.from_numpy(data).to(device, non_blocking=True).view(_DTYPES[dtype])
+        programs = -(-w.numel() // _AMAX_CHUNK)
+        found = torch.empty(2, programs, dtype=torch.int32, device=device)
+        with _launching:
+            blocks.amax_of_chunks[(programs,)](
+                w, found[0], found[1], w.numel(), BF16=dtype == "BF16", CHUNK=_AMAX_CHUNK, **LAUNCH
+            )
+        largest, nonfinite = torch.stack((found[0].max().long(), found[1].sum())).tolist()
+    return float(np.int32(largest).view(np.float32)), int(nonfinite)
+
+
+def quantize_rows(
+    data: npt.NDArray[np.uint8],
+    dtype: str,
+    shape: tuple[int, int],
+    spec: WeightSpec,
+    tensor_amax: float | None,
+    codes: npt.NDArray[np.uint8],
+    scales: npt.NDArray[np.float32] | npt.NDArray[np.uint8],
+    device: str,
+) -> tuple[CastStats, int]:
+    """See `minifloat.kernels.quantize.quantize_rows`; `data` is not empty, `codes` and `scales` are filled.
+
+    Returns:
+        The statistics and the number of NaN and Inf.
+    """
+    with _stream(device):
+        w = torch.from_numpy(data).to(device, non_blocking=True).view(_DTYPES[dtype]).view(shape)
+        on_device = torch.empty(codes.shape, dtype=torch.uint8, device=device)
+        grid = torch.empty(scales.shape, dtype=torch.float32 if spec.scale is FLOAT32 else torch.uint8, device=device)
+        sums, counts = launch(w, spec, tensor_amax, on_device, grid)
+        torch.from_numpy(codes).copy_(on_device, non_blocking=True)
+        torch.from_numpy(scales).copy_(grid)
+        signal, noise = sums.tolist()
+        saturated, flushed, nonfinite = counts.tolist()
+    return CastStats(w.numel(), signal, noise, saturated, flushed), nonfinite
+
+
+def launch(
+    w: Tensor, spec: WeightSpec, tensor_amax: float | None, codes: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel on tensors that are on the device already; returns without waiting for it.
+
+    Args:
+        w: ``[N, K]``, contiguous: int16 (the bits of bfloat16), float16 or float32.
+        spec: One for which `why_not_spec` finds nothing.
+        tensor_amax: Where ``spec.needs_tensor_amax``.
+        codes: uint8, filled; two columns to a byte where elements have 4 bits.
+        scales: The grid, float32 or uint8, filled.
+
+    Returns:
+        float64 ``[2]``, the sums of ``w**2`` and of the squared errors, and int64 ``[3]``, how many elements saturated,
+        were flushed, and are NaN or Inf.
+    """
+    rows, cols = w.shape
+    block_cols = spec.granularity.cols
+    grid_cols = -(-cols // block_cols) if block_cols else 1
+    count = scales.numel() if block_cols else rows
+    arguments = kernel_arguments(spec, w.dtype, cols)
+    programs = -(-count // arguments["BLOCKS"])
+    sums = torch.empty(programs, 2, dtype=torch.float64, device=w.device)
+    counts = torch.empty(programs, 3, dtype=torch.int32, device=w.device)
+    amax, divisor = tensor_amax or 0.0, _divisor(spec, tensor_amax)
+    pointers = (w, codes, scales, sums, counts)
+    with _launching:
+        blocks.quantize_blocks[(programs,)](
+            *pointers, rows, cols, grid_cols, count, amax, divisor, **arguments, **LAUNCH
+        )
+    return sums.sum(0), counts.sum(0)
+
+
+def kernel_arguments(spec: WeightSpec, dtype: torch.dtype, cols: int) -> dict[str, Any]:
+    """The constants that `blocks.quantize_blocks` is compiled with.
+
+    Args:
+        spec: How the weight is stored.
+        dtype: As the kernel reads it.
+        cols: Columns of the slab.
+    """
+    element = spec.element
+    coded = spec.scale if spec.has_global_scale else E4M3
+    block_cols = spec.granularity.cols or 0
+    block_rows = (spec.granularity.rows or 1) if block_cols else 1
+    chunk = min(block_rows * (block_cols or _power_of_two(cols)), _TILE)
+    return {
+        "BF16": dtype == torch.int16,
+        "PACKED": element.bits * 2 == torch.iinfo(torch.uint8).bits,
+        "ONE_SCALE": spec.granularity == TENSOR,
+        "SCALING": _SCALINGS[spec.scale, spec.rule],
+        "ZERO_SCALE": int(encode(torch.tensor(2.0**-coded.mantissa_bits), coded)),
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_COLS": block_cols,
+        "BLOCKS": _TILE // chunk,
+        "CHUNK": chunk,
+        "LEVELS": chunk.bit_length() - 1,
+        "LARGEST": element.max,
+        "LIMIT": element.max + 2.0 ** (element.emax - element.mantissa_bits - 1),
+        "EMAX": element.emax,
+        "ELEMENT_SIGN": element.bits - 1,
+        **constants(element, "ELEMENT"),
+        **constants(coded, "SCALE"),
+    }
+
+
+def _divisor(spec: WeightSpec, tensor_amax: float | None) -> float:
+    if not spec.has_global_scale or tensor_amax is None:
+        return 1.0
+    return float(global_divisor(torch.tensor(tensor_amax)))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 1).bit_length()
+
+
+def _stream(device: str) -> AbstractContextManager[Any]:
+    """The stream of this thread on a device; of the CPU there is none."""
+    target = torch.device(device)
+    if target.type != "cuda":
+        return nullcontext()
+    streams: dict[torch.device, torch.cuda.Stream] = _streams.__dict__.setdefault("by_device", {})
+    if target not in streams:
+        streams[target] = torch.cuda.Stream(target)
+    return torch.cuda.stream(streams[target])

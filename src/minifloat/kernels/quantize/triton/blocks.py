@@ -1,0 +1,283 @@
+"""The Triton kernels of the quantizer: blocks of a slab to codes, scales and error statistics; and amax.
+
+A program takes whole blocks: many small ones (groups of 16 or 32), or one that it goes through in chunks (128x128, a
+row), then twice, the second time from the cache. In memory it sees a matrix ``[BLOCKS, CHUNK]``, whatever the
+blocks are. All that decides bits is in `triton_cast`, or stated in `quantize/scale.py` and repeated here in the same
+order. Sums of squares are float64, one pair per program, so that no order of programs changes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from minifloat.formats import E8M0, FLOAT32
+from minifloat.kernels.triton_cast import (
+    INF_BITS,
+    MAGNITUDE,
+    bits_of,
+    decode_e8m0,
+    decode_magnitude,
+    encode_magnitude,
+    float_of,
+    float_scales,
+    sign_of,
+    with_sign,
+)
+
+#: How scales are made: values of SCALING.
+FLOAT_SCALES: Any = tl.constexpr(0)
+CODED_SCALES: Any = tl.constexpr(1)
+FLOOR: Any = tl.constexpr(2)
+EVEN: Any = tl.constexpr(3)
+RCEIL: Any = tl.constexpr(4)
+SEARCH: Any = tl.constexpr(5)
+
+_MANTISSA: Any = tl.constexpr(FLOAT32.mantissa_bits)
+_ONE: Any = tl.constexpr(1)  # the interpreter cannot shift a plain number by a constexpr
+_LAST_MANTISSA: Any = tl.constexpr((1 << FLOAT32.mantissa_bits) - 1)
+_LARGEST_E8M0: Any = tl.constexpr(E8M0.max_code)
+_E8M0_BIAS: Any = tl.constexpr(E8M0.bias)
+
+
+@triton.jit
+def _load(w_ptr, offsets, mask, BF16: tl.constexpr):
+    """Elements as bits of float32, zero where `mask` is not; 16-bit brain floats come as int16 and are shifted."""
+    if BF16:
+        return tl.load(w_ptr + offsets, mask, 0).to(tl.int32) << 16
+    return bits_of(tl.load(w_ptr + offsets, mask, 0.0).to(tl.float32))
+
+
+@triton.jit
+def _sum_halves(x, BLOCKS: tl.constexpr, LEVELS: tl.constexpr):
+    """Sum of ``[BLOCKS, 2**LEVELS]`` by the tree of `scale._block_error`: the upper half is added to the lower."""
+    for level in tl.static_range(LEVELS):
+        halves = tl.reshape(x, [BLOCKS, 2, _ONE << (LEVELS - 1 - level)])
+        low, high = tl.split(tl.permute(halves, (0, 2, 1)))
+        x = low + high
+    return tl.reshape(x, [BLOCKS])
+
+
+@triton.jit
+def _round(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
+    """The value of the element nearest to each float32."""
+    bits = bits_of(y)
+    return with_sign(decode_magnitude(encode_magnitude(bits & MAGNITUDE, MANTISSA, BIAS, MAX), MANTISSA, BIAS), bits)
+
+
+@triton.jit
+def _block_error(
+    y,
+    STEP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """`scale._block_error`; to divide by a power of two is to multiply by its inverse."""
+    INVERSE: tl.constexpr = 1.0 / STEP
+    d = y - _round(y * INVERSE, MANTISSA, BIAS, MAX) * STEP
+    return _sum_halves(d * d, BLOCKS, LEVELS)
+
+
+@triton.jit
+def _search(
+    w,
+    amax,
+    EMAX: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """`scale.search_e8m0_scales`, the offsets in the order of `SEARCH_OFFSETS`: 0, 1, -1."""
+    floor = tl.maximum((bits_of(amax) >> _MANTISSA) - EMAX, 0)
+    y = w * decode_e8m0(-(floor - 2 * _E8M0_BIAS))[:, None]  # in the interpreter a constexpr cannot stand first
+    error = _block_error(y, 1.0, BLOCKS, LEVELS, MANTISSA, BIAS, MAX)
+    above = _block_error(y, 2.0, BLOCKS, LEVELS, MANTISSA, BIAS, MAX)
+    below = _block_error(y, 0.5, BLOCKS, LEVELS, MANTISSA, BIAS, MAX)
+    code = tl.where(above < error, floor + 1, floor)
+    return tl.where((below < tl.minimum(above, error)) & (floor > 0), floor - 1, code)
+
+
+@triton.jit
+def _e8m0(amax, SCALING: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr):
+    """`scale.e8m0_scales`."""
+    if SCALING == FLOOR:
+        code = (bits_of(amax) >> _MANTISSA) - EMAX
+    elif SCALING == EVEN:
+        code = ((bits_of(amax) + (_ONE << (_MANTISSA - MANTISSA - 1))) >> _MANTISSA) - EMAX
+    else:
+        bits = bits_of(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)))
+        code = (bits >> _MANTISSA) + ((bits & _LAST_MANTISSA) != 0).to(tl.int32)
+    return tl.minimum(tl.maximum(code, 0), _LARGEST_E8M0)
+
+
+@triton.jit
+def quantize_blocks(
+    w_ptr,
+    codes_ptr,
+    scales_ptr,
+    sums_ptr,
+    counts_ptr,
+    rows,
+    cols,
+    grid_cols,
+    blocks,
+    given_amax,
+    divisor,
+    BF16: tl.constexpr,
+    PACKED: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    SCALING: tl.constexpr,
+    ZERO_SCALE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LIMIT: tl.constexpr,
+    EMAX: tl.constexpr,
+    ELEMENT_MANTISSA: tl.constexpr,
+    ELEMENT_BIAS: tl.constexpr,
+    ELEMENT_MAX: tl.constexpr,
+    ELEMENT_SIGN: tl.constexpr,
+    SCALE_MANTISSA: tl.constexpr,
+    SCALE_BIAS: tl.constexpr,
+    SCALE_MAX: tl.constexpr,
+):
+    """Quantize ``BLOCKS`` blocks of a slab.
+
+    Args:
+        w_ptr: ``[rows, cols]``, contiguous; int16 where BF16, else float16 or float32.
+        codes_ptr: uint8 ``[rows, cols]``, or half of the columns where PACKED.
+        scales_ptr: The grid, float32 or uint8; with ONE_SCALE a single one.
+        sums_ptr: float64 ``[programs, 2]``: signal and noise.
+        counts_ptr: int32 ``[programs, 3]``: saturated, flushed, and neither finite.
+        rows: Of the slab.
+        cols: Of the slab; even where PACKED.
+        grid_cols: Blocks side by side.
+        blocks: Blocks in all.
+        given_amax: float32: with ONE_SCALE it stands for the amax of every block.
+        divisor: float32: of NVFP4.
+        BF16: Whether the slab is bfloat16.
+        PACKED: Whether two codes share a byte.
+        ONE_SCALE: Whether there is one scale of all blocks, which are rows then.
+        SCALING: How scales are made.
+        ZERO_SCALE: CODED_SCALES: the code of the scale of a block of zeros.
+        BLOCK_ROWS: Of a block.
+        BLOCK_COLS: Of a block, a power of two; 0: all.
+        BLOCKS: Blocks of one program.
+        CHUNK: Elements of a block that are looked at together; the whole block for SEARCH.
+        LEVELS: CHUNK as a power of two.
+        LARGEST: Of the elements' format, a float.
+        LIMIT: Magnitudes above it are counted as saturated.
+        EMAX: The exponent of the elements' largest value.
+        ELEMENT_MANTISSA: `triton_cast.constants` of the elements.
+        ELEMENT_BIAS: As before.
+        ELEMENT_MAX: As before.
+        ELEMENT_SIGN: Where the sign of a code is.
+        SCALE_MANTISSA: `triton_cast.constants` of coded scales.
+        SCALE_BIAS: As before.
+        SCALE_MAX: As before.
+    """
+    index = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    element = tl.arange(0, CHUNK)
+    if BLOCK_COLS == 0:  # one row, of any width
+        first_row, first_col, chunks = index, index * 0, tl.cdiv(cols, CHUNK)
+        inner_row, inner_col = element * 0, element
+    else:
+        first_row, first_col = index // grid_cols * BLOCK_ROWS, index % grid_cols * BLOCK_COLS
+        chunks = BLOCK_ROWS * BLOCK_COLS // CHUNK
+        inner_row, inner_col = element // BLOCK_COLS, element % BLOCK_COLS
+    row = first_row[:, None] + inner_row[None, :]
+    col = first_col[:, None] + inner_col[None, :]
+    inside = (index < blocks)[:, None] & (row < rows)
+    # What the next chunk is further on: columns of a row, or rows of a block.
+    row_step: tl.constexpr = 0 if BLOCK_COLS == 0 else CHUNK // BLOCK_COLS
+    col_step: tl.constexpr = CHUNK if BLOCK_COLS == 0 else 0
+
+    amax_bits = tl.zeros([BLOCKS], tl.int32)
+    invalid = tl.zeros([BLOCKS], tl.int32)
+    for step in range(chunks):
+        at_row, at_col = row + step * row_step, col + step * col_step
+        mask = inside & (at_row < rows) & (at_col < cols)
+        magnitude = _load(w_ptr, at_row * cols + at_col, mask, BF16) & MAGNITUDE
+        invalid += tl.sum((magnitude >= INF_BITS).to(tl.int32), 1)
+        amax_bits = tl.maximum(amax_bits, tl.max(tl.where(magnitude < INF_BITS, magnitude, 0), 1))
+    amax = float_of(amax_bits)
+    if ONE_SCALE:
+        amax = tl.zeros([BLOCKS], tl.float32) + given_amax
+
+    if SCALING == FLOAT_SCALES:
+        scale = float_scales(amax, LARGEST)
+        stored = scale
+    elif SCALING == CODED_SCALES:
+        wanted = divisor * tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
+        rounded = encode_magnitude(bits_of(wanted) & MAGNITUDE, SCALE_MANTISSA, SCALE_BIAS, SCALE_MAX)
+        stored = tl.where(amax == 0.0, ZERO_SCALE, tl.maximum(rounded, 1))
+        scale = tl.div_rn(
+            decode_magnitude(stored, SCALE_MANTISSA, SCALE_BIAS), tl.zeros([BLOCKS], tl.float32) + divisor
+        )
+    elif SCALING == SEARCH:
+        bits = _load(w_ptr, row * cols + col, inside & (col < cols), BF16)
+        w = float_of(tl.where((bits & MAGNITUDE) < INF_BITS, bits, 0))
+        stored = _search(w, amax, EMAX, BLOCKS, LEVELS, ELEMENT_MANTISSA, ELEMENT_BIAS, ELEMENT_MAX)
+        scale = decode_e8m0(stored)
+    else:
+        stored = _e8m0(amax, SCALING, LARGEST, EMAX, ELEMENT_MANTISSA)
+        scale = decode_e8m0(stored)
+    if ONE_SCALE:
+        tl.store(scales_ptr + index * 0, stored.to(scales_ptr.dtype.element_ty), index == 0)
+    else:
+        tl.store(scales_ptr + index, stored.to(scales_ptr.dtype.element_ty), index < blocks)
+
+    signal = tl.zeros([BLOCKS], tl.float64)
+    noise = tl.zeros([BLOCKS], tl.float64)
+    saturated = tl.zeros([BLOCKS], tl.int32)
+    flushed = tl.zeros([BLOCKS], tl.int32)
+    full = tl.broadcast_to(scale[:, None], [BLOCKS, CHUNK])
+    for step in range(chunks):
+        at_row, at_col = row + step * row_step, col + step * col_step
+        mask = inside & (at_row < rows) & (at_col < cols)
+        bits = _load(w_ptr, at_row * cols + at_col, mask, BF16)
+        bits = tl.where((bits & MAGNITUDE) < INF_BITS, bits, 0)
+        w = float_of(bits)
+        quotient = bits_of(tl.div_rn(w, full)) & MAGNITUDE
+        code = encode_magnitude(quotient, ELEMENT_MANTISSA, ELEMENT_BIAS, ELEMENT_MAX)
+        value = with_sign(decode_magnitude(code, ELEMENT_MANTISSA, ELEMENT_BIAS), bits)
+        error = w.to(tl.float64) - (value * full).to(tl.float64)
+        signal += tl.sum(w.to(tl.float64) * w.to(tl.float64), 1)
+        noise += tl.sum(error * error, 1)
+        saturated += tl.sum((float_of(quotient) > LIMIT).to(tl.int32), 1)
+        flushed += tl.sum(((w != 0.0) & (code == 0)).to(tl.int32), 1)
+        code |= sign_of(bits) << ELEMENT_SIGN
+        if PACKED:
+            even, odd = tl.split(tl.reshape(code, [BLOCKS, CHUNK // 2, 2]))
+            to = tl.reshape(at_row * (cols // 2) + at_col // 2, [BLOCKS, CHUNK // 2, 2])
+            to, _ = tl.split(to)
+            wanted_here, _ = tl.split(tl.reshape(mask.to(tl.int32), [BLOCKS, CHUNK // 2, 2]))
+            tl.store(codes_ptr + to, (even | (odd << 4)).to(tl.uint8), wanted_here != 0)
+        else:
+            tl.store(codes_ptr + at_row * cols + at_col, code.to(tl.uint8), mask)
+    program = tl.program_id(0)
+    tl.store(sums_ptr + program * 2, tl.sum(signal, 0))
+    tl.store(sums_ptr + program * 2 + 1, tl.sum(noise, 0))
+    tl.store(counts_ptr + program * 3, tl.sum(saturated, 0))
+    tl.store(counts_ptr + program * 3 + 1, tl.sum(flushed, 0))
+    tl.store(counts_ptr + program * 3 + 2, tl.sum(invalid, 0))
+
+
+@triton.jit
+def amax_of_chunks(w_ptr, amax_ptr, counts_ptr, count, BF16: tl.constexpr, CHUNK: tl.constexpr):
+    """The largest finite magnitude of each chunk of ``[count]`` elements, as bits of float32, and its NaN and Inf."""
+    program = tl.program_id(0)
+    offsets = program.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    magnitude = _load(w_ptr, offsets, offsets < count, BF16) & MAGNITUDE
+    tl.store(amax_ptr + program, tl.max(tl.where(magnitude < INF_BITS, magnitude, 0), 0))
+    tl.store(counts_ptr + program, tl.sum((magnitude >= INF_BITS).to(tl.int32), 0))
