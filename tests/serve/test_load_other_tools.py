@@ -5,14 +5,19 @@ weight-only models; quantized inputs are the subject of test_quantized_inputs.py
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import describe, read_weight
+from minifloat.serve.engine import Engine, SamplingParams
 from minifloat.serve.experts import QuantizedExperts
 from minifloat.serve.linear import QuantizedLinear
 from minifloat.serve.load import load
@@ -33,6 +38,27 @@ def test_the_logits_are_those_of_an_independent_dequantization(name: str) -> Non
         logits = model(expected["input_ids"]).logits[0]
     tolerance = 1e-5 * float(expected["logits"].abs().max())
     torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=tolerance)
+
+
+def with_tokenizer(source: Path, folder: Path) -> Path:
+    """A copy with a word for each of the few tokens; the fixtures have none."""
+    shutil.copytree(source, folder)
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    words = Tokenizer(WordLevel({f"w{index}": index for index in range(size)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_the_engine_continues_as_the_independent_logits_say(name: str, tmp_path: Path) -> None:
+    expected = load_file(INTEROP / name / "expected.safetensors")
+    prompt = tuple(expected["input_ids"][0].tolist())
+    cache = "bfloat16" if "kv" in name else "auto"  # not the FP8 cache that some declare
+    engine = Engine(with_tokenizer(INTEROP / name, tmp_path / "model"), dtype="float32", kv_cache_dtype=cache)
+    (completion,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    likeliest = expected["logits"][-1].topk(2)
+    assert likeliest.values[0] - likeliest.values[1] > 0.01, "the fixture does not tell"
+    assert completion.tokens == (int(likeliest.indices[0]),)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-mxfp4", "llmc-moe-fp8-dynamic", "modelopt-moe-nvfp4"])
