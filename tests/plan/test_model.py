@@ -258,7 +258,7 @@ def test_a_quantized_model_is_planned_as_it_is_and_not_quantized_again(scheme: s
     assert [one.scheme for one in after.schemes] == [scheme]
     assert (stored.weights, stored.device_weights) == (planned.weights, planned.device_weights)
     assert (stored.decode, stored.arithmetic) == (planned.decode, planned.arithmetic)
-    assert stored.commands[0].startswith(f"vllm serve {out}")
+    assert stored.commands[0].startswith(f"minifloat serve {out} --engine vllm ")
     with pytest.raises(AlreadyQuantizedError):
         plan_model(out, "fp8", "h100")
 
@@ -308,6 +308,6 @@ def test_commands_make_and_serve_the_checkpoint(llama_70b: Path) -> None:
     plan = plan_model(llama_70b, "fp8-static", "h100", gpus=2, context=8192, batch=4, kv_cache_dtype="fp8")
     assert plan.schemes[-1].commands == (
         f"minifloat quantize {llama_70b} OUT --scheme fp8-static --calibration TEXT --kv-cache fp8",
-        "vllm serve OUT --tensor-parallel-size 2 --max-model-len 8192 --max-num-seqs 4 "
-        "--gpu-memory-utilization 0.9 --kv-cache-dtype fp8",
+        "minifloat serve OUT --engine vllm --tensor-parallel-size 2 --max-model-len 8192 --max-num-seqs 4 "
+        "--kv-cache-dtype fp8 -- --gpu-memory-utilization 0.9",
     )

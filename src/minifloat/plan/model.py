@@ -268,10 +268,10 @@ def _commands(made: _Made, room: Room, request: _Request) -> tuple[str, ...]:
         options = f" --max-model-len {request.context} --max-num-seqs {request.batch} --kv-cache-memory {cache}"
         commands.append(f"minifloat serve {served}{options}{' --kv-cache-dtype fp8' if fp8_cache else ''}")
         return tuple(commands)
-    options = f" --max-model-len {request.context} --max-num-seqs {request.batch}"
-    options += f" --gpu-memory-utilization {1 - request.keep_free:.2g}{' --kv-cache-dtype fp8' if fp8_cache else ''}"
-    parallel = f" --tensor-parallel-size {request.gpus}" if request.gpus > 1 else ""
-    commands.append(f"vllm serve {served}{parallel}{options}")
+    options = f" --tensor-parallel-size {request.gpus}" if request.gpus > 1 else ""
+    options += f" --max-model-len {request.context} --max-num-seqs {request.batch}"
+    options += f"{' --kv-cache-dtype fp8' if fp8_cache else ''} -- --gpu-memory-utilization {1 - request.keep_free:.2g}"
+    commands.append(f"minifloat serve {served} --engine vllm{options}")
     return tuple(commands)
 
 

@@ -235,6 +235,35 @@ def test_a_node_without_the_api_runs_until_it_is_stopped(serving: Start) -> None
     assert "confirmed" not in server.output
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a second address of loopback")
+def test_the_head_of_a_ray_cluster_starts_ray_before_vllm_and_ends_both(serving: Start, vllm_bin: Path) -> None:
+    ray = vllm_bin.with_name("ray")
+    ray.write_text(
+        f"#!{sys.executable}\n"
+        "import os, pathlib, signal, socket, sys\n"
+        "folder = pathlib.Path(os.environ['FAKE_DIR'])\n"
+        "address = sys.argv[3].removeprefix('--node-ip-address='), int(sys.argv[4].removeprefix('--port='))\n"
+        "assert not (folder / 'argv.json').exists()\n"
+        "listening = socket.create_server(address)\n"
+        "def stop(number, frame):\n"
+        "    assert (folder / 'drained').exists()\n"
+        "    print('ray stops', flush=True)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "signal.pause()\n"
+    )
+    ray.chmod(0o755)
+    cluster = ("--nodes", "2", "--master-addr", "127.0.0.27", "--pipeline-parallel-size", "2", "--multi-node", "ray")
+    server = serving(*cluster)
+    server.until("vLLM: ready after")
+    assert "Ray: ready after" in server.output
+    assert server.saw("environment.json")["RAY_ADDRESS"] == "127.0.0.27:6379"
+    assert server.saw("argv.json")[-2:] == ["--distributed-executor-backend", "ray"]
+    server.process.terminate()
+    assert server.end() == 0
+    assert "ray stops" in server.output
+
+
 def test_quiet_shows_only_what_matters(serving: Start) -> None:
     server = serving("--quiet")
     wait_for(lambda: answers(server.port), "an answer")
