@@ -9,6 +9,9 @@
     inspect_checkpoint(path)                                -> Inspection
     plan_model(path, "mxfp4", "h100")                       -> ModelPlan
     check_checkpoint(path, "vllm:h100:tp4")                 -> CheckReport
+    push_checkpoint(path, "org/name")                       -> PushReport
+
+A path may be the id of a model of the hub, too; of `push_checkpoint` it is a folder.
 
 Importing this package imports no torch: the names are resolved on first use.
 """
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from minifloat.compare import Comparison, compare_models
     from minifloat.convert import ConvertReport, convert_checkpoint
     from minifloat.errors import MinifloatError
+    from minifloat.hub.push import PushReport, push_checkpoint
     from minifloat.inspection import Inspection, inspect_checkpoint
     from minifloat.plan import ModelPlan, plan_model
     from minifloat.quantize.model import quantize_checkpoint
@@ -47,6 +51,7 @@ _EXPORTS = {
     "Inspection": "minifloat.inspection",
     "MinifloatError": "minifloat.errors",
     "ModelPlan": "minifloat.plan",
+    "PushReport": "minifloat.hub.push",
     "QuantizeReport": "minifloat.quantize.report",
     "QuantizedTensor": "minifloat.quantize.tensor",
     "SCHEMES": "minifloat.scheme",
@@ -59,6 +64,7 @@ _EXPORTS = {
     "inspect_checkpoint": "minifloat.inspection",
     "load": "minifloat.serve.load",
     "plan_model": "minifloat.plan",
+    "push_checkpoint": "minifloat.hub.push",
     "quantize_checkpoint": "minifloat.quantize.model",
     "quantize_tensor": "minifloat.quantize.tensor",
 }
@@ -74,6 +80,7 @@ __all__ = [
     "Inspection",
     "MinifloatError",
     "ModelPlan",
+    "PushReport",
     "QuantizeReport",
     "QuantizedTensor",
     "SamplingParams",
@@ -86,6 +93,7 @@ __all__ = [
     "inspect_checkpoint",
     "load",
     "plan_model",
+    "push_checkpoint",
     "quantize_checkpoint",
     "quantize_tensor",
 ]

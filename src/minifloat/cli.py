@@ -20,6 +20,7 @@ from minifloat.cli_compare import compare
 from minifloat.cli_convert import convert
 from minifloat.cli_options import MODEL, revision_option
 from minifloat.cli_plan import plan
+from minifloat.cli_push import push
 from minifloat.cli_serving import chat, parse_size, serve
 from minifloat.errors import MinifloatError, UsageError
 from minifloat.kernels.processors import bound_spin
@@ -77,6 +78,7 @@ def _scheme_help() -> str:
 @click.option("--max-saturation", type=click.FloatRange(0, 1), help="Largest fraction of held-out inputs to saturate.")
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
 @click.option("--target", metavar="ENGINE:HARDWARE[:tpN]", help="Refuse what will not load there, e.g. vllm:h100:tp4.")
+@click.option("--base-model", metavar="ID", help="For the model card: MODEL's id on the hub, where it is a folder.")
 @click.option("--workers", type=click.IntRange(min=1), help="Threads.  [default: one per core, at most 8]")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists, at the very end.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every tensor instead of a summary by layer.")
@@ -98,6 +100,7 @@ def quantize(
     max_saturation: float | None,
     kv_cache: str | None,
     target: str | None,
+    base_model: str | None,
     workers: int | None,
     overwrite: bool,
     verbose: bool,
@@ -139,6 +142,7 @@ def quantize(
             target=target,
             progress=progress,
             revision=revision,
+            base_model=base_model,
         )
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
@@ -341,6 +345,7 @@ def generate(
 main.add_command(serve)
 main.add_command(bench)
 main.add_command(chat)
+main.add_command(push)
 
 
 @main.command()

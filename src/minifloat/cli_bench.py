@@ -29,6 +29,7 @@ _FOLDER = click.Path(path_type=Path)
 @click.option("--lm-head", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True, help="Of OUT.")
 @click.option("--kv-cache-dtype", default="auto", show_default=True, help="Of OUT: auto, bfloat16, float32 or fp8.")
 @click.option("--seed", default=0, show_default=True, type=int, help="Of the prompts.")
+@click.option("--update-card", is_flag=True, help="Put the numbers into the README.md of OUT.")
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 @click.option("--save-result", is_flag=True, help="Write the JSON into a file.")
 @click.option("--result-dir", type=_FOLDER, default=Path(), help="For --save-result.  [default: .]")
@@ -47,6 +48,7 @@ def bench(
     lm_head: str,
     kv_cache_dtype: str,
     seed: int,
+    update_card: bool,
     as_json: bool,
     save_result: bool,
     result_dir: Path,
@@ -64,6 +66,12 @@ def bench(
 
     if (shape is None) == (out is None) or (out is None) != (baseline is None):
         raise UsageError("give OUT and --baseline MODEL, or --shape NAME and neither of them")
+    if update_card:
+        from minifloat.checkpoint.files import resolve_folder
+
+        if out is None:
+            raise UsageError("--update-card is for OUT; a model of random weights needs no card")
+        resolve_folder(out)  # a model of the hub has its card there
     if not all(part.strip().isdecimal() for part in batch_sizes.split(",")):
         raise UsageError(f"--batch-sizes: expected numbers with commas between, got {batch_sizes!r}")
     workload = Workload(input_len, output_len, tuple(map(int, batch_sizes.split(","))), rounds, seed)
@@ -85,5 +93,10 @@ def bench(
         click.echo(json.dumps(report.to_dict(), indent=2))
     else:
         print_gains(report)
+    if update_card and out is not None:
+        from minifloat.report.bench_card import gains_section
+        from minifloat.report.card import update_card as put
+
+        click.echo(f"Card: {put(out, gains_section(report))}", err=as_json)
     if save_result:
         click.echo(f"Written to {report.save(result_dir)}", err=as_json)

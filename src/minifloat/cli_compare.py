@@ -144,7 +144,8 @@ def _write_report(comparison: Comparison, path: Path) -> None:
 
 def _update_card(comparison: Comparison, name: str) -> Path:
     """Put what was found of one candidate, and of its variants, into its card."""
-    from minifloat.report.compare_card import card_section, update_card
+    from minifloat.report.card import update_card
+    from minifloat.report.compare_card import card_section
 
     found = [one for one in comparison.candidates if one.model.name == name or one.model.name.startswith(f"{name} (")]
     return update_card(name, card_section(replace(comparison, candidates=tuple(found))))

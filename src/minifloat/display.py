@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -18,6 +19,7 @@ from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.report.text import layer_pattern, size_text
 
 if TYPE_CHECKING:
+    from minifloat.hub.push import PushReport
     from minifloat.quantize.model import Progress as ProgressCallback
 
 
@@ -179,6 +181,27 @@ def print_inspection(inspection: Inspection, *, verbose: bool) -> None:
     console.print(table)
     if inspection.ignored_files:
         console.print(f"\nNot named by the index, ignored: {', '.join(inspection.ignored_files)}")
+
+
+# ------------------------------------------------------------------------------------------------- push
+
+
+def print_push(report: PushReport) -> None:
+    """The files that went, or would go, and the address."""
+    console = make_console()
+    table = make_table("file", "bytes", right=("bytes",))
+    for name, nbytes in report.files.items():
+        table.add_row(escape(name), size_text(nbytes))
+    console.print(table)
+    console.print(f"\n{len(report.files)} files, {size_text(report.nbytes)}.")
+    if report.left:
+        console.print(escape(f"Left here: {', '.join(report.left)}"), soft_wrap=True)
+    for note in report.notes:
+        console.print(f"Note: {note}")
+    if report.url is None:
+        console.print(f"Nothing was sent to {report.repo_id}: a dry run.")
+    else:
+        console.print(report.url, soft_wrap=True)
 
 
 # ------------------------------------------------------------------------------------------------- doctor

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from huggingface_hub import ModelCard
 
 from minifloat import Checkpoint, Engine, SamplingParams, quantize_checkpoint
 from minifloat.bench import GainsReport, bench, shapes
@@ -17,6 +19,8 @@ from minifloat.bench.worker import Worker, peak_rss
 from minifloat.bench.workload import Workload
 from minifloat.cli import main
 from minifloat.errors import DestinationError, MinifloatError, UnknownNameError
+from minifloat.report.bench_card import gains_section
+from minifloat.report.card import update_card
 
 WORKLOAD = Workload(input_len=8, output_len=4, batch_sizes=(1, 2), rounds=2)
 TINY = replace(shapes.SHAPES["qwen3-0.6b"], hidden=64, inner=96, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=512)
@@ -153,7 +157,10 @@ def test_the_command_prints_tables_and_writes_the_result(
 ) -> None:
     monkeypatch.setattr("minifloat.bench.gains._PROBE_BYTES", 1 << 20)
     sizes = ("--input-len", "8", "--output-len", "3", "--batch-sizes", "1,2", "--rounds", "1", "--threads", "1")
-    result = run(quantized, "--baseline", llama_folder, *sizes, "--save-result", "--result-dir", tmp_path)
+    result = run(
+        quantized, "--baseline", llama_folder, *sizes, "--save-result", "--result-dir", tmp_path, "--update-card"
+    )
+    assert (quantized / "README.md").read_text().count("## Memory and latency") == 1
     assert result.exit_code == 0, result.output
     for word in ("peak RSS", "KV cache per token", "llama-fp8", "TTFT p50 ms", "prefill tok/s", "Written to"):
         assert word in result.output
@@ -162,9 +169,41 @@ def test_the_command_prints_tables_and_writes_the_result(
     assert f"{measured['decode_step_ms'][0]:.2f}" in result.output
 
 
+def test_the_card_has_one_section_with_the_figures_the_machine_and_the_date(
+    report: GainsReport, quantized: Path, tmp_path: Path
+) -> None:
+    card = tmp_path / "README.md"
+    card.write_text("---\nlicense: mit\n---\n# mine\n")
+    for _ in range(2):
+        update_card(tmp_path, gains_section(report))
+    text = card.read_text()
+    assert text.startswith("---\nlicense: mit\n---\n# mine\n\n<!-- minifloat bench: begin -->\n")
+    assert text.count("## Memory and latency") == 1
+    assert ModelCard.load(card).data.to_dict() == {"license": "mit"}
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    memory = {row[0]: row[1:] for row in rows if len(row) == 4}
+    assert memory["weights"][2] == f"{report.gains['weight_bytes']:.2f}x"
+    latency = [row for row in rows if row[0] in ("1", "2")]
+    assert [row[:2] for row in latency] == [[b, m] for b in ("1", "2") for m in ("baseline", "this model")]
+    for row in latency:
+        engine = report.baseline if row[1] == "baseline" else report.candidate
+        figures = engine.batches[int(row[0])]
+        assert row[6:] == [f"{figures.metrics[key]:.1f}" for key in ("median_ttft_ms", "median_itl_ms", "p99_itl_ms")]
+        assert row[2] == f"{statistics.median(figures.decode_ms):.2f}"
+    assert report.date in text
+    assert "1 threads" in text
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [(), ("OUT",), ("--shape", "llama-1b", "--baseline", "MODEL"), ("OUT", "--baseline", "M", "--batch-sizes", "1,x")],
+    [
+        (),
+        ("OUT",),
+        ("--shape", "llama-1b", "--baseline", "MODEL"),
+        ("OUT", "--baseline", "M", "--batch-sizes", "1,x"),
+        ("--shape", "llama-1b", "--update-card"),
+        ("org/model", "--baseline", "M", "--update-card"),
+    ],
 )
 def test_half_a_request_is_refused(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)

@@ -188,7 +188,9 @@ def test_config_sidecars_card_and_provenance_are_written(make_checkpoint: Make, 
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
     card = (out / "README.md").read_text()
-    assert card.startswith("---\nlicense: mit\nlicense_link: x\nbase_model: source\n")
+    assert card.startswith(
+        "---\nlicense: mit\nlicense_link: x\npipeline_tag: text-generation\nlibrary_name: transformers\n"
+    )
     assert "minifloat quantize source OUT --scheme mxfp4 --override 'down_proj=fp8'" in card
     assert set(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]) == set(load_source(out))
 

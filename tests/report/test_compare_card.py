@@ -11,7 +11,8 @@ from comparisons import HOSTILE, full_candidate, hostile_comparison, make_candid
 from markdown_it import MarkdownIt
 
 from minifloat.errors import CheckpointError, NotACheckpointError, StorageError, UnsafeFileError
-from minifloat.report.compare_card import BEGIN, END, card_section, markdown, update_card
+from minifloat.report.card import markdown, update_card
+from minifloat.report.compare_card import BEGIN, END, card_section
 
 SECTION = f"{BEGIN}\nnew\n{END}\n"
 

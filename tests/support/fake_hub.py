@@ -255,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
             return _Answer.error(401, message="Invalid username or password.")
         repo_id = f"{wanted['organization'] or 'me'}/{wanted['name']}"
         if repo_id in self.fake.repos:
-            return _Answer.error(409, message="You already created this model repo")
+            return _Answer.of({"url": f"{self.fake.url}/{repo_id}"})._replace(status=409)
         self.fake.repos[repo_id] = Repo(private=wanted.get("visibility") == "private" or bool(wanted.get("private")))
         return _Answer.of({"url": f"{self.fake.url}/{repo_id}", "name": repo_id})
 

@@ -6,10 +6,11 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.rewrite import CARD_FILE
 from minifloat.convert.report import ConvertReport
 from minifloat.hub import model_name
+from minifloat.report.card import without_section
 
 
 def model_card(checkpoint: Checkpoint, report: ConvertReport) -> str:
-    """The card as Markdown. Metadata of the source (base_model, licence, ...) stays as it is.
+    """The card as Markdown. Metadata of the source (base_model, licence, ...) stays as it is; where it loads does not.
 
     Args:
         checkpoint: The source.
@@ -25,7 +26,7 @@ def model_card(checkpoint: Checkpoint, report: ConvertReport) -> str:
         what = f"converted from layout `{report.source_layout}` to `{report.layout}`, {exactly}"
     return "\n".join(
         [
-            before.rstrip(),
+            without_section(before, "deployment").rstrip(),
             "",
             "## Converted",
             "",

@@ -4,6 +4,7 @@
     errors.py    what the hub refuses, in our words
     fetch.py     a model's files into the cache: those that are used, and no pickle
     headers.py   headers of shards that stay on the hub, by range requests
+    push.py      a checkpoint to the hub
 
 The transport and the cache are huggingface_hub's, imported when a model of the hub is asked for. It follows HF_TOKEN,
 HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE.

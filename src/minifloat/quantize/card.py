@@ -1,40 +1,48 @@
-"""The model card (README.md) that is written beside the weights: what this is, how it was made, how to run it."""
+"""The model card (README.md) that is written beside the weights: what this is, how it was made, how to run it.
+
+What was measured comes later, by those who measure: `compare --update-card` and `bench --update-card` put sections of
+their own into it. Until then the card has none, and no place for them.
+"""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
+from typing import Any
 
+from minifloat.check.subject import Subject
 from minifloat.checkpoint import Checkpoint
+from minifloat.hub import model_name, origin_of
 from minifloat.quantize.report import QuantizeReport, TensorReport, worst
+from minifloat.report.card import metadata_head, read_card, read_metadata
+from minifloat.report.deployment_card import check_everywhere, deployment_section, loads_in
 
+#: What the commands of a card call its model until `push` knows its id.
+MODEL = "MODEL"
 _WORST_SHOWN = 10
-_FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*\n", re.DOTALL)
 _CARRIED_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
-def model_card(checkpoint: Checkpoint, report: QuantizeReport) -> str:
+def model_card(checkpoint: Checkpoint, report: QuantizeReport, subject: Subject, base_model: str | None = None) -> str:
     """The card as Markdown with a Hugging Face metadata header.
 
     Args:
-        checkpoint: The source; licence and language are carried over from its own card.
+        checkpoint: The source; licence, language and task are carried over from its own card.
         report: What was done.
+        subject: What was made of it, for the engines that load it.
+        base_model: Id of the source; by default that of the hub where it comes from there, and none otherwise. What
+            the source's own card calls its base is one generation too far.
     """
-    name = checkpoint.path.name
+    origin = origin_of(checkpoint.path)
+    base = base_model or (None if origin is None else origin.repo_id)
+    name = base or model_name(checkpoint.path)
     recipe, provenance = report.recipe, report.provenance
     total = report.total
     kinds = Counter((tensor.action, tensor.detail) for tensor in report.tensors)
     rows = [f"| {action} | {detail} | {count} |" for (action, detail), count in sorted(kinds.items())]
     ratio = report.source_bytes / max(report.output_bytes, 1)
+    engines = check_everywhere(subject, MODEL)
+    tags = [engine for engine in ("vllm", "sglang") if loads_in(engines[engine])]
     lines = [
-        "---",
-        *_carried_metadata(checkpoint),
-        f"base_model: {name}",
-        "base_model_relation: quantized",
-        "library_name: transformers",
-        f"tags: [minifloat, {recipe['scheme']}, {recipe['layout']}]",
-        "---",
-        "",
         f"# {name}, {recipe['scheme']}",
         "",
         f"{report.source_bytes:,} bytes of weights became {report.output_bytes:,} ({ratio:.2f}x smaller).",
@@ -42,6 +50,7 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport) -> str:
         f"rule `{recipe['scale_rule']}`, layout `{recipe['layout']}`.",
         *report.notes,
         "",
+        deployment_section(engines, MODEL),
         "## Made with",
         "",
         f"    {provenance['command']}",
@@ -53,6 +62,7 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport) -> str:
         "",
         f"All quantized weights together: SQNR {total.sqnr_db:.2f} dB, {total.saturated_fraction:.2e} saturated, "
         f"{total.flushed_fraction:.2e} flushed to zero. `minifloat.json` has every tensor.",
+        "The error of the weights is not the error of the model, which `minifloat compare` measures.",
         "",
         "| what | as | tensors |",
         "|---|---|---|",
@@ -63,11 +73,20 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport) -> str:
         "| weight | shape | SQNR dB | saturated | flushed to zero |",
         "|---|---|---|---|---|",
         *(_row(tensor) for tensor in worst(report.tensors, _WORST_SHOWN)),
-        "",
-        "The error of the weights is not the error of the model: measure that with "
-        "`minifloat compare ORIGINAL THIS --update-card`.",
     ]
-    return "\n".join(lines) + "\n"
+    return metadata_head(_metadata(checkpoint, recipe, base, tags)) + "\n" + "\n".join(lines) + "\n"
+
+
+def _metadata(checkpoint: Checkpoint, recipe: dict[str, Any], base: str | None, engines: list[str]) -> dict[str, Any]:
+    """The head of the card, as hubs read it."""
+    relation = {} if base is None else {"base_model": base, "base_model_relation": "quantized"}
+    tags = [recipe["scheme"].partition("-")[0], recipe["scheme"], recipe["layout"], *engines, "minifloat"]
+    return {
+        **_carried_metadata(checkpoint),
+        **relation,
+        "library_name": "transformers",
+        "tags": list(dict.fromkeys(tags)),
+    }
 
 
 def _row(tensor: TensorReport) -> str:
@@ -80,11 +99,11 @@ def _row(tensor: TensorReport) -> str:
     )
 
 
-def _carried_metadata(checkpoint: Checkpoint) -> list[str]:
-    """The lines of the source card's header that stay true for the quantized model."""
-    card = checkpoint.path / "README.md"
-    if not card.is_file():
-        return []
-    match = _FRONT_MATTER.match(card.read_text(encoding="utf-8", errors="replace"))
-    lines = match[1].splitlines() if match else []
-    return [line for line in lines if line.split(":")[0] in _CARRIED_KEYS and line.partition(":")[2].strip()]
+def _carried_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the head of the source's card says that stays true for the quantized model; nothing if it is no YAML."""
+    try:
+        found = read_metadata(read_card(checkpoint.path).decode("utf-8", errors="replace"))
+    except (FileNotFoundError, ValueError):
+        found = {}
+    carried = {key: found[key] for key in _CARRIED_KEYS if found.get(key)}
+    return carried | {"pipeline_tag": carried.get("pipeline_tag", "text-generation")}

@@ -21,6 +21,7 @@ import numpy as np
 
 from minifloat._version import __version__
 from minifloat.check import require_loadable
+from minifloat.check.subject import Subject
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint
 from minifloat.checkpoint.rewrite import (
     CARD_FILE,
@@ -34,7 +35,7 @@ from minifloat.checkpoint.rewrite import (
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.errors import CheckpointError, TensorError, UsageError
-from minifloat.hub import model_folder, model_name, origin_of
+from minifloat.hub import is_hub_id, model_folder, model_name, origin_of
 from minifloat.kernels import processors
 from minifloat.layouts import compressed_tensors, get_writer
 from minifloat.quantize.calibrated import Calibration, apply_calibration
@@ -68,6 +69,7 @@ def quantize_checkpoint(
     impl: str = "auto",
     progress: Progress | None = None,
     revision: str | None = None,
+    base_model: str | None = None,
 ) -> QuantizeReport:
     """Quantize a checkpoint into a new folder.
 
@@ -85,6 +87,7 @@ def quantize_checkpoint(
         impl: Implementation of the cast: "auto", "cpu" or "reference".
         progress: Called from this thread as work completes.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
+        base_model: For the model card: the source's id on the hub, where the source is a folder.
 
     Returns:
         What became of every tensor, with the error of every cast.
@@ -105,6 +108,8 @@ def quantize_checkpoint(
     threads = min(processors.available(), 8) if workers is None else workers
     if threads < 1:
         raise UsageError(f"workers is at least 1, got {threads}")
+    if base_model is not None and not is_hub_id(base_model):
+        raise UsageError(f"base_model: expected the id of a model of the hub, ORG/NAME, got {base_model!r}")
     with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
         plan = make_plan(checkpoint, chosen, writer_layout, parsed)
@@ -140,7 +145,7 @@ def quantize_checkpoint(
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
             )
-            _write_small_files(checkpoint, plan, writer, report)
+            _write_small_files(checkpoint, plan, writer, report, base_model)
             writer.commit()
     return report
 
@@ -184,7 +189,9 @@ def _provenance(checkpoint: Checkpoint, tensors: Sequence[TensorReport], recipe:
     }
 
 
-def _write_small_files(checkpoint: Checkpoint, plan: Plan, writer: CheckpointWriter, report: QuantizeReport) -> None:
+def _write_small_files(
+    checkpoint: Checkpoint, plan: Plan, writer: CheckpointWriter, report: QuantizeReport, base_model: str | None
+) -> None:
     """Everything that is not a shard: config, index, tokenizer and the like, the report and the model card."""
     write_sidecars(checkpoint, writer)
     if len(checkpoint.shards) > 1:
@@ -194,7 +201,8 @@ def _write_small_files(checkpoint: Checkpoint, plan: Plan, writer: CheckpointWri
         "quantization_config": plan.layout.quantization_config(plan.modules, plan.kept, plan.kv),
     }
     writer.write_file(REPORT_FILE, encode_json(report.to_dict()))
-    writer.write_file(CARD_FILE, model_card(checkpoint, report).encode())
+    card = model_card(checkpoint, report, Subject.of_plan(checkpoint, plan), base_model)
+    writer.write_file(CARD_FILE, card.encode())
     writer.write_file(CONFIG_FILE, encode_json(config))
 
 

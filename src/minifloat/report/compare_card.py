@@ -8,17 +8,12 @@ that spread.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from minifloat.checkpoint.files import read_small, resolve_folder, written_whole
 from minifloat.compare.result import CandidateResult, Comparison, WorstToken
 from minifloat.compare.summary import Summary
 from minifloat.compare.tasks import TaskDifference
-from minifloat.errors import CheckpointError
+from minifloat.report.card import markdown, markers
 from minifloat.report.compare_numbers import increase, number, with_interval
 from minifloat.report.compare_tasks import recovery, task_difference, task_score
 from minifloat.report.compare_words import (
@@ -39,22 +34,8 @@ from minifloat.report.compare_words import (
 )
 from minifloat.report.text import token_text, visible
 
-BEGIN, END = "<!-- minifloat compare: begin -->", "<!-- minifloat compare: end -->"
-_CARD = "README.md"
-_LARGEST_CARD = 16 * 2**20  #: bytes; hubs refuse far smaller ones
-_BETWEEN = re.compile(
-    rb"^" + re.escape(BEGIN.encode()) + rb"\r?\n.*?^" + re.escape(END.encode()) + rb"\r?$", re.DOTALL | re.MULTILINE
-)
-_MARKER = re.compile(rb"^(?:" + re.escape(BEGIN.encode()) + rb"|" + re.escape(END.encode()) + rb")\r?$", re.MULTILINE)
-#: Of Markdown and HTML; a bare ``www.``, ``://`` or ``@`` becomes a link. Underscores inside of words do nothing, and
-#: brackets alone.
-_MARKUP = re.compile(r"[\\`*<&|~#$!@]|\](?=[(\[:])|:(?=//)|(?<=[wW])\.|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+BEGIN, END = markers("compare")
 _WORST, _CONTEXT, _TOKEN = 5, 40, 40
-
-
-def markdown(text: str) -> str:
-    """Text as Markdown that shows it, in one line; `visible`."""
-    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", visible(text))
 
 
 def card_section(comparison: Comparison) -> str:
@@ -214,53 +195,3 @@ def _provenance(comparison: Comparison, pairs: _Pairs) -> Iterator[str]:
     yield ""
     if comparison.command:
         yield from ("Made by", "", f"    {visible(comparison.command)}", "")
-
-
-def update_card(folder: str | os.PathLike[str], section: str) -> Path:
-    """Put a section into a checkpoint's README.md; what is outside of the markers stays byte for byte.
-
-    The section of an earlier run is replaced where it is; without one the new one goes to the end, and without a
-    README.md there is one made. The file is written beside its place and renamed, so that it is whole at any time.
-
-    Args:
-        folder: A checkpoint.
-        section: Of `card_section`.
-
-    Returns:
-        The card.
-
-    Raises:
-        NotACheckpointError: There is no such folder.
-        CheckpointError: A marker stands alone, or there are several sections.
-        UnsafeFileError: The card is no regular file, or a link that leaves the folder.
-        StorageError: The system refuses.
-    """
-    root = resolve_folder(folder)
-    card = root / _CARD
-    try:
-        before = read_small(root, _CARD, _LARGEST_CARD, CheckpointError)
-    except FileNotFoundError:
-        before = f"# {markdown(root.name)}\n".encode()
-    after = _merged(before, section.encode(), card)
-    with written_whole(card) as file:
-        with contextlib.suppress(FileNotFoundError):
-            os.fchmod(file.fileno(), card.stat().st_mode & 0o777)
-        file.write(after)
-    return card
-
-
-def _merged(card: bytes, section: bytes, path: Path) -> bytes:
-    new = section.rstrip(b"\n")
-    if b"\r\n" in card:
-        new = new.replace(b"\n", b"\r\n")
-    found = list(_BETWEEN.finditer(card))
-    if len(found) > 1 or len(_MARKER.findall(card)) != 2 * len(found):
-        raise CheckpointError(
-            path, f"expected one pair of the lines {BEGIN!r} and {END!r} or none; delete what is left over"
-        )
-    if found:
-        start, stop = found[0].span()
-        return card[:start] + new + (b"\r" if card[stop - 1 : stop] == b"\r" else b"") + card[stop:]
-    newline = b"\r\n" if b"\r\n" in card else b"\n"
-    gap = b"" if not card or card.endswith(2 * newline) else newline if card.endswith(b"\n") else 2 * newline
-    return card + gap + new + newline

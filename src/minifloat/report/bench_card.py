@@ -1,0 +1,90 @@
+"""The section of a model card about memory and latency: a bench in Markdown, with the machine and the date."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from minifloat.bench.figures import BatchFigures, spread
+from minifloat.bench.gains import EngineFigures, GainsReport
+from minifloat.report.card import markdown, markers
+from minifloat.report.text import size_text
+
+BEGIN, END = markers("bench")
+_GIGA = 10**9
+
+
+def gains_section(report: GainsReport) -> str:
+    """The section as Markdown, with the markers around it."""
+    before, after = report.baseline, report.candidate
+    machine, load = report.machine, report.workload
+    read = f", memory read {statistics.median(report.bandwidths) / _GIGA:.1f} GB/s" if report.bandwidths else ""
+    lines = [
+        BEGIN,
+        "## Memory and latency",
+        "",
+        f"Compared with {markdown(before.info['name'])} in {before.info['dtype']}, in the same engine, both in turn.",
+        "",
+        *_table(("", "baseline", "this model", "gain"), _memory(report)),
+        *_table(
+            ("batch", "model", "decode ms", "tokens/s", "gain", "spread", "TTFT p50 ms", "ITL p50 ms", "ITL p99 ms"),
+            [row for batch in load.batch_sizes for row in _latency(report, batch)],
+        ),
+        "tokens/s: of decode steps, all sequences together; gain: the median of ratios inside rounds; spread: of these",
+        "ratios, the largest less the smallest over the median.",
+        "",
+        f"- {report.date}, minifloat {machine['minifloat']}, {machine['threads']} threads of {machine['cores']} cores, "
+        f"{machine['instruction_set'] or 'no native kernels'}{read}",
+        f"- prompts of {load.input_len} random tokens, outputs of {load.output_len}, rounds: {load.rounds}, "
+        f"seed {load.seed}",
+        *(
+            f"- {markdown(one.info['name'])} runs on transformers' code: {markdown(one.info['reason_not_native'])}"
+            for one in (before, after)
+            if one.info["reason_not_native"]
+        ),
+        END,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells that are Markdown already, and an empty line."""
+    lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
+    return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
+
+
+def _memory(report: GainsReport) -> list[list[str]]:
+    pair, gains = (report.baseline, report.candidate), report.gains
+    return [
+        ["weights", *(size_text(one.info["weight_bytes"]) for one in pair), _gain(gains["weight_bytes"])],
+        ["read by a decode step", *(size_text(one.info["step_bytes"]) for one in pair), _gain(gains["step_bytes"])],
+        [
+            "KV cache per token",
+            *(f"{one.info['kv_bytes_per_token']:,} B ({one.info['kv_element']})" for one in pair),
+            _gain(gains["kv_bytes_per_token"]),
+        ],
+        ["peak memory of the process", *(size_text(one.peak_rss) for one in pair), _gain(gains["peak_rss"])],
+        ["load time", *(f"{statistics.median(one.load_seconds):.2f} s" for one in pair), _gain(gains["load_seconds"])],
+    ]
+
+
+def _latency(report: GainsReport, batch: int) -> list[list[str]]:
+    """The two models at a batch size."""
+    gains = report.decode_gains(batch)
+    gain = [_gain(statistics.median(gains)), f"{spread(gains):.0%}"] if len(gains) > 1 else [*map(_gain, gains), ""]
+    return [
+        _row(batch, "baseline", report.baseline, ["", ""]),
+        _row(batch, "this model", report.candidate, gain if gains else ["-", ""]),
+    ]
+
+
+def _row(batch: int, name: str, engine: EngineFigures, gain: Sequence[str]) -> list[str]:
+    figures: BatchFigures = engine.batches[batch]
+    decode = f"{statistics.median(figures.decode_ms):.2f}" if figures.decode_ms else "-"
+    throughput = "-" if figures.decode_throughput is None else f"{figures.decode_throughput:.1f}"
+    latencies = (figures.metrics[key] for key in ("median_ttft_ms", "median_itl_ms", "p99_itl_ms"))
+    return [str(batch), name, decode, throughput, *gain, *(f"{value:.1f}" for value in latencies)]
+
+
+def _gain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
