@@ -29,6 +29,7 @@ INFO = ModelInfo(
     path="/nowhere/fake",
     architecture="FakeForCausalLM",
     runner="native",
+    device="cpu",
     reason_not_native="",
     scheme="mxfp4",
     dtype="bfloat16",

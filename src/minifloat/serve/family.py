@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-#: Values of ``model_type`` whose modelling code computes what a `Decoder` does.
-FAMILY = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+#: Values of ``model_type`` whose modelling code computes what a `Decoder` does; those without experts first.
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+FAMILY = (*DENSE, "mixtral", "qwen2_moe", "qwen3_moe")
 #: Rotary embeddings whose frequencies do not depend on the length of the text.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ACTIVATION = "silu"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import CheckpointError, UnsupportedTensorError
 from minifloat.formats import E4M3
-from minifloat.granularity import TENSOR
+from minifloat.granularity import CHANNEL, TENSOR, Granularity
 from minifloat.layouts import describe
 from minifloat.serve.load import TORCH_DTYPES
 
@@ -20,6 +20,9 @@ _LOG = logging.getLogger(__name__)
 
 #: (k_scale, v_scale) by the name of the attention module in the checkpoint; they multiply to dequantize.
 KVScales = Mapping[str, tuple[float, float]]
+Scales = tuple[float, ...]
+#: The same, one scale for each key-value head.
+KVHeadScales = Mapping[str, tuple[Scales, Scales]]
 
 #: Scales stand at the attention module (compressed-tensors) or at its projections (ModelOpt); `output_scale` is older.
 _SCALE_NAME = re.compile(r"(.+?)(?:\.([kv])_proj)?\.(?:([kv])_scale|output_scale)")
@@ -37,33 +40,57 @@ def kv_scales(checkpoint: Checkpoint) -> KVScales | None:
         CheckpointError: A scale is not a positive number.
         UnsupportedTensorError: A scale has more than one element.
     """
+    found = _found(checkpoint, (TENSOR,), 1)
+    return None if found is None else {name: (k[0], v[0]) for name, (k, v) in found.items()}
+
+
+def kv_head_scales(checkpoint: Checkpoint, kv_heads: int) -> KVHeadScales | None:
+    """The same with a scale for each key-value head, where the checkpoint has them; else its one scale, repeated.
+
+    Raises:
+        CheckpointError: A scale is not a positive number.
+        UnsupportedTensorError: A scale has neither one element nor `kv_heads`.
+    """
+    found = _found(checkpoint, (TENSOR, CHANNEL), kv_heads)
+    if found is None:
+        return None
+    pairs = {name: tuple(x * kv_heads if len(x) == 1 else x for x in pair) for name, pair in found.items()}
+    return {name: (k, v) for name, (k, v) in pairs.items()}
+
+
+def _found(checkpoint: Checkpoint, granularities: Collection[Granularity], most: int) -> KVHeadScales | None:
+    """All scales, each of one element or of `most`."""
     declared = describe(checkpoint).kv
-    if declared is not None and (declared.element is not E4M3 or declared.granularity != TENSOR):
+    if declared is not None and (declared.element is not E4M3 or declared.granularity not in granularities):
         _LOG.warning(
-            "%s declares a KV cache in %s per %s, which is not simulated; only E4M3 per tensor is",
+            "%s declares a KV cache in %s per %s, which is not simulated; only E4M3 per %s is",
             checkpoint.path,
             declared.element.name,
             declared.granularity,
+            " or ".join(map(str, granularities)),
         )
         return None
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Scales]] = {}
     for name in checkpoint.tensors:
         match = _SCALE_NAME.fullmatch(name)
         if match and (which := match[3] or match[2]):
-            found.setdefault(match[1], {})[which] = _scale(checkpoint, name)
+            found.setdefault(match[1], {})[which] = _scale(checkpoint, name, most)
     if declared is None and not found:
         return None
     pairs = {name: tuple(one.get(which, *list(one.values())[-1:]) for which in "kv") for name, one in found.items()}
     return {name: (k, v) for name, (k, v) in pairs.items()}
 
 
-def _scale(checkpoint: Checkpoint, name: str) -> float:
+def _scale(checkpoint: Checkpoint, name: str, most: int) -> Scales:
     info = checkpoint.tensors[name]
-    if math.prod(info.shape) != 1 or info.dtype not in TORCH_DTYPES:
+    if math.prod(info.shape) not in (1, most) or info.dtype not in TORCH_DTYPES:
+        expected = "one scale of the KV cache" + (f", or {most}" if most > 1 else "")
         raise UnsupportedTensorError(
-            name, f"expected one scale of the KV cache, found {info.dtype} {list(info.shape)}; others are not simulated"
+            name, f"expected {expected}, found {info.dtype} {list(info.shape)}; others are not simulated"
         )
-    value = float(torch.from_numpy(checkpoint.read(name)).view(TORCH_DTYPES[info.dtype]))
-    if not 0 < value < math.inf:
-        raise CheckpointError(checkpoint.path, f"{name}: a scale is a positive number, found {value}")
-    return value
+    read = torch.from_numpy(checkpoint.read(name)).view(TORCH_DTYPES[info.dtype])
+    values = tuple(map(float, read.flatten().tolist()))
+    bad = [value for value in values if not 0 < value < math.inf]
+    if bad:
+        raise CheckpointError(checkpoint.path, f"{name}: a scale is a positive number, found {bad[0]}")
+    return values

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from minifloat.errors import ContextLengthError, UsageError
+from minifloat.granularity import TENSOR
 from minifloat.quantize.model import quantize_checkpoint
 from minifloat.serve.engine import Delivery, Engine, Request, SamplingParams, StepStats, Timings, Usage
 from minifloat.serve.engine.opening import Options, _kv_cache, open_model
+from minifloat.serve.kv_scales import kv_scales
 from minifloat.serve.load import load
 
 MakeModel = Callable[..., Path]
@@ -375,6 +377,6 @@ def test_weights_that_bf16_does_not_hold_are_left_to_transformers(make_llama: Ma
 
 def test_the_scales_of_a_cache_are_found_where_modelopt_writes_them() -> None:
     folder = Path(__file__).parents[2] / "data" / "interop" / "modelopt-fp8-kv"
-    element, scales = _kv_cache(folder, Options(), torch.bfloat16)
+    element, scales = _kv_cache(folder, Options(), torch.bfloat16, kv_scales, (TENSOR,))
     assert element == "E4M3"
     assert list(scales) == ["model.layers.0.self_attn"]

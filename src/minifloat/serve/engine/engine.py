@@ -24,6 +24,7 @@ from minifloat.serve.engine.grammar import Grammars
 from minifloat.serve.engine.observer import Observer, StepStats
 from minifloat.serve.engine.opening import Options, open_model, sampling_defaults
 from minifloat.serve.engine.sampling import Choice, SamplingParams, SamplingState, TokenLogprob, sample
+from minifloat.serve.engine.sampling_device import sample as sample_on_device
 from minifloat.serve.engine.scheduler import Scheduler, Work
 from minifloat.serve.engine.sequence import Completion, Delivery, Request, Sequence
 from minifloat.serve.engine.text import TextStream
@@ -36,6 +37,10 @@ _LOG = logging.getLogger(__name__)
 #: Tokens of prompts that are computed in a step in which others wait for their next token: it makes them wait about
 #: twice as long as without. With 64, a step of 8 sequences took 3 times as long (1.1B in MXFP4 on two cores).
 _PROMPT_TOKENS_BESIDE = 40
+#: On a GPU some hundred tokens cost little more than one: so many, arithmetic takes as long as reading the weights.
+_PROMPT_TOKENS_BESIDE_ON_GPU = 256
+#: Tokens of a step where nobody says.
+_STEP_TOKENS, _STEP_TOKENS_ON_GPU = 512, 4096
 
 
 class Engine:
@@ -44,15 +49,16 @@ class Engine:
     Args:
         path: A folder or a model of the hub, quantized or not. Inputs of its linears are never quantized.
         dtype: Of the activations: "bfloat16", "float16" or "float32"; None: the checkpoint's.
-        kv_cache_memory: Bytes of the KV cache; None: up to 1 GiB.
+        device: "cpu", "cuda" or "cuda:N".
+        kv_cache_memory: Bytes of the KV cache; None: up to 1 GiB, and on a GPU most of what the weights leave free.
         kv_cache_dtype: "auto" (FP8 where the checkpoint has scales for it), "bfloat16", "fp8" or "float32".
         max_model_len: Tokens of the longest sequence, prompt and output; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time; others wait.
-        max_num_batched_tokens: Tokens that one step computes.
+        max_num_batched_tokens: Tokens that one step computes; None: 512, on a GPU 4096.
         lm_head: "auto" keeps it as the checkpoint has it; "fp8" quantizes it per channel.
         prefix_cache: Share the keys and values of equal beginnings of prompts.
-        runner: "auto", "native" or "transformers".
-        impl: Of the kernels: "auto", "reference" or "cpu".
+        runner: "auto", "native", "device" or "transformers".
+        impl: Of the kernels, as in `minifloat.serve.load.load`.
         observer: Told of every step.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
@@ -67,6 +73,7 @@ class Engine:
         CheckpointError: The folder cannot be loaded.
         HubError: The hub has no such model, refuses it, or cannot be reached.
         UsageError: Options that do not go together with the model, or with each other.
+        KernelUnavailable: `device` is not here, or `impl` names kernels that cannot run here.
     """
 
     def __init__(
@@ -74,11 +81,12 @@ class Engine:
         path: str | os.PathLike[str],
         *,
         dtype: str | None = None,
+        device: str = "cpu",
         kv_cache_memory: int | None = None,
         kv_cache_dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         lm_head: str = "auto",
         prefix_cache: bool = True,
         runner: str = "auto",
@@ -87,8 +95,18 @@ class Engine:
         revision: str | None = None,
     ) -> None:
         options = Options(
-            dtype, kv_cache_memory, kv_cache_dtype, max_model_len, max_num_seqs, lm_head, runner=runner, impl=impl
+            dtype,
+            kv_cache_memory,
+            kv_cache_dtype,
+            max_model_len,
+            max_num_seqs,
+            lm_head,
+            runner=runner,
+            impl=impl,
+            device=device,
         )
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = _STEP_TOKENS if device == "cpu" else _STEP_TOKENS_ON_GPU
         if max_num_batched_tokens <= max_num_seqs:
             raise UsageError(
                 f"max_num_batched_tokens: expected more than max_num_seqs, {max_num_seqs}; got {max_num_batched_tokens}"
@@ -102,13 +120,14 @@ class Engine:
         self.observer = observer
         self._end_tokens = end_tokens(opened.config, opened.generation_config, self.tokenizer)
         self._grammars = Grammars(self.tokenizer, self._runner.vocab, sorted(self._end_tokens))
-        shares = prefix_cache and self._runner.name == "native"
+        self._sample = sample_on_device if self._runner.name == "device" else sample
+        shares = prefix_cache and self._runner.name != "transformers"
         self._pool = BlockPool(self.info.kv_blocks, share=shares)
         self._scheduler = Scheduler(
             self._pool,
             max_sequences=max_num_seqs,
             max_tokens=max_num_batched_tokens,
-            max_prompt_tokens_beside=_PROMPT_TOKENS_BESIDE,
+            max_prompt_tokens_beside=_PROMPT_TOKENS_BESIDE if device == "cpu" else _PROMPT_TOKENS_BESIDE_ON_GPU,
             preempted=self._runner.release,
         )
         self._sequences: dict[str, Sequence] = {}
@@ -202,7 +221,7 @@ class Engine:
         for work in done:
             self._scheduler.computed(work)
         sampled = [work.sequence for work in done if work.samples]
-        choices = sample(logits, [sequence.sampling for sequence in sampled]) if sampled else []
+        choices = self._sample(logits, [sequence.sampling for sequence in sampled]) if sampled else []
         deliveries = [
             self._finish(self._sequences[name], Delivery(name), "error", str(error)) for name, error in failed.items()
         ]
@@ -224,8 +243,9 @@ class Engine:
         failed: dict[str, Exception] = {}
         for work in works:
             logits, why = self._run([work])
-            rows.append(logits)
+            rows.append(logits.clone())  # the next run may overwrite them
             failed |= why
+        rows = [logits for logits in rows if len(logits)] or rows[:1]
         return torch.cat(rows), failed
 
     def _deliver(self, sequence: Sequence, choice: Choice | Exception) -> Delivery:

@@ -14,8 +14,9 @@ class ModelInfo:
         name: The folder's name, or the model's id on the hub.
         path: The folder.
         architecture: The class in transformers.
-        runner: "native", or "transformers" for models that the native decoder does not cover.
-        reason_not_native: Why not; empty where it does.
+        runner: "native" or, on a GPU, "device"; "transformers" for models that these do not cover.
+        device: Where it runs.
+        reason_not_native: Why they do not; empty where one does.
         scheme: How the weights are quantized, in words; "none" where they are not.
         dtype: Of the activations.
         weight_bytes: Of the weights as checkpoints store them, the embedding included.
@@ -35,6 +36,7 @@ class ModelInfo:
     path: str
     architecture: str
     runner: str
+    device: str
     reason_not_native: str
     scheme: str
     dtype: str

@@ -30,7 +30,8 @@ from minifloat.serve.family import why_not_family
 from minifloat.serve.kv_scales import KVScales
 from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
 
-_LM_HEAD_FP8 = WeightSpec(E4M3, CHANNEL, FLOAT32)
+#: What "fp8" makes of the last linear.
+LM_HEAD_FP8 = WeightSpec(E4M3, CHANNEL, FLOAT32)
 
 
 class NotNative(Exception):
@@ -57,7 +58,7 @@ def decoder_of(model: PreTrainedModel, scales: KVScales, *, lm_head_fp8: bool = 
     config: Any = model.config
     core = whole.model
     embedding = core.embed_tokens.weight.detach()
-    head = parts.weight(whole.get_output_embeddings(), quantize=_LM_HEAD_FP8 if lm_head_fp8 else None)
+    head = parts.weight(whole.get_output_embeddings(), quantize=LM_HEAD_FP8 if lm_head_fp8 else None)
     layers = tuple(
         parts.layer(layer, scales.get(f"model.layers.{index}.self_attn", (1.0, 1.0)))
         for index, layer in enumerate(core.layers)
@@ -75,7 +76,7 @@ def decoder_of(model: PreTrainedModel, scales: KVScales, *, lm_head_fp8: bool = 
             scale=float(first.scaling),
             embedding=embedding.contiguous(),
             layers=layers,
-            norm=_norm(core.norm),
+            norm=norm_of(core.norm),
             lm_head=head,
         )
     except MinifloatError as error:
@@ -85,8 +86,8 @@ def decoder_of(model: PreTrainedModel, scales: KVScales, *, lm_head_fp8: bool = 
 def why_not_native(model: PreTrainedModel) -> str:
     """Why the native decoder does not cover a model; empty where it does, as far as the config tells."""
     config: Any = model.config
-    if model.device.type != "cpu" or model.dtype not in DTYPES:
-        return f"it is {model.dtype} on {model.device}"
+    if model.dtype not in DTYPES:
+        return f"it is {model.dtype}"
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     return why_not_family(config.model_type, getattr(config, "hidden_act", None), rope)
 
@@ -106,9 +107,9 @@ class _Parts:
         attention = layer.self_attn
         mlp = layer.mlp
         return Layer(
-            _norm(layer.input_layernorm),
+            norm_of(layer.input_layernorm),
             self._attention(attention, scales),
-            _norm(layer.post_attention_layernorm),
+            norm_of(layer.post_attention_layernorm),
             self._experts(mlp) if hasattr(mlp, "experts") else self._mlp(mlp),
         )
 
@@ -154,17 +155,17 @@ class _Parts:
             qkv=self._fused(qkv),
             out=self.weight(module.o_proj),
             qkv_bias=_biases(qkv),
-            out_bias=_bias(module.o_proj),
-            q_norm=_norm(module.q_norm) if hasattr(module, "q_norm") else None,
-            k_norm=_norm(module.k_norm) if hasattr(module, "k_norm") else None,
-            window=_window(module),
+            out_bias=bias_of(module.o_proj),
+            q_norm=norm_of(module.q_norm) if hasattr(module, "q_norm") else None,
+            k_norm=norm_of(module.k_norm) if hasattr(module, "k_norm") else None,
+            window=window_of(module),
             k_scale=scales[0],
             v_scale=scales[1],
         )
 
     def _mlp(self, module: Any) -> Mlp:
         gate_up = (module.gate_proj, module.up_proj)
-        return Mlp(self._fused(gate_up), self.weight(module.down_proj), _biases(gate_up), _bias(module.down_proj))
+        return Mlp(self._fused(gate_up), self.weight(module.down_proj), _biases(gate_up), bias_of(module.down_proj))
 
     def _experts(self, module: Any) -> Experts:
         shared = getattr(module, "shared_expert", None)
@@ -196,22 +197,24 @@ class _Parts:
         return (PackedExperts([self._pack(weight, f"{name}.{leaf}") for weight in weights]),)
 
 
-def _norm(module: Any) -> Tensor:
+def norm_of(module: Any) -> Tensor:
+    """The weight of an RMS norm, in float32."""
     weight: Tensor = module.weight
     return weight.detach().float().contiguous()
 
 
-def _bias(module: Any) -> Tensor | None:
+def bias_of(module: Any) -> Tensor | None:
+    """The bias of a linear, where it has one."""
     bias: Tensor | None = module.bias
     return None if bias is None else bias.detach().contiguous()
 
 
 def _biases(modules: Sequences[Any]) -> tuple[Tensor | None, ...] | None:
-    biases = tuple(_bias(module) for module in modules)
+    biases = tuple(bias_of(module) for module in modules)
     return None if all(bias is None for bias in biases) else biases
 
 
-def _window(module: Any) -> int | None:
+def window_of(module: Any) -> int | None:
     """The sliding window of an attention module; Mistral keeps it in its config alone."""
     if hasattr(module, "sliding_window"):
         window = module.sliding_window

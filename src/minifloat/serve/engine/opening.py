@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.formats import E4M3
-from minifloat.granularity import TENSOR
+from minifloat.granularity import CHANNEL, TENSOR, Granularity
 from minifloat.hub import model_name
 from minifloat.inspection import inspect_checkpoint
 from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache
+from minifloat.kernels.paged import PagedCache
 from minifloat.layouts import describe
+from minifloat.serve.build import config_dtype, empty_model
+from minifloat.serve.devices import device_named
 from minifloat.serve.engine.cache import blocks_for
+from minifloat.serve.engine.device import DeviceRunner, device_decoder_of, why_not_device
 from minifloat.serve.engine.info import ModelInfo
 from minifloat.serve.engine.native import NativeRunner, NotNative, decoder_of, why_not_native
 from minifloat.serve.engine.runner import Runner
 from minifloat.serve.engine.sampling import MODEL_DEFAULTS
 from minifloat.serve.engine.transformers_runner import TransformersRunner
-from minifloat.serve.kv_scales import KVScales, kv_scales
+from minifloat.serve.kv_scales import kv_head_scales, kv_scales
 from minifloat.serve.load import load
 
 _LOG = logging.getLogger(__name__)
@@ -40,6 +47,9 @@ LM_HEADS = ("auto", "fp8")
 #: the memory that is available.
 _KV_BYTES = 1 << 30
 _KV_SHARE = 0.25
+#: On a GPU, of the memory that the weights leave; the rest is for the steps themselves.
+_GPU_SHARE = 0.85
+_Pair = TypeVar("_Pair")
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,9 @@ class Options:
         max_model_len: Tokens of the longest sequence; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time.
         lm_head: "auto" keeps it as the checkpoint has it; "fp8" quantizes it per channel.
-        runner: "auto", "native" or "transformers".
-        impl: Of the kernels: "auto", "reference" or "cpu".
+        runner: "auto", "native", "device" or "transformers".
+        impl: Of the kernels, as in `minifloat.serve.load.load`.
+        device: "cpu", "cuda" or "cuda:N".
     """
 
     dtype: str | None = None
@@ -65,13 +76,14 @@ class Options:
     lm_head: str = "auto"
     runner: str = "auto"
     impl: str = "auto"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for kind, name, table in (
             ("dtype", self.dtype or "bfloat16", tuple(DTYPES)),
             ("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_DTYPES)),
             ("lm_head", self.lm_head, LM_HEADS),
-            ("runner", self.runner, ("auto", "native", "transformers")),
+            ("runner", self.runner, ("auto", "native", "device", "transformers")),
         ):
             if name not in table:
                 raise UnknownNameError(kind, name, table)
@@ -97,68 +109,157 @@ def open_model(path: str | os.PathLike[str], options: Options) -> Opened:
     Raises:
         CheckpointError: The folder cannot be loaded.
         UsageError: The options do not go together with the model, or the KV cache does not hold one sequence.
-        KernelUnavailable: `impl` is "cpu", which cannot run here.
+        KernelUnavailable: `device` is not here, or `impl` names kernels that cannot run here.
     """
     started = time.perf_counter()
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    device = device_named(options.device)
     inspection = inspect_checkpoint(path)
-    model = load(path, dtype=dtype, weight_only=True, impl=options.impl)
-    config, generation = model.config, getattr(model, "generation_config", None)
-    architecture, model_dtype = type(model).__name__, model.dtype
-    reason = "the transformers runner was asked for" if options.runner == "transformers" else why_not_native(model)
-    runner: Runner | None = None
-    if not reason:
-        element, scales = _kv_cache(path, options, model_dtype)
-        try:
-            decoder = decoder_of(model, scales, lm_head_fp8=options.lm_head == "fp8")
-            per_block = KVCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
-            blocks, length = _size(options, config, per_block)
-            runner = NativeRunner(decoder, blocks, element, options.impl)
-        except NotNative as error:  # the model is in pieces
-            reason = str(error)
-            del model
-            model = load(path, dtype=dtype, weight_only=True, impl=options.impl)
-    if runner is None:
-        if options.runner == "native":
-            raise UsageError(f"the native decoder does not cover this model: {reason}")
-        if options.lm_head != "auto" or options.kv_cache_dtype not in ("auto", _name(model_dtype)):
-            raise UsageError(f"lm_head and kv_cache_dtype are the native decoder's, which does not run here: {reason}")
-        if options.runner == "auto":
-            _LOG.warning("transformers' code runs this model, one sequence at a time (slower), because %s", reason)
-        per_block = TransformersRunner.bytes_per_block(model)
-        blocks, length = _size(options, config, per_block)
-        runner = TransformersRunner(model, blocks, inspection.nbytes)
+    made: _Made | None = None
+    if options.runner == "transformers":
+        reason = "the transformers runner was asked for"
+    elif options.runner == "device" or device.type == "cuda":
+        made, reason = _device(path, options, device)
+    else:
+        made, reason = _native(path, options)
+    if made is None:
+        made = _transformers(path, options, device, reason, inspection.nbytes)
     folder = Path(path)
     formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
+    runner = made.runner
     info = ModelInfo(
         name=model_name(folder),
         path=str(folder),
-        architecture=architecture,
+        architecture=made.architecture,
         runner=runner.name,
+        device=str(device),
         reason_not_native=reason,
         scheme=" and ".join(formats) or "none",
-        dtype=_name(model_dtype),
+        dtype=_name(made.dtype),
         weight_bytes=inspection.nbytes,
         bf16_bytes=inspection.elements * torch.bfloat16.itemsize,
         step_bytes=runner.weight_bytes,
         kv_element=runner.kv_element,
         kv_bytes=runner.kv_bytes,
-        kv_bytes_per_token=per_block // BLOCK_TOKENS,
-        kv_blocks=blocks,
-        max_model_len=length,
+        kv_bytes_per_token=made.per_block // BLOCK_TOKENS,
+        kv_blocks=made.blocks,
+        max_model_len=made.length,
         max_num_seqs=options.max_num_seqs,
         vocab_size=runner.vocab,
         load_seconds=time.perf_counter() - started,
     )
-    return Opened(runner, info, config, generation)
+    return Opened(runner, info, made.config, made.generation_config)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A runner, and what is known of its model and cache."""
+
+    runner: Runner
+    architecture: str
+    dtype: torch.dtype
+    config: Any
+    generation_config: Any
+    per_block: int
+    blocks: int
+    length: int
+
+    @classmethod
+    def of(cls, runner: Runner, model: PreTrainedModel, per_block: int, size: tuple[int, int]) -> _Made:
+        generation = getattr(model, "generation_config", None)
+        return cls(runner, type(model).__name__, model.dtype, model.config, generation, per_block, *size)
+
+
+def _load(path: str | os.PathLike[str], options: Options, device: torch.device, impl: str) -> PreTrainedModel:
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    return load(path, dtype=dtype, device=device, weight_only=True, impl=impl)
+
+
+def _native(path: str | os.PathLike[str], options: Options) -> tuple[_Made | None, str]:
+    """The native decoder, or why not."""
+    with Checkpoint.open(path) as checkpoint:
+        reason = why_not_native(empty_model(checkpoint, _dtype(options, checkpoint)))
+    if reason:
+        return None, reason
+    cpu = torch.device("cpu")
+    model = _load(path, options, cpu, options.impl)
+    element, scales = _kv_cache(path, options, model.dtype, kv_scales, (TENSOR,))
+    try:
+        decoder = decoder_of(model, scales, lm_head_fp8=options.lm_head == "fp8")
+    except NotNative as error:
+        return None, str(error)
+    per_block = KVCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
+    size = _size(options, model.config, per_block, cpu)
+    return _Made.of(NativeRunner(decoder, size[0], element, options.impl), model, per_block, size), ""
+
+
+def _device(path: str | os.PathLike[str], options: Options, device: torch.device) -> tuple[_Made | None, str]:
+    """The decoder for devices, or why not."""
+    with Checkpoint.open(path) as checkpoint:
+        reason = why_not_device(empty_model(checkpoint, _dtype(options, checkpoint)))
+    if reason:
+        return None, reason
+    model = _load(path, options, device, "reference")  # as stored: weights are put side by side before they are packed
+    config: Any = model.config
+    kv_heads = int(config.num_key_value_heads)
+    read = functools.partial(kv_head_scales, kv_heads=kv_heads)
+    element, scales = _kv_cache(path, options, model.dtype, read, (TENSOR, CHANNEL))
+    positions = _length(options, config)
+    try:
+        decoder = device_decoder_of(model, positions, impl=options.impl, lm_head_fp8=options.lm_head == "fp8")
+    except NotNative as error:
+        return None, str(error)
+    layers = range(len(decoder.layers))
+    table = torch.tensor([scales[f"model.layers.{layer}.self_attn"] for layer in layers]) if scales else None
+    per_block = PagedCache.bytes_per_block(len(layers), kv_heads, decoder.head_dim, element)
+    blocks, length = size = _size(options, config, per_block, device)
+    seqs = options.max_num_seqs
+    runner = DeviceRunner(decoder, blocks, element, table, max_num_seqs=seqs, max_model_len=length)
+    return _Made.of(runner, model, per_block, size), ""
+
+
+def _transformers(
+    path: str | os.PathLike[str], options: Options, device: torch.device, reason: str, nbytes: int
+) -> _Made:
+    """The way that always works: transformers' own code.
+
+    Raises:
+        UsageError: An option that it does not have.
+    """
+    if options.runner not in ("auto", "transformers"):
+        raise UsageError(f"the {options.runner} decoder does not cover this model: {reason}")
+    model = _load(path, options, device, options.impl)
+    if options.lm_head != "auto" or options.kv_cache_dtype not in ("auto", _name(model.dtype)):
+        raise UsageError(f"lm_head and kv_cache_dtype are the native decoder's, which does not run here: {reason}")
+    if options.runner == "auto":
+        _LOG.warning("transformers' code runs this model, one sequence at a time (slower), because %s", reason)
+    per_block = TransformersRunner.bytes_per_block(model)
+    size = _size(options, model.config, per_block, device)
+    return _Made.of(TransformersRunner(model, size[0], nbytes), model, per_block, size)
+
+
+def _dtype(options: Options, checkpoint: Checkpoint) -> torch.dtype:
+    return DTYPES[options.dtype] if options.dtype is not None else config_dtype(checkpoint) or torch.float32
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _kv_cache(path: str | os.PathLike[str], options: Options, dtype: torch.dtype) -> tuple[str, KVScales]:
+def _kv_cache(
+    path: str | os.PathLike[str],
+    options: Options,
+    dtype: torch.dtype,
+    read: Callable[[Checkpoint], Mapping[str, _Pair] | None],
+    granularities: Collection[Granularity],
+) -> tuple[str, Mapping[str, _Pair]]:
     """The element of the KV cache, and its scales where it is E4M3.
+
+    Args:
+        path: The checkpoint.
+        options: What is wanted.
+        dtype: Of the model.
+        read: The scales of a checkpoint.
+        granularities: Those that the runner takes.
 
     Raises:
         UsageError: E4M3 is wanted, and the checkpoint has no scales for some layer.
@@ -166,10 +267,10 @@ def _kv_cache(path: str | os.PathLike[str], options: Options, dtype: torch.dtype
     element = KV_DTYPES[options.kv_cache_dtype]
     with Checkpoint.open(path) as checkpoint:
         kv = describe(checkpoint).kv
-        announced = kv is not None and kv.element is E4M3 and kv.granularity == TENSOR
+        announced = kv is not None and kv.element is E4M3 and kv.granularity in granularities
         if element != E4M3.name and not (element is None and announced):
             return element or ("float32" if dtype == torch.float32 else "bfloat16"), {}
-        scales = kv_scales(checkpoint) or {}
+        scales = read(checkpoint) or {}
         layers = int(checkpoint.config.get("num_hidden_layers", 0))
     if scales and len(scales) == layers:
         return E4M3.name, scales
@@ -182,19 +283,32 @@ def _kv_cache(path: str | os.PathLike[str], options: Options, dtype: torch.dtype
     )
 
 
-def _size(options: Options, config: Any, per_block: int) -> tuple[int, int]:
-    """Blocks of the KV cache, and tokens of the longest sequence.
+def _length(options: Options, config: Any) -> int:
+    """Tokens of the longest sequence, as far as the model goes.
 
     Raises:
-        UsageError: The model has fewer positions than `max_model_len`, or the cache does not hold one sequence.
+        UsageError: The model has fewer positions than `max_model_len`.
     """
     positions = int(getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
     length = options.max_model_len or positions
     if length > positions:
         raise UsageError(f"max_model_len: the model has {positions} positions, got {length}")
+    return length
+
+
+def _size(options: Options, config: Any, per_block: int, device: torch.device) -> tuple[int, int]:
+    """Blocks of the KV cache, and tokens of the longest sequence.
+
+    Raises:
+        UsageError: The model has fewer positions than `max_model_len`, or the cache does not hold one sequence.
+    """
+    length = _length(options, config)
     one = blocks_for(length) * per_block
     budget = options.kv_cache_memory
-    if budget is None:
+    if budget is None and device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading took
+        budget = min(options.max_num_seqs * one, int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE))
+    elif budget is None:
         available = int(psutil.virtual_memory().available * _KV_SHARE)
         budget = min(options.max_num_seqs * one, max(_KV_BYTES, one if options.max_model_len else 0), available)
     blocks = budget // per_block

@@ -15,7 +15,7 @@ class Runner(Protocol):
     """Holds the weights and the memory of the KV cache.
 
     Attributes:
-        name: "native" or "transformers".
+        name: "native", "device" or "transformers".
         weight_bytes: Bytes of the weights that one token is multiplied with.
         kv_element: Format of cached keys and values.
         kv_bytes: Memory of the whole cache.
@@ -34,7 +34,8 @@ class Runner(Protocol):
         A call that raised may be repeated with some of the same works.
 
         Returns:
-            float32 ``[n, vocab]``: logits after the last token of each work that `samples`, in their order.
+            float32 ``[n, vocab]``: logits after the last token of each work that `samples`, in their order; on the
+            runner's device. The next call may overwrite them.
         """
 
     def release(self, sequence: Sequence) -> None:
