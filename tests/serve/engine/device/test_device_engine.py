@@ -119,7 +119,7 @@ def test_quantized_models_make_the_tokens_of_the_cpu_engine(
 
 
 def with_kv_scales(folder: Path, out: Path, heads: int | None) -> Path:
-    """A copy of a model with scales for an FP8 cache: of each tensor, or of each head as compressed-tensors has them."""
+    """A copy of a model with scales for an FP8 cache: of tensors, or of heads as compressed-tensors has them."""
     import json
     import shutil
 
@@ -277,7 +277,7 @@ def test_mixtures_of_experts_are_run_by_transformers_and_the_reason_is_said(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_device_is_refused_in_one_line(llama_folder: Path) -> None:
-    with pytest.raises(KernelUnavailable, match="device cuda: torch .* sees no NVIDIA GPU here"):
+    with pytest.raises(KernelUnavailable, match=r"device cuda: torch .* sees no NVIDIA GPU here"):
         Engine(llama_folder, device="cuda")
     for name in ("gpu", "meta", "cuda:x"):
         with pytest.raises(UsageError, match="device: expected cpu, cuda or cuda:N"):
