@@ -79,6 +79,9 @@ def _scheme_help() -> str:
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
 @click.option("--target", metavar="ENGINE:HARDWARE[:tpN]", help="Refuse what will not load there, e.g. vllm:h100:tp4.")
 @click.option("--base-model", metavar="ID", help="For the model card: MODEL's id on the hub, where it is a folder.")
+@click.option(
+    "--device", default="cpu", show_default=True, metavar="DEVICE", help="Where to cast: cpu, cuda or cuda:N."
+)
 @click.option("--workers", type=click.IntRange(min=1), help="Threads.  [default: one per core, at most 8]")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists, at the very end.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every tensor instead of a summary by layer.")
@@ -101,6 +104,7 @@ def quantize(
     kv_cache: str | None,
     target: str | None,
     base_model: str | None,
+    device: str,
     workers: int | None,
     overwrite: bool,
     verbose: bool,
@@ -140,6 +144,7 @@ def quantize(
             ),
             kv_cache=kv_cache is not None,
             target=target,
+            device=device,
             progress=progress,
             revision=revision,
             base_model=base_model,

@@ -32,7 +32,7 @@ def run_step(checkpoint: Checkpoint, step: Step, shard: ShardWriter | None) -> l
     if shard is None or step.output is None:
         return [copy_digest(checkpoint, source) for source in step.sources]
     if step.change is Change.KEEP:
-        return [copy_tensor(checkpoint, info, shard, "auto")]
+        return [copy_tensor(checkpoint, info, shard)]
     if step.change is Change.DECODE:
         digests = [copy_digest(checkpoint, source) for source in step.sources]
         _decode(checkpoint, step, shard)

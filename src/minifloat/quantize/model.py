@@ -44,7 +44,7 @@ from minifloat.quantize.digest import combine
 from minifloat.quantize.plan import Override, Plan, TensorPlan, make_plan
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.stats import CastStats
-from minifloat.quantize.stream import copy_digest, copy_tensor, part_amax, part_digest, quantize_part
+from minifloat.quantize.stream import Caster, copy_digest, copy_tensor, part_amax, part_digest, quantize_part
 from minifloat.scheme import DEFAULT_SCHEME, Scheme, get_scheme
 
 #: Called with bytes of source done, bytes in all, and what is being done.
@@ -66,6 +66,7 @@ def quantize_checkpoint(
     calibration: Calibration | None = None,
     kv_cache: bool = False,
     target: str | None = None,
+    device: str = "cpu",
     impl: str = "auto",
     progress: Progress | None = None,
     revision: str | None = None,
@@ -84,7 +85,9 @@ def quantize_checkpoint(
         calibration: Activation statistics and the rule that makes static scales of them.
         kv_cache: Write scales of an FP8 KV cache; needs `calibration`.
         target: Where it is to run, as in ``"vllm:h100:tp4"``: what will not load there is refused.
-        impl: Implementation of the cast: "auto", "cpu" or "reference".
+        device: Where weights are cast: "cpu", "cuda" or "cuda:N". The same bits either way; the sums of errors in the
+            report differ by the order of summation.
+        impl: Implementation of the cast: "auto", "cpu", "reference" or "triton", which is what CUDA devices run.
         progress: Called from this thread as work completes.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
         base_model: For the model card: the source's id on the hub, where the source is a folder.
@@ -99,12 +102,14 @@ def quantize_checkpoint(
         TensorError: A tensor cannot be quantized; it is named and nothing is left behind.
         NotCalibratedError: Calibration did not see a module that wants a static scale.
         SaturationError: More held-out text would saturate than is allowed.
+        KernelUnavailable: `device` or `impl` cannot cast here.
         StorageError: The system refused; the work folder stays, and the same call continues.
     """
     started = time.perf_counter()
     chosen = get_scheme(scheme) if isinstance(scheme, str) else scheme
     writer_layout = get_writer(layout)
     parsed = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
+    caster = Caster.of(device, impl)
     threads = min(processors.available(), 8) if workers is None else workers
     if threads < 1:
         raise UsageError(f"workers is at least 1, got {threads}")
@@ -113,6 +118,7 @@ def quantize_checkpoint(
     with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
         plan = make_plan(checkpoint, chosen, writer_layout, parsed)
+        caster.require(dict.fromkeys([plan.scheme, *plan.modules.values()]))
         plan, activations, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
         if target is not None:
             notes = (*notes, *require_loadable(checkpoint, plan, target))
@@ -126,7 +132,7 @@ def quantize_checkpoint(
             ) as writer,
             ThreadPoolExecutor(threads, thread_name_prefix="minifloat-quantize") as pool,
         ):
-            job = _Job(checkpoint, plan, writer, pool, impl, progress)
+            job = _Job(checkpoint, plan, writer, pool, caster, progress)
             try:
                 tensors = job.run()
             except (TensorError, CheckpointError):
@@ -214,7 +220,7 @@ class _Job:
     plan: Plan
     writer: CheckpointWriter
     pool: ThreadPoolExecutor
-    impl: str
+    caster: Caster
     progress: Progress | None
     resumed: int = 0
     done_bytes: int = 0
@@ -293,7 +299,7 @@ class _Job:
             for part in tensor.parts
         }
         futures = [
-            (part.group, self.pool.submit(part_amax, self.checkpoint, tensor.source, part, self.impl))
+            (part.group, self.pool.submit(part_amax, self.checkpoint, tensor.source, part, self.caster))
             for tensor in self.plan.tensors
             for part in tensor.parts
             if part.scheme.weight.needs_tensor_amax and part.group in unfinished
@@ -320,10 +326,10 @@ class _Job:
             for constant in tensor.constants:
                 shard.write(constant.tensor.name, np.float32(constant.value).reshape(1))
             if not tensor.parts:
-                work.append((tensor, self.pool.submit(copy_tensor, self.checkpoint, info, shard, self.impl)))
+                work.append((tensor, self.pool.submit(copy_tensor, self.checkpoint, info, shard, self.caster)))
                 continue
             futures = [
-                self.pool.submit(quantize_part, self.checkpoint, info, part, amaxes.get(part.group), shard, self.impl)
+                self.pool.submit(quantize_part, self.checkpoint, info, part, amaxes.get(part.group), shard, self.caster)
                 for part in tensor.parts
             ]
             work.append((tensor, futures))

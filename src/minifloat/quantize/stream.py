@@ -2,12 +2,16 @@
 
 Memory is a slab per thread, whatever the size of the tensor. Slabs are cut at multiples of the scheme's block rows, so
 cutting never changes a bit of the result; a scheme with one scale per tensor learns its amax in a pass of its own.
+
+On a GPU a thread does the same with larger slabs, from and to pinned memory on a stream of its own, and waits for its
+slab. Disk, copies and kernel overlap because the threads are at different steps: none of them needs two slabs at once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,56 +19,112 @@ import numpy.typing as npt
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.checkpoint.shard import ShardWriter
-from minifloat.errors import NonFiniteError
+from minifloat.errors import KernelUnavailable, NonFiniteError, UsageError
 from minifloat.formats import E2M1, E4M3
 from minifloat.kernels.quantize import amax as slab_amax
-from minifloat.kernels.quantize import quantize_rows
+from minifloat.kernels.quantize import quantize_rows, why_not
 from minifloat.quantize.digest import name_digest, new_hasher
 from minifloat.quantize.plan import Part
 from minifloat.quantize.roles import is_dense_float
 from minifloat.quantize.stats import CastStats
+from minifloat.scheme import Scheme
 
 #: Bytes of source that a thread holds at a time: small enough for its L2 cache, large enough to hide system calls.
 SLAB_BYTES = 2 << 20
+#: The same where a GPU casts: a launch and two copies have to be little beside reading the slab.
+DEVICE_SLAB_BYTES = 16 << 20
 
 Bytes = npt.NDArray[np.uint8]
 
 _scratch = threading.local()
 
 
-def _buffer(name: str, nbytes: int) -> Bytes:
-    """This thread's reusable memory: fresh pages for every slab would cost more than the cast."""
-    buffer: Bytes | None = getattr(_scratch, name, None)
-    if buffer is None or buffer.nbytes < nbytes:
-        buffer = np.empty(nbytes, np.uint8)
-        setattr(_scratch, name, buffer)
-    return buffer[:nbytes]
+@dataclass(frozen=True)
+class Caster:
+    """Who casts slabs, and in which memory of the host they wait for it.
+
+    Attributes:
+        impl: Implementation of `minifloat.kernels.quantize`.
+        device: Where ``"triton"`` casts.
+    """
+
+    impl: str = "auto"
+    device: str = "cpu"
+
+    @classmethod
+    def of(cls, device: str, impl: str = "auto") -> Caster:
+        """Who casts on a device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+
+        Raises:
+            UsageError: There is no such kind of device, or `impl` does not run on it.
+        """
+        kind, colon, index = device.partition(":")
+        if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdecimal())):
+            raise UsageError(f"weights are cast on cpu, cuda or cuda:N, not on {device!r}")
+        if kind == "cuda" and impl not in ("auto", "triton"):
+            raise UsageError(f"impl {impl!r} casts on the CPU, not on {device}")
+        return cls("triton" if kind == "cuda" else impl, device)
+
+    def require(self, schemes: Iterable[Scheme]) -> None:
+        """See that a GPU can cast to all of these, before anything is written.
+
+        Raises:
+            KernelUnavailable: It cannot.
+        """
+        for scheme in schemes if self.impl == "triton" else ():
+            reason = why_not(self.impl, scheme.weight, self.device)
+            if reason:
+                raise KernelUnavailable(f"{scheme.name} cannot be cast on {self.device}: {reason}")
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of source that a thread holds at a time, about."""
+        return DEVICE_SLAB_BYTES if self.impl == "triton" else SLAB_BYTES
+
+    def buffer(self, name: str, nbytes: int) -> Bytes:
+        """This thread's reusable memory: fresh pages for every slab would cost more than the cast."""
+        buffer: Bytes | None = getattr(_scratch, f"{self.device} {name}", None)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self._allocate(nbytes)
+            setattr(_scratch, f"{self.device} {name}", buffer)
+        return buffer[:nbytes]
+
+    def _allocate(self, nbytes: int) -> Bytes:
+        if self.impl != "triton":
+            return np.empty(nbytes, np.uint8)
+        from minifloat.kernels.quantize import triton  # imports torch and triton
+
+        return triton.host_buffer(nbytes, self.device)
 
 
-def _slabs(checkpoint: Checkpoint, info: TensorInfo, part: Part) -> Iterator[tuple[int, int, Bytes]]:
+#: Who casts, or only checks, where nobody asked for a GPU.
+CPU = Caster()
+
+
+def _slabs(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster) -> Iterator[tuple[int, int, Bytes]]:
     """The rows of a part as ``(first, last + 1, bytes)``; the bytes are valid until the next step."""
     rows, cols = part.shape
     row_bytes = cols * _itemsize(info)
     step = part.scheme.weight.granularity.row_multiple or 1
-    slab_rows = max(SLAB_BYTES // max(row_bytes, 1) // step, 1) * step
-    matrix = _transposed_matrix(checkpoint, info, part) if part.transposed else None
+    slab_rows = max(caster.slab_bytes // max(row_bytes, 1) // step, 1) * step
+    matrix = _transposed_matrix(checkpoint, info, part, caster) if part.transposed else None
     first_byte = (part.matrix * (info.shape[-2] if len(info.shape) > 2 else 0) + part.first_row) * row_bytes
     for start in range(0, rows, slab_rows):
         stop = min(start + slab_rows, rows)
         if matrix is not None:
             yield start, stop, matrix[start:stop].reshape(-1).view(np.uint8)
             continue
-        slab = _buffer("source", (stop - start) * row_bytes)
+        slab = caster.buffer("source", (stop - start) * row_bytes)
         checkpoint.read_into(info, slab, first_byte + start * row_bytes)
         yield start, stop, slab
 
 
-def _transposed_matrix(checkpoint: Checkpoint, info: TensorInfo, part: Part) -> npt.NDArray[Any]:
+def _transposed_matrix(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster) -> npt.NDArray[Any]:
     """The rows of a part whose source stores ``[K, all rows]``: one expert's matrix is read whole and turned."""
     _, inputs, outputs = info.shape
     itemsize = _itemsize(info)
     nbytes = inputs * outputs * itemsize
-    data = _buffer("matrix", nbytes)
+    data = caster.buffer("matrix", nbytes)
     checkpoint.read_into(info, data, part.matrix * nbytes)
     elements = data.view(f"u{itemsize}").reshape(inputs, outputs)
     return np.ascontiguousarray(elements[:, part.first_row : part.first_row + part.shape[0]].T)
@@ -74,15 +134,16 @@ def _itemsize(info: TensorInfo) -> int:
     return info.nbytes // max(int(np.prod(info.shape)), 1)
 
 
-def part_amax(checkpoint: Checkpoint, info: TensorInfo, part: Part, impl: str) -> float:
+def part_amax(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster) -> float:
     """The amax of a weight.
 
     Raises:
         NonFiniteError: NaN or Inf in it.
     """
     largest = 0.0
-    for start, stop, slab in _slabs(checkpoint, info, part):
-        value, nonfinite = slab_amax(slab, info.dtype, (stop - start, part.shape[1]), impl=impl)
+    for start, stop, slab in _slabs(checkpoint, info, part, caster):
+        shape = (stop - start, part.shape[1])
+        value, nonfinite = slab_amax(slab, info.dtype, shape, impl=caster.impl, device=caster.device)
         _refuse(info, nonfinite, start, stop)
         largest = max(largest, value)
     return largest
@@ -91,7 +152,7 @@ def part_amax(checkpoint: Checkpoint, info: TensorInfo, part: Part, impl: str) -
 def part_digest(checkpoint: Checkpoint, info: TensorInfo, part: Part) -> str:
     """The digest of a weight's source, without doing anything else: what `quantize_part` returns."""
     hasher = new_hasher()
-    for _, _, slab in _slabs(checkpoint, info, part):
+    for _, _, slab in _slabs(checkpoint, info, part, CPU):
         hasher.update(slab)
     return name_digest(hasher)
 
@@ -105,7 +166,7 @@ def copy_digest(checkpoint: Checkpoint, info: TensorInfo) -> str:
 
 
 def quantize_part(
-    checkpoint: Checkpoint, info: TensorInfo, part: Part, amax: float | None, shard: ShardWriter, impl: str
+    checkpoint: Checkpoint, info: TensorInfo, part: Part, amax: float | None, shard: ShardWriter, caster: Caster
 ) -> tuple[CastStats, str]:
     """Quantize one weight into a shard.
 
@@ -115,7 +176,7 @@ def quantize_part(
         part: Which weight of it, and what it becomes.
         amax: The amax of the tensor's group, where the scheme needs one.
         shard: Where the codes and scales are written.
-        impl: Implementation of the cast.
+        caster: Who casts.
 
     Returns:
         The error of the cast, and the digest of the bytes that were read.
@@ -130,16 +191,17 @@ def quantize_part(
     grid = spec.granularity.scale_shape(part.shape)
     scales = np.empty(grid, np.float32 if spec.scale.bits > 8 else np.uint8)
     stats, hasher = CastStats(), new_hasher()
-    for start, stop, slab in _slabs(checkpoint, info, part):
+    for start, stop, slab in _slabs(checkpoint, info, part, caster):
         hasher.update(slab)
-        codes = _buffer("codes", (stop - start) * row_bytes)
+        codes = caster.buffer("codes", (stop - start) * row_bytes)
         result = quantize_rows(
             slab,
             info.dtype,
             (stop - start, cols),
             spec,
             tensor_amax=amax,
-            impl=impl,
+            impl=caster.impl,
+            device=caster.device,
             out_codes=codes.reshape(stop - start, row_bytes),
         )
         _refuse(info, result.nonfinite, start, stop)
@@ -152,28 +214,28 @@ def quantize_part(
     return stats, name_digest(hasher)
 
 
-def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, impl: str) -> str:
+def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, caster: Caster = CPU) -> str:
     """Copy a tensor bit for bit; a floating-point one is checked on the way. Returns the digest of its bytes.
 
     Raises:
         NonFiniteError: NaN or Inf in it.
     """
     hasher = new_hasher()
-    for start, slab in chunks(checkpoint, info):
+    for start, slab in chunks(checkpoint, info, caster):
         hasher.update(slab)
         if is_dense_float(info):
             elements = slab.nbytes // _itemsize(info)
-            _, nonfinite = slab_amax(slab, info.dtype, (1, elements), impl=impl)
+            _, nonfinite = slab_amax(slab, info.dtype, (1, elements), impl=caster.impl, device=caster.device)
             if nonfinite:
                 raise NonFiniteError(info.name, f"{nonfinite} values are NaN or Inf; the checkpoint is damaged")
         shard.write(info.name, slab, start)
     return name_digest(hasher)
 
 
-def chunks(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[tuple[int, Bytes]]:
+def chunks(checkpoint: Checkpoint, info: TensorInfo, caster: Caster = CPU) -> Iterator[tuple[int, Bytes]]:
     """A tensor as ``(first byte, bytes)``; the bytes are valid until the next step."""
-    for start in range(0, info.nbytes, SLAB_BYTES):
-        slab = _buffer("source", min(SLAB_BYTES, info.nbytes - start))
+    for start in range(0, info.nbytes, caster.slab_bytes):
+        slab = caster.buffer("source", min(caster.slab_bytes, info.nbytes - start))
         checkpoint.read_into(info, slab, start)
         yield start, slab
 
