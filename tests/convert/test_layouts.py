@@ -283,3 +283,14 @@ def test_sidecars_the_card_and_where_it_came_from_are_carried_over(tmp_path: Pat
     saved = json.loads((tmp_path / "out" / "minifloat.json").read_text())
     assert saved == report.to_dict()
     assert saved["provenance"]["command"] == "minifloat convert model OUT --layout modelopt"
+
+
+def test_what_the_card_said_of_deployment_is_not_carried_into_another_layout(tmp_path: Path) -> None:
+    quantize_checkpoint(INTEROP / "base-llama", tmp_path / "source", "fp8-dynamic")
+    before = (tmp_path / "source" / "README.md").read_text()
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", "modelopt")
+    after = (tmp_path / "out" / "README.md").read_text()
+    assert "## Deployment" in before
+    assert "vllm serve" not in after
+    assert "minifloat deployment" not in after
+    assert after.startswith(before[: before.index("<!-- minifloat deployment: begin -->")] + "## Made with\n")

@@ -65,11 +65,20 @@ def test_a_base_model_that_is_no_id_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("scheme", ["fp8-block", "fp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    ("scheme", "overrides"),
+    [
+        ("fp8-block", []),
+        ("fp8", []),
+        ("mxfp4", []),
+        ("nvfp4", []),
+        ("fp8-dynamic", [r"layers\.2\.self_attn=bf16", r"layers\.3\.mlp=mxfp4"]),
+    ],
+)
 def test_commands_are_given_for_the_engines_that_load_the_written_checkpoint_and_for_no_other(
-    tmp_path: Path, scheme: str
+    tmp_path: Path, scheme: str, overrides: list[str]
 ) -> None:
-    quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme)
+    quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, overrides=overrides)
     text = (tmp_path / "out" / "README.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     table = {row[0]: dict(zip(HARDWARE, row[1:], strict=True)) for row in rows if row[0] in ENGINES.values()}

@@ -5,15 +5,19 @@ The answers are those of `minifloat check`, from the same tables; an engine that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
 
 from minifloat.check import ENGINES, HARDWARE, CheckReport, Target, Verdict
 from minifloat.check.judge import judge
-from minifloat.check.subject import Subject
+from minifloat.check.subject import Subject, Weight
 from minifloat.check.verdict import Case
 from minifloat.report.card import markdown, markers
+from minifloat.report.text import layer_pattern
 
 BEGIN, END = markers("deployment")
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
 #: In the table; the reasons are beside it.
 _CELLS = {
     Verdict.LOADS: "yes",
@@ -39,12 +43,26 @@ Reports = Mapping[str, Mapping[str, CheckReport]]
 
 def check_everywhere(subject: Subject, model: str) -> dict[str, dict[str, CheckReport]]:
     """What `check` says of every engine on every hardware that it knows, on one device."""
+    subject = _layers_once(subject)
     return {
         engine: {
             name: judge(model, None, Case(subject, Target(engine, hardware))) for name, hardware in HARDWARE.items()
         }
         for engine in ENGINES
     }
+
+
+def _layers_once(subject: Subject) -> Subject:
+    """A model without the layers that are as an earlier one: rules look into layers, and so many need not be seen."""
+    layers: dict[str, list[Weight]] = {}
+    for weight in subject.weights:
+        match = _LAYER.match(weight.module)
+        layers.setdefault(match[0] if match else weight.module, []).append(weight)
+    first: dict[Hashable, list[Weight]] = {}
+    for name, weights in layers.items():
+        inner = tuple((one.module.removeprefix(name), one.shape, one.spec, one.activation) for one in weights)
+        first.setdefault((layer_pattern(name), inner), weights)
+    return replace(subject, weights=tuple(weight for weights in first.values() for weight in weights))
 
 
 def loads_in(reports: Mapping[str, CheckReport]) -> list[str]:
