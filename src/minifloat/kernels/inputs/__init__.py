@@ -1,20 +1,24 @@
-"""`round_inputs`: the inputs of a linear as a server with quantized inputs (W8A8) sees them, in float32.
+"""`round_inputs`: the inputs of a linear as a server with quantized inputs (W8A8) sees them; and their codes.
 
 A linear with packed weights runs through it once per call where the checkpoint declares such inputs. Plain torch takes
 a dozen passes over the input for that, several times what the product itself costs; the native library takes one.
-Left out: the codes and scales themselves, which nobody multiplies here (`minifloat.quantize.activation` gives them).
+On the CPU nobody multiplies codes and scales themselves; a GPU does, and gets them from `quantize_inputs`.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from minifloat.errors import KernelUnavailable, ShapeError
+from minifloat.kernels import triton_runtime
+from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.inputs import cpu, reference
 from minifloat.quantize.activation import check_activation
+from minifloat.quantize.cast import torch_dtype
 from minifloat.scheme import ActivationSpec
 
-__all__ = ["IMPLEMENTATIONS", "round_inputs"]
+__all__ = ["IMPLEMENTATIONS", "quantize_inputs", "round_inputs"]
 
 #: What `impl` may be, besides "auto".
 IMPLEMENTATIONS = ("reference", "cpu")
@@ -59,3 +63,61 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *
     if impl == "cpu":
         raise KernelUnavailable(f"round_inputs(impl='cpu') cannot run: {reason}")
     return reference.round_inputs(x, spec, scale)
+
+
+def quantize_inputs(
+    x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *, row_multiple: int = 1, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Quantize an input, for a product of codes.
+
+    Every implementation gives the same bits, those of `minifloat.quantize.activation.quantize_activation`.
+
+    Args:
+        x: ``[M, K]``, floating, any strides; rows that are contiguous need no copy.
+        spec: As in `round_inputs`.
+        scale: As in `round_inputs`.
+        row_multiple: Rows of zeros are appended up to a multiple of it.
+        impl: "auto" (Triton on a CUDA device, where nothing traces and no gradient is asked for), "reference" or
+            "triton".
+
+    Returns:
+        Codes ``[M', K]`` in the dtype of the element, contiguous, and float32 scales: ``[1, 1]`` of the tensor, or
+        ``[M', groups]``, column after column. Those of appended rows are any positive number.
+
+    Raises:
+        KernelUnavailable: `impl` cannot run here, or is none.
+        ShapeError: `x` is no matrix.
+        UnsupportedTensorError: Another element or granularity.
+        ValueError: `scale` is given for a dynamic spec or missing for a static one.
+    """
+    if impl not in ("auto", "reference", "triton"):
+        raise KernelUnavailable(f"quantize_inputs has no implementation {impl!r}; available: auto, reference, triton")
+    check_activation(spec, scale)
+    if x.ndim != 2:
+        raise ShapeError("x", f"expected [M, K], got {list(x.shape)}")
+    rows = -(-x.shape[0] // row_multiple) * row_multiple
+    reason = "" if impl == "reference" else _why_not_triton(x, spec, scale)
+    if reason and impl == "triton":
+        raise KernelUnavailable(f"quantize_inputs(impl='triton') cannot run: {reason}")
+    if reason or impl == "reference":
+        codes, grid = reference.quantize_inputs(x, spec, scale, rows)
+    else:
+        from minifloat.kernels.inputs import triton
+
+        codes, grid = triton.quantize_inputs(x, spec, scale, rows)
+    return codes.view(torch_dtype(spec.element)), grid
+
+
+def _why_not_triton(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> str:
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return f"it takes plain tensors and is not traced, got {type(x).__name__}"
+    if torch.is_grad_enabled() and (x.requires_grad or (scale is not None and scale.requires_grad)):
+        return "it has no gradient"
+    if x.dtype not in DTYPES:
+        return f"it takes bfloat16, float16 and float32, got {x.dtype}"
+    reason = triton_runtime.why_unavailable(str(x.device))
+    if reason:
+        return reason
+    from minifloat.kernels.inputs import triton
+
+    return triton.why_not(spec)

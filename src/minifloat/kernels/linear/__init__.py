@@ -14,8 +14,9 @@ from torch import Tensor
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, ops
+from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.inputs import round_inputs
-from minifloat.kernels.linear import cpu, reference
+from minifloat.kernels.linear import cpu, reference, scaled_mm
 from minifloat.kernels.pack import FusedWeights, PackedWeight
 from minifloat.quantize.activation import can_quantize, describe_activation
 from minifloat.quantize.tensor import QuantizedTensor
@@ -24,7 +25,7 @@ from minifloat.scheme import ActivationSpec
 __all__ = ["IMPLEMENTATIONS", "FusedWeights", "linear", "linear_fused"]
 
 #: What `impl` may be, besides "auto".
-IMPLEMENTATIONS = ("reference", "cpu")
+IMPLEMENTATIONS = ("reference", "cpu", "scaled_mm")
 
 
 def linear(
@@ -53,7 +54,9 @@ def linear(
     here they are applied before it. The two, and the order of summation, differ by float32 rounding only, 2**-24 of
     the largest partial sum per addition: far below the half step of E4M3, 2**-4, that quantizing costs. Tensor cores
     that keep fewer bits while they sum (Hopper's keep about 14) are not imitated, and a caller who allows TF32 on a
-    GPU has its 10 bits here too.
+    GPU has its 10 bits here too. A GPU with FP8 tensor cores computes as servers do (`scaled_mm`): on Hopper its sums
+    have those 14 bits within a step of the tensor cores. Whether inputs are quantized is said by `activation`, at every
+    number of rows; only who computes is chosen.
 
     There is no gradient through packed weights: where `x` asks for one, backward raises.
 
@@ -62,7 +65,8 @@ def linear(
         weight: A weight ``[N, K]``. Packed once with `minifloat.kernels.pack.pack`, it is fast; a `QuantizedTensor` is
             multiplied by the reference, which decodes it in every call.
         bias: ``[N]``, the dtype of `x`, or float32.
-        impl: "auto" (the native library for packed weights, where it is loaded), "reference" or "cpu".
+        impl: "auto" (the native library for packed weights, where it is loaded; `scaled_mm` for quantized inputs and
+            weights that are not packed, where the GPU has it), "reference", "cpu" or "scaled_mm".
         activation: How `x` is quantized; None: not at all.
         input_scale: float32, one element; given exactly where `activation` is static.
 
@@ -79,11 +83,13 @@ def linear(
 
     Source: vLLM, `cutlass_scaled_mm` and its block form; DeepSeek-V3 report, section 3.3.2, for Hopper's 14 bits.
     """
-    packed = _packed(weight, impl)
+    packed = None if impl == "scaled_mm" else _packed(weight, impl)
     if packed is not None and activation is None:
         return _multiply(x, packed, None if bias is None else (bias,))
     _check_shapes(x, weight.shape, bias)
     if activation is None:
+        if impl == "scaled_mm":
+            raise KernelUnavailable("linear(impl='scaled_mm') multiplies quantized inputs: give an activation")
         return reference.linear(x, _unpacked(weight), bias)
     spec = weight.spec
     if spec is None or not can_quantize(activation, spec):
@@ -94,7 +100,10 @@ def linear(
             "weight-only",
         )
     if packed is None:
-        return reference.quantized_linear(x, _unpacked(weight), bias, activation, input_scale)
+        stored = _unpacked(weight)
+        if isinstance(stored, QuantizedTensor) and _use_scaled_mm(x, stored, activation, impl):
+            return scaled_mm.quantized_linear(x, stored, bias, activation, input_scale)
+        return reference.quantized_linear(x, stored, bias, activation, input_scale)
     return _multiply(round_inputs(x, activation, input_scale), packed, None if bias is None else (bias,)).to(x.dtype)
 
 
@@ -138,6 +147,17 @@ def _packed(weight: QuantizedTensor | PackedWeight, impl: str) -> PackedWeight |
     if native.load() is None:
         raise KernelUnavailable(f"linear(impl='cpu') cannot run: {native.why_unavailable()}")
     return weight
+
+
+def _use_scaled_mm(x: Tensor, weight: QuantizedTensor, activation: ActivationSpec, impl: str) -> bool:
+    """The choice for quantized inputs: on a GPU, `scaled_mm` wherever it can; elsewhere only where it is named."""
+    if impl != "scaled_mm" and (impl != "auto" or not x.is_cuda):
+        return False
+    known = f"it takes bfloat16, float16 and float32, got {x.dtype}" if x.dtype not in DTYPES else ""
+    reason = known or scaled_mm.why_not(weight, activation)
+    if reason and impl == "scaled_mm":
+        raise KernelUnavailable(f"linear(impl='scaled_mm') cannot run: {reason}")
+    return not reason
 
 
 def _unpacked(weight: QuantizedTensor | PackedWeight) -> QuantizedTensor | Tensor:

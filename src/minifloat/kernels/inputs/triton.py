@@ -1,0 +1,191 @@
+"""`quantize_inputs` on a GPU: amax, scale, clamp and round in one kernel, the bits of `quantize/activation.py`.
+
+A program takes whole groups, or one row. A row that fits is read once and stays in registers; a longer one is read
+twice, the second time from the cache. Arguments are validated by the caller, `minifloat.kernels.inputs`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minifloat.formats import ElementFormat
+from minifloat.granularity import TENSOR
+from minifloat.kernels.triton_cast import (
+    INF_BITS,
+    MAGNITUDE,
+    OPTIONS,
+    bits_of,
+    constants,
+    encode_magnitude,
+    float_of,
+    float_scales,
+    sign_of,
+)
+from minifloat.quantize.scale import amax
+from minifloat.quantize.scale import float_scales as scales_of
+from minifloat.scheme import ActivationSpec
+
+#: Elements that a program looks at together where groups are small, and at most.
+_TILE = 2048
+_LARGEST_TILE = 8192
+LAUNCH: dict[str, Any] = {"num_warps": 8, **OPTIONS}
+
+
+def why_not(spec: ActivationSpec) -> str:
+    """Why the kernel does not cover `spec`; empty where it does."""
+    cols = spec.granularity.cols
+    if cols is not None and (cols & (cols - 1) or cols > _TILE):
+        return f"groups must be a power of two wide, at most {_TILE}, not {spec.granularity}"
+    return ""
+
+
+@triton.jit
+def quantize_groups(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    given_ptr,
+    rows,
+    cols,
+    groups,
+    total,
+    x_stride,
+    scale_row_stride,
+    scale_col_stride,
+    BF16: tl.constexpr,
+    GIVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ELEMENT_MANTISSA: tl.constexpr,
+    ELEMENT_BIAS: tl.constexpr,
+    ELEMENT_MAX: tl.constexpr,
+    ELEMENT_SIGN: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+):
+    """Quantize ``GROUPS`` groups of columns.
+
+    Args:
+        x_ptr: ``[rows, cols]``, rows `x_stride` apart; int16 where BF16, else float16 or float32.
+        codes_ptr: uint8, contiguous; rows beyond those of `x` become zeros.
+        scales_ptr: float32 ``[rows, groups]``; not written where GIVEN.
+        given_ptr: float32, one element; read where GIVEN.
+        rows: Of `x`.
+        cols: Of `x`.
+        groups: Of a row.
+        total: Of the codes, in all.
+        x_stride: In elements.
+        scale_row_stride: As before.
+        scale_col_stride: As before.
+        BF16: Whether `x` is bfloat16.
+        GIVEN: Whether the scale is given.
+        GROUP: Columns of a group, a power of two; 0: all.
+        GROUPS: Groups of one program.
+        CHUNK: Columns of a group that are looked at together.
+        WHOLE: Whether that is all of them.
+        LARGEST: Of the format, a float.
+        ELEMENT_MANTISSA: `triton_cast.constants` of the format.
+        ELEMENT_BIAS: As before.
+        ELEMENT_MAX: As before.
+        ELEMENT_SIGN: Where the sign of a code is.
+        NAN_CODE: Of the format.
+    """
+    index = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    row, group = index // groups, index % groups
+    col = (group * GROUP)[:, None] + tl.arange(0, CHUNK)[None, :]
+    exists = (index < total)[:, None]
+    inside = exists & (row < rows)[:, None]
+    chunks = 1 if WHOLE else tl.cdiv(cols, CHUNK)
+    first = _load(x_ptr, row[:, None] * x_stride + col, inside & (col < cols), BF16)
+    if GIVEN:
+        scale = tl.zeros([GROUPS], tl.float32) + tl.load(given_ptr)
+    else:
+        largest = tl.max(first & MAGNITUDE, 1)
+        if not WHOLE:
+            for chunk in range(1, chunks):
+                at = col + chunk * CHUNK
+                bits = _load(x_ptr, row[:, None] * x_stride + at, inside & (at < cols), BF16)
+                largest = tl.maximum(largest, tl.max(bits & MAGNITUDE, 1))
+        # NaN has the largest bits of all, so it wins; so does Inf over numbers.
+        scale = float_scales(float_of(largest), LARGEST)
+        tl.store(scales_ptr + row * scale_row_stride + group * scale_col_stride, scale, index < total)
+    full = tl.broadcast_to(scale[:, None], [GROUPS, CHUNK])
+    for chunk in range(chunks):
+        at = col + chunk * CHUNK
+        bits = first
+        if not WHOLE:
+            bits = _load(x_ptr, row[:, None] * x_stride + at, inside & (at < cols), BF16)
+        quotient = bits_of(tl.div_rn(float_of(bits), full))
+        magnitude = quotient & MAGNITUDE
+        code = encode_magnitude(magnitude, ELEMENT_MANTISSA, ELEMENT_BIAS, ELEMENT_MAX)
+        code |= sign_of(quotient) << ELEMENT_SIGN
+        code = tl.where(magnitude > INF_BITS, NAN_CODE, code)
+        tl.store(codes_ptr + row[:, None] * cols + at, code.to(tl.uint8), exists & (at < cols))
+
+
+@triton.jit
+def _load(x_ptr, offsets, mask, BF16: tl.constexpr):
+    """Elements as bits of float32, zero where `mask` is not."""
+    if BF16:
+        return tl.load(x_ptr + offsets, mask, 0).to(tl.int32) << 16
+    return bits_of(tl.load(x_ptr + offsets, mask, 0.0).to(tl.float32))
+
+
+def quantize_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
+    """See `minifloat.kernels.inputs.quantize_inputs`; `x` is ``[M, K]``, and `rows` those of the codes."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    cols = x.shape[1]
+    width = spec.granularity.cols or cols
+    groups = -(-cols // width) if cols else 0
+    if scale is None and spec.granularity == TENSOR:  # of all programs together: known before the first rounds
+        scale = scales_of(amax(x, TENSOR), spec.element)
+    codes = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
+    if scale is None:
+        grid = torch.empty(groups, rows, dtype=torch.float32, device=x.device).t()
+        given = grid
+    else:
+        given = scale.to(x.device, torch.float32).reshape(1, 1)
+        grid = given
+    total = rows * groups
+    if total and cols:
+        source = x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+        arguments = kernel_arguments(spec, x.dtype, cols, given=scale is not None)
+        quantize_groups[(-(-total // arguments["GROUPS"]),)](
+            source, codes, grid, given, x.shape[0], cols, groups, total, x.stride(0), *grid.stride(),
+            **arguments, **LAUNCH,
+        )  # fmt: skip
+    return codes, grid
+
+
+def kernel_arguments(spec: ActivationSpec, dtype: torch.dtype, cols: int, *, given: bool) -> dict[str, Any]:
+    """The constants that `quantize_groups` is compiled with.
+
+    Args:
+        spec: How inputs are quantized.
+        dtype: Of the input.
+        cols: Columns of the input.
+        given: Whether the scale is given.
+    """
+    element: ElementFormat = spec.element
+    width = spec.granularity.cols or 0
+    chunk = width or min(1 << max(cols - 1, 1).bit_length(), _LARGEST_TILE)
+    return {
+        "BF16": dtype == torch.bfloat16,
+        "GIVEN": given,
+        "GROUP": width,
+        "GROUPS": max(_TILE // chunk, 1),
+        "CHUNK": chunk,
+        "WHOLE": chunk >= (width or cols),
+        "LARGEST": element.max,
+        "ELEMENT_SIGN": element.bits - 1,
+        "NAN_CODE": element.nan_code,
+        **constants(element, "ELEMENT"),
+    }

@@ -1,0 +1,131 @@
+"""W8A8 as the hardware does it: inputs quantized by one kernel, codes multiplied by `torch.nn.functional.scaled_mm`.
+
+Which recipe multiplies follows from the two granularities, and nothing else; the number of rows of `x` plays no part in
+what is computed. Sums are taken without `use_fast_accum`, so on Hopper partial sums of its tensor cores are added up in
+float32. Beside it: `reference.quantized_linear`, which differs by float32 rounding.
+
+Source: torch 2.13, `_scaled_mm_v2`: K and N multiples of 16; `TensorWise` scales of one element, `RowWise` ``[M, 1]``
+and ``[1, N]``; `BlockWise1x128` ``[M, K / 128]`` with strides ``(1, M)``; `BlockWise128x128` ``[L, N / 128]`` with
+strides ``(1, L)``, L being K / 128 up to a multiple of 4; the latter two on compute capability 9.0 and CUDA 12.9 only.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import ScalingType
+
+from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN, Granularity
+from minifloat.kernels.inputs import quantize_inputs
+from minifloat.quantize.tensor import QuantizedTensor
+from minifloat.scheme import ActivationSpec
+
+#: Columns and rows of a weight must be a multiple of it on CUDA.
+ALIGNMENT = 16
+#: Scales of columns of blocks lie a multiple of it apart.
+_SCALE_ALIGNMENT = 4
+_MIN_CAPABILITY = (8, 9)
+_BLOCK_CAPABILITY = (9, 0)
+
+
+class Recipe(enum.Enum):
+    """Which scales multiply a product of codes."""
+
+    TENSOR = "tensor"
+    ROW = "row"
+    BLOCK = "block"
+
+
+def recipe_of(inputs: Granularity, weight: Granularity) -> Recipe | None:
+    """The recipe for two granularities; None where `scaled_mm` has none."""
+    if inputs == TENSOR and weight == TENSOR:
+        return Recipe.TENSOR
+    if inputs in (TENSOR, TOKEN) and weight in (TENSOR, CHANNEL):
+        return Recipe.ROW
+    return Recipe.BLOCK if inputs == GROUP_128 and weight == BLOCK_128 else None
+
+
+def why_not(weight: QuantizedTensor, activation: ActivationSpec) -> str:
+    """Why `scaled_mm` does not multiply such inputs with a weight where it lies; empty where it does.
+
+    Args:
+        weight: E4M3 with float32 scales.
+        activation: How inputs are quantized.
+    """
+    recipe = recipe_of(activation.granularity, weight.spec.granularity)
+    if recipe is None:
+        return f"scaled_mm has no recipe for inputs per {activation.granularity}, weights per {weight.spec.granularity}"
+    device = weight.codes.device
+    if device.type == "cpu":
+        return "scaled_mm multiplies blocks on CUDA devices only" if recipe is Recipe.BLOCK else ""
+    if device.type != "cuda":
+        return f"the weight is on {device}"
+    if torch.version.hip is not None:
+        return "this torch is built for ROCm"
+    rows, cols = weight.shape
+    multiple = (BLOCK_128.cols or 1) if recipe is Recipe.BLOCK else ALIGNMENT
+    if rows % ALIGNMENT or cols % multiple:
+        return f"scaled_mm needs multiples of {ALIGNMENT} rows and {multiple} columns, the weight has {rows}x{cols}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY or (recipe is Recipe.BLOCK and capability != _BLOCK_CAPABILITY):
+        needed = "9.0" if recipe is Recipe.BLOCK else "8.9 or above"
+        return f"compute capability {capability[0]}.{capability[1]}; scaled_mm by {recipe.value} needs {needed}"
+    return ""
+
+
+def quantized_linear(
+    x: Tensor, weight: QuantizedTensor, bias: Tensor | None, activation: ActivationSpec, input_scale: Tensor | None
+) -> Tensor:
+    """``x @ weight.T + bias`` with a quantized `x`; arguments as in `minifloat.kernels.linear.linear`.
+
+    The bias is added in float32: by the product where it has the dtype of a 16-bit `x`, and else to its float32 result.
+    """
+    recipe = recipe_of(activation.granularity, weight.spec.granularity)
+    assert recipe is not None, "why_not was not asked"
+    matrix = x.reshape(-1, x.shape[-1])
+    rows = matrix.shape[0]
+    # Scales of rows lie M apart: whole vectors, or the copy engine refuses them.
+    codes, scale = quantize_inputs(
+        matrix, activation, input_scale, row_multiple=ALIGNMENT if recipe is Recipe.BLOCK else 1
+    )
+    fused = bias is None or (bias.dtype == x.dtype and x.dtype != torch.float32)
+    y = functional.scaled_mm(
+        codes,
+        weight.codes.view(codes.dtype).t(),
+        *input_scales(recipe, scale, codes.shape[0]),
+        *weight_scales(recipe, weight),
+        bias=bias if fused else None,
+        output_dtype=x.dtype if fused else torch.float32,
+    )[:rows]
+    if not fused and bias is not None:
+        y = (y + bias).to(x.dtype)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def input_scales(recipe: Recipe, scale: Tensor, rows: int) -> tuple[Tensor, ScalingType]:
+    """The scales of inputs as `scaled_mm` takes them, and how it calls them.
+
+    Args:
+        recipe: How they are multiplied.
+        scale: Of `quantize_inputs`.
+        rows: Of the codes.
+    """
+    if recipe is Recipe.TENSOR:
+        return scale, ScalingType.TensorWise
+    if recipe is Recipe.ROW:
+        return scale.expand(rows, 1).contiguous(), ScalingType.RowWise
+    return scale, ScalingType.BlockWise1x128
+
+
+def weight_scales(recipe: Recipe, weight: QuantizedTensor) -> tuple[Tensor, ScalingType]:
+    """The scales of a weight as `scaled_mm` takes them, and how it calls them."""
+    grid = weight.scale.float()
+    if recipe is Recipe.TENSOR:
+        return grid, ScalingType.TensorWise
+    if recipe is Recipe.ROW:
+        return grid.reshape(1, -1).expand(1, weight.shape[0]).contiguous(), ScalingType.RowWise
+    padded = functional.pad(grid, (0, -grid.shape[1] % _SCALE_ALIGNMENT))
+    return padded.contiguous().t(), ScalingType.BlockWise128x128
