@@ -67,6 +67,7 @@ def only_experts(scheme: str) -> Subject:
     return replace(whole, weights=tuple(weight for weight in whole.weights if weight.is_expert))
 
 
+HALF_OF_EXPERTS = (*only_experts("mxfp4").weights, *only_experts("fp8").weights)
 MISNAMED = replace(subject("mxfp4", "gpt-oss mxfp4"), weights=(), misnamed=True)
 RAGGED = {"mlp.gate_proj": (160, 1024), "mlp.up_proj": (160, 1024)}
 STATIC_WEIGHTS = weight_only(SCHEMES["fp8-static"])
@@ -165,6 +166,18 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
     "transformers-ragged-inputs": (
         (subject("fp8-block", shapes={"mlp.down_proj": (1024, 160)}), "transformers:cpu"),
         (subject("fp8-block"), "transformers:cpu"),
+    ),
+    "transformers-experts-blocks": (
+        (only_experts("fp8-block"), "transformers:cpu"),
+        (only_experts("fp8-dynamic"), "transformers:cpu"),
+    ),
+    "transformers-experts-nvfp4": (
+        (only_experts("nvfp4"), "transformers:cpu"),
+        (replace(only_experts("nvfp4"), model_type="llama4_text"), "transformers:cpu"),
+    ),
+    "transformers-experts-mixed": (
+        (replace(only_experts("fp8"), weights=HALF_OF_EXPERTS), "transformers:cpu"),
+        (replace(subject("fp8"), weights=(*subject("fp8").weights, *HALF_OF_EXPERTS[:3])), "transformers:cpu"),
     ),
     "transformers-dense-mxfp4": ((MISNAMED, "transformers:h100"), (subject("mxfp4"), "transformers:h100")),
     "transformers-decompresses": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from minifloat.scheme import SCHEMES
 ROOT = Path(__file__).parents[2]
 STORYBOOK = ROOT / "examples" / "storybook-4m"
 INTEROP = ROOT / "tests" / "data" / "interop"
+MakeModel = Callable[..., Path]
 #: A weight in BF16 is this close to what its codes and scales say; one that is scaled wrongly is percents away.
 ROUNDED = 2**-7
 TOKENS = torch.arange(1, 9)[None]
@@ -45,19 +47,40 @@ def what_happens(folder: Path) -> str:
     compared = 0
     with Checkpoint.open(folder) as checkpoint:
         for module, stored in describe(checkpoint).weights.items():
-            try:
-                held: Any = model.get_submodule(module)
-            except AttributeError:  # experts are fused in the model
-                continue
+            held = held_weight(model, module)
             wanted = read_weight(checkpoint, stored).dequantize()
             compared += 1
-            if (held.weight.float() - wanted).norm() > ROUNDED * wanted.norm():
+            if held.shape != wanted.shape or (held.float() - wanted).norm() > ROUNDED * wanted.norm():
                 return "wrong"
     assert compared
     return "right"
 
 
+def held_weight(model: Any, module: str) -> torch.Tensor:
+    """The weight of a linear of the checkpoint in transformers' model, where experts are fused."""
+    name = module.replace("block_sparse_moe", "mlp")  # Mixtral's on disk
+    block, is_expert, rest = name.partition(".experts.")
+    experts = model.get_submodule(f"{block}.experts") if is_expert else None
+    if experts is None or not hasattr(experts, "gate_up_proj"):
+        weight: torch.Tensor = model.get_submodule(name).weight
+        return weight
+    number, projection = rest.split(".")
+    if projection in ("down_proj", "w2"):
+        fused: torch.Tensor = experts.down_proj[int(number)]
+        return fused
+    gate, up = experts.gate_up_proj[int(number)].chunk(2)
+    return gate if projection in ("gate_proj", "w1") else up
+
+
 EXPECTED = {Verdict.REFUSED: "refused", Verdict.WRONG: "wrong", Verdict.DEGRADED: "right", Verdict.LOADS: "right"}
+
+_SIZES = {"hidden_size": 128, "intermediate_size": 256}
+OF_WHOLE_BLOCKS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_SIZES, "moe_intermediate_size": 256, "head_dim": 32},
+    "mixtral": {**_SIZES, "head_dim": 32, "num_key_value_heads": 4},
+    "deepseek_v3": {**_SIZES, "moe_intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32},
+    "llama4_text": {**_SIZES, "intermediate_size_mlp": 256, "head_dim": 32},
+}
 
 FOLDERS = sorted(
     path.name
@@ -78,6 +101,28 @@ def test_every_scheme_of_ours_does_as_the_rules_say(scheme: str, layout: str, tm
     report = check_checkpoint(tmp_path / "out", "transformers:cpu")
     assert report.verdict is Verdict.DEGRADED
     assert what_happens(tmp_path / "out") == "right", rules_of(report)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_do_as_the_rules_say(make_model: MakeModel, tmp_path: Path, model_type: str, scheme: str) -> None:
+    quantize_checkpoint(make_model(tmp_path / "m", model_type, **OF_WHOLE_BLOCKS[model_type]), tmp_path / "out", scheme)
+    report = check_checkpoint(tmp_path / "out", "transformers:cpu")
+    assert what_happens(tmp_path / "out") == EXPECTED[report.verdict], rules_of(report)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[r"\.experts\.=mxfp4"], [r"\.experts\.=mxfp4", "o_proj=mxfp8"], [r"layers\.0\..*\.experts\.=mxfp4"]],
+    ids=["another scheme", "one of three", "two schemes"],
+)
+def test_experts_of_other_schemes_than_the_rest_do_as_the_rules_say(
+    make_model: MakeModel, tmp_path: Path, overrides: list[str]
+) -> None:
+    made = make_model(tmp_path / "m", "qwen3_moe", **OF_WHOLE_BLOCKS["qwen3_moe"])
+    quantize_checkpoint(made, tmp_path / "out", "fp8", overrides=overrides)
+    report = check_checkpoint(tmp_path / "out", "transformers:cpu")
+    assert what_happens(tmp_path / "out") == EXPECTED[report.verdict], rules_of(report)
 
 
 def test_dense_mxfp4_gets_random_weights_without_an_error(tmp_path: Path) -> None:

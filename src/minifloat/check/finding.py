@@ -257,6 +257,33 @@ def weight_only_blocks(case: Case) -> Iterator[str]:
     yield from named(w for w in case.weights(Kind.FP8_WEIGHT_ONLY) if w.spec and w.spec.granularity == BLOCK_128)
 
 
+def _experts_that_transformers_fuses(case: Case) -> Iterator[Weight]:
+    """Experts whose weights transformers stacks while it loads them; Llama 4's it keeps as linears."""
+    if case.subject.layout == compressed_tensors.NAME and not case.subject.model_type.startswith("llama4"):
+        yield from (weight for weight in case.subject.quantized if weight.is_expert)
+
+
+def experts_in_blocks(case: Case) -> Iterator[str]:
+    """E4M3 experts whose scales are neither one per tensor nor one per channel."""
+    for weight in _experts_that_transformers_fuses(case):
+        assert weight.spec is not None
+        grid = weight.spec.granularity.scale_shape(weight.shape)
+        if weight.spec.element is E4M3 and any(n not in (1, size) for n, size in zip(grid, weight.shape, strict=True)):
+            yield from named([weight])
+
+
+def experts_with_global_scale(case: Case) -> Iterator[str]:
+    """NVFP4 experts."""
+    yield from named(w for w in _experts_that_transformers_fuses(case) if w.spec and w.spec.has_global_scale)
+
+
+def experts_of_several_elements(case: Case) -> Iterator[str]:
+    """Experts of which some have 4 bits and others 8."""
+    experts = list(_experts_that_transformers_fuses(case))
+    if len({weight.spec.element for weight in experts if weight.spec is not None}) > 1:
+        yield from named(experts)
+
+
 def needs_amx(case: Case) -> Iterator[str]:
     """What vLLM multiplies with AMX on a CPU: E4M3 in blocks, and experts as gpt-oss stores them."""
     yield from named(case.weights(Kind.FP8_BLOCK))

@@ -27,6 +27,9 @@ SPEC_VERSION = "0.20.0"
 _AUXILIARY = re.compile(r"\.([kqv]_scale|weight_shape|input_global_scale|[kqv]_zero_point)$")
 _ELEMENTS = {4: E2M1, 8: E4M3}
 _HEAD = "lm_head"
+#: A module of one expert, and the target that stands for all of them.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -76,12 +79,16 @@ class CompressedTensorsWriter:
         """One config group per scheme; with several schemes each group lists its modules, so that none overlap.
 
         A single group targets the class of all linears, and a head by its name: vLLM's `ParallelLMHead` is no Linear.
+        Experts that are all of one scheme are one pattern: transformers (5.23) finds their group by it.
         """
         schemes = sorted(set(modules.values()), key=lambda scheme: scheme.name)
         heads = [module for module in modules if module.rpartition(".")[2] == _HEAD]
+        experts = {scheme for module, scheme in modules.items() if _EXPERT.search(module)}
         groups = {}
         for number, scheme in enumerate(schemes):
             members = [module for module, its_scheme in modules.items() if its_scheme == scheme]
+            if experts == {scheme}:
+                members = [*(member for member in members if not _EXPERT.search(member)), _EXPERTS_TARGET]
             groups[f"group_{number}"] = {
                 "targets": ["Linear", *heads] if len(schemes) == 1 else members,
                 "format": _format_name(scheme),
