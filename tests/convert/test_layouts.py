@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from minifloat.formats import E4M3
 from minifloat.granularity import BLOCK_128, GROUP_32
 from minifloat.layouts import describe
 from minifloat.quantize.model import quantize_checkpoint
+from minifloat.report.card import read_metadata
 from minifloat.scheme import SCHEMES, ActivationSpec, Scheme, weight_only
 from minifloat.serve.load import load
 
@@ -293,4 +295,22 @@ def test_what_the_card_said_of_deployment_is_not_carried_into_another_layout(tmp
     assert "## Deployment" in before
     assert "vllm serve" not in after
     assert "minifloat deployment" not in after
-    assert after.startswith(before[: before.index("<!-- minifloat deployment: begin -->")] + "## Made with\n")
+    body = before[before.index("# base-llama") : before.index("<!-- minifloat deployment: begin -->")]
+    assert body + "## Made with\n" in after
+
+
+@pytest.mark.parametrize(
+    ("target", "tags"),
+    [({"layout": "modelopt"}, ["fp8", "fp8-dynamic", "minifloat", "modelopt"]), ({"dequantize": True}, ["minifloat"])],
+)
+def test_what_the_head_of_the_card_says_is_true_of_what_was_made(
+    tmp_path: Path, target: dict[str, Any], tags: list[str]
+) -> None:
+    quantize_checkpoint(INTEROP / "base-llama", tmp_path / "source", "fp8-dynamic", base_model="someone/something")
+    before = read_metadata((tmp_path / "source" / "README.md").read_text())
+    assert {"vllm", "compressed-tensors"} < set(before["tags"])
+    convert_checkpoint(tmp_path / "source", tmp_path / "out", **target)
+    after = read_metadata((tmp_path / "out" / "README.md").read_text())
+    relation = {"base_model_relation": "quantized"} if "layout" in target else {}
+    expected = {key: value for key, value in before.items() if key != "base_model_relation"}
+    assert after == expected | relation | {"tags": tags}

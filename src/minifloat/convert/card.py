@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from minifloat.check import ENGINES
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.rewrite import CARD_FILE
 from minifloat.convert.report import ConvertReport
 from minifloat.hub import model_name
-from minifloat.report.card import without_section
+from minifloat.layouts import TARGETS
+from minifloat.report.card import read_metadata, replace_metadata, without_section
+from minifloat.scheme import SCHEMES
+
+_MAKER = "minifloat"  #: a tag that stays true
+_FORMATS = {part for name in SCHEMES for part in (name, name.partition("-")[0])}
 
 
 def model_card(checkpoint: Checkpoint, report: ConvertReport) -> str:
-    """The card as Markdown. Metadata of the source (base_model, licence, ...) stays as it is; where it loads does not.
+    """The card as Markdown. Metadata of the source (base_model, licence, ...) stays where it is still true.
 
     Args:
         checkpoint: The source.
@@ -26,7 +34,7 @@ def model_card(checkpoint: Checkpoint, report: ConvertReport) -> str:
         what = f"converted from layout `{report.source_layout}` to `{report.layout}`, {exactly}"
     return "\n".join(
         [
-            without_section(before, "deployment").rstrip(),
+            without_section(_with_true_metadata(before, report.layout), "deployment").rstrip(),
             "",
             "## Converted",
             "",
@@ -40,3 +48,18 @@ def model_card(checkpoint: Checkpoint, report: ConvertReport) -> str:
             "",
         ]
     )
+
+
+def _with_true_metadata(card: str, layout: str | None) -> str:
+    """The card without tags of the former layout and of the engines that loaded it; a plain model is not quantized."""
+    try:
+        before = read_metadata(card)
+    except ValueError:
+        return card
+    after: dict[str, Any] = dict(before)
+    if layout is None and after.get("base_model_relation") == "quantized":
+        del after["base_model_relation"]
+    if isinstance(after.get("tags"), list):
+        untrue = {*TARGETS, *ENGINES} - {_MAKER} | (_FORMATS if layout is None else set())
+        after["tags"] = [tag for tag in after["tags"] if tag not in untrue] + ([] if layout is None else [layout])
+    return card if after == before else replace_metadata(card, after)

@@ -74,6 +74,12 @@ def add_metadata(card: str, values: Mapping[str, Any]) -> str:
     return card[:at] + yaml_dump(dict(values), sort_keys=False) + card[at:]
 
 
+def replace_metadata(card: str, values: Mapping[str, Any]) -> str:
+    """A card with this as its head; comments in the former one are lost."""
+    match = _HEAD.match(card)
+    return metadata_head(values) + (card if match is None else card[match.end() :])
+
+
 # ------------------------------------------------------------------------------------------------- sections
 
 
