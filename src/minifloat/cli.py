@@ -323,6 +323,7 @@ main.add_command(compare)
 @click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True))
 @click.option("--seed", type=int, help="For sampling.")
 @click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: torch's]")
 def generate(
     model: str,
@@ -333,14 +334,16 @@ def generate(
     top_p: float,
     seed: int | None,
     weight_only: bool,
+    device: str,
     threads: int | None,
 ) -> None:
     """Continue PROMPT with the checkpoint MODEL, quantized or not, streaming the text."""
     _set_threads(threads)
+    from minifloat.serve.devices import device_named
     from minifloat.serve.load import load
     from minifloat.serve.text import generate as stream
 
-    loaded = load(model, weight_only=weight_only, revision=revision)
+    loaded = load(model, device=device_named(device), weight_only=weight_only, revision=revision)
     click.echo(prompt, nl=False)
     for piece in stream(loaded, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
         click.echo(piece, nl=False)

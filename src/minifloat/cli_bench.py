@@ -25,6 +25,7 @@ _FOLDER = click.Path(path_type=Path)
 @click.option("--output-len", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens of an output.")
 @click.option("--batch-sizes", default="1,4,16", show_default=True, metavar="N,N", help="Prompts at a time.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Both take turns so often.")
+@click.option("--device", default="cpu", show_default=True, help="Where both run: cpu, cuda or cuda:N.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: all]")
 @click.option("--lm-head", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True, help="Of OUT.")
 @click.option("--kv-cache-dtype", default="auto", show_default=True, help="Of OUT: auto, bfloat16, float32 or fp8.")
@@ -44,6 +45,7 @@ def bench(
     output_len: int,
     batch_sizes: str,
     rounds: int,
+    device: str,
     threads: int | None,
     lm_head: str,
     kv_cache_dtype: str,
@@ -83,6 +85,7 @@ def bench(
             after,
             before,
             workload=workload,
+            device=device,
             threads=threads,
             lm_head=lm_head,
             kv_cache_dtype=kv_cache_dtype,

@@ -83,12 +83,15 @@ def _of_vllm(command: _Command) -> _Command:
 @_option("--api-key", multiple=True, metavar="KEY", help="Ask for one of these keys; repeatable. Others see arguments!")
 @_option("--api-key-file", type=_FILE, help="Ask for one of the keys in this file, one per line.")
 @_option("--allowed-host", multiple=True, metavar="NAME", help="Host name to answer to; repeatable.")
+@_option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
 @_option("--dtype", metavar="NAME", help="bfloat16, float16 or float32, of activations.  [default: config.json's]")
 @_option("--max-model-len", type=_COUNT, metavar="TOKENS", help="Longest prompt and answer.  [default: what fits]")
 @_option("--max-num-seqs", default=64, show_default=True, type=_COUNT, help="Requests that run at a time.")
-@_option("--max-num-batched-tokens", default=512, show_default=True, type=_COUNT, help="Tokens of one step.")
+@_option("--max-num-batched-tokens", type=_COUNT, help="Tokens of one step.  [default: 512; 4096 on a GPU]")
 @_option("--max-num-queued-reqs", default=256, show_default=True, type=click.IntRange(min=0), help="Then 503.")
-@_option("--kv-cache-memory", metavar="SIZE", help="Memory of the KV cache, e.g. 4GiB.  [default: up to 1GiB]")
+@_option(
+    "--kv-cache-memory", metavar="SIZE", help="Memory of the KV cache, e.g. 4GiB.  [default: up to 1GiB; most of a GPU]"
+)
 @_option("--kv-cache-dtype", default="auto", show_default=True, help="auto, bfloat16, fp8 or float32.")
 @_option("--lm-head", default="auto", show_default=True, help="auto, or fp8: quantize the output layer.")
 @_option("--no-prefix-cache", is_flag=True, help="Do not share equal beginnings of prompts.")

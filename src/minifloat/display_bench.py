@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -22,7 +24,7 @@ def print_gains(report: GainsReport) -> None:
     read = f"{statistics.median(report.bandwidths) / _GIGA:.1f} GB/s" if report.bandwidths else "unknown"
     console.print(
         escape(
-            f"{machine['threads']} threads, {machine['instruction_set'] or 'no native kernels'}, memory read {read}; "
+            f"{machine['gpu'] or _cpu(machine)}, memory read {read}; "
             f"prompts of {load.input_len} tokens, outputs of {load.output_len}, {load.rounds} rounds\n"
         )
     )
@@ -42,6 +44,10 @@ def print_gains(report: GainsReport) -> None:
         if engine.info["reason_not_native"]:
             name, reason = engine.info["name"], engine.info["reason_not_native"]
             console.print(escape(f"{name} runs on transformers' code: {reason}"), soft_wrap=True)
+
+
+def _cpu(machine: Mapping[str, Any]) -> str:
+    return f"{machine['threads']} threads, {machine['instruction_set'] or 'no native kernels'}"
 
 
 def _memory_table(report: GainsReport) -> Table:

@@ -31,7 +31,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors
 from minifloat.hub import model_folder, model_name
 from minifloat.kernels import native, processors
-from minifloat.kernels.bandwidth import read_bandwidth
+from minifloat.kernels.bandwidth import gpu_read_bandwidth, read_bandwidth
 
 #: Called with turns done, turns in all, and what runs now.
 Progress = Callable[[int, int, str], None]
@@ -83,7 +83,7 @@ class GainsReport:
 
     Attributes:
         date: ISO 8601.
-        machine: Cores, threads, instruction set, versions.
+        machine: GPU, cores, threads, instruction set, versions.
         workload: What ran.
         bandwidths: Bytes per second that the machine reads, of each round; empty without native kernels.
         together: Whether both engines were in memory all the time.
@@ -165,6 +165,7 @@ def bench(
     baseline: str | os.PathLike[str],
     *,
     workload: Workload | None = None,
+    device: str = "cpu",
     threads: int | None = None,
     lm_head: str = "auto",
     kv_cache_dtype: str = "auto",
@@ -177,6 +178,7 @@ def bench(
         candidate: The quantized checkpoint: a folder or a model of the hub.
         baseline: The original, the same.
         workload: What to run; by default `Workload()`.
+        device: Where both run, as in `Engine`.
         threads: What both compute with; None: as many as the process may use.
         lm_head: Of the candidate, as in `Engine`.
         kv_cache_dtype: Of the candidate, as in `Engine`.
@@ -192,7 +194,8 @@ def bench(
     load = workload or Workload()
     threads = min(threads or processors.limit(), processors.limit())
     # One sequence per prompt, and all at full length.
-    options = {"max_model_len": load.length, "max_num_seqs": max(load.batch_sizes), "prefix_cache": False}
+    options: dict[str, Any] = {"max_model_len": load.length, "max_num_seqs": max(load.batch_sizes)}
+    options |= {"prefix_cache": False, "device": device}
     candidates = options | {"lm_head": lm_head, "kv_cache_dtype": kv_cache_dtype}
     contenders = (
         _Contender(model_folder(baseline, revision=revision), options, threads),
@@ -200,13 +203,16 @@ def bench(
     )
     reads = [one.read_seconds() for one in contenders]
     needed = sum(one.nbytes + _OVERHEAD_BYTES for one in contenders) + _PROBE_BYTES
-    together = needed < psutil.virtual_memory().available
+    gpu = None if device == "cpu" else _gpu(device)
+    together = needed < (psutil.virtual_memory().available if gpu is None else gpu.free)
     bandwidths: list[float] = []
     with ExitStack() as stack:
         for one in contenders:
             stack.callback(one.close)
         for number in range(load.rounds):
-            if native.load() is not None:
+            if gpu is not None:
+                bandwidths.append(gpu_read_bandwidth(gpu.device, _PROBE_BYTES, _PROBE_PASSES).median)
+            elif native.load() is not None:
                 bandwidths.append(read_bandwidth(_PROBE_BYTES, threads, _PROBE_PASSES).median)
             for index, one in enumerate(contenders):
                 if progress is not None:
@@ -219,7 +225,7 @@ def bench(
         progress(load.rounds * len(contenders), load.rounds * len(contenders), "done")
     before, after = (one.figures(load, seconds, bandwidths) for one, seconds in zip(contenders, reads, strict=True))
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return GainsReport(date, _machine(threads), load, tuple(bandwidths), together, before, after)
+    return GainsReport(date, _machine(threads, gpu), load, tuple(bandwidths), together, before, after)
 
 
 class _Contender:
@@ -286,8 +292,28 @@ class _Contender:
         )
 
 
-def _machine(threads: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Gpu:
+    """A GPU, its name, and the bytes of its memory that are free."""
+
+    device: Any
+    name: str
+    free: int
+
+
+def _gpu(name: str) -> _Gpu:
+    """See `device_named` for what it raises."""
+    import torch
+
+    from minifloat.serve.devices import device_named
+
+    device = device_named(name)
+    return _Gpu(device, torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0])
+
+
+def _machine(threads: int, gpu: _Gpu | None) -> dict[str, Any]:
     return {
+        "gpu": None if gpu is None else gpu.name,
         "minifloat": __version__,
         "cores": processors.available(),
         "threads": threads,

@@ -315,12 +315,13 @@ def anything(case: Case) -> Iterator[str]:
 
 
 def not_native(case: Case) -> Iterator[str]:
-    """Models that the native decoder does not cover."""
+    """Models that the native decoder, or that of GPUs, does not cover."""
     from minifloat.serve.family import why_not_family
 
     config = case.subject.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    reason = why_not_family(case.subject.model_type, str(config.get("hidden_act")), str(kind))
+    experts = case.target.hardware.vendor == "cpu"
+    reason = why_not_family(case.subject.model_type, str(config.get("hidden_act")), str(kind), experts=experts)
     if reason:
-        yield re.sub(r"^its ", "", reason)
+        yield re.sub(r"^(its|it is) ", "", reason)

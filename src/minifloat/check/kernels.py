@@ -84,6 +84,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("transformers", ("a100",), (Kind.FP8_BLOCK, Kind.OTHER), "torch's BF16 linear", _DECODED, layout=_FP8),
     Kernel("transformers", _ADA_UP, (Kind.FP8_BLOCK,), "FP8Linear (DeepGEMM or Triton)", _FP8_INPUTS, layout=_FP8),
     Kernel("transformers", _CPUS, tuple(Kind), "torch's BF16 linear", _DECODED, seen=True),
+    Kernel("minifloat", _NVIDIA, tuple(Kind), "minifloat.kernels.linear", _WEIGHT_ONLY),
     Kernel("minifloat", _CPUS, _ALL_KINDS, "minifloat.kernels.linear", _WEIGHT_ONLY, seen=True),
     Kernel("minifloat", _CPUS, (Kind.OTHER,), "minifloat.kernels.linear or its reference", _WEIGHT_ONLY, seen=True),
 )

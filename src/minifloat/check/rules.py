@@ -23,6 +23,8 @@ _ADA, _BLACKWELL = 89, 100
 _ALL = tuple(HARDWARE)
 _CPU = hardware_where(lambda one: one.vendor == "cpu")
 _GPUS = hardware_where(lambda one: one.vendor != "cpu")
+_NVIDIA = hardware_where(lambda one: one.vendor == "nvidia")
+_AMD = hardware_where(lambda one: one.vendor == "amd")
 _WITHOUT_AMX = hardware_where(lambda one: one.vendor == "cpu" and not one.amx)
 _FNUZ = hardware_where(lambda one: one.fnuz)
 _SM_100 = hardware_where(lambda one: one.vendor == "nvidia" and one.capability >= _BLACKWELL)
@@ -581,14 +583,23 @@ RULES: tuple[Rule, ...] = (
     ),
     # ------------------------------------------------------------------------------------ minifloat
     Rule(
-        "minifloat-cpu-only",
+        "minifloat-nvidia-only",
         _OURS,
-        _GPUS,
-        "minifloat serve",
+        _AMD,
+        "serve/devices.py: device_named",
         Verdict.REFUSED,
         finding.anything,
-        "minifloat serves on CPUs",
-        "use --engine vllm or sglang on GPUs",
+        "minifloat serves on CPUs and on NVIDIA GPUs",
+        "use --engine vllm or sglang on AMD GPUs",
+    ),
+    Rule(
+        "minifloat-gpu-unmeasured",
+        _OURS,
+        _NVIDIA,
+        "serve/engine/device",
+        Verdict.DEGRADED,
+        finding.anything,
+        "built for GPUs from Ampere on, tested on a CPU, and neither run nor measured on a GPU yet",
     ),
     Rule(
         "minifloat-one-process",
@@ -614,7 +625,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "minifloat-not-native",
         _OURS,
-        _CPU,
+        (*_CPU, *_NVIDIA),
         "serve/family.py: why_not_family",
         Verdict.DEGRADED,
         finding.not_native,
@@ -624,7 +635,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "minifloat-kv-scales-missing",
         _OURS,
-        _CPU,
+        (*_CPU, *_NVIDIA),
         "serve/engine/opening.py",
         Verdict.LOADS,
         finding.kv_without_scales,

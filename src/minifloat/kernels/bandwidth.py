@@ -12,6 +12,7 @@ import mmap
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -74,6 +75,30 @@ def read_bandwidth(size: int, threads: int, rounds: int = 9) -> ReadBandwidth:
         samples.append(size / (time.perf_counter() - start))
         assert args.sum == len(words), "the probe did not read what it claims to have read"
     return ReadBandwidth(size, threads, tuple(samples[1:]))
+
+
+def gpu_read_bandwidth(device: Any, size: int, rounds: int = 9) -> ReadBandwidth:
+    """The same of a GPU's memory: torch adds up a buffer, several times.
+
+    Args:
+        device: torch's CUDA device.
+        size: Bytes of the buffer; far more than its caches hold.
+        rounds: Passes that count.
+    """
+    import torch
+
+    event: Any = torch.cuda.Event
+    words = torch.ones(size // torch.float32.itemsize, device=device)
+    samples = []
+    with torch.cuda.device(device):
+        for _ in range(rounds + 1):
+            start, end = event(enable_timing=True), event(enable_timing=True)
+            start.record()
+            words.sum()
+            end.record()
+            end.synchronize()
+            samples.append(words.nbytes * 1e3 / start.elapsed_time(end))
+    return ReadBandwidth(words.nbytes, 1, tuple(samples[1:]))
 
 
 def _pages(size: int) -> mmap.mmap:

@@ -34,7 +34,7 @@ def gains_section(report: GainsReport) -> str:
         "ratios, the largest less the smallest over the median.",
         "",
         f"- {report.date}, minifloat {machine['minifloat']}, {machine['threads']} threads of {machine['cores']} cores, "
-        f"{machine['instruction_set'] or 'no native kernels'}{read}",
+        f"{machine['gpu'] or machine['instruction_set'] or 'no native kernels'}{read}",
         f"- prompts of {load.input_len} random tokens, outputs of {load.output_len}, rounds: {load.rounds}, "
         f"seed {load.seed}",
         *(

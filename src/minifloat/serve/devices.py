@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from minifloat.errors import KernelUnavailable, UsageError
@@ -35,3 +37,8 @@ def device_named(name: str) -> torch.device:
         found = ".".join(map(str, capability))
         raise KernelUnavailable(f"device {name}: compute capability {found}; the kernels need 8.0 (Ampere) or newer")
     return torch.device("cuda", index)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the one that kernels are started on, in this thread: each thread begins with the first."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

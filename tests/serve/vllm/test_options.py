@@ -18,6 +18,7 @@ CLUSTER = ("--nodes", "2", "--tensor-parallel-size", "8", "--pipeline-parallel-s
 #: Options of our engine that vLLM has not, or by which it means another thing.
 ONLY_MINIFLOAT = {
     "allowed_host",
+    "device",
     "lm_head",
     "max_body_size",
     "max_connections",

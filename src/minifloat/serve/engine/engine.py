@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.hub import model_folder
+from minifloat.serve.devices import current, device_named
 from minifloat.serve.engine.cache import BlockPool
 from minifloat.serve.engine.grammar import Grammars
 from minifloat.serve.engine.observer import Observer, StepStats
@@ -105,15 +106,17 @@ class Engine:
             impl=impl,
             device=device,
         )
+        self._device = device_named(device)
+        on_cpu = self._device.type == "cpu"
         if max_num_batched_tokens is None:
-            max_num_batched_tokens = _STEP_TOKENS if device == "cpu" else _STEP_TOKENS_ON_GPU
+            max_num_batched_tokens = _STEP_TOKENS if on_cpu else _STEP_TOKENS_ON_GPU
         if max_num_batched_tokens <= max_num_seqs:
             raise UsageError(
                 f"max_num_batched_tokens: expected more than max_num_seqs, {max_num_seqs}; got {max_num_batched_tokens}"
             )
         folder = model_folder(path, revision=revision)
         self.tokenizer = load_tokenizer(folder)
-        with returned_when_freed():
+        with returned_when_freed(), current(self._device):
             opened = open_model(folder, options)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner
         self.generation_defaults = sampling_defaults(opened.generation_config)
@@ -127,7 +130,7 @@ class Engine:
             self._pool,
             max_sequences=max_num_seqs,
             max_tokens=max_num_batched_tokens,
-            max_prompt_tokens_beside=_PROMPT_TOKENS_BESIDE if device == "cpu" else _PROMPT_TOKENS_BESIDE_ON_GPU,
+            max_prompt_tokens_beside=_PROMPT_TOKENS_BESIDE if on_cpu else _PROMPT_TOKENS_BESIDE_ON_GPU,
             preempted=self._runner.release,
         )
         self._sequences: dict[str, Sequence] = {}
@@ -214,6 +217,10 @@ class Engine:
 
     def step(self) -> list[Delivery]:
         """Schedule, run, sample, deliver."""
+        with current(self._device):
+            return self._step()
+
+    def _step(self) -> list[Delivery]:
         started = time.perf_counter()
         works = self._scheduler.schedule()
         logits, failed = self._run(works)

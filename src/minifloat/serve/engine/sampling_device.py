@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import Enum
 
 import numpy as np
 import torch
@@ -30,52 +31,55 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Choice | Exc
     Returns:
         As `minifloat.serve.engine.sampling.sample`.
     """
-    others = [row for row, state in enumerate(states) if _needs_host(state)]
-    draws = [row for row, state in enumerate(states) if not (_needs_host(state) or state.params.is_greedy)]
-    draws.sort(key=lambda row: _limited(states[row]))
-    plain = sum(not _limited(states[row]) for row in draws)
-    table = [(row, *_settings(states[row])) for row in draws] + [(row, *[0.0] * _SETTINGS) for row in others]
-    settings = send(np.array(table, dtype=np.float64).reshape(-1, 1 + _SETTINGS), logits.device)
+    groups: dict[_Kind, list[int]] = {kind: [] for kind in _Kind}
+    for row, state in enumerate(states):
+        groups[_kind(state)].append(row)
     tokens = logits.argmax(dim=-1)
     best = logits.gather(1, tokens[:, None])[:, 0]
-    for part, limited in ((slice(0, plain), False), (slice(plain, len(draws)), True)):
-        if part.start < part.stop:
-            rows = settings[part, 0].long()
-            tokens[rows] = draw(logits[rows], settings[part, 1:], limited=limited)
-    chosen, rest = fetch(
-        torch.stack([tokens.double(), best.double()]), logits[settings[len(draws) :, 0].long()] if others else best[:0]
-    )
-    choices: list[Choice | Exception] = [
-        _choice(int(token), value) for token, value in zip(*chosen.tolist(), strict=True)
-    ]
-    for row, choice in zip(
-        others, sample_on_host(rest, [states[row] for row in others]) if others else (), strict=True
-    ):
-        choices[row] = choice
+    for kind in (_Kind.DRAWN, _Kind.LIMITED):
+        if groups[kind]:
+            table = send(np.array([_settings(row, states[row]) for row in groups[kind]]), logits.device)
+            rows = table[:, 0].long()
+            tokens[rows] = draw(logits[rows], table[:, 1:], limited=kind is _Kind.LIMITED)
+    fetched = [torch.stack([tokens.double(), best.double()])]
+    others = groups[_Kind.HOST]
+    if others:
+        fetched.append(logits[send(np.array(others), logits.device)])
+    fetched = fetch(*fetched)
+    choices: list[Choice | Exception] = []
+    for token, logit in zip(*fetched[0].tolist(), strict=True):
+        finite = math.isfinite(logit)
+        choices.append(
+            Choice(int(token)) if finite else NonFiniteLogits(f"the model's logits are not finite (one is {logit})")
+        )
+    if others:
+        for row, choice in zip(others, sample_on_host(fetched[1], [states[row] for row in others]), strict=True):
+            choices[row] = choice
     return choices
 
 
-def _choice(token: int, logit: float) -> Choice | Exception:
-    if not math.isfinite(logit):
-        return NonFiniteLogits(f"the model's logits are not finite (one is {logit})")
-    return Choice(token)
+class _Kind(Enum):
+    """How the next token of a row is chosen."""
+
+    GREEDY = "the most probable one"
+    DRAWN = "drawn from all"
+    LIMITED = "drawn from the most probable ones"
+    HOST = "on the host"
 
 
-def _needs_host(state: SamplingState) -> bool:
-    return state.params.changes_logits or state.params.logprobs is not None
-
-
-def _limited(state: SamplingState) -> bool:
-    """Whether only the most probable tokens can be drawn."""
-    return bool(state.params.top_k or state.params.min_p or state.params.top_p < 1.0)
-
-
-def _settings(state: SamplingState) -> tuple[float, ...]:
+def _kind(state: SamplingState) -> _Kind:
     params = state.params
-    return params.temperature, params.top_k, params.top_p, params.min_p, state.uniform()
+    if params.changes_logits or params.logprobs is not None:
+        return _Kind.HOST
+    if params.is_greedy:
+        return _Kind.GREEDY
+    return _Kind.LIMITED if params.top_k or params.min_p or params.top_p < 1.0 else _Kind.DRAWN
 
 
-_SETTINGS = 5
+def _settings(row: int, state: SamplingState) -> tuple[float, ...]:
+    """The row, and what `draw` takes."""
+    params = state.params
+    return float(row), params.temperature, params.top_k, params.top_p, params.min_p, state.uniform()
 
 
 def draw(logits: Tensor, settings: Tensor, *, limited: bool) -> Tensor:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from minifloat.cli import main
 from minifloat.errors import KernelUnavailable, UsageError
 from minifloat.quantize.model import quantize_checkpoint
 from minifloat.serve.engine import Engine, SamplingParams, StepStats, Timings, Usage
@@ -282,6 +284,16 @@ def test_without_a_gpu_the_device_is_refused_in_one_line(llama_folder: Path) -> 
     for name in ("gpu", "meta", "cuda:x"):
         with pytest.raises(UsageError, match="device: expected cpu, cuda or cuda:N"):
             Engine(llama_folder, device=name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["serve MODEL", "generate MODEL abc", "bench MODEL --baseline MODEL"])
+def test_every_command_with_a_device_says_so_in_one_line(command: str, llama_folder: Path) -> None:
+    arguments = command.replace("MODEL", str(llama_folder)).split()
+    result = CliRunner().invoke(main, [*arguments, "--device", "cuda"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("minifloat: error: device cuda: torch ")
+    assert result.stderr.count("\n") == 1
 
 
 @devices

@@ -33,7 +33,7 @@ from minifloat.kernels.paged import (
 )
 from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
 from minifloat.serve.engine.native import LM_HEAD_FP8, NotNative, bias_of, norm_of, window_of
-from minifloat.serve.family import DENSE, why_not_family
+from minifloat.serve.family import why_not_family
 from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
 from minifloat.serve.names import listing
 
@@ -190,9 +190,7 @@ def why_not_device(model: PreTrainedModel) -> str:
     """Why there is no `DeviceDecoder` of a model; empty where there is, as far as the config tells."""
     config: Any = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    reason = why_not_family(config.model_type, getattr(config, "hidden_act", None), rope)
-    if not reason and config.model_type not in DENSE:
-        reason = f"it is a mixture of experts ({config.model_type}), which has no graphs on a device"
+    reason = why_not_family(config.model_type, getattr(config, "hidden_act", None), rope, experts=False)
     if not reason and model.dtype not in DTYPES:
         reason = f"it is {model.dtype}"
     return reason

@@ -5,7 +5,6 @@ All numbers of a step go to the device in one copy that nobody waits for; logits
 
 from __future__ import annotations
 
-import contextlib
 from array import array
 from collections.abc import Sequence as Sequences
 
@@ -38,6 +37,7 @@ class DeviceRunner:
 
     name = "device"
 
+    @torch.no_grad()
     def __init__(
         self,
         decoder: DeviceDecoder,
@@ -52,32 +52,23 @@ class DeviceRunner:
         self._tables: dict[str, array[int]] = {}
         self.weight_bytes = decoder.bytes_per_token
         self.vocab = decoder.vocab
-        with self._current():
-            sizes = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
-            self._cache = PagedCache(*sizes, blocks, element, self._device, max_num_seqs, scales)
-            self._graphs = DecodeGraphs(decoder, self._cache, max_num_seqs, blocks_for(max_model_len))
+        sizes = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
+        self._cache = PagedCache(*sizes, blocks, element, self._device, max_num_seqs, scales)
+        self._graphs = DecodeGraphs(decoder, self._cache, max_num_seqs, blocks_for(max_model_len))
         self.kv_element, self.kv_bytes = element, self._cache.nbytes
 
+    @torch.no_grad()
     def run(self, works: Sequences[Work]) -> Tensor:
         """As the interface says; on the device, and the next call may overwrite it."""
-        with self._current():
-            if all(work.samples and work.end - work.start == 1 for work in works):
-                rows = self._graphs.rows(self._graphs.size(len(works)), self._width(works))
-                self._fill(rows, works)
-                return self._graphs.run(rows)[: len(works)]
-            return step(self._decoder, self._cache, self._mixed(works)).float()
+        if all(work.samples and work.end - work.start == 1 for work in works):
+            rows = self._graphs.rows(self._graphs.size(len(works)), self._width(works))
+            self._fill(rows, works)
+            return self._graphs.run(rows)[: len(works)]
+        return step(self._decoder, self._cache, self._mixed(works)).float()
 
     def release(self, sequence: Sequence) -> None:
         """Its blocks are others' now."""
         self._tables.pop(sequence.request_id, None)
-
-    def _current(self) -> contextlib.AbstractContextManager[object]:
-        """Without gradients, and on the right GPU: a thread begins on the first."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.no_grad())
-        if self._device.type == "cuda":
-            stack.enter_context(torch.cuda.device(self._device))
-        return stack
 
     def _width(self, works: Sequences[Work]) -> int:
         return max((blocks_for(work.end) for work in works), default=0)
