@@ -1,0 +1,85 @@
+"""Whether the kernels of the GPU are right: against float64, into memory that held NaN; and the tests that need one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from gpu_contenders import OURS, make
+from gpu_run import Run
+from torch import Tensor
+
+from minifloat.quantize.activation import dequantize_activation, quantize_activation
+from minifloat.quantize.tensor import quantize_tensor
+from minifloat.scheme import SCHEMES
+
+ROWS = (1, 3, 16, 17, 64, 129)
+SHAPES = ((384, 512), (4096, 4096), (28672, 4096))
+#: Relative L2: rounding to bfloat16 costs 1.7e-3; tensor cores that keep 14 bits while they add FP8 products, as much.
+BARS = {"weights": 3e-3, "W8A8": 4e-3}
+ROOT = Path(__file__).parents[1]
+
+
+def checks(run: Run) -> None:
+    """Every kernel at every number of rows."""
+    for n, k in ((256, 128),) if run.dry else SHAPES:
+        weight = torch.randn(n, k, device=run.device).mul_(0.02).bfloat16()
+        for name in OURS:
+            if run.left <= 0:
+                run.log("check", what=f"{n}x{k} from {name} on", failed="no time left")
+                return
+            with run.attempt("check", f"{name} {n}x{k}"), torch.inference_mode():
+                worst = _worst_error(run, name, weight)
+                bar = BARS["W8A8" if "W8A8" in name else "weights"]
+                run.log("check", what=f"{name} {n}x{k}", worst_relative_l2=worst, bar=bar, passed=worst <= bar)
+
+
+def _worst_error(run: Run, name: str, weight: Tensor) -> float:
+    """The largest relative L2 error over all numbers of rows; NaN where an element was not written."""
+    contender = make(run, name, weight, copies=1)
+    scheme = SCHEMES[name.removesuffix(" W8A8")]
+    exact_weight = quantize_tensor(weight, scheme.weight).dequantize().double()
+    errors = []
+    for m in ROWS:
+        x = torch.randn(m, weight.shape[1], device=run.device).bfloat16()
+        values = x
+        if "W8A8" in name and scheme.activation is not None:
+            scale = None if scheme.activation.dynamic else torch.tensor(0.01, device=run.device)
+            values = dequantize_activation(*quantize_activation(x, scheme.activation, scale), scheme.activation)
+        expected = values.double() @ exact_weight.T
+        poison = torch.full((m, weight.shape[0]), torch.nan, dtype=torch.bfloat16, device=run.device)
+        del poison  # the allocator gives the same memory to the result
+        result = contender.multiply(x, contender.weights[0]).double()
+        errors.append(float((result - expected).norm() / expected.norm()))
+    return max(errors, key=lambda error: (error != error, error))
+
+
+def tests(run: Run) -> None:
+    """The tests that need a GPU, by pytest where it is installed."""
+    if importlib.util.find_spec("pytest") is None:
+        run.log("tests", failed="pytest is not installed")
+        return
+    selected = "nothing_is_called_so" if run.dry else "gpu and not without and not gpus"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", selected]
+    folders = [str(ROOT / "tests" / part) for part in ("kernels", "quantize/test_device.py", "serve/engine")]
+    try:
+        result = subprocess.run(
+            [*command, *folders],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")])},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=max(run.left, 1),
+        )
+    except subprocess.TimeoutExpired:
+        run.log("tests", failed="no time left")
+        return
+    nothing_selected = 5
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))][:20]
+    summary = (result.stdout.strip().splitlines() or ["nothing was selected"])[-1]
+    run.log("tests", passed=result.returncode in (0, nothing_selected), summary=summary, failures=lines)

@@ -1,0 +1,65 @@
+"""How fast weights and inputs are quantized on the GPU, in bytes read and written, from beyond the caches."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from gpu_contenders import ROTATED_BYTES
+from gpu_run import Run, Timing, clock
+from torch import Tensor
+
+from minifloat.kernels.inputs import quantize_inputs
+from minifloat.quantize.tensor import quantize_tensor
+from minifloat.scheme import SCHEMES, WeightSpec
+
+SHAPE, DRY_SHAPE = (28672, 4096), (64, 256)
+ROWS, DRY_ROWS = (1, 16, 256, 4096), (1, 16)
+KINDS = ("fp8", "fp8-block", "fp8-static", "mxfp8", "mxfp4", "nvfp4")
+
+
+def quantizers(run: Run) -> None:
+    """Weights of every scheme, then inputs of every kind."""
+    shape = DRY_SHAPE if run.dry else SHAPE
+    weights = _rotated(run, torch.randn(shape, device=run.device).mul_(0.02).bfloat16())
+    for name in KINDS:
+        with run.attempt("quantizer", f"weights {name}"):
+            spec = SCHEMES[name].weight
+            written = spec.bits_per_weight(shape) / 8 * weights[0].numel()
+            calls = [partial(_quantize, run, weight, spec) for weight in weights]
+            _log(run, f"weights {name}", clock(run, calls), weights[0].nbytes + written)
+    del weights
+    for rows in DRY_ROWS if run.dry else ROWS:
+        inputs = _rotated(run, torch.randn(rows, shape[1], device=run.device).bfloat16())
+        for name, scheme in SCHEMES.items():
+            if scheme.activation is None:
+                continue
+            with run.attempt("quantizer", f"inputs {name} M={rows}"), torch.inference_mode():
+                scale = None if scheme.activation.dynamic else torch.tensor(0.01, device=run.device)
+                impl = "auto" if run.dry else "triton"
+                calls = [partial(quantize_inputs, x, scheme.activation, scale, impl=impl) for x in inputs]
+                _log(run, f"inputs {name} M={rows}", clock(run, calls), inputs[0].numel() * (inputs[0].itemsize + 1))
+
+
+def _log(run: Run, what: str, timing: Timing, nbytes: float) -> None:
+    gbps = nbytes / timing.seconds / 1e9
+    run.log("quantizer", what=what, us=timing.seconds * 1e6, gbps=gbps, read_share=run.share("read_gbps", gbps))
+
+
+def _quantize(run: Run, weight: Tensor, spec: WeightSpec) -> object:
+    if run.dry:
+        return quantize_tensor(weight, spec)
+    from minifloat.kernels.quantize import triton
+
+    rows, cols = weight.shape
+    bits = spec.element.bits
+    codes = torch.empty(rows, cols * bits // 8, dtype=torch.uint8, device=weight.device)
+    dtype = torch.float32 if spec.scale.bits > 8 else torch.uint8
+    scales = torch.empty(spec.granularity.scale_shape((rows, cols)), dtype=dtype, device=weight.device)
+    return triton.launch(weight.view(torch.int16), spec, 0.12, codes, scales)
+
+
+def _rotated(run: Run, tensor: Tensor) -> list[Tensor]:
+    count = 2 if run.dry else max(1, math.ceil(ROTATED_BYTES / tensor.nbytes))
+    return [tensor, *(tensor.clone() for _ in range(min(count, 64) - 1))]

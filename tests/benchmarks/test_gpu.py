@@ -1,0 +1,103 @@
+"""`benchmarks/gpu.py`: a dry run through all of its sections, what it keeps when something fails, and no GPU at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def gpu_run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu_run
+
+    return gpu_run
+
+
+@pytest.fixture
+def gpu_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu_report
+
+    return gpu_report
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_dry_run_goes_through_every_section_and_says_that_it_is_none(tmp_path: Path) -> None:
+    sections = "environment,ceilings,checks,products,quantizers,model,more-rows,peers"
+    result = run("--out", str(tmp_path), "--dry-run", "--minutes", "20", "--only", sections)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert all(line["dry_run"] == "dry run, not a measurement" for line in lines)
+    seen = {line["section"] for line in lines}
+    assert seen == {
+        *("environment", "device", "ceiling", "check", "products", "quantizer", "streaming", "model", "peers"),
+    }
+    failed = [line for line in lines if "failed" in line]
+    assert all(line["section"] == "peers" for line in failed), failed
+    assert all("gemlite" in line["what"] or "Marlin" in line["what"] for line in failed), failed
+    checks = [line for line in lines if line["section"] == "check"]
+    assert len(checks) == 8
+    assert all(line["passed"] for line in checks)
+    products = {(line["shape"], line["m"], line["contender"]) for line in lines if line["section"] == "products"}
+    assert len(products) == 2 * 3 * 9  # shapes, numbers of rows, the baseline and ours
+    assert {line["what"] for line in lines if line["section"] == "model"} == {"bf16", "fp8", "mxfp4"}
+    report = (tmp_path / "gpu.md").read_text()
+    assert "**Dry run, not a measurement" in report
+    assert report.count("\n| ") >= len(products)
+
+
+def test_what_fails_is_written_down_and_the_rest_goes_on(
+    gpu_run: ModuleType, gpu_report: ModuleType, tmp_path: Path
+) -> None:
+    one = gpu_run.Run(tmp_path, 1.0, True)
+    with one.attempt("products", "a kernel"):
+        raise RuntimeError("misaligned address\nand a long trace")
+    one.log("products", shape="s", contender="fp8", us=1.0)
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert lines[0]["failed"] == "RuntimeError: misaligned address"
+    assert lines[1]["contender"] == "fp8"
+    report = gpu_report.write_report(tmp_path, "python benchmarks/gpu.py").read_text()
+    assert "- products, a kernel: RuntimeError: misaligned address" in report
+    assert "| s |" in report
+
+
+def test_without_minutes_every_section_says_that_there_was_no_time(tmp_path: Path) -> None:
+    result = run("--out", str(tmp_path), "--dry-run", "--minutes", "0", "--only", "ceilings,products")
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [line["failed"] for line in lines] == ["no time left"] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_ends_with_one_line(tmp_path: Path) -> None:
+    result = run("--out", str(tmp_path / "out"))
+    assert result.returncode == 2
+    assert result.stderr == "error: no CUDA device; --dry-run goes through everything on the CPU\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_section_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    result = run("--out", str(tmp_path), "--dry-run", "--only", "everything")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: unknown section 'everything'; there are: environment, ceilings, checks, ")
+
+
+def test_the_median_and_the_spread_of_samples(gpu_run: ModuleType) -> None:
+    timing = gpu_run.timing_of([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (timing.seconds, timing.spread, timing.samples) == (3.0, pytest.approx(2 / 3), 5)
+    assert gpu_run.timing_of([2.0, 4.0, 3.0]).spread == pytest.approx(2 / 3)
