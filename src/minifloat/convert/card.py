@@ -60,6 +60,6 @@ def _with_true_metadata(card: str, layout: str | None) -> str:
     if layout is None and after.get("base_model_relation") == "quantized":
         del after["base_model_relation"]
     if isinstance(after.get("tags"), list):
-        untrue = {*TARGETS, *ENGINES} - {_MAKER} | (_FORMATS if layout is None else set())
+        untrue = {*TARGETS, *ENGINES} - {_MAKER} - _FORMATS | (_FORMATS if layout is None else set())
         after["tags"] = [tag for tag in after["tags"] if tag not in untrue] + ([] if layout is None else [layout])
     return card if after == before else replace_metadata(card, after)
