@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import subprocess
 from functools import partial
 
 import torch
@@ -34,6 +35,10 @@ def environment(run: Run) -> None:
         memory_gib=properties.total_memory / 2**30,
         l2_mib=properties.L2_cache_size / 2**20,
     )
+    with run.attempt("device", "nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem,power.limit", "--format=csv"]
+        shown = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+        run.log("device", nvidia_smi=f"{shown[0]}: {shown[1]}")
 
 
 def ceilings(run: Run) -> None:

@@ -176,8 +176,12 @@ def test_on_a_gpu_it_is_near_the_exact_product(scheme: str, m: int, shape: tuple
     if scaled_mm.why_not(weight, activation):
         pytest.skip(scaled_mm.why_not(weight, activation))
     given = None if scale is None else scale.cuda()
-    actual = linear(x.cuda(), weight, activation=activation, input_scale=given, impl="scaled_mm").cpu()
     expected, lengths = exact(x, stored, activation, scale)
-    # Hopper's tensor cores keep 14 bits while they add 32 products up; see DeepSeek-V3, section 3.3.2.
-    allowed = HALF_STEP[torch.bfloat16] * 1.01 * expected.abs() + 2.0**-12 * lengths
-    assert ((actual.double() - expected).abs() <= allowed).all()
+    bias = random(shape[0], seed=2)
+    for b in (None, bias, bias.bfloat16()):
+        on_gpu = None if b is None else b.cuda()
+        actual = linear(x.cuda(), weight, on_gpu, activation=activation, input_scale=given, impl="scaled_mm").cpu()
+        wanted = expected if b is None else expected + b.double()
+        # Hopper's tensor cores keep 14 bits while they add 32 products up; see DeepSeek-V3, section 3.3.2.
+        allowed = HALF_STEP[torch.bfloat16] * 1.01 * wanted.abs() + 2.0**-12 * lengths
+        assert ((actual.double() - wanted).abs() <= allowed).all()
