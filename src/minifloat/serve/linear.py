@@ -1,7 +1,7 @@
 """Linear layers that hold a quantized weight, in the place of `torch.nn.Linear` inside a transformers model.
 
-A weight is held in one of two forms, never in both: packed, in the order in which the kernels of the CPU read it, or as
-checkpoints store it, which any device takes and the reference multiplies. Left out: gradients.
+A weight is held in one form at a time: packed, in the order in which the kernels of the CPU or of the GPU read it, or
+as checkpoints store it, which any device takes and the reference multiplies. Left out: gradients.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 from minifloat.kernels import native
 from minifloat.kernels.dtypes import DTYPES
-from minifloat.kernels.linear import linear
+from minifloat.kernels.linear import linear, scaled_mm
+from minifloat.kernels.linear import triton as gpu
+from minifloat.kernels.linear.triton import GpuWeight
 from minifloat.kernels.pack import PackedWeight, pack, why_not
-from minifloat.quantize.activation import describe_activation
+from minifloat.quantize.activation import can_quantize, describe_activation
 from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.scheme import ActivationSpec
 
+_GPU = "gpu_"  #: before the names of a GpuWeight's tensors
 _BUFFERS = ("codes", "scale", "global_scale", "packed")
 
 
@@ -28,16 +31,17 @@ class QuantizedWeight(nn.Module):
 
     ``model.half()`` or ``model.to(torch.bfloat16)`` would round float32 scales; here such a call changes `dtype` alone.
 
-    It is made as the checkpoint stores it; `pack` exchanges that for the packed form. A move to another device, or to a
-    dtype that the kernels do not multiply in (float64), unpacks it first, and it stays unpacked until `pack` is called
-    again: a device is not left and come back to for the sake of speed. Copies and pickles keep the form; a state
-    dict fits a module of the same form.
+    It is made as the checkpoint stores it; `pack` exchanges that for the packed form of its device. A move to another
+    device, or to a dtype that the kernels do not multiply in (float64), unpacks it first, and it stays unpacked until
+    `pack` is called again: a device is not left and come back to for the sake of speed. Copies and pickles keep the
+    form; a state dict fits a module of the same form.
 
     Attributes:
         codes: uint8, as in `QuantizedTensor`; unpacked only, as are the other two.
         scale: The scale grid.
         global_scale: float32 scalar or None.
-        packed: uint8, as `PackedWeight.data`; packed only.
+        packed: uint8, as `PackedWeight.data`; packed for the CPU only.
+        gpu_codes: And the other tensors of `GpuWeight`, their names behind "gpu_"; packed for the GPU only.
         activation: How inputs are quantized before they are multiplied; None: not at all.
         input_scale: float32 scalar where `activation` is static, else None.
         dtype: The dtype that the weight stands for in the model, which `weight` has.
@@ -61,12 +65,18 @@ class QuantizedWeight(nn.Module):
         self._hold(quantized)
         self.register_buffer("input_scale", input_scale)
 
-    def _hold(self, weight: QuantizedTensor | PackedWeight) -> None:
+    def _hold(self, weight: QuantizedTensor | PackedWeight | GpuWeight) -> None:
         """Exchange the form."""
-        for name in _BUFFERS:
-            self._buffers.pop(name, None)
+        for name in [name for name in self._buffers if name in _BUFFERS or name.startswith(_GPU)]:
+            del self._buffers[name]
         self.shape = weight.shape
-        self._packed: PackedWeight | None = None
+        self._packed: PackedWeight | GpuWeight | None = None
+        self._on_gpu = isinstance(weight, GpuWeight)
+        if isinstance(weight, GpuWeight):
+            self._packed = weight
+            for name, tensor in weight.tensors():
+                self.register_buffer(_GPU + name, tensor)
+            return
         if isinstance(weight, PackedWeight):
             self.register_buffer("packed", weight.data)
             return
@@ -78,12 +88,17 @@ class QuantizedWeight(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Which of the two forms it has."""
-        return "packed" in self._buffers
+        """Whether it has a form of the kernels."""
+        return self._on_gpu or "packed" in self._buffers
 
     @property
-    def held(self) -> QuantizedTensor | PackedWeight:
+    def held(self) -> QuantizedTensor | PackedWeight | GpuWeight:
         """The weight as `linear` takes it, in the form that it has; shares the memory of this module."""
+        if isinstance(self._packed, GpuWeight):
+            if self._packed.codes is not self._buffers[_GPU + "codes"]:  # copied or assigned since
+                names = [name for name, _ in self._packed.tensors()]
+                self._packed = self._packed.with_tensors({name: getattr(self, _GPU + name) for name in names})
+            return self._packed
         data = self._buffers.get("packed")
         if data is None:
             return QuantizedTensor(
@@ -97,7 +112,7 @@ class QuantizedWeight(nn.Module):
     def quantized(self) -> QuantizedTensor:
         """The weight as checkpoints store it: shares the memory of this module, or is made anew where it is packed."""
         held = self.held
-        return _unpacked(held) if isinstance(held, PackedWeight) else held
+        return held if isinstance(held, QuantizedTensor) else _unpacked(held)
 
     @property
     def weight(self) -> Tensor:
@@ -118,17 +133,30 @@ class QuantizedWeight(nn.Module):
     def pack(self) -> str:
         """Hold the packed form from now on, and forget the other.
 
+        On a GPU a weight whose inputs are quantized stays as it is where `scaled_mm` multiplies it, which takes it so.
+
         Returns:
-            Why it stays as it is; empty where it is packed now.
+            Why no kernel of its device multiplies it; empty where one does.
 
         Raises:
             NonFiniteError: A float32 scale is NaN or Inf.
         """
         if self.is_packed:
             return ""
+        if self.codes.device.type == "cuda":
+            return self._pack_on_gpu()
         reason = native.why_unavailable() or why_not(self.spec, self.shape, self.codes.device)
         if not reason:
             self._hold(pack(self.quantized))
+        return reason
+
+    def _pack_on_gpu(self) -> str:
+        weight, activation = self.quantized, self.activation
+        if activation is not None and can_quantize(activation, self.spec) and not scaled_mm.why_not(weight, activation):
+            return ""
+        reason = gpu.why_not(self.spec, self.shape, self.codes.device)
+        if not reason:
+            self._hold(gpu.pack(weight))
         return reason
 
     def unpack(self) -> None:
@@ -153,7 +181,7 @@ class QuantizedWeight(nn.Module):
         device = next(buffer.device for buffer in self._buffers.values() if buffer is not None)
         result = fn(torch.empty(0, dtype=self.dtype, device=device))
         self.dtype = result.dtype
-        if result.device.type != "cpu" or result.dtype not in DTYPES:
+        if result.device != device or result.dtype not in DTYPES:
             self.unpack()
         held = {id(buffer) for buffer in self._buffers.values()}
 
@@ -164,16 +192,18 @@ class QuantizedWeight(nn.Module):
             return tensor.to(moved.device)
 
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
-        self._packed = None  # share_memory_ moves what a tensor holds, and it stays the same object
+        if not self._on_gpu:
+            self._packed = None  # share_memory_ moves what a tensor holds, and it stays the same object
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Copy into the buffers; what is packed there is looked at anew before the kernels read it."""
         super()._load_from_state_dict(*args, **kwargs)
-        self._packed = None
+        if not self._on_gpu:
+            self._packed = None
 
 
-def _unpacked(weight: PackedWeight) -> QuantizedTensor:
+def _unpacked(weight: PackedWeight | GpuWeight) -> QuantizedTensor:
     stored = weight.unpack()
     if not isinstance(stored, QuantizedTensor):
         raise TypeError("a BF16 weight in a module for quantized ones")

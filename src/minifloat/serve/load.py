@@ -73,20 +73,20 @@ def load(
     checkpoints weight-only, and `weight_only` is what they compute. Inputs of MX and NVFP4 weights, and of experts
     whose class does more with a weight than multiply, are not quantized; a warning names them.
 
-    On the CPU every quantized weight is packed for the kernels as soon as it is read, and the codes as stored are
-    forgotten: memory holds both of the tensor at work and the next ones only. Weights that have no packed form, or all
-    where the native library is missing, are held as stored and multiplied by the reference, which decodes them in every
-    call; a warning says why and how many. The two differ in one rounding: with 16-bit activations the kernels multiply
-    what codes and scales say, in float32; the reference rounds the weight to the 16 bits first, as a model of
-    dequantized weights would (`minifloat.kernels.linear.linear`).
+    On the CPU and on a GPU every quantized weight is packed for the kernels as soon as it is read, and the codes as
+    stored are forgotten: memory holds both of the tensor at work and the next ones only. Weights that have no packed
+    form, or all where the native library or triton is missing, are held as stored and multiplied by the reference,
+    which decodes them in every call; a warning says why and how many. The two differ in one rounding: with 16-bit
+    activations the kernels multiply what codes and scales say, in float32; the reference rounds the weight to the 16
+    bits first, as a model of dequantized weights would (`minifloat.kernels.linear.linear`).
 
     Args:
         path: A folder in Hugging Face layout, or a model of the hub.
         dtype: Dtype of all that is not quantized, and of the activations; by default that of config.json.
         device: Where the model goes, tensor by tensor.
         weight_only: Keep all inputs in `dtype`, whatever the checkpoint declares.
-        impl: What multiplies quantized weights: "auto", as above; "reference", on the CPU too; "cpu", the kernels or an
-            error.
+        impl: What multiplies quantized weights: "auto", as above; "reference", everywhere; "cpu" or "triton", the
+            kernels of that device or an error.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
@@ -98,7 +98,7 @@ def load(
         ConfigError: transformers cannot build the model, or only with the checkpoint's own code; or static inputs are
             declared and a module has no scale for them.
         TensorError: A tensor does not fit its parameter, or a scale is NaN or Inf.
-        KernelUnavailable: `impl` is "cpu" and a weight cannot be packed.
+        KernelUnavailable: `impl` is "cpu" or "triton" and a weight cannot be packed, or goes to another device.
         UnknownNameError: Another `impl`.
     """
     with Checkpoint.open(model_folder(path, revision=revision)) as checkpoint:

@@ -1,4 +1,4 @@
-"""Which weights of a model are packed for the kernels of the CPU, and what is said of those that are not."""
+"""Which weights of a model are packed for the kernels of the CPU or a GPU, and what is said of those that are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from minifloat.serve.names import listing
 _LOG = logging.getLogger(__name__)
 
 #: What may multiply quantized weights.
-IMPLEMENTATIONS = ("auto", "reference", "cpu")
+IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
+_DEVICES = {"cpu": "cpu", "triton": "cuda"}  # type of the device that each computes on
 NOT_MULTIPLIED = "the code of their experts does more with a weight than multiply"
 
 
@@ -26,13 +27,18 @@ class Packing:
 
     Raises:
         UnknownNameError: Another `impl`.
+        KernelUnavailable: `impl` names kernels of another kind of device.
     """
 
     def __init__(self, impl: str, device: torch.device) -> None:
         if impl not in IMPLEMENTATIONS:
             raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
         self._impl = impl
-        self._wanted = impl == "cpu" or (impl == "auto" and device.type == "cpu")
+        if impl in _DEVICES and device.type != _DEVICES[impl]:
+            raise KernelUnavailable(
+                f"impl={impl!r} computes on {_DEVICES[impl]} devices, and the model goes to {device}"
+            )
+        self._wanted = impl in _DEVICES or (impl == "auto" and device.type in _DEVICES.values())
         self._packed = 0
         self._unpacked: dict[str, list[str]] = {}
 
@@ -50,7 +56,7 @@ class Packing:
         if not self._wanted:
             return
         reason = weight.pack() if multiplied else NOT_MULTIPLIED
-        if reason and self._impl == "cpu":
+        if reason and self._impl in _DEVICES:
             raise KernelUnavailable(f"{module}: the kernels cannot multiply it: {reason}")
         if reason:
             self._unpacked.setdefault(reason, []).append(module)

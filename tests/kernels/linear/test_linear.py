@@ -70,4 +70,4 @@ def test_integers_are_refused() -> None:
 
 def test_an_implementation_that_does_not_exist_is_unavailable() -> None:
     with pytest.raises(KernelUnavailable, match="available: auto, reference"):
-        linear(inputs(2, COLS), quantized("fp8"), impl="triton")
+        linear(inputs(2, COLS), quantized("fp8"), impl="cutlass")

@@ -17,20 +17,22 @@ from minifloat.kernels import native, ops
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.inputs import round_inputs
 from minifloat.kernels.linear import cpu, reference, scaled_mm
+from minifloat.kernels.linear.triton import GpuWeight, why_unavailable
+from minifloat.kernels.linear.triton import op as gpu
 from minifloat.kernels.pack import FusedWeights, PackedWeight
 from minifloat.quantize.activation import can_quantize, describe_activation
 from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.scheme import ActivationSpec
 
-__all__ = ["IMPLEMENTATIONS", "FusedWeights", "linear", "linear_fused"]
+__all__ = ["IMPLEMENTATIONS", "FusedWeights", "GpuWeight", "linear", "linear_fused"]
 
 #: What `impl` may be, besides "auto".
-IMPLEMENTATIONS = ("reference", "cpu", "scaled_mm")
+IMPLEMENTATIONS = ("reference", "cpu", "triton", "scaled_mm")
 
 
 def linear(
     x: Tensor,
-    weight: QuantizedTensor | PackedWeight,
+    weight: QuantizedTensor | PackedWeight | GpuWeight,
     bias: Tensor | None = None,
     *,
     impl: str = "auto",
@@ -41,7 +43,9 @@ def linear(
 
     Weight-only (no `activation`), packed weights: the weight is what its codes and scales say, exactly, the sum is
     taken in float32, the bias is added in float32, and the result is rounded once to the dtype of `x`. The bits do not
-    depend on the number of threads; they do on the instruction set, and for one row of `x` on how many there are.
+    depend on the number of threads; they do on the instruction set, and for one row of `x` on how many there are. On a
+    GPU the same holds, and the bits depend on the device and on M; but from some hundred rows of `x` on, 512 on Hopper,
+    the weight is decoded once into memory, rounded to the dtype of `x`, as the reference does.
 
     Weight-only, not packed (the reference): the weight is decoded and scaled in float32 and rounded once to the dtype
     of `x`; the product is then the one of `torch.nn.functional.linear` in that dtype. With float32 `x` nothing is
@@ -62,11 +66,13 @@ def linear(
 
     Args:
         x: ``[..., K]``, floating; any strides, but rows that are contiguous need no copy.
-        weight: A weight ``[N, K]``. Packed once with `minifloat.kernels.pack.pack`, it is fast; a `QuantizedTensor` is
-            multiplied by the reference, which decodes it in every call.
+        weight: A weight ``[N, K]``. Packed once with `minifloat.kernels.pack.pack`, or on a GPU with
+            `minifloat.kernels.linear.triton.pack`, it is fast; a `QuantizedTensor` is multiplied by the reference,
+            which decodes it in every call.
         bias: ``[N]``, the dtype of `x`, or float32.
-        impl: "auto" (the native library for packed weights, where it is loaded; `scaled_mm` for quantized inputs and
-            weights that are not packed, where the GPU has it), "reference", "cpu" or "scaled_mm".
+        impl: "auto" (the native library or the kernels of a GPU for weights that are packed for them, where those
+            can run; `scaled_mm` for quantized inputs and weights that are not packed, where the GPU has it),
+            "reference", "cpu", "triton" or "scaled_mm".
         activation: How `x` is quantized; None: not at all.
         input_scale: float32, one element; given exactly where `activation` is static.
 
@@ -75,7 +81,7 @@ def linear(
         static `input_scale` clamps it.
 
     Raises:
-        KernelUnavailable: `impl` cannot run here, or "cpu" was asked for a weight that is not packed.
+        KernelUnavailable: `impl` cannot run here, or the weight is not packed for it.
         ShapeError: `x` or `bias` does not fit the weight.
         UnsupportedTensorError: `x` or `bias` has a dtype or device that there is no kernel for, or inputs of this kind
             are not simulated (MX and NVFP4).
@@ -85,7 +91,7 @@ def linear(
     """
     packed = None if impl == "scaled_mm" else _packed(weight, impl)
     if packed is not None and activation is None:
-        return _multiply(x, packed, None if bias is None else (bias,))
+        return _multiply_one(x, packed, bias)
     _check_shapes(x, weight.shape, bias)
     if activation is None:
         if impl == "scaled_mm":
@@ -104,48 +110,60 @@ def linear(
         if isinstance(stored, QuantizedTensor) and _use_scaled_mm(x, stored, activation, impl):
             return scaled_mm.quantized_linear(x, stored, bias, activation, input_scale)
         return reference.quantized_linear(x, stored, bias, activation, input_scale)
-    return _multiply(round_inputs(x, activation, input_scale), packed, None if bias is None else (bias,)).to(x.dtype)
+    return _multiply_one(round_inputs(x, activation, input_scale), packed, bias).to(x.dtype)
 
 
 def linear_fused(
-    x: Tensor, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None = None
+    x: Tensor, weights: Sequence[PackedWeight] | Sequence[GpuWeight], biases: Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, ...]:
     """`linear` for several weights with the same input in one call: q, k and v, or gate and up.
 
     Args:
         x: ``[..., K]``, bfloat16, float16 or float32.
         weights: Packed weights ``[N_i, K]`` of one kind: the same format and kind of scales. As `FusedWeights` they
-            are looked at once and not in every call.
+            are looked at once and not in every call. Weights of a GPU may be of any kind, and are multiplied one after
+            the other.
         biases: None, or ``[N_i]`` or None for each weight, all of one dtype.
 
     Returns:
         ``[..., N_i]`` for each weight, views of one tensor ``[..., sum of N_i]``; the same bits as by `linear`.
 
     Raises:
-        KernelUnavailable: The native library is not loaded.
+        KernelUnavailable: The native library is not loaded, or the kernels of the GPU cannot run.
         ShapeError: `x` or a bias does not fit, several K, or no weight at all.
         UnsupportedTensorError: A dtype or device without a kernel, weights of several kinds, or biases of several
             dtypes.
     """
+    on_gpu = [weight for weight in weights if isinstance(weight, GpuWeight)]
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    if on_gpu and packed:
+        raise UnsupportedTensorError("weights", "some are packed for the CPU and some for a GPU; expected one device")
+    if on_gpu:
+        return _multiply_on_gpu(x, on_gpu, biases)
     if native.load() is None:
         raise KernelUnavailable(f"linear_fused cannot run: {native.why_unavailable()}")
-    fused = weights if isinstance(weights, FusedWeights) else FusedWeights(weights)
+    fused = weights if isinstance(weights, FusedWeights) else FusedWeights(packed)
     y = _multiply(x, fused, biases)
     return torch.split_with_sizes(y, fused.rows, -1)
 
 
-def _packed(weight: QuantizedTensor | PackedWeight, impl: str) -> PackedWeight | None:
-    """The choice: the weight where the native library multiplies it, None where the reference does."""
+def _packed(weight: QuantizedTensor | PackedWeight | GpuWeight, impl: str) -> PackedWeight | GpuWeight | None:
+    """The choice: the weight where it is multiplied as it is packed, None where the reference multiplies."""
     if impl == "auto":
+        if isinstance(weight, GpuWeight):
+            return None if why_unavailable(weight.codes.device) else weight
         return weight if isinstance(weight, PackedWeight) and native.load() is not None else None
     if impl == "reference":
         return None
-    if impl != "cpu":
+    if impl not in IMPLEMENTATIONS:
         raise KernelUnavailable(f"linear has no implementation {impl!r}; available: auto, {', '.join(IMPLEMENTATIONS)}")
-    if not isinstance(weight, PackedWeight):
-        raise KernelUnavailable("linear(impl='cpu') multiplies packed weights: pack this one, once, with kernels.pack")
-    if native.load() is None:
-        raise KernelUnavailable(f"linear(impl='cpu') cannot run: {native.why_unavailable()}")
+    packed_for: type[PackedWeight | GpuWeight] = PackedWeight if impl == "cpu" else GpuWeight
+    if not isinstance(weight, packed_for):
+        how = "kernels.pack" if impl == "cpu" else "kernels.linear.triton.pack"
+        raise KernelUnavailable(f"linear(impl={impl!r}) multiplies packed weights: pack this one, once, with {how}")
+    reason = why_unavailable(weight.codes.device) if isinstance(weight, GpuWeight) else native.why_unavailable()
+    if reason:
+        raise KernelUnavailable(f"linear(impl={impl!r}) cannot run: {reason}")
     return weight
 
 
@@ -160,8 +178,30 @@ def _use_scaled_mm(x: Tensor, weight: QuantizedTensor, activation: ActivationSpe
     return not reason
 
 
-def _unpacked(weight: QuantizedTensor | PackedWeight) -> QuantizedTensor | Tensor:
-    return weight.unpack() if isinstance(weight, PackedWeight) else weight
+def _unpacked(weight: QuantizedTensor | PackedWeight | GpuWeight) -> QuantizedTensor | Tensor:
+    return weight if isinstance(weight, QuantizedTensor) else weight.unpack()
+
+
+def _multiply_one(x: Tensor, weight: PackedWeight | GpuWeight, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, PackedWeight):
+        return _multiply(x, weight, None if bias is None else (bias,))
+    if not ops.is_eager(x, (bias,)):
+        return gpu.traced(x, weight, bias)
+    gpu.check(x, weight, bias)
+    return gpu.run(x, weight, bias)
+
+
+def _multiply_on_gpu(
+    x: Tensor, weights: Sequence[GpuWeight], biases: Sequence[Tensor | None] | None
+) -> tuple[Tensor, ...]:
+    reason = why_unavailable(weights[0].codes.device)
+    if reason:
+        raise KernelUnavailable(f"linear_fused cannot run: {reason}")
+    if biases is not None and len(biases) != len(weights):
+        raise ShapeError("biases", f"expected one for each of {len(weights)} weights, got {len(biases)}")
+    return tuple(
+        _multiply_one(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)
+    )
 
 
 def _multiply(x: Tensor, weight: PackedWeight | FusedWeights, biases: Sequence[Tensor | None] | None) -> Tensor:

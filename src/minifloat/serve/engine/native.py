@@ -18,6 +18,7 @@ from minifloat.formats import E4M3, FLOAT32
 from minifloat.granularity import CHANNEL
 from minifloat.kernels.decoder import Attention, Batch, Decoder, Experts, KVCache, Layer, Mlp, step
 from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.linear.triton import GpuWeight
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
 from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
@@ -130,6 +131,8 @@ class _Parts:
 
     def _held(self, module: QuantizedWeight, name: str) -> PackedWeight:
         held = module.held
+        if isinstance(held, GpuWeight):
+            raise NotNative(f"{name} is on a GPU")
         return held if isinstance(held, PackedWeight) else self._pack(held, name)
 
     def _pack(self, weight: Tensor | QuantizedTensor, name: str) -> PackedWeight:

@@ -1,0 +1,223 @@
+"""Which tiles a product is cut into: by arithmetic, or from a table that was measured on a device. Imports no triton.
+
+What the arithmetic is after: two CTAs on each multiprocessor, so that while one decodes the other's loads are under
+way; as many steps under way as shared memory holds for both; from 33 rows of x on, one CTA of 256 rows of the weight,
+so that x is read from the L2 cache less often than the weight from memory. K is cut where there are too few tiles of
+the result to fill the device, but not below four steps. Nothing is tried out while a model is served.
+`minifloat.kernels.linear.triton.tune` measures on a device and writes a table.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minifloat.errors import ConfigError
+from minifloat.kernels.linear.triton.layout import TILE_COLS, Form
+
+#: Set, it names the table; empty: none is read.
+TABLE_VARIABLE = "MINIFLOAT_GPU_TABLE"
+#: A table has a configuration for each of these numbers of rows of x, which serves up to that many.
+BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
+#: More partial sums than this of one tile are never worth it.
+MAX_SPLIT = 16
+#: Counters of tiles of the result that a launch may use.
+MAX_TILES = 1 << 12
+_MIN_STEPS = 4
+#: Shared memory that one CTA may have. Source: CUDA programming guide, technical specifications per compute capability.
+_SHARED_BYTES = {
+    (8, 0): 163 << 10,
+    (8, 6): 99 << 10,
+    (8, 7): 163 << 10,
+    (8, 9): 99 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (10, 3): 227 << 10,
+    (12, 0): 99 << 10,
+}
+_RESERVED = 1 << 10  #: bytes of shared memory that a CTA cannot use
+
+
+@dataclass(frozen=True)
+class Device:
+    """What of a GPU decides.
+
+    Attributes:
+        capability: Its compute capability.
+        multiprocessors: How many.
+        shared_bytes: Shared memory that one CTA may have, which is nearly all of a multiprocessor's.
+        name: As CUDA calls it.
+    """
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+    name: str = ""
+
+    @classmethod
+    @functools.cache
+    def of(cls, device: torch.device) -> Device:
+        """A device of this machine."""
+        properties = torch.cuda.get_device_properties(device)
+        return cls(
+            (properties.major, properties.minor),
+            properties.multi_processor_count,
+            _SHARED_BYTES.get((properties.major, properties.minor), min(_SHARED_BYTES.values())),
+            properties.name,
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one product is cut.
+
+    Attributes:
+        rows_m: Rows of x of a CTA.
+        rows_n: Rows of the weight of a CTA.
+        tiles: Tiles of 128 columns in a step.
+        warps: Of a CTA.
+        stages: Steps whose loads are under way, with the one at work.
+        split: CTAs that share a tile of the result; 0: the product is large, decode into memory and call cuBLAS.
+    """
+
+    rows_m: int
+    rows_n: int
+    tiles: int
+    warps: int
+    stages: int
+    split: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the weight is decoded into memory first."""
+        return self.split == 0
+
+
+LARGE = Config(0, 0, 0, 0, 0, 0)
+
+
+def choose(form: Form, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
+    """The configuration of a product.
+
+    Args:
+        form: Of the weight.
+        shape: ``(N, K)``.
+        rows: M, at least 1.
+        parts: bfloat16 numbers that make up an element of x.
+        device: Where it runs.
+    """
+    measured = _table(device.name).get((form, *shape, bucket(rows), parts))
+    return measured if measured is not None else by_arithmetic(form, shape, rows, parts, device)
+
+
+def bucket(rows: int) -> int:
+    """The number of rows under which a table has a configuration for `rows`."""
+    return next((most for most in BUCKETS if rows <= most), BUCKETS[-1])
+
+
+def by_arithmetic(form: Form, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
+    """`choose`, without a table."""
+    if rows > large_from(parts, device):
+        return LARGE
+    width = next((most for most in (16, 32, 64, 128) if rows <= most and most * parts <= 128), 128 // parts)
+    columns = width * parts
+    if columns > 32 and device.capability[0] in (9, 10):
+        rows_n, warps = 256 if columns == 64 else 128, 8
+    else:
+        rows_n, warps = 64 if shape[0] <= 6144 or columns > 32 else 128, 4
+    even = -(-shape[1] // TILE_COLS) % 2 == 0
+    tiles = 2 if even and columns <= 32 and form is not Form.FP8_BLOCK else 1
+    return cut(Config(width, rows_n, tiles, warps, 0, 1), form, shape, rows, parts, device)
+
+
+def cut(config: Config, form: Form, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
+    """A configuration with as many stages as fit, and K cut so that the device is full."""
+    resident = 2 if config.warps == 4 else 1
+    room = device.shared_bytes // resident - _RESERVED
+    fitting = (n for n in (4, 3) if shared_bytes(replace(config, stages=n), form, parts) <= room)
+    places = resident * device.multiprocessors
+    steps = -(-shape[1] // TILE_COLS) // config.tiles
+    results = -(-shape[0] // config.rows_n) * -(-rows // config.rows_m)
+    splits = range(1, max(1, min(MAX_SPLIT, steps // _MIN_STEPS)) + 1) if results <= MAX_TILES else (1,)
+    # A CTA costs its steps and about two more: its first loads, and the sum of the others.
+    split = min(splits, key=lambda split: -(-results * split // places) * (-(-steps // split) + 2))
+    return replace(config, stages=next(fitting, 2), split=split)
+
+
+def large_from(parts: int, device: Device) -> int:
+    """The most rows of x whose product decodes in registers; above, decoding once into memory costs less."""
+    return (512 if device.capability[0] == 9 else 256) // parts
+
+
+def shared_bytes(config: Config, form: Form, parts: int) -> int:
+    """Shared memory of a CTA: weights of the step at work are in registers; x made of parts lies there once more."""
+    element_bits = 4 if form in (Form.MXFP4, Form.NVFP4) else 8
+    cols = config.tiles * TILE_COLS
+    weights = config.rows_n * cols * element_bits // 8
+    factors = 0 if form in (Form.FP8, Form.FP8_BLOCK) else config.rows_n * cols // 16
+    x = config.rows_m * cols * max(parts, 2)
+    made = 0 if parts == 1 else config.rows_m * cols * parts * 2
+    return (config.stages - 1) * (weights + factors) + config.stages * x + made
+
+
+def table_path(name: str) -> Path | None:
+    """Where the table of a device is read from and written to; None where the environment says that there is none."""
+    given = os.environ.get(TABLE_VARIABLE)
+    if given is not None:
+        return Path(given) if given else None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "minifloat" / f"linear-{re.sub('[^A-Za-z0-9]+', '-', name).strip('-').lower()}.json"
+
+
+@functools.cache
+def _table(name: str) -> dict[tuple[Any, ...], Config]:
+    path = table_path(name) if name else None
+    return read_table(path) if path is not None and path.is_file() else {}
+
+
+def read_table(path: Path) -> dict[tuple[Any, ...], Config]:
+    """What `tune` wrote.
+
+    Returns:
+        The configuration by form, N, K, bucket of rows and parts.
+
+    Raises:
+        ConfigError: The file is not such a table.
+    """
+    try:
+        rows = json.loads(path.read_text())
+        return {
+            (Form[row["form"]], row["n"], row["k"], row["rows"], row["parts"]): _checked(Config(**row["config"]))
+            for row in rows
+        }
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(path, f"no table of configurations ({error}); make it anew, or remove it") from error
+
+
+def write_table(path: Path, table: dict[tuple[Any, ...], Config]) -> None:
+    """Write what `read_table` reads."""
+    rows = [
+        {"form": form.name, "n": n, "k": k, "rows": rows, "parts": parts, "config": asdict(config)}
+        for (form, n, k, rows, parts), config in table.items()
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+    _table.cache_clear()
+
+
+def _checked(config: Config) -> Config:
+    values = asdict(config).values()
+    if not all(isinstance(value, int) for value in values):
+        raise ValueError(f"a configuration of numbers, got {config}")
+    powers = (config.rows_m, config.rows_n, config.warps)
+    sound = all(value > 0 and value & (value - 1) == 0 for value in powers) and config.tiles in (1, 2)
+    if not config.is_large and not (sound and config.rows_n in (64, 128, 256) and 1 <= config.split <= MAX_SPLIT):
+        raise ValueError(f"no configuration: {config}")
+    return config

@@ -1,0 +1,175 @@
+"""The Triton kernels: a product with weights decoded in registers, and decoding alone. Needs triton.
+
+Weights are the first operand, so that they go from registers into the tensor cores, and rows of x the columns of the
+result. CTAs that share a tile of the result cut K between them; each writes its sum, and the last to arrive adds them
+up in their order, so that the bits do not depend on who that is.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from minifloat.kernels.linear.triton.decode import FP8_BLOCK, decode
+
+
+@triton.jit
+def parts_of(x, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, INTERP: tl.constexpr):
+    """Rows of x ``[BM, BK]`` as bfloat16 ``[BM * PARTS, BK]`` whose neighbouring rows add up to it.
+
+    float16 is two bfloat16 exactly, float32 three (and a fourth of zeros). Bits are cut off, not rounded, so that
+    nothing overflows; what is left of an infinity is zero.
+    """
+    value = x.to(tl.float32)
+    first = (value.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    rest = tl.where(first == value, 0.0, value - first)
+    dtype: tl.constexpr = tl.float32 if INTERP else tl.bfloat16
+    if PARTS == 2:
+        rows = tl.join(first.to(dtype), rest.to(dtype)).permute(0, 2, 1)
+    else:
+        second = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        third = rest - second
+        even = tl.join(first.to(dtype), third.to(dtype))
+        odd = tl.join(second.to(dtype), tl.zeros_like(third).to(dtype))
+        rows = tl.join(even, odd).reshape(BM, BK, PARTS).permute(0, 2, 1)
+    return rows.reshape(BM * PARTS, BK)
+
+
+@triton.jit
+def product_kernel(
+    x_ptr, codes_ptr, factors_ptr, blocks_ptr, rows_ptr, bias_ptr, y_ptr, sums_ptr, counts_ptr,
+    M, N, K, x_stride, y_stride, tiles, block_stride, block_rows,
+    FORM: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr, SPLIT: tl.constexpr,
+    PARTS: tl.constexpr, UNITS: tl.constexpr, WORDS: tl.constexpr, BLOCK_TILES: tl.constexpr,
+    RAGGED: tl.constexpr, BIAS: tl.constexpr, INTERP: tl.constexpr,
+):  # fmt: skip
+    """``y[m, n] = sum over k of x[m, k] * w[n, k]``, times the factor of the row, plus the bias.
+
+    Args:
+        x_ptr: ``[M, K]``, rows `x_stride` apart.
+        codes_ptr: int16, `GpuWeight.codes`.
+        factors_ptr: int32, `GpuWeight.factors`.
+        blocks_ptr: float32, `GpuWeight.block_scale`, rows `block_stride` apart, of `block_rows` rows and BLOCK_TILES
+            tiles of columns.
+        rows_ptr: float32, `GpuWeight.row_scale`.
+        bias_ptr: ``[N]``.
+        y_ptr: ``[M, N]``, rows `y_stride` apart.
+        sums_ptr: float32, a tile for each CTA; SPLIT > 1 only.
+        counts_ptr: int32, zeros, for each tile of the result; zeros again afterwards.
+        M: Rows of x.
+        N: Rows of the weight.
+        K: Columns.
+        x_stride: See x_ptr.
+        y_stride: See y_ptr.
+        tiles: Tiles of 128 columns, of the weight.
+        block_stride: See blocks_ptr.
+        block_rows: See blocks_ptr.
+        FORM: `Form`.
+        WIDE: `Order.WIDE`.
+        BM: Rows of x of a CTA.
+        BN: Rows of the weight of a CTA: 64, 128, 256.
+        T: Tiles of 128 columns in a step, which divides `tiles`; with FP8_BLOCK 1.
+        SPLIT: CTAs that share a tile of the result.
+        PARTS: bfloat16 numbers that make up an element of x: 1, 2 or 4.
+        UNITS: 16-bit units of a half panel's tile.
+        WORDS: Words of coded scales of it.
+        BLOCK_TILES: See blocks_ptr.
+        RAGGED: Whether the last step reaches beyond K.
+        BIAS: Whether there is one.
+        INTERP: Whether this is Triton's interpreter.
+    """
+    P: tl.constexpr = BN // 64
+    BK: tl.constexpr = 128 * T
+    block_m, block_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    steps = tiles // T
+    begin, end = part * steps // SPLIT, (part + 1) * steps // SPLIT
+    rows_m = block_m * BM + tl.arange(0, BM)
+    rows_n = block_n * BN + tl.arange(0, BN)
+    cols = begin * BK + tl.arange(0, BK)
+    # Panels of 128 rows, one or two, or half of one. The second may be beyond a weight with an odd number of them: then
+    # it is the last one once more, and nothing of it is stored.
+    if P <= 2:
+        first = ((block_n * P // 2).to(tl.int64) * tiles + begin * T) * 2 + block_n * P % 2
+    else:
+        panels = tl.minimum(block_n * P // 2 + tl.arange(0, P // 2), (N - 1) // 128).to(tl.int64)
+        first = ((panels * tiles + begin * T) * 2)[None, :, None]
+    in_step = 2 * tl.arange(0, T)[:, None, None]
+    codes = codes_ptr + (first * UNITS + in_step * UNITS + tl.arange(0, UNITS * min(P, 2))[None, None, :])
+    if WORDS > 0:
+        factors = factors_ptr + (first * WORDS + in_step * WORDS + tl.arange(0, WORDS * min(P, 2))[None, None, :])
+    x = x_ptr + rows_m.to(tl.int64)[:, None] * x_stride + cols[None, :]
+    if FORM == FP8_BLOCK:
+        blocks = blocks_ptr + tl.minimum(rows_n, N - 1) // block_rows * block_stride
+        scale = tl.load(blocks + begin // BLOCK_TILES)
+    in_m = (rows_m < M)[:, None]
+    acc = tl.zeros((BN, BM * PARTS), tl.float32)
+    for step in range(begin, end):
+        pairs = tl.load(codes, eviction_policy="evict_first")
+        words = pairs
+        if WORDS > 0:
+            words = tl.load(factors)
+            factors += 2 * T * WORDS
+        inputs = tl.load(
+            x, mask=in_m & (cols < K)[None, :] if RAGGED else in_m, other=0.0, eviction_policy="evict_last"
+        )
+        w = decode(pairs, words, FORM, T, P, WIDE, INTERP)
+        if PARTS > 1:
+            inputs = parts_of(inputs, PARTS, BM, BK, INTERP)
+        elif INTERP:
+            inputs = inputs.to(tl.float32)
+        if FORM == FP8_BLOCK:
+            acc += tl.dot(w, inputs.T) * scale[:, None]
+            scale = tl.load(blocks + tl.minimum(step + 1, tiles - 1) // BLOCK_TILES)
+        else:
+            acc = tl.dot(w, inputs.T, acc)
+        codes += 2 * T * UNITS
+        x += BK
+        cols += BK
+    if PARTS > 1:
+        acc = tl.sum(acc.reshape(BN, BM, PARTS), axis=2)
+    last = True
+    if SPLIT > 1:
+        tile = block_n * tl.num_programs(0) + block_m
+        within = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        sums = sums_ptr + tile.to(tl.int64) * (SPLIT * BN * BM) + within
+        tl.store(sums + part * (BN * BM), acc, cache_modifier=".cg")
+        tl.debug_barrier()
+        last = tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        if last:
+            acc = tl.zeros((BN, BM), tl.float32)
+            for other in range(SPLIT):
+                acc += tl.load(sums + other * (BN * BM), cache_modifier=".cg")
+            tl.store(counts_ptr + tile, 0)
+    if last:
+        in_n = rows_n < N
+        acc *= tl.load(rows_ptr + rows_n, mask=in_n, other=0.0)[:, None]
+        if BIAS:
+            acc += tl.load(bias_ptr + rows_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        y = y_ptr + rows_m.to(tl.int64)[None, :] * y_stride + rows_n[:, None]
+        tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=in_n[:, None] & (rows_m < M)[None, :])
+
+
+@triton.jit
+def dequantize_kernel(
+    codes_ptr, factors_ptr, blocks_ptr, rows_ptr, y_ptr, first_row, N, K, tiles, block_stride, block_rows,
+    FORM: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr, WORDS: tl.constexpr, BLOCK_TILES: tl.constexpr,
+    INTERP: tl.constexpr,
+):  # fmt: skip
+    """Rows from `first_row`, a multiple of 64, on of a weight ``[N, K]`` into `y_ptr`, contiguous, rounded once.
+
+    Arguments as in `product_kernel`.
+    """
+    half, tile = first_row // 64 + tl.program_id(1), tl.program_id(0)
+    where = ((half // 2).to(tl.int64) * tiles + tile) * 2 + half % 2
+    pairs = tl.load(codes_ptr + where * UNITS + tl.arange(0, UNITS)[None, None, :])
+    words = pairs
+    if WORDS > 0:
+        words = tl.load(factors_ptr + where * WORDS + tl.arange(0, WORDS)[None, None, :])
+    rows, cols = half * 64 + tl.arange(0, 64), tile * 128 + tl.arange(0, 128)
+    in_n = rows < N
+    scale = tl.load(rows_ptr + rows, mask=in_n, other=0.0)
+    if FORM == FP8_BLOCK:
+        scale *= tl.load(blocks_ptr + rows // block_rows * block_stride + tile // BLOCK_TILES, mask=in_n, other=0.0)
+    w = decode(pairs, words, FORM, 1, 1, WIDE, INTERP).to(tl.float32) * scale[:, None]
+    y = y_ptr + (rows - first_row).to(tl.int64)[:, None] * K + cols[None, :]
+    tl.store(y, w.to(y_ptr.dtype.element_ty), mask=in_n[:, None] & (cols < K)[None, :])

@@ -1,0 +1,85 @@
+"""How a weight lies in a GPU's memory, and which weights have such a form. Imports no triton.
+
+A tensor core multiplies fragments: lane ``4 * g + t`` of warp w holds rows ``16 * w + 8 * h + g`` and columns
+``8 * j + 2 * t + e`` of a tile of 64 rows and 16 columns (h, j, e from 0 to 1). Weights lie in that order, so that each
+lane reads its own 16 bytes and what it decodes is the operand as it stands: no exchange between lanes, no transposing
+load. The kernels say so in axes: they load a tile as it lies, `reshape` it to the axes below, `permute` them to rows
+and columns, and the compiler finds that both are the identity on registers. Packing is the inverse permutation.
+
+Memory runs over panels of 128 rows, then tiles of 128 columns, then the two halves of a panel, then
+
+    E4M3:  block of 32 columns, w, g, t, s (16 columns each), h, e     16 bits each: the elements of both j
+    E2M1:  half of 64 columns, w, g, t, block of 32, h, e              16 bits each: the elements of both j and both s
+
+``mma.sync`` (every capability but 9 and 10) takes columns ``4 * t + 2 * j + e`` instead, because Triton gives each lane
+four neighbouring columns there: `Order.WIDE`.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from minifloat.formats import E2M1, E4M3
+from minifloat.kernels.pack.layout import BLOCK, CODED_E8M0, ROW
+from minifloat.kernels.pack.layout import form_of as cpu_form_of
+from minifloat.scheme import WeightSpec
+
+HALF_ROWS = 64  #: rows of a fragment of four warps
+PANEL_ROWS = 2 * HALF_ROWS
+TILE_COLS = 128
+
+
+class Form(enum.IntEnum):
+    """How weights are scaled while they are multiplied."""
+
+    FP8 = 0  #: E4M3; one factor per row, after the sum
+    FP8_BLOCK = 1  #: E4M3; a float32 factor per block, after the sum over each tile of columns
+    MXFP8 = 2  #: E4M3; a power of two per 32 columns, with the element
+    MXFP4 = 3  #: E2M1; a power of two per 32 columns, with the element
+    NVFP4 = 4  #: E2M1; an E4M3 factor per 16 columns, with the element
+
+
+class Order(enum.IntEnum):
+    """Which columns a lane holds."""
+
+    NARROW = 0  #: wgmma (9.x), tcgen05 (10.x)
+    WIDE = 1  #: mma.sync
+
+    @classmethod
+    def of(cls, capability: tuple[int, int]) -> Order:
+        """The one for a compute capability."""
+        return cls.NARROW if capability[0] in (9, 10) else cls.WIDE
+
+
+def form_of(spec: WeightSpec, shape: tuple[int, int]) -> Form | str:
+    """The form of a weight, or why it has none.
+
+    Args:
+        spec: How it is quantized.
+        shape: ``(N, K)``.
+    """
+    form = cpu_form_of(spec, shape)
+    if isinstance(form, str):
+        return form
+    if form.grid == ROW and form.format is E4M3:
+        return Form.FP8
+    if form.grid == BLOCK and form.block[1] % TILE_COLS == 0:
+        return Form.FP8_BLOCK
+    if form.grid == CODED_E8M0:
+        return Form.MXFP8 if form.format is E4M3 else Form.MXFP4
+    if form.grid not in (ROW, BLOCK):
+        return Form.NVFP4
+    return f"{spec.element.name} with {spec.scale.name} scales per {spec.granularity}"
+
+
+def units_per_tile(form: Form) -> int:
+    """16-bit units of the elements of a half panel's tile."""
+    element = E2M1 if form in (Form.MXFP4, Form.NVFP4) else E4M3
+    return HALF_ROWS * TILE_COLS * element.bits // 16
+
+
+def words_per_tile(form: Form) -> int:
+    """32-bit words of coded scales of a half panel's tile; 0 where there are none."""
+    if form in (Form.MXFP8, Form.MXFP4):
+        return HALF_ROWS
+    return 2 * HALF_ROWS if form is Form.NVFP4 else 0

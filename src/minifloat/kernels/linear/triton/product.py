@@ -1,0 +1,140 @@
+"""A product by the kernels of a GPU: what is launched, and with which arguments. Needs triton.
+
+Memory for partial sums and for decoded weights comes from torch in every call, as outputs do, which is right under CUDA
+graphs and on any stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minifloat.kernels.linear.triton import config as configs
+from minifloat.kernels.linear.triton import counters, kernels
+from minifloat.kernels.linear.triton.config import Config, Device
+from minifloat.kernels.linear.triton.layout import TILE_COLS, Form, Order, units_per_tile, words_per_tile
+from minifloat.kernels.linear.triton.weight import GpuWeight
+from minifloat.kernels.triton_runtime import is_interpreted
+
+#: bfloat16 numbers that an element of x is made of.
+PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 4}
+#: Bytes of a decoded weight that are in memory at a time.
+SCRATCH_BYTES = 128 << 20
+
+
+def multiply(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor, config: Config | None = None) -> None:
+    """Fill `y` with ``x @ W.T + bias``.
+
+    Args:
+        x: ``[M, K]``, bfloat16, float16 or float32, contiguous rows.
+        weight: ``[N, K]``, on the same device.
+        bias: ``[N]``, contiguous, one of the dtypes of `x`.
+        y: ``[M, N]``, the dtype of `x`, contiguous rows.
+        config: By default what `minifloat.kernels.linear.triton.config.choose` says.
+    """
+    rows = x.shape[0]
+    if not rows:
+        return
+    parts = PARTS[x.dtype]
+    config = config or configs.choose(weight.form, weight.shape, rows, parts, Device.of(x.device))
+    if config.is_large:
+        _multiply_large(x, weight, bias, y)
+    else:
+        _multiply_small(x, weight, bias, y, config, 1 if is_interpreted() and parts == 1 else parts)
+
+
+def _multiply_small(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor, config: Config, parts: int) -> None:
+    rows, cols = weight.shape
+    grid = (-(-x.shape[0] // config.rows_m), -(-rows // config.rows_n), config.split)
+    sums = counts = weight.row_scale  # never read
+    if config.split > 1:
+        ctas = grid[0] * grid[1] * grid[2]
+        sums = x.new_empty(ctas * config.rows_m * config.rows_n, dtype=torch.float32)
+        counts = counters.take(x.device, grid[0] * grid[1])
+    kernels.product_kernel[grid](
+        x,
+        weight.codes,
+        *_scales(weight),
+        weight.row_scale if bias is None else bias,
+        y,
+        sums,
+        counts,
+        x.shape[0],
+        rows,
+        cols,
+        x.stride(0),
+        y.stride(0),
+        weight.tiles,
+        *_blocks(weight),
+        BM=config.rows_m,
+        BN=config.rows_n,
+        T=config.tiles,
+        SPLIT=config.split,
+        PARTS=parts,
+        RAGGED=cols % (config.tiles * TILE_COLS) != 0,
+        BIAS=bias is not None,
+        **_constants(weight),
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+def _multiply_large(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor) -> None:
+    """Some rows of the weight after the other, in the dtype of `x`, through cuBLAS."""
+    rows, cols = weight.shape
+    step = max(SCRATCH_BYTES // (cols * x.element_size()) // TILE_COLS * TILE_COLS, TILE_COLS)
+    scratch = x.new_empty((min(step, rows), cols))
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        part = scratch[: end - begin]
+        dequantize(weight, part, begin)
+        if bias is None:
+            torch.mm(x, part.T, out=y[:, begin:end])
+        else:
+            torch.addmm(bias[begin:end].to(x.dtype), x, part.T, out=y[:, begin:end])
+
+
+def dequantize(weight: GpuWeight, out: Tensor, first_row: int = 0) -> None:
+    """Fill `out`, ``[n, K]`` and contiguous, with rows of a weight from `first_row`, a multiple of 64, on."""
+    halves = -(-out.shape[0] // 64)
+    kernels.dequantize_kernel[(weight.tiles, halves)](
+        weight.codes,
+        *_scales(weight),
+        out,
+        first_row,
+        first_row + out.shape[0],
+        weight.shape[1],
+        weight.tiles,
+        *_blocks(weight),
+        **_constants(weight),
+        num_warps=4,
+    )
+
+
+def constants(form: Form, order: Order, block_tiles: int = 1) -> dict[str, Any]:
+    """What of a weight the kernels are compiled for."""
+    return {
+        "FORM": int(form),
+        "WIDE": int(order),
+        "UNITS": units_per_tile(form),
+        "WORDS": words_per_tile(form),
+        "BLOCK_TILES": block_tiles,
+        "INTERP": is_interpreted(),
+    }
+
+
+def _scales(weight: GpuWeight) -> tuple[Tensor, Tensor, Tensor]:
+    factors = weight.row_scale if weight.factors is None else weight.factors
+    blocks = weight.row_scale if weight.block_scale is None else weight.block_scale
+    return factors, blocks, weight.row_scale
+
+
+def _blocks(weight: GpuWeight) -> tuple[int, int]:
+    return (0, 1) if weight.block_scale is None else (weight.block_scale.stride(0), weight.block[0])
+
+
+def _constants(weight: GpuWeight) -> dict[str, Any]:
+    block_tiles = 1 if weight.block_scale is None else -(-weight.block[1] // TILE_COLS)
+    return constants(weight.form, weight.order, block_tiles)

@@ -1,0 +1,245 @@
+"""`GpuWeight`: a quantized weight in a GPU's memory, in the order in which its kernels read it; and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import NonFiniteError, UnsupportedTensorError
+from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32
+from minifloat.kernels.linear.triton import fragments
+from minifloat.kernels.linear.triton.availability import why_not as why_no_device
+from minifloat.kernels.linear.triton.counters import prepare
+from minifloat.kernels.linear.triton.layout import TILE_COLS, Form, Order, form_of
+from minifloat.quantize.cast import decode
+from minifloat.quantize.pack import pack_nibbles, unpack_nibbles
+from minifloat.quantize.tensor import QuantizedTensor
+from minifloat.scheme import WeightSpec
+
+_SIGN = 1 << (E4M3.bits - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class GpuWeight:
+    """A weight ``[N, K]`` as the kernels of a GPU read it (`minifloat.kernels.linear.triton.layout`).
+
+    A NaN code or a NaN coded scale anywhere in a row makes the whole row of the weight NaN, because that is what the
+    row's dot product with any input is. Where scales are E8M0, a block more than 125 powers of two below the largest of
+    its row is multiplied with zero. Both as on the CPU.
+
+    Attributes:
+        spec: How the weight is quantized.
+        shape: ``(N, K)``.
+        order: Which columns a lane holds; other capabilities may read another.
+        codes: int16, flat: elements in fragments; rows and columns filled up with zeros to whole tiles.
+        row_scale: float32 ``[N]``, filled up to whole panels: multiplies the sum of a row.
+        factors: int32, flat: coded block scales in fragments; None where they are not coded.
+        block_scale: float32 ``[rows of blocks, columns of blocks]``; `Form.FP8_BLOCK` only.
+        scale: The scale grid as stored, where the kernels' form of it does not give it back.
+        global_scale: As stored; NVFP4 only.
+        global_divides: As in `QuantizedTensor`.
+    """
+
+    spec: WeightSpec
+    shape: tuple[int, int]
+    order: Order
+    codes: Tensor
+    row_scale: Tensor
+    factors: Tensor | None = None
+    block_scale: Tensor | None = None
+    scale: Tensor | None = None
+    global_scale: Tensor | None = None
+    global_divides: bool = True
+
+    @cached_property
+    def form(self) -> Form:
+        """How it is scaled."""
+        form = form_of(self.spec, self.shape)
+        assert isinstance(form, Form)
+        return form
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for _, tensor in self.tensors())
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 128 columns."""
+        return -(-self.shape[1] // TILE_COLS)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        return self.spec.granularity.block(self.shape)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values of the tensors that it has; a module may keep them as buffers."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                yield field.name, value
+
+    def with_tensors(self, tensors: dict[str, Tensor]) -> GpuWeight:
+        """The same weight with its tensors elsewhere."""
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
+    def unpack(self) -> QuantizedTensor:
+        """The weight as checkpoints store it, on the same device: the codes and scales that were packed, bit for bit.
+
+        Except for NVFP4: elements under a scale of zero come back as zeros.
+        """
+        rows, cols = self.shape
+        codes = fragments.unpack_elements(self.codes, self.shape, self.form, self.order)
+        scale = self.scale
+        if self.factors is not None:
+            groups = self.spec.granularity.scale_shape(self.shape)[1]
+            coded = fragments.unpack_factors(self.factors, self.shape, groups)
+            if scale is None and self.form is Form.NVFP4:
+                scale = fragments.scales_of(coded)
+            elif scale is None:
+                scale = fragments.powers(coded, fragments.largest_codes(self.row_scale[:rows], self.form))
+            elif self.form is Form.NVFP4:
+                codes = _negated(codes, scale, cols)
+        elif scale is None:
+            scale = self.block_scale
+        assert scale is not None
+        if self.spec.element is E2M1:
+            codes = pack_nibbles(codes)
+        return QuantizedTensor(self.spec, self.shape, codes, scale, self.global_scale, self.global_divides)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | None = None) -> Tensor:
+        """The weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once.
+
+        Args:
+            dtype: Result dtype.
+            rows: Only these rows; must start and end at multiples of the granularity's rows (or at the edge).
+        """
+        return self.unpack().dequantize(dtype, rows)
+
+
+def why_not(spec: WeightSpec, shape: tuple[int, int], device: torch.device | str) -> str:
+    """Why a weight has no form for the kernels of a GPU; empty where it has one.
+
+    Args:
+        spec: How it is quantized.
+        shape: ``(N, K)``.
+        device: Where it lies.
+    """
+    reason = why_no_device(device)
+    if reason:
+        return reason
+    form = form_of(spec, shape)
+    return f"there is no kernel for {form}" if isinstance(form, str) else ""
+
+
+def pack(weight: QuantizedTensor) -> GpuWeight:
+    """Pack a weight where it lies.
+
+    Args:
+        weight: On a CUDA device. Not kept, but for its scales, and not changed.
+
+    Raises:
+        UnsupportedTensorError: A weight of this kind, or its device, has no such form; `why_not` tells beforehand.
+        NonFiniteError: A float32 scale, or the tensor's scale of NVFP4, is NaN or Inf.
+    """
+    problem = why_not(weight.spec, weight.shape, weight.codes.device)
+    if problem:
+        raise UnsupportedTensorError("weight", f"has no packed form: {problem}")
+    packed = arrange(weight, Order.of(torch.cuda.get_device_capability(weight.codes.device)))
+    prepare(weight.codes.device)
+    return packed
+
+
+def arrange(weight: QuantizedTensor, order: Order) -> GpuWeight:
+    """`pack`, for any device and any order: what it does to the tensors.
+
+    Raises:
+        UnsupportedTensorError: A weight of this kind has no such form.
+        NonFiniteError: As `pack`.
+    """
+    form = form_of(weight.spec, weight.shape)
+    if isinstance(form, str):
+        raise UnsupportedTensorError("weight", f"has no packed form: there is no kernel for {form}")
+    elements = unpack_nibbles(weight.codes) if weight.packed else weight.codes.view(torch.uint8)
+    row_scale = torch.ones(weight.shape[0], device=elements.device)
+    nan = torch.zeros(weight.shape[0], dtype=torch.bool, device=elements.device)
+    if weight.spec.element is E4M3:
+        nan |= _is_nan(elements).any(dim=1)
+    factors = block_scale = kept = None
+    if form in (Form.FP8, Form.FP8_BLOCK):
+        kept, values = weight.scale, _finite("scale", weight.block_scale())
+        if form is Form.FP8_BLOCK:
+            block_scale = values.contiguous()
+            kept = None if weight.spec.scale is FLOAT32 and block_scale is weight.scale else kept
+        else:
+            row_scale = values[:, 0].repeat_interleave(weight.spec.granularity.block(weight.shape)[0])
+            row_scale = row_scale[: weight.shape[0]].clone()
+    elif form is Form.NVFP4:
+        elements, factors, kept, row_scale = _coded_scales(weight, elements)
+        nan |= _is_nan(weight.scale).any(dim=1)
+    else:
+        factors, kept, row_scale = _coded_powers(weight, elements, form)
+        nan |= torch.eq(weight.scale, E8M0.nan_code or 0).any(dim=1)
+    row_scale[nan] = torch.nan
+    return GpuWeight(
+        weight.spec,
+        weight.shape,
+        order,
+        fragments.pack_elements(elements, form, order),
+        fragments.padded(row_scale[:, None], 1)[:, 0].contiguous(),
+        factors,
+        block_scale,
+        kept,
+        weight.global_scale,
+        weight.global_divides,
+    )
+
+
+def _coded_powers(weight: QuantizedTensor, elements: Tensor, form: Form) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Factors of E8M0 scales, the scales where the factors do not give them back, and what multiplies the rows."""
+    coded, largest = fragments.code_powers(elements, weight.scale, weight.spec.element)
+    row_scale = torch.ldexp(decode(largest, E8M0).double(), torch.tensor(-fragments.SHIFTS[form])).float()
+    nan = torch.eq(weight.scale, E8M0.nan_code or 0).any() | (_is_nan(elements).any() & (weight.spec.element is E4M3))
+    same = ~nan & torch.eq(fragments.powers(coded, largest), weight.scale).all()
+    return fragments.pack_factors(coded, form), None if bool(same) else weight.scale, row_scale
+
+
+def _coded_scales(weight: QuantizedTensor, elements: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Elements under positive scales, the factors of those, the scales where needed, and what multiplies the rows."""
+    assert weight.global_scale is not None
+    tensor_scale = weight.global_scale.float().reshape(())
+    factor = _finite("global_scale", tensor_scale.reciprocal() if weight.global_divides else tensor_scale)
+    coded = fragments.code_scales(weight.scale)
+    cols = weight.shape[1]
+    usual = (weight.scale > 0) & (weight.scale < _SIGN) & ~_is_nan(weight.scale)
+    rows = torch.ldexp(factor, torch.tensor(-fragments.SHIFTS[Form.NVFP4])).expand(weight.shape[0]).clone()
+    packed = fragments.pack_factors(coded, Form.NVFP4)
+    if bool(usual.all()):
+        return elements, packed, None, rows
+    zero = _spread((weight.scale & (_SIGN - 1)) == 0, cols)
+    return _negated(elements, weight.scale, cols).masked_fill(zero, 0), packed, weight.scale, rows
+
+
+def _negated(elements: Tensor, scale: Tensor, cols: int) -> Tensor:
+    """E2M1 codes with their signs turned where the scale is negative."""
+    sign = 1 << (E2M1.bits - 1)
+    return elements ^ (_spread(scale >= _SIGN, cols).to(torch.uint8) * sign)
+
+
+def _spread(groups: Tensor, cols: int) -> Tensor:
+    return groups.repeat_interleave(fragments.GROUP_COLS[Form.NVFP4], dim=1)[:, :cols]
+
+
+def _is_nan(codes: Tensor) -> Tensor:
+    return torch.eq(codes & (_SIGN - 1), E4M3.nan_code or 0)
+
+
+def _finite(name: str, values: Tensor) -> Tensor:
+    if not bool(values.isfinite().all()):
+        raise NonFiniteError(name, "NaN or Inf among the scales of the weight; the checkpoint is damaged")
+    return values

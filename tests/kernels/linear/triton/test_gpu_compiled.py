@@ -1,0 +1,87 @@
+"""The kernels compiled for GPUs that are not here: what the machine would run, counted.
+
+Gates are those of Hopper, for which the kernels are made; for others it is enough that nothing is spilled and the
+tensor cores are used. A decoder reads a weight once per token, so instructions per weight decide whether memory or
+arithmetic limits it: 132 multiprocessors issue about 33e12 thread instructions a second and memory delivers about
+4.2e12 bytes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+from gpu_compile import A100, B200, H200, L40S, SHAPES, Compiled, compile_dequantize, compile_product
+
+from minifloat.kernels.linear.triton.config import Device, by_arithmetic
+from minifloat.kernels.linear.triton.layout import Form
+from minifloat.kernels.linear.triton.product import PARTS
+
+#: Instructions per weight of up to 16 rows of x and a weight of many rows.
+MOST = {Form.FP8: 2.6, Form.FP8_BLOCK: 3.0, Form.MXFP8: 3.1, Form.MXFP4: 2.9, Form.NVFP4: 3.1}
+MOST_OF_ANY = 5.6  #: with more rows of x, fewer of the weight, or blocks
+MANY = SHAPES[1]
+
+forms = pytest.mark.parametrize("form", Form)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+
+
+def compiled(form: Form, shape: tuple[int, int], rows: int, dtype: torch.dtype, device: Device) -> Compiled:
+    config = by_arithmetic(form, shape, rows, PARTS[dtype], device)
+    assert not config.is_large
+    result = compile_product(form, config, dtype, device, bias=True)
+    assert result.stack == 0
+    assert result.slow == []
+    assert result.tensor_core > 0
+    assert result.shared_bytes <= device.shared_bytes
+    return result
+
+
+@forms
+def test_few_instructions_per_weight_on_hopper(form: Form) -> None:
+    result = compiled(form, MANY, 16, torch.bfloat16, H200)
+    assert result.per_weight <= MOST[form]
+    assert result.shared_bytes <= H200.shared_bytes // 2  # two at a time
+
+
+@forms
+@pytest.mark.parametrize("rows", [32, 64, 128])
+def test_more_rows_of_x_on_hopper(form: Form, rows: int) -> None:
+    assert compiled(form, MANY, rows, torch.bfloat16, H200).per_weight <= MOST_OF_ANY
+
+
+@forms
+def test_weights_of_few_rows_on_hopper(form: Form) -> None:
+    assert compiled(form, SHAPES[0], 16, torch.bfloat16, H200).per_weight <= 4.0
+
+
+@pytest.mark.parametrize("form", [Form.FP8_BLOCK, Form.MXFP4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_dtypes_of_x_on_hopper(form: Form, dtype: torch.dtype) -> None:
+    for rows in (1, 64):
+        compiled(form, MANY, rows, dtype, H200)
+
+
+@forms
+@pytest.mark.parametrize("device", [A100, L40S, B200], ids=lambda device: device.name)
+def test_other_devices(form: Form, device: Device) -> None:
+    for rows in (16, 64):
+        compiled(form, MANY, rows, torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("device", [A100, H200, B200], ids=lambda device: device.name)
+def test_decoding_into_memory(device: Device) -> None:
+    for form in Form:
+        assert compile_dequantize(form, torch.bfloat16, device).stack == 0
+
+
+def test_a_loop_that_is_not_there_is_not_taken_for_a_short_one() -> None:
+    result = compile_dequantize(Form.FP8, torch.bfloat16, H200)
+    assert result.tensor_core == 0
+    assert not result.loop

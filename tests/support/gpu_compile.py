@@ -1,0 +1,162 @@
+"""Triton kernels compiled ahead of time for a GPU that is not there, and the instructions of their main loop counted.
+
+The main loop is the shortest one that holds tensor core instructions; instructions are those of one thread, per weight
+that it decodes.
+
+    PYTHONPATH=src:tests/support python -m gpu_compile      # the table of docs/gpu.md
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton_cases
+
+from minifloat.kernels.linear.triton.config import Config, Device, by_arithmetic
+from minifloat.kernels.linear.triton.kernels import dequantize_kernel, product_kernel
+from minifloat.kernels.linear.triton.layout import TILE_COLS, Form, Order
+from minifloat.kernels.linear.triton.product import PARTS, constants
+
+#: Data sheets: multiprocessors, and the shared memory that one CTA may have.
+A100 = Device((8, 0), 108, 163 << 10, "A100")
+L40S = Device((8, 9), 142, 99 << 10, "L40S")
+H200 = Device((9, 0), 132, 227 << 10, "H200")
+B200 = Device((10, 0), 148, 227 << 10, "B200")
+#: Of Llama-8B, and of a 70B model.
+SHAPES = ((4096, 4096), (28672, 8192))
+
+_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+_LABEL = re.compile(r"\s*(\.L_x_\d+):")
+_INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
+_BRANCH = re.compile(r"BRA.*?`\((\.L_x_\d+)\)")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as the machine will see it.
+
+    Attributes:
+        registers: Of a thread.
+        stack: Bytes of a thread that live in memory.
+        shared_bytes: Of a CTA.
+        loop: How often each instruction stands in the main loop; empty where there is none.
+        weights: That a thread decodes in one pass through it.
+    """
+
+    registers: int
+    stack: int
+    shared_bytes: int
+    loop: collections.Counter[str]
+    weights: float
+
+    @property
+    def per_weight(self) -> float:
+        """Instructions of the main loop per weight."""
+        return self.loop.total() / self.weights
+
+    @property
+    def slow(self) -> list[str]:
+        """Instructions of the main loop that should not be there: conversions one by one, and spilled registers."""
+        return [name for name in self.loop if name.split(".")[0] in ("F2F", "LDL", "STL")]
+
+    @property
+    def tensor_core(self) -> int:
+        """Tensor core instructions of the main loop."""
+        return sum(count for name, count in self.loop.items() if _is_tensor_core(name))
+
+
+def compile_product(form: Form, config: Config, dtype: torch.dtype, device: Device, *, bias: bool = False) -> Compiled:
+    """`product_kernel` as `multiply` would launch it on aligned tensors."""
+    names = ["x", "codes", "factors", "blocks", "rows", "bias", "y", "sums", "counts"]
+    kinds = (_TYPES[dtype], "*i16", "*i32", "*fp32", "*fp32", "*fp32", _TYPES[dtype], "*fp32", "*i32")
+    sizes = ["M", "N", "K", "x_stride", "y_stride", "tiles", "block_stride", "block_rows"]
+    constexprs = {
+        "BM": config.rows_m,
+        "BN": config.rows_n,
+        "T": config.tiles,
+        "SPLIT": config.split,
+        "PARTS": PARTS[dtype],
+        "RAGGED": False,
+        "BIAS": bias,
+        **constants(form, Order.of(device.capability)),
+    }
+    signature = {f"{name}_ptr": kind for name, kind in zip(names, kinds, strict=True)} | dict.fromkeys(sizes, "i32")
+    aligned = [*(f"{name}_ptr" for name in names), "N", "K", "x_stride", "y_stride"]
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    weights = config.rows_n * config.tiles * TILE_COLS / (32 * config.warps)
+    compiled = triton_cases.compile_ahead(
+        product_kernel, signature, constexprs, _target(device), options, tuple(aligned)
+    )
+    return _counted(compiled, weights)
+
+
+def compile_dequantize(form: Form, dtype: torch.dtype, device: Device) -> Compiled:
+    """`dequantize_kernel`."""
+    names = ["codes", "factors", "blocks", "rows", "y"]
+    kinds = ("*i16", "*i32", "*fp32", "*fp32", _TYPES[dtype])
+    sizes = ["first_row", "N", "K", "tiles", "block_stride", "block_rows"]
+    signature = {f"{name}_ptr": kind for name, kind in zip(names, kinds, strict=True)} | dict.fromkeys(sizes, "i32")
+    aligned = [*(f"{name}_ptr" for name in names), "N", "K", "first_row"]
+    constexprs = constants(form, Order.of(device.capability))
+    compiled = triton_cases.compile_ahead(
+        dequantize_kernel, signature, constexprs, _target(device), {"num_warps": 4}, tuple(aligned)
+    )
+    return _counted(compiled, 1.0)
+
+
+def _target(device: Device) -> int:
+    return 10 * device.capability[0] + device.capability[1]
+
+
+def _counted(compiled: triton_cases.Compiled, weights: float) -> Compiled:
+    loop = collections.Counter(_main_loop(compiled.sass))
+    return Compiled(compiled.registers, compiled.stack, compiled.shared, loop, weights)
+
+
+def _main_loop(sass: str) -> list[str]:
+    """The instructions of the shortest loop with tensor core instructions, or nothing."""
+    instructions: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[list[str]] = []
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(instructions)
+        elif instruction := _INSTRUCTION.match(line):
+            instructions.append(instruction[1])
+            target = _BRANCH.match(instruction[1])
+            if target and target[1] in labels:
+                loops.append([text.split()[0] for text in instructions[labels[target[1]] :]])
+    return min((loop for loop in loops if any(map(_is_tensor_core, loop))), key=len, default=[])
+
+
+def _is_tensor_core(name: str) -> bool:
+    return "MMA" in name
+
+
+def main() -> None:
+    """Print what the kernels cost per weight, for the documentation."""
+    print(f"triton {triton.__version__}; bfloat16 x; instructions per weight, registers, KB of shared memory\n")
+    print(
+        "| form | N x K | M | "
+        + " | ".join(f"{d.name} sm_{d.capability[0]}{d.capability[1]}" for d in (A100, H200, B200))
+        + " |"
+    )
+    print("|---|---|---|---|---|---|")
+    for form in Form:
+        for shape in SHAPES:
+            for rows in (16, 64, 128):
+                cells = []
+                for device in (A100, H200, B200):
+                    config = by_arithmetic(form, shape, rows, 1, device)
+                    compiled = compile_product(form, config, torch.bfloat16, device)
+                    shared = compiled.shared_bytes >> 10
+                    cells.append(f"{compiled.per_weight:.2f}, {compiled.registers}, {shared}")
+                print(f"| {form.name} | {shape[0]}x{shape[1]} | {rows} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
