@@ -45,7 +45,9 @@ def usage(
 
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*" or "stride" in n}
+    aligned = [n for n in names if n not in kernel.do_not_specialize + kernel.do_not_specialize_on_alignment]
+    aligned = [n for n in aligned if signature[n][0] == "*" or "stride" in n]
+    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in aligned}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -25,6 +25,10 @@ from minifloat.kernels.paged.cache import PagedCache
 #: Keys that a program looks at at a time, and how many programs share a sequence at most.
 _TILE, _SPLITS = 64, 32
 _COLUMNS = 1024
+#: Arguments that Triton shall not look at: they lie anywhere in the numbers of a step, and a kernel that is compiled
+#: anew for another place would stop everybody for seconds.
+_STRIDES = ["window", "table_stride", "position_stride", "slot_stride"]
+_NUMBERS = ["tables", "positions", "slots"]
 
 
 def _bits(value: float) -> int:
@@ -96,7 +100,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_NUMBERS)
 def _rotate_and_store(
     qkv,
     q_norm,
@@ -221,7 +225,7 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_NUMBERS)
 def _attend(
     queries,
     data,

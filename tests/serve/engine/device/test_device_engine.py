@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from minifloat.cli import main
-from minifloat.errors import KernelUnavailable, UsageError
+from minifloat.errors import KernelUnavailable, UnsupportedTensorError, UsageError
 from minifloat.quantize.model import quantize_checkpoint
 from minifloat.serve.engine import Engine, SamplingParams, StepStats, Timings, Usage
 from minifloat.serve.engine.device import transfer
@@ -165,6 +165,13 @@ def test_the_scales_of_an_fp8_cache_may_be_those_of_heads(device: str, llama_fol
     assert len(scales.unique()) == scales.numel() == 8
     plain = tokens(Engine(llama_folder, dtype="float32"), prompts_of(9))
     assert tokens(engine, prompts_of(9))[0][:2] == plain[0][:2]  # near it
+
+
+def test_scales_of_another_number_of_heads_are_refused(llama_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedTensorError, match=r"expected one scale of the KV cache, or 2, found F32 \[3, 1, 1\]"
+    ):
+        on_device(with_kv_scales(llama_folder, tmp_path / "heads", 3), "cpu")
 
 
 @devices

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from decoder_cases import Session, decoder_of, model_of, prompt
+from decoder_cases import VOCAB, Session, decoder_of, model_of, prompt
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,7 +20,7 @@ from minifloat.quantize.tensor import quantize_tensor
 from minifloat.scheme import SCHEMES
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.device import DeviceRunner, device_decoder_of
-from minifloat.serve.engine.device.decoder import Inputs, Product, step
+from minifloat.serve.engine.device.decoder import Inputs, Piece, Product, step
 from minifloat.serve.engine.device.graphs import COLUMNS, bucket_sizes
 from minifloat.serve.engine.sampling_device import draw
 from minifloat.serve.engine.scheduler import Work
@@ -206,6 +207,34 @@ def test_a_step_of_tokens_depends_on_no_value(scheme: str | None, impl: str, ele
         assert tuple(logits.shape) == (4, decoder.vocab)
         drawn = [draw(logits.float(), torch.ones(4, 5).double(), limited=limited) for limited in (False, True)]
         assert [tuple(one.shape) for one in drawn] == [(4,), (4,)]
+
+
+def without_values(value: Any) -> Any:
+    """The same on the meta device."""
+    if isinstance(value, Tensor):
+        return value.detach().to("meta")
+    if isinstance(value, tuple):
+        return tuple(map(without_values, value))
+    if is_dataclass(value):
+        return type(value)(**{field.name: without_values(getattr(value, field.name)) for field in fields(value)})
+    return value
+
+
+@pytest.mark.parametrize("element", ["bfloat16", "E4M3"])
+def test_all_that_a_step_makes_is_on_the_device_of_its_inputs(element: str) -> None:
+    """With pieces too; a tensor that is made on the CPU beside the meta device's would raise."""
+    decoder = without_values(device_decoder(model_of("qwen2").bfloat16()))
+    cache = PagedCache(3, 2, 16, BLOCKS, element, torch.device("meta"), ROWS)
+    rows, tables, blocks, chosen = (
+        torch.zeros(shape, dtype=torch.int32, device="meta") for shape in ((60, COLUMNS), (4, 8), (5,), (6,))
+    )
+    pieces = (Piece(slice(4, 40), 0, blocks[:3]), Piece(slice(40, 60), 45, blocks))
+    logits = step(decoder, cache, Inputs(rows, tables, pieces, chosen))
+    assert (tuple(logits.shape), logits.device.type, logits.dtype) == ((6, VOCAB), "meta", torch.bfloat16)
+    with pytest.raises(RuntimeError, match="device"):
+        step(replace(decoder, norm=torch.ones(64)), cache, Inputs(rows, tables, pieces, chosen))
+    settings = torch.ones(6, 5, dtype=torch.float64, device="meta")
+    assert [draw(logits.float(), settings, limited=limited).is_meta for limited in (False, True)] == [True, True]
 
 
 @pytest.mark.parametrize(
