@@ -12,13 +12,23 @@ import torch
 from torch import Tensor
 
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint
-from minifloat.errors import ConfigError, NonFiniteError, ShapeError, UnsupportedTensorError
+from minifloat.errors import ConfigError, NonFiniteError, ShapeError, UnknownNameError, UnsupportedTensorError
+from minifloat.formats import E4M3
+from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN
 from minifloat.layouts import StoredWeight
 from minifloat.quantize.activation import can_quantize, describe_activation
 from minifloat.scheme import ActivationSpec
 from minifloat.serve.names import listing
 
 _LOG = logging.getLogger(__name__)
+#: The value of `prefill`.
+W8A8 = "w8a8"
+#: Granularity of weights -> inputs of many rows, where the checkpoint declares none.
+PREFILL_INPUTS = {
+    TENSOR: ActivationSpec(E4M3, TOKEN, dynamic=True),
+    CHANNEL: ActivationSpec(E4M3, TOKEN, dynamic=True),
+    BLOCK_128: ActivationSpec(E4M3, GROUP_128, dynamic=True),
+}
 _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -28,10 +38,17 @@ class InputQuantization:
     Args:
         checkpoint: Where static scales are read from.
         weight_only: Leave all inputs as they are, and warn of nothing.
+        prefill: "w8a8", or None: whether many rows are quantized where few are not.
+
+    Raises:
+        UnknownNameError: Another `prefill`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, weight_only: bool) -> None:
-        self.checkpoint, self.weight_only = checkpoint, weight_only
+    def __init__(self, checkpoint: Checkpoint, weight_only: bool, prefill: str | None = None) -> None:
+        if prefill not in (None, W8A8):
+            raise UnknownNameError("prefill", prefill, (W8A8,))
+        self.checkpoint, self.weight_only, self.prefill = checkpoint, weight_only, prefill
+        self._not_prefilled: list[str] = []
         self._skipped: dict[str, list[str]] = {}
 
     def of(self, stored: StoredWeight) -> tuple[ActivationSpec | None, Tensor | None]:
@@ -52,6 +69,20 @@ class InputQuantization:
             return None, None
         return spec, None if spec.dynamic else self._read_scale(stored, spec)
 
+    def prefill_of(self, stored: StoredWeight) -> tuple[ActivationSpec, Tensor | None] | None:
+        """How a weight-only module quantizes inputs of many rows: as its checkpoint says, or as suits its weights.
+
+        Raises:
+            As `of`.
+        """
+        if self.prefill is None:
+            return None
+        spec = stored.activation or PREFILL_INPUTS.get(stored.spec.granularity)
+        if spec is None or not can_quantize(spec, stored.spec):
+            self._not_prefilled.append(stored.module)
+            return None
+        return spec, None if spec.dynamic else self._read_scale(stored, spec)
+
     def skip(self, stored: StoredWeight, reason: str) -> None:
         """Note a module that is computed weight-only against its config."""
         if stored.activation is not None and not self.weight_only:
@@ -61,6 +92,13 @@ class InputQuantization:
         """Log what was skipped, one warning per reason."""
         for reason, modules in self._skipped.items():
             _LOG.warning("%d modules are computed weight-only, because %s: %s", len(modules), reason, listing(modules))
+        if self._not_prefilled:
+            _LOG.warning(
+                "%d modules are computed weight-only at any number of rows, because their weights are not E4M3 with "
+                "float32 scales that FP8 inputs go with: %s",
+                len(self._not_prefilled),
+                listing(self._not_prefilled),
+            )
 
     def _read_scale(self, stored: StoredWeight, spec: ActivationSpec) -> Tensor:
         name = stored.input_scale

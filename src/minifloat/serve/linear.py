@@ -23,6 +23,10 @@ from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.scheme import ActivationSpec
 
 _GPU = "gpu_"  #: before the names of a GpuWeight's tensors
+#: Rows of an input from which on FP8 tensor cores are far ahead of kernels that decode weights; on an H100, by figures
+#: that others published: 1.55 times BF16 against 0.52. Not measured here.
+PREFILL_ROWS = 256
+
 _BUFFERS = ("codes", "scale", "global_scale", "packed")
 
 
@@ -45,12 +49,14 @@ class QuantizedWeight(nn.Module):
         activation: How inputs are quantized before they are multiplied; None: not at all.
         input_scale: float32 scalar where `activation` is static, else None.
         dtype: The dtype that the weight stands for in the model, which `weight` has.
+        prefill: The same weight with quantized inputs, which multiplies inputs of `PREFILL_ROWS` and more; or None.
     """
 
     codes: Tensor
     scale: Tensor
     global_scale: Tensor | None
     input_scale: Tensor | None
+    prefill: QuantizedWeight | None
 
     def __init__(
         self,
@@ -64,6 +70,7 @@ class QuantizedWeight(nn.Module):
         self.dtype = dtype
         self._hold(quantized)
         self.register_buffer("input_scale", input_scale)
+        self.prefill = None
 
     def _hold(self, weight: QuantizedTensor | PackedWeight | GpuWeight) -> None:
         """Exchange the form."""
@@ -166,6 +173,8 @@ class QuantizedWeight(nn.Module):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``, ``[..., K]`` to ``[..., N]``, the dtype of `x`, which `activation` may quantize."""
+        if self.prefill is not None and x.numel() >= PREFILL_ROWS * self.shape[1]:
+            return self.prefill.multiply(x, bias)
         return linear(x, self.held, bias, activation=self.activation, input_scale=self.input_scale)
 
     def extra_repr(self) -> str:

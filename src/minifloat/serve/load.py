@@ -22,8 +22,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import CheckpointError, MinifloatError, ShapeError, UnsupportedTensorError, UsageError
+from minifloat.errors import (
+    CheckpointError,
+    KernelUnavailable,
+    MinifloatError,
+    ShapeError,
+    UnsupportedTensorError,
+    UsageError,
+)
 from minifloat.hub import model_folder
+from minifloat.kernels.linear import scaled_mm
 from minifloat.layouts import Description, StoredWeight, describe, read_weight
 from minifloat.quantize.tensor import QuantizedTensor
 from minifloat.serve.ahead import ReadAhead
@@ -57,6 +65,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     weight_only: bool = False,
+    prefill: str | None = None,
     impl: str = "auto",
     revision: str | None = None,
 ) -> PreTrainedModel:
@@ -85,6 +94,11 @@ def load(
         dtype: Dtype of all that is not quantized, and of the activations; by default that of config.json.
         device: Where the model goes, tensor by tensor.
         weight_only: Keep all inputs in `dtype`, whatever the checkpoint declares.
+        prefill: "w8a8": linears that are weight-only quantize inputs of `linear.PREFILL_ROWS` rows and more, as the
+            checkpoint declares or, where it declares nothing, per token (per group of columns for weights in blocks).
+            Prompts then take the time of FP8 tensor cores and have the error of quantized inputs, and what a model
+            says depends on how many rows are computed together. Such weights are in memory twice. Experts stay as they
+            are. None: nothing of it.
         impl: What multiplies quantized weights: "auto", as above; "reference", everywhere; "cpu" or "triton", the
             kernels of that device or an error.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
@@ -98,11 +112,12 @@ def load(
         ConfigError: transformers cannot build the model, or only with the checkpoint's own code; or static inputs are
             declared and a module has no scale for them.
         TensorError: A tensor does not fit its parameter, or a scale is NaN or Inf.
-        KernelUnavailable: `impl` is "cpu" or "triton" and a weight cannot be packed, or goes to another device.
-        UnknownNameError: Another `impl`.
+        KernelUnavailable: `impl` is "cpu" or "triton" and a weight cannot be packed, or goes to another device; or the
+            GPU has no FP8 product for `prefill`.
+        UnknownNameError: Another `impl` or `prefill`.
     """
     with Checkpoint.open(model_folder(path, revision=revision)) as checkpoint:
-        loader = Loader(checkpoint, dtype=dtype, device=device, weight_only=weight_only, impl=impl)
+        loader = Loader(checkpoint, dtype=dtype, device=device, weight_only=weight_only, prefill=prefill, impl=impl)
         loader.run()
         model = loader.model
         load_generation_config(model, checkpoint)
@@ -140,6 +155,7 @@ class Loader:
         dtype: As in `load`.
         device: As in `load`.
         weight_only: As in `load`.
+        prefill: As in `load`.
         impl: As in `load`.
 
     Attributes:
@@ -148,7 +164,7 @@ class Loader:
 
     Raises:
         ConfigError: transformers cannot build the model, or only with the checkpoint's own code.
-        UnknownNameError: Another `impl`.
+        UnknownNameError: Another `impl` or `prefill`.
     """
 
     def __init__(
@@ -158,6 +174,7 @@ class Loader:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         weight_only: bool = False,
+        prefill: str | None = None,
         impl: str = "auto",
     ) -> None:
         self.device = torch.device(device)
@@ -166,7 +183,7 @@ class Loader:
         dtype = dtype or config_dtype(checkpoint) or _stored_dtype(checkpoint, description)
         self.model = empty_model(checkpoint, dtype)
         self.checkpoint = checkpoint
-        self.inputs = InputQuantization(checkpoint, weight_only)
+        self.inputs = InputQuantization(checkpoint, weight_only, prefill)
         self.expected: dict[str, Tensor] = self.model.state_dict()
         self.missing = set(self.expected)
         self.float32 = keeps_float32(self.model, self.model.dtype)
@@ -234,12 +251,30 @@ class Loader:
         self._check_shape(assignment.target, torch.Size(stored[0].shape))
         weight = self._read_weight(stored[0])
         swapped = QuantizedLinear(weight, self.dtype_of(assignment.target), *self.inputs.of(stored[0])).to(self.device)
+        if swapped.activation is None:
+            swapped.prefill = self._prefill(weight, stored[0], swapped.dtype)
         del weight
         self.packing.pack(swapped, stored[0].module)
         swapped.register_parameter("bias", owner._parameters["bias"])
         self.model.set_submodule(path, swapped)
         self.missing.discard(assignment.target)
         return True
+
+    def _prefill(self, weight: QuantizedTensor, stored: StoredWeight, dtype: torch.dtype) -> QuantizedWeight | None:
+        """The weight once more, for inputs of many rows; None where one does for all.
+
+        Raises:
+            KernelUnavailable: The GPU has no FP8 product of such inputs and weights.
+        """
+        inputs = self.inputs.prefill_of(stored)
+        if inputs is None:
+            return None
+        made = QuantizedWeight(weight, dtype, *inputs).to(self.device)
+        reason = scaled_mm.why_not(made.quantized, inputs[0]) if self.device.type != "cpu" else ""
+        if reason:
+            raise KernelUnavailable(f"{stored.module}: prefill={self.inputs.prefill!r} cannot run: {reason}")
+        self.packing.pack(made, stored.module)
+        return made
 
     def _place_experts(self, assignment: Assignment) -> bool:
         """Put a `QuantizedExperts` in the place of a parameter ``[E, ...]``; False if that is not what this is."""
