@@ -327,5 +327,8 @@ def _epsilon(fmt: ElementFormat) -> float:
 
 
 def _constant(value: float, like: Tensor) -> Tensor:
-    """A float32 on the device of `like`: dividing by a Python number is a multiplication by its reciprocal on CUDA."""
-    return torch.tensor(value, dtype=torch.float32, device=like.device)
+    """A float32 on the device of `like`: dividing by a Python number is a multiplication by its reciprocal on CUDA.
+
+    It is made there, without a copy from the host, so that a CUDA graph may hold the calculation.
+    """
+    return torch.full((), value, dtype=torch.float32, device=like.device)

@@ -184,6 +184,14 @@ def test_amax_is_that_of_the_finite_elements(dtype: str) -> None:
             assert amax(data, dtype, shape, impl="triton", device=DEVICE) == expected
 
 
+def test_memory_that_may_not_be_written_is_read() -> None:
+    w = gaussian((3, 64), torch.bfloat16)
+    data = np.frombuffer(w.view(torch.uint8).numpy().tobytes(), np.uint8)
+    result = quantize_rows(data, "BF16", (3, 64), SPECS["mxfp8"], impl="triton", device=DEVICE)
+    np.testing.assert_array_equal(result.codes, quantize(w, SPECS["mxfp8"], "reference").codes)
+    assert amax(data, "BF16", (3, 64), impl="triton", device=DEVICE) == (float(w.abs().max()), 0)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has one state for all threads")
 def test_many_threads_at_once_give_the_same() -> None:
     w = gaussian((256, 1024), torch.bfloat16)

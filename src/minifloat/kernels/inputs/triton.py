@@ -158,10 +158,11 @@ def quantize_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None, rows:
     if total and cols:
         source = x.view(torch.int16) if x.dtype == torch.bfloat16 else x
         arguments = kernel_arguments(spec, x.dtype, cols, given=scale is not None)
-        quantize_groups[(-(-total // arguments["GROUPS"]),)](
-            source, codes, grid, given, x.shape[0], cols, groups, total, x.stride(0), *grid.stride(),
-            **arguments, **LAUNCH,
-        )  # fmt: skip
+        with torch.cuda.device_of(x):
+            quantize_groups[(-(-total // arguments["GROUPS"]),)](
+                source, codes, grid, given, x.shape[0], cols, groups, total, x.stride(0), *grid.stride(),
+                **arguments, **LAUNCH,
+            )  # fmt: skip
     return codes, grid
 
 

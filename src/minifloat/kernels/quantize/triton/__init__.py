@@ -74,7 +74,7 @@ def host_buffer(nbytes: int, device: str) -> npt.NDArray[np.uint8]:
 def amax(data: npt.NDArray[np.uint8], dtype: str, device: str) -> tuple[float, int]:
     """See `minifloat.kernels.quantize.amax`; `data` is not empty."""
     with _stream(device):
-        w = torch.from_numpy(data).to(device, non_blocking=True).view(_DTYPES[dtype])
+        w = _on(device, data).view(_DTYPES[dtype])
         programs = -(-w.numel() // _AMAX_CHUNK)
         found = torch.empty(2, programs, dtype=torch.int32, device=device)
         with _launching:
@@ -101,7 +101,7 @@ def quantize_rows(
         The statistics and the number of NaN and Inf.
     """
     with _stream(device):
-        w = torch.from_numpy(data).to(device, non_blocking=True).view(_DTYPES[dtype]).view(shape)
+        w = _on(device, data).view(_DTYPES[dtype]).view(shape)
         on_device = torch.empty(codes.shape, dtype=torch.uint8, device=device)
         grid = torch.empty(scales.shape, dtype=torch.float32 if spec.scale is FLOAT32 else torch.uint8, device=device)
         sums, counts = launch(w, spec, tensor_amax, on_device, grid)
@@ -176,6 +176,11 @@ def kernel_arguments(spec: WeightSpec, dtype: torch.dtype, cols: int) -> dict[st
         **constants(element, "ELEMENT"),
         **constants(coded, "SCALE"),
     }
+
+
+def _on(device: str, data: npt.NDArray[np.uint8]) -> Tensor:
+    """The bytes on a device; torch takes no memory that may not be written."""
+    return torch.from_numpy(data if data.flags.writeable else data.copy()).to(device, non_blocking=True)
 
 
 def _divisor(spec: WeightSpec, tensor_amax: float | None) -> float:
