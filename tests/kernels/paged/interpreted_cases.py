@@ -111,6 +111,7 @@ def test_rounding_to_e4m3_is_that_of_the_oracle_for_every_value_and_every_tie() 
         (4, 2, 16, "float16", torch.float32, 1),
         (4, 2, 16, E4M3.name, torch.float16, None),
         (6, 1, 24, E4M3.name, torch.float32, 70),
+        (2, 2, 160, "float16", torch.float16, None),
     ],
 )
 def test_attention_over_runs_of_keys(

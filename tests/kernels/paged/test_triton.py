@@ -61,6 +61,7 @@ def usage(
 HEADS = {"KV_HEADS": 8, "D": 128, "TOKENS": BLOCK_TOKENS}
 ROTATE = HEADS | {"HEADS": 32, "BLOCK": 128, "HALF": 64}
 ATTEND = HEADS | {"GROUP": 4, "BLOCK_G": 16, "BLOCK_D": 128, "TILE": 64, "SPLITS": 32}
+WIDE = {"D": 256, "BLOCK_D": 256, "TILE": 32}
 NORMS = {"x": "*fp32", "weight": "*fp32", "eps": "fp32", "rotary": "*fp32", "q_norm": "*fp32", "k_norm": "*fp32"}
 CACHE = {"scales": "*fp32", "slots": "*i32", "positions": "*i32", "tables": "*i32", "counters": "*i32"}
 WORK = {"partial": "*fp32", "stats": "*fp32", "scale": "fp32"}
@@ -82,6 +83,7 @@ def test_no_kernel_spills_when_compiled_for_an_8b_model(capability: int, element
         "silu": compiled(fast._silu_and_multiply, types, {"COLUMNS": 14336, "BLOCK": 1024}, 4),
         "attend": compiled(fast._attend, types, ATTEND | fp8 | {"WINDOW": False}, 4),
         "windowed": compiled(fast._attend, types, ATTEND | fp8 | {"WINDOW": True}, 4),
+        "heads of 256": compiled(fast._attend, types, ATTEND | WIDE | fp8 | {"WINDOW": False}, 8),
     }
     for name, found in used.items():
         assert (found["STACK"], found["LOCAL"]) == (0, 0), (name, found)

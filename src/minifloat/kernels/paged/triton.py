@@ -22,8 +22,10 @@ from minifloat.formats import E4M3, FLOAT16, FLOAT32
 from minifloat.kernels.decoder.types import BLOCK_TOKENS
 from minifloat.kernels.paged.cache import PagedCache
 
-#: Keys that a program looks at at a time, and how many programs share a sequence at most.
-_TILE, _SPLITS = 64, 32
+#: So many programs share the keys of a sequence at most.
+_SPLITS = 32
+#: Keys that a program looks at at a time, and its warps; of heads above this size half the keys, and twice the warps.
+_TILE, _WARPS, _WIDE = 64, 4, 128
 _COLUMNS = 1024
 #: Arguments that Triton shall not look at: they lie anywhere in the numbers of a step, and a kernel that is compiled
 #: anew for another place would stop everybody for seconds.
@@ -355,10 +357,10 @@ def attend(
         max(triton.next_power_of_2(group), 16),
         triton.next_power_of_2(d),
         BLOCK_TOKENS,
-        _TILE,
+        _TILE if d <= _WIDE else _TILE // 2,
         _SPLITS,
         window is not None,
         cache.element == E4M3.name,
-        num_warps=4,
+        num_warps=_WARPS if d <= _WIDE else 2 * _WARPS,
     )
     return out
