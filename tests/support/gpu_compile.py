@@ -139,23 +139,19 @@ def _is_tensor_core(name: str) -> bool:
 
 def main() -> None:
     """Print what the kernels cost per weight, for the documentation."""
-    print(f"triton {triton.__version__}; bfloat16 x; instructions per weight, registers, KB of shared memory\n")
-    print(
-        "| form | N x K | M | "
-        + " | ".join(f"{d.name} sm_{d.capability[0]}{d.capability[1]}" for d in (A100, H200, B200))
-        + " |"
-    )
-    print("|---|---|---|---|---|---|")
+    devices, shape = (A100, H200), SHAPES[1]
+    print(f"triton {triton.__version__}, N x K = {shape[0]}x{shape[1]}, bfloat16 x\n")
+    print("| form | M | " + " | ".join(device.name for device in devices) + " |")
+    print("|---" * (2 + len(devices)) + "|")
     for form in Form:
-        for shape in SHAPES:
-            for rows in (16, 64, 128):
-                cells = []
-                for device in (A100, H200, B200):
-                    config = by_arithmetic(form, shape, rows, 1, device)
-                    compiled = compile_product(form, config, torch.bfloat16, device)
-                    shared = compiled.shared_bytes >> 10
-                    cells.append(f"{compiled.per_weight:.2f}, {compiled.registers}, {shared}")
-                print(f"| {form.name} | {shape[0]}x{shape[1]} | {rows} | " + " | ".join(cells) + " |", flush=True)
+        for rows in (16, 64, 128):
+            cells = []
+            for device in devices:
+                config = by_arithmetic(form, shape, rows, 1, device)
+                compiled = compile_product(form, config, torch.bfloat16, device)
+                shared = compiled.shared_bytes >> 10
+                cells.append(f"{compiled.per_weight:.2f}, {compiled.registers}, {shared} KB")
+            print(f"| {form.name} | {rows} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":
