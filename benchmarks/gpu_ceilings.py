@@ -10,13 +10,15 @@ from functools import partial
 import torch
 from gpu_run import Run, clock
 
+from minifloat._version import __version__
+
 READ_BYTES, PEAK_SIDE = 4 << 30, 8192
-PACKAGES = ("torch", "triton", "transformers", "numpy", "minifloat", "gemlite", "vllm")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "gemlite", "vllm")
 
 
 def environment(run: Run) -> None:
     """Versions and the device."""
-    versions = {}
+    versions = {"minifloat": __version__}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 from gpu_contenders import OURS, make
+from gpu_quantizers import KINDS, quantize
 from gpu_run import Run
 from torch import Tensor
 
+from minifloat.kernels.inputs import quantize_inputs
 from minifloat.quantize.activation import dequantize_activation, quantize_activation
 from minifloat.quantize.tensor import quantize_tensor
 from minifloat.scheme import SCHEMES
@@ -25,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def checks(run: Run) -> None:
-    """Every kernel at every number of rows."""
+    """Every kernel: the quantizers, then products at every number of rows."""
+    exact(run)
     for n, k in ((256, 128),) if run.dry else SHAPES:
         weight = torch.randn(n, k, device=run.device).mul_(0.02).bfloat16()
         for name in OURS:
@@ -36,6 +39,31 @@ def checks(run: Run) -> None:
                 worst = _worst_error(run, name, weight)
                 bar = BARS["W8A8" if "W8A8" in name else "weights"]
                 run.log("check", what=f"{name} {n}x{k}", worst_relative_l2=worst, bar=bar, passed=worst <= bar)
+
+
+def exact(run: Run) -> None:
+    """The quantizers against the oracle, on the device both: every bit has to be the same."""
+    shape = (40, 256) if run.dry else (4001, 4096)
+    weight = torch.randn(shape, device=run.device).mul_(0.02).bfloat16()
+    amax = float(weight.abs().max())
+    for name in KINDS:
+        with run.attempt("check", f"quantizing weights to {name}"):
+            expected = quantize_tensor(weight, SCHEMES[name].weight)
+            codes, scales = quantize(run, weight, SCHEMES[name].weight, amax)
+            same = torch.equal(codes, expected.codes) and torch.equal(scales, expected.scale)
+            run.log("check", what=f"quantizing weights to {name}", bar="every bit", passed=same)
+    for name, scheme in SCHEMES.items():
+        if scheme.activation is None:
+            continue
+        with run.attempt("check", f"quantizing inputs of {name}"), torch.inference_mode():
+            scale = None if scheme.activation.dynamic else torch.tensor(0.01, device=run.device)
+            same = True
+            for m in ROWS:
+                x = torch.randn(m, shape[1], device=run.device).bfloat16()
+                codes, scales = quantize_inputs(x, scheme.activation, scale, impl="auto" if run.dry else "triton")
+                expected_codes, grid = quantize_activation(x, scheme.activation, scale)
+                same &= torch.equal(codes.view(torch.uint8), expected_codes) and bool((scales == grid).all())
+            run.log("check", what=f"quantizing inputs of {name}", bar="every bit", passed=same)
 
 
 def _worst_error(run: Run, name: str, weight: Tensor) -> float:

@@ -11,7 +11,7 @@ from gpu_run import Run, Timing, clock
 from torch import Tensor
 
 from minifloat.kernels.inputs import quantize_inputs
-from minifloat.quantize.tensor import quantize_tensor
+from minifloat.kernels.quantize import quantize_rows
 from minifloat.scheme import SCHEMES, WeightSpec
 
 SHAPE, DRY_SHAPE = (28672, 4096), (64, 256)
@@ -27,7 +27,7 @@ def quantizers(run: Run) -> None:
         with run.attempt("quantizer", f"weights {name}"):
             spec = SCHEMES[name].weight
             written = spec.bits_per_weight(shape) / 8 * weights[0].numel()
-            calls = [partial(_quantize, run, weight, spec) for weight in weights]
+            calls = [partial(quantize, run, weight, spec, 0.12) for weight in weights]
             _log(run, f"weights {name}", clock(run, calls), weights[0].nbytes + written)
     del weights
     for rows in DRY_ROWS if run.dry else ROWS:
@@ -47,9 +47,12 @@ def _log(run: Run, what: str, timing: Timing, nbytes: float) -> None:
     run.log("quantizer", what=what, us=timing.seconds * 1e6, gbps=gbps, read_share=run.share("read_gbps", gbps))
 
 
-def _quantize(run: Run, weight: Tensor, spec: WeightSpec) -> object:
+def quantize(run: Run, weight: Tensor, spec: WeightSpec, amax: float) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a weight in bfloat16 by the kernels; in a dry run by those of the CPU."""
     if run.dry:
-        return quantize_tensor(weight, spec)
+        data = weight.view(torch.uint8).numpy().reshape(-1)
+        rows = quantize_rows(data, "BF16", (weight.shape[0], weight.shape[1]), spec, tensor_amax=amax)
+        return torch.from_numpy(rows.codes), torch.from_numpy(rows.scales)
     from minifloat.kernels.quantize import triton
 
     rows, cols = weight.shape
@@ -57,7 +60,8 @@ def _quantize(run: Run, weight: Tensor, spec: WeightSpec) -> object:
     codes = torch.empty(rows, cols * bits // 8, dtype=torch.uint8, device=weight.device)
     dtype = torch.float32 if spec.scale.bits > 8 else torch.uint8
     scales = torch.empty(spec.granularity.scale_shape((rows, cols)), dtype=dtype, device=weight.device)
-    return triton.launch(weight.view(torch.int16), spec, 0.12, codes, scales)
+    triton.launch(weight.view(torch.int16), spec, amax, codes, scales)
+    return codes, scales
 
 
 def _rotated(run: Run, tensor: Tensor) -> list[Tensor]:
