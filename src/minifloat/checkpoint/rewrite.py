@@ -1,10 +1,12 @@
-"""What the commands share that make one model folder from another: where it may go, what it depends on, small files."""
+"""What the commands share that make one model folder from another: where it may go, threads, resuming, small files."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from minifloat.checkpoint.layout import INDEX_FILE
 from minifloat.checkpoint.reader import Checkpoint
 from minifloat.checkpoint.tensors import OutputTensor
 from minifloat.checkpoint.writer import CheckpointWriter
-from minifloat.errors import UsageError
+from minifloat.errors import CheckpointError, TensorError, UsageError
 
 CARD_FILE = "README.md"
 REPORT_FILE = "minifloat.json"  #: what was done to every tensor, beside the weights
@@ -44,6 +46,45 @@ def fingerprint(checkpoint: Checkpoint, *facts: Any) -> str:
     sidecars = {name: hashlib.sha256(checkpoint.read_file(name)).hexdigest() for name in checkpoint.sidecars()}
     everything = [__version__, checkpoint.config, tensors, sidecars, *facts]
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def worker_pool(threads: int, writer: CheckpointWriter) -> Iterator[ThreadPoolExecutor]:
+    """Threads that make shards; an error does not wait for work that has not begun.
+
+    Where the error is the source's, finished shards are forgotten: a source that cannot be used leaves nothing behind.
+    """
+    with ThreadPoolExecutor(threads, thread_name_prefix="minifloat") as pool:
+        try:
+            yield pool
+        except BaseException as error:
+            pool.shutdown(wait=True, cancel_futures=True)  # leaving the pool would do all of the work first
+            if isinstance(error, (TensorError, CheckpointError)):
+                writer.start_over("the source cannot be used")
+            raise
+
+
+def keep_what_stands(writer: CheckpointWriter, digests: Mapping[str, Sequence[Future[str]]]) -> None:
+    """Start over unless the tensors that finished shards were made from are the same, byte for byte.
+
+    Args:
+        writer: Its records of shards hold, under ``tensors``, the ``source_digest`` of each.
+        digests: For every finished shard those of the source as it is now.
+
+    Raises:
+        StorageError: The system refuses.
+    """
+    for shard, futures in digests.items():
+        recorded = [entry["source_digest"] for entry in writer.finished[shard]["tensors"]]
+        if [future.result() for future in futures] != recorded:
+            writer.start_over(f"{shard} of the source changed")
+            return
+
+
+def restart_notes(writer: CheckpointWriter) -> tuple[str, ...]:
+    """What a report says of an earlier run that was not continued; nothing where there was none."""
+    because = writer.restarted_because
+    return () if because is None else (f"An earlier, unfinished run was not continued: {because}.",)
 
 
 def write_sidecars(checkpoint: Checkpoint, writer: CheckpointWriter) -> None:

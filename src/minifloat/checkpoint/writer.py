@@ -160,6 +160,16 @@ class CheckpointWriter:
         with storage_errors(path, "delete"):
             path.unlink()
 
+    def start_over(self, because: str) -> None:
+        """Forget all finished shards: what they were made from no longer stands.
+
+        Raises:
+            StorageError: The system refuses.
+        """
+        for file_name in list(self.finished):
+            self.discard(file_name)
+        self.restarted_because = because
+
     def write_file(self, name: str, data: bytes) -> None:
         """Write a small file; it is on the disk when this returns.
 

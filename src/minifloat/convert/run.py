@@ -22,7 +22,10 @@ from minifloat.checkpoint.rewrite import (
     REPORT_FILE,
     encode_json,
     fingerprint,
+    keep_what_stands,
     refuse_inside,
+    restart_notes,
+    worker_pool,
     write_index,
     write_sidecars,
 )
@@ -31,7 +34,7 @@ from minifloat.convert.card import model_card
 from minifloat.convert.plan import Change, ConvertPlan, Step, make_dequantize_plan, make_layout_plan
 from minifloat.convert.report import ConvertedTensor, ConvertReport
 from minifloat.convert.stream import run_step
-from minifloat.errors import CheckpointError, TensorError, UsageError
+from minifloat.errors import UsageError
 from minifloat.hub import model_folder, model_name, origin_of
 from minifloat.kernels import processors
 from minifloat.quantize.digest import combine
@@ -89,9 +92,7 @@ def convert_checkpoint(
         raise UsageError("give either a layout to convert to, or dequantize")
     if dtype is not None and not dequantize:
         raise UsageError("a dtype goes with dequantize: codes keep theirs")
-    threads = min(processors.available(), 8) if workers is None else workers
-    if threads < 1:
-        raise UsageError(f"workers is at least 1, got {threads}")
+    threads = processors.workers(workers)
     with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
         if layout is None:
@@ -99,24 +100,15 @@ def convert_checkpoint(
         else:
             plan = make_layout_plan(checkpoint, layout, allow_rounding=allow_rounding)
         asked = {"convert": layout, "dtype": plan.dtype, "rounding": asdict(plan.rounding)}
-        with (
-            CheckpointWriter(
-                destination,
-                fingerprint=fingerprint(checkpoint, asked),
-                total_bytes=plan.output_bytes,
-                overwrite=overwrite,
-            ) as writer,
-            ThreadPoolExecutor(threads, thread_name_prefix="minifloat-convert") as pool,
-        ):
-            job = _Job(checkpoint, plan, writer, pool, progress)
-            try:
+        with CheckpointWriter(
+            destination,
+            fingerprint=fingerprint(checkpoint, asked),
+            total_bytes=plan.output_bytes,
+            overwrite=overwrite,
+        ) as writer:
+            with worker_pool(threads, writer) as pool:
+                job = _Job(checkpoint, plan, writer, pool, progress)
                 tensors = job.run()
-            except (TensorError, CheckpointError):
-                job.forget("the source cannot be converted")
-                raise
-            notes = plan.notes
-            if writer.restarted_because:
-                notes = (*notes, f"An earlier, unfinished run was not continued: {writer.restarted_because}.")
             report = ConvertReport(
                 source=str(source),
                 destination=str(destination),
@@ -126,7 +118,7 @@ def convert_checkpoint(
                 provenance=_provenance(checkpoint, plan, tensors),
                 tensors=tensors,
                 rounding=plan.rounding,
-                notes=notes,
+                notes=(*plan.notes, *restart_notes(writer)),
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
             )
@@ -184,15 +176,15 @@ class _Job:
 
     def run(self) -> tuple[ConvertedTensor, ...]:
         """Write every shard that is not finished; the reports of all tensors, in order."""
-        try:
-            return self._run()
-        except BaseException:
-            self.pool.shutdown(wait=True, cancel_futures=True)  # leaving the pool would do all of the work first
-            raise
-
-    def _run(self) -> tuple[ConvertedTensor, ...]:
         shards = list(self.plan.by_shard())
-        self._check_finished_sources(shards)
+        finished = ((shard, steps) for shard, steps in shards if shard in self.writer.finished)
+        keep_what_stands(
+            self.writer,
+            {
+                shard: [self.pool.submit(copy_digest, self.checkpoint, info) for step in steps for info in step.sources]
+                for shard, steps in finished
+            },
+        )
         self.resumed = len(self.writer.finished)
         reports: dict[str, ConvertedTensor] = {}
         for name, steps in shards:
@@ -217,29 +209,6 @@ class _Job:
             done += _reports(step, future)
             self._advance([step])
         return done
-
-    def _check_finished_sources(self, shards: Sequence[tuple[str, list[Step]]]) -> None:
-        """A finished shard stands only while the tensors that it was made from are the same, byte for byte."""
-        infos = {
-            shard: [info for step in steps for info in step.sources]
-            for shard, steps in shards
-            if shard in self.writer.finished
-        }
-        digests = {
-            shard: [self.pool.submit(copy_digest, self.checkpoint, info) for info in group]
-            for shard, group in infos.items()
-        }
-        for shard, futures in digests.items():
-            recorded = [entry["source_digest"] for entry in self.writer.finished[shard]["tensors"]]
-            if [future.result() for future in futures] != recorded:
-                self.forget(f"{shard} of the source changed")
-                return
-
-    def forget(self, reason: str) -> None:
-        """Throw finished shards away: what they were made from no longer stands."""
-        for shard in list(self.writer.finished):
-            self.writer.discard(shard)
-        self.writer.restarted_because = reason
 
     def _advance(self, steps: Sequence[Step]) -> None:
         for step in steps:

@@ -23,9 +23,12 @@ import os
 from functools import cache
 from pathlib import Path
 
+from minifloat.errors import UsageError
+
 #: Rounds that a waiting thread spins, about 25 ns each: longer than the pause between the products of a layer.
 SPIN_COUNT = 10000
 
+_MOST_WORKERS = 8
 _SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -39,6 +42,17 @@ def bound_spin() -> None:
     """
     if not any(name in os.environ for name in _SPIN_VARIABLES):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
+
+
+def workers(wanted: int | None) -> int:
+    """Threads to stream a checkpoint with: as many as are wanted, by default one per processor that is free, at most 8.
+
+    Raises:
+        UsageError: Fewer than 1.
+    """
+    if wanted is not None and wanted < 1:
+        raise UsageError(f"workers is at least 1, got {wanted}")
+    return min(available(), _MOST_WORKERS) if wanted is None else wanted
 
 
 @cache

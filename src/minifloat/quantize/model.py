@@ -28,13 +28,16 @@ from minifloat.checkpoint.rewrite import (
     REPORT_FILE,
     encode_json,
     fingerprint,
+    keep_what_stands,
     refuse_inside,
+    restart_notes,
+    worker_pool,
     write_index,
     write_sidecars,
 )
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
-from minifloat.errors import CheckpointError, TensorError, UsageError
+from minifloat.errors import UsageError
 from minifloat.hub import is_hub_id, model_folder, model_name, origin_of
 from minifloat.kernels import processors
 from minifloat.layouts import compressed_tensors, get_writer
@@ -110,9 +113,7 @@ def quantize_checkpoint(
     writer_layout = get_writer(layout)
     parsed = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
     caster = Caster.of(device, impl)
-    threads = min(processors.available(), 8) if workers is None else workers
-    if threads < 1:
-        raise UsageError(f"workers is at least 1, got {threads}")
+    threads = processors.workers(workers)
     if base_model is not None and not is_hub_id(base_model):
         raise UsageError(f"base_model: expected the id of a model of the hub, ORG/NAME, got {base_model!r}")
     with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
@@ -123,23 +124,15 @@ def quantize_checkpoint(
         if target is not None:
             notes = (*notes, *require_loadable(checkpoint, plan, target))
         recipe = _recipe(plan, calibration)
-        with (
-            CheckpointWriter(
-                destination,
-                fingerprint=fingerprint(checkpoint, recipe, _constants(plan)),
-                total_bytes=plan.output_bytes,
-                overwrite=overwrite,
-            ) as writer,
-            ThreadPoolExecutor(threads, thread_name_prefix="minifloat-quantize") as pool,
-        ):
-            job = _Job(checkpoint, plan, writer, pool, caster, progress)
-            try:
+        with CheckpointWriter(
+            destination,
+            fingerprint=fingerprint(checkpoint, recipe, _constants(plan)),
+            total_bytes=plan.output_bytes,
+            overwrite=overwrite,
+        ) as writer:
+            with worker_pool(threads, writer) as pool:
+                job = _Job(checkpoint, plan, writer, pool, caster, progress)
                 tensors = job.run()
-            except (TensorError, CheckpointError):
-                job.forget("the source cannot be quantized")
-                raise
-            if writer.restarted_because:
-                notes = (*notes, f"An earlier, unfinished run was not continued: {writer.restarted_because}.")
             report = QuantizeReport(
                 source=str(source),
                 destination=str(destination),
@@ -147,7 +140,7 @@ def quantize_checkpoint(
                 provenance=_provenance(checkpoint, tensors, recipe),
                 tensors=tensors,
                 activations=activations,
-                notes=notes,
+                notes=(*notes, *restart_notes(writer)),
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
             )
@@ -230,20 +223,14 @@ class _Job:
 
     def run(self) -> tuple[TensorReport, ...]:
         """Write every shard that is not finished; the reports of all tensors, in order."""
-        try:
-            return self._run()
-        except BaseException:
-            self.pool.shutdown(wait=True, cancel_futures=True)  # leaving the pool would do all of the work first
-            raise
-
-    def _run(self) -> tuple[TensorReport, ...]:
         shards = list(self.plan.by_shard())
-        self._check_finished_sources(shards)
+        finished = ((shard, tensors) for shard, tensors in shards if shard in self.writer.finished)
+        keep_what_stands(self.writer, {shard: self._digests(tensors) for shard, tensors in finished})
         amaxes = self._group_amaxes(shards)
         if any(
             amaxes.get(group, amax) != amax for r in self.writer.finished.values() for group, amax in r["amax"].items()
         ):
-            self.forget("layers that share a scale changed")
+            self.writer.start_over("layers that share a scale changed")
             amaxes = self._group_amaxes(shards)
         self.resumed = len(self.writer.finished)
         in_flight: deque[_OpenShard] = deque()
@@ -259,33 +246,14 @@ class _Job:
         records = [self.writer.finished[shard] for shard, _ in shards]
         return tuple(TensorReport.from_dict(entry) for record in records for entry in record["tensors"])
 
-    # ------------------------------------------------------------------------------------------ resuming
-
-    def _check_finished_sources(self, shards: Sequence[tuple[str, list[TensorPlan]]]) -> None:
-        """A finished shard stands only while the tensors that it was made from are the same, byte for byte."""
-        finished = [(shard, tensors) for shard, tensors in shards if shard in self.writer.finished]
-        digests = {
-            shard: [
-                future
-                for tensor in tensors
-                for future in (
-                    [self.pool.submit(part_digest, self.checkpoint, tensor.source, part) for part in tensor.parts]
-                    or [self.pool.submit(copy_digest, self.checkpoint, tensor.source)]
-                )
-            ]
-            for shard, tensors in finished
-        }
-        for shard, futures in digests.items():
-            recorded = [entry["source_digest"] for entry in self.writer.finished[shard]["tensors"]]
-            if [future.result() for future in futures] != recorded:
-                self.forget(f"{shard} of the source changed")
-                return
-
-    def forget(self, reason: str) -> None:
-        """Throw finished shards away: what they were made from no longer stands."""
-        for shard in list(self.writer.finished):
-            self.writer.discard(shard)
-        self.writer.restarted_because = reason
+    def _digests(self, tensors: Sequence[TensorPlan]) -> list[Future[str]]:
+        """Of what a shard is made from, in the order of its record."""
+        futures = []
+        for tensor in tensors:
+            futures += [self.pool.submit(part_digest, self.checkpoint, tensor.source, part) for part in tensor.parts]
+            if not tensor.parts:
+                futures.append(self.pool.submit(copy_digest, self.checkpoint, tensor.source))
+        return futures
 
     # ------------------------------------------------------------------------------------------ one pass for amax
 
