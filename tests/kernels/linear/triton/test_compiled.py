@@ -12,6 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
+import triton
 from gpu_compile import A100, B200, H200, L40S, SHAPES, Compiled, compile_dequantize, compile_product
 
 from minifloat.kernels.linear.triton.config import Device, by_arithmetic
@@ -20,6 +21,8 @@ from minifloat.kernels.linear.triton.product import PARTS
 
 #: Instructions per weight of up to 16 rows of x and a weight of many rows.
 MOST = {Form.FP8: 2.6, Form.FP8_BLOCK: 2.9, Form.MXFP8: 3.1, Form.MXFP4: 2.9, Form.NVFP4: 3.1}
+#: What triton 3.6 needs more.
+MORE_BEFORE_3_7 = 0.25
 MOST_OF_ANY = 5.6  #: with more rows of x, fewer of the weight, or blocks
 MANY = SHAPES[1]
 
@@ -46,7 +49,7 @@ def compiled(form: Form, shape: tuple[int, int], rows: int, dtype: torch.dtype, 
 @forms
 def test_few_instructions_per_weight_on_hopper(form: Form) -> None:
     result = compiled(form, MANY, 16, torch.bfloat16, H200)
-    assert result.per_weight <= MOST[form]
+    assert result.per_weight <= MOST[form] + (MORE_BEFORE_3_7 if triton.__version__ < "3.7" else 0)
     assert result.shared_bytes <= H200.shared_bytes // 2  # two at a time
 
 

@@ -79,6 +79,7 @@ def product_kernel(
         INTERP: Whether this is Triton's interpreter.
     """
     P: tl.constexpr = BN // 64
+    HALVES: tl.constexpr = 1 if P == 1 else 2
     BK: tl.constexpr = 128 * T
     block_m, block_n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     steps = tiles // T
@@ -94,9 +95,9 @@ def product_kernel(
         panels = tl.minimum(block_n * P // 2 + tl.arange(0, P // 2), (N - 1) // 128).to(tl.int64)
         first = ((panels * tiles + begin * T) * 2)[None, :, None]
     in_step = 2 * tl.arange(0, T)[:, None, None]
-    codes = codes_ptr + (first * UNITS + in_step * UNITS + tl.arange(0, UNITS * min(P, 2))[None, None, :])
+    codes = codes_ptr + (first * UNITS + in_step * UNITS + tl.arange(0, UNITS * HALVES)[None, None, :])
     if WORDS > 0:
-        factors = factors_ptr + (first * WORDS + in_step * WORDS + tl.arange(0, WORDS * min(P, 2))[None, None, :])
+        factors = factors_ptr + (first * WORDS + in_step * WORDS + tl.arange(0, WORDS * HALVES)[None, None, :])
     x = x_ptr + rows_m.to(tl.int64)[:, None] * x_stride + cols[None, :]
     if FORM == FP8_BLOCK:
         blocks = blocks_ptr + tl.minimum(rows_n, N - 1) // block_rows * block_stride
