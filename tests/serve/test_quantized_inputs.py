@@ -43,6 +43,18 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
+def assert_same_but_for_a_flip(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """As `assert_same`, for sums in two orders whose results are quantized again.
+
+    Processors sum in different orders too. A number that lies between two codes by less than the difference, one among
+    some hundred thousand here, takes another code: one token may be off by what one code of one input changes.
+    """
+    whole = 1e-5 * float(expected.abs().max())
+    off = (found - expected).abs().amax(dim=-1).flatten()
+    assert int((off > whole).sum()) <= 1, off
+    assert float(off.max()) <= 10 * whole, off
+
+
 def as_transformers_runs(folder: Path) -> PreTrainedModel:
     """With the quantization of inputs that compressed-tensors does in the forward."""
     pytest.importorskip("compressed_tensors")
@@ -207,7 +219,7 @@ def test_experts_of_our_own_quantize_their_inputs(
     )
     weight_only = logits(plain)
     experts_by_hand(model, plain)
-    assert_same(logits(model), logits(twin(model, plain)))
+    assert_same_but_for_a_flip(logits(model), logits(twin(model, plain)))
     assert (logits(model) - weight_only).abs().max() > 1e-3
 
 
