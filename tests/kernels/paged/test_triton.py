@@ -2,60 +2,33 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from triton_cases import Compiled, compile_ahead, needs_cuda, needs_triton, run_cases
 
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.kernels.paged import PagedCache, add_norm, attend, reference, rotary_table, rotate_and_store
 from minifloat.kernels.paged import silu_and_multiply as silu
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-
+@needs_triton
 def test_the_kernels_compute_what_their_references_do() -> None:
-    """In a process of its own: see `interpreted_cases.py`."""
-    cases = Path(__file__).with_name("interpreted_cases.py")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(cases)],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "passed" in result.stdout
-    assert "skipped" not in result.stdout
+    run_cases(Path(__file__).with_name("triton_cases_paged.py"), interpreted=True)
 
 
-def usage(
-    folder: Path, capability: int, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int
-) -> dict[str, int]:
-    """Compile for a GPU that is not here: registers, bytes of stack and of local memory of a thread, shared memory."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = [n for n in names if n not in kernel.do_not_specialize + kernel.do_not_specialize_on_alignment]
-    aligned = [n for n in aligned if signature[n][0] == "*" or "stride" in n]
-    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in aligned}
-    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    file = folder / "kernel.cubin"
-    file.write_bytes(compiled.asm["cubin"])
-    shown = subprocess.run([str(tool), "-res-usage", str(file)], capture_output=True, text=True, check=True).stdout
-    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", shown)}
-    return found | {"SHARED": compiled.metadata.shared}
+def compiled(
+    capability: int, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int
+) -> Compiled:
+    """A kernel for a GPU that is not here, its pointers and strides aligned as they are in a step."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = {name: types.get(name, "i32") for name in names}
+    anywhere = {*kernel.do_not_specialize, *kernel.do_not_specialize_on_alignment}
+    aligned = tuple(n for n in names if n not in anywhere and (signature[n].startswith("*") or "stride" in n))
+    return compile_ahead(kernel, signature, constants, capability, {"num_warps": warps}, aligned)
 
 
 HEADS = {"KV_HEADS": 8, "D": 128, "TOKENS": BLOCK_TOKENS}
@@ -67,31 +40,33 @@ CACHE = {"scales": "*fp32", "slots": "*i32", "positions": "*i32", "tables": "*i3
 WORK = {"partial": "*fp32", "stats": "*fp32", "scale": "fp32"}
 
 
+@needs_triton
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("element", ["*bf16", "*u8"])
-def test_no_kernel_spills_when_compiled_for_an_8b_model(capability: int, element: str, tmp_path: Path) -> None:
+def test_no_kernel_spills_when_compiled_for_an_8b_model(capability: int, element: str) -> None:
     from minifloat.kernels.paged import triton as fast
 
-    compiled = functools.partial(usage, tmp_path, capability)
     rows = dict.fromkeys(("delta", "out", "gate_up", "qkv", "queries"), "*bf16")
     types = NORMS | CACHE | WORK | rows | {"data": element}
     fp8 = {"FP8": element == "*u8"}
     used = {
-        "add_norm": compiled(fast._add_norm, types, {"HIDDEN": 4096, "BLOCK": 4096, "ADD": True}, 4),
-        "wide add_norm": compiled(fast._add_norm, types, {"HIDDEN": 8192, "BLOCK": 8192, "ADD": True}, 8),
-        "rotate": compiled(fast._rotate_and_store, types, ROTATE | fp8 | {"Q_NORM": True, "K_NORM": True}, 1),
-        "silu": compiled(fast._silu_and_multiply, types, {"COLUMNS": 14336, "BLOCK": 1024}, 4),
-        "attend": compiled(fast._attend, types, ATTEND | fp8 | {"WINDOW": False}, 4),
-        "windowed": compiled(fast._attend, types, ATTEND | fp8 | {"WINDOW": True}, 4),
-        "heads of 256": compiled(fast._attend, types, ATTEND | WIDE | fp8 | {"WINDOW": False}, 8),
+        "add_norm": compiled(capability, fast._add_norm, types, {"HIDDEN": 4096, "BLOCK": 4096, "ADD": True}, 4),
+        "wide add_norm": compiled(capability, fast._add_norm, types, {"HIDDEN": 8192, "BLOCK": 8192, "ADD": True}, 8),
+        "rotate": compiled(
+            capability, fast._rotate_and_store, types, ROTATE | fp8 | {"Q_NORM": True, "K_NORM": True}, 1
+        ),
+        "silu": compiled(capability, fast._silu_and_multiply, types, {"COLUMNS": 14336, "BLOCK": 1024}, 4),
+        "attend": compiled(capability, fast._attend, types, ATTEND | fp8 | {"WINDOW": False}, 4),
+        "windowed": compiled(capability, fast._attend, types, ATTEND | fp8 | {"WINDOW": True}, 4),
+        "heads of 256": compiled(capability, fast._attend, types, ATTEND | WIDE | fp8 | {"WINDOW": False}, 8),
     }
     for name, found in used.items():
-        assert (found["STACK"], found["LOCAL"]) == (0, 0), (name, found)
-        assert found["REG"] <= 224, (name, found)
-        assert found["SHARED"] <= 96 << 10, (name, found)
+        assert found.stack == 0, (name, found.stack)
+        assert found.registers <= 224, (name, found.registers)
+        assert found.shared <= 96 << 10, (name, found.shared)
 
 
-@needs_gpu
+@needs_cuda
 @pytest.mark.parametrize("element", ["bfloat16", "E4M3"])
 @pytest.mark.parametrize("window", [None, 100])
 @torch.inference_mode()
