@@ -1,7 +1,7 @@
 """lm-evaluation-harness over the served API, held to the run of `compare --tasks` in this process.
 
 Both compute in float32, where greedy texts do not depend on who else is in a batch: the scores must be equal, item by
-item. Tasks of log-likelihoods need those of the prompt, which our server does not give and refuses by name.
+item. Log-likelihoods, which the harness asks for as those of the prompt, are equal up to the order of float32 sums.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tools import environment, python_of
 from vllm_cases import STORIES, STORYBOOK
 
 from minifloat.compare.tasks import run_tasks
+from minifloat.compare.tasks.results import MetricRun
 from minifloat.quantize.model import quantize_checkpoint
 from minifloat.serve.load import load
 from minifloat.serve.text import load_tokenizer
@@ -41,6 +43,31 @@ filter_list:
 metric_list:
   - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """
+#: How probable it is there, and whether it is the most probable; and how probable the texts are.
+_PROBABILITY = """
+task: next_word_probability
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+output_type: loglikelihood
+test_split: test
+doc_to_text: "{{{{text}}}}"
+doc_to_target: " {{{{word}}}}"
+metric_list:
+  - {{metric: perplexity, aggregation: perplexity, higher_is_better: false}}
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+"""
+_WHOLE = """
+task: whole_text
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list:
+  - {{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}
+"""
+_TASKS = {"next_word": _TASK, "next_word_probability": _PROBABILITY, "whole_text": _WHOLE}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +79,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for at in range(0, ITEMS * 50, 50)
     ]
     (folder / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "next_word.yaml").write_text(_TASK.format(data=folder / "items.jsonl"))
+    for name, task in _TASKS.items():
+        (folder / f"{name}.yaml").write_text(task.format(data=folder / "items.jsonl"))
     return folder
 
 
@@ -72,24 +100,47 @@ def server(folder: Path, tmp_path: Path) -> Iterator[Served]:
 
 
 def test_scores_over_the_api_are_those_of_compare(server: Served, folder: Path, tasks: Path, tmp_path: Path) -> None:
-    results, samples = harness(server, folder, tasks, tmp_path)
-    (here,) = run_tasks(
-        load(folder, dtype=torch.float32), load_tokenizer(folder), ["next_word"], include_path=tasks
-    ).metrics
+    results, samples = harness(server, folder, tasks, tmp_path, "next_word")
+    here = in_process(folder, tasks, "next_word")["exact_match,word"]
     assert 0 < here.score.score < 1, "a score that a wrong answer could change"
     assert [sample["exact_match"] for sample in samples] == list(here.results)
     assert results["exact_match,word"] == here.score.score
     assert results["exact_match_stderr,word"] == pytest.approx(here.score.stderr, rel=1e-6)
 
 
-def harness(server: Served, folder: Path, tasks: Path, out: Path) -> tuple[dict[str, float], list[dict[str, float]]]:
+def test_log_likelihoods_over_the_api_are_those_of_compare(
+    server: Served, folder: Path, tasks: Path, tmp_path: Path
+) -> None:
+    results, samples = harness(server, folder, tasks, tmp_path, "next_word_probability", "--batch_size", "8")
+    here = in_process(folder, tasks, "next_word_probability")
+    assert 0 < here["acc"].score.score < 1, "a score that a wrong answer could change"
+    assert [sample["acc"] for sample in samples] == list(here["acc"].results)
+    assert results["acc,none"] == here["acc"].score.score
+    assert [sample["perplexity"] for sample in samples] == pytest.approx(list(here["perplexity"].results), abs=1e-3)
+    results, samples = harness(server, folder, tasks, tmp_path, "whole_text")
+    bits = in_process(folder, tasks, "whole_text")["bits_per_byte"]
+    assert results["bits_per_byte,none"] == pytest.approx(bits.score.score, rel=1e-5)
+    found = [number for sample in samples for number in sample["bits_per_byte"]]
+    assert found == pytest.approx([number for result in bits.results for number in result], rel=1e-5)
+
+
+def in_process(folder: Path, tasks: Path, name: str) -> dict[str, MetricRun]:
+    """What `compare --tasks` finds, by metric."""
+    run = run_tasks(load(folder, dtype=torch.float32), load_tokenizer(folder), [name], include_path=tasks)
+    return {metric.metric: metric for metric in run.metrics}
+
+
+def harness(
+    server: Served, folder: Path, tasks: Path, out: Path, task: str, *options: str
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """`lm_eval` as its users call it: its results, and its items in their order."""
     address = f"model=served,base_url={server.url}/v1/completions,tokenizer={folder},num_concurrent=4,max_retries=1"
     command = [python_of("lm-eval"), "-m", "lm_eval", "--model", "local-completions", "--model_args", address]
-    command += ["--tasks", "next_word", "--include_path", str(tasks), "--output_path", str(out), "--log_samples"]
+    command += ["--tasks", task, "--include_path", str(tasks), "--output_path", str(out), "--log_samples", *options]
     cache = {"HF_DATASETS_CACHE": str(out / "cache"), "HF_DATASETS_OFFLINE": "1"}
     run = subprocess.run(command, env=environment(**cache), cwd=out, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
-    (written,), (items,) = out.rglob("results_*.json"), out.rglob("samples_*.jsonl")
+    written = max(out.rglob("results_*.json"))  # the names end with the time
+    (items,) = out.rglob(f"samples_{task}_2*.jsonl")
     samples = [json.loads(line) for line in items.read_text().splitlines()]
-    return json.loads(written.read_text())["results"]["next_word"], sorted(samples, key=lambda sample: sample["doc_id"])
+    return json.loads(written.read_text())["results"][task], sorted(samples, key=lambda sample: sample["doc_id"])

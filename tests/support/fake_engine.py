@@ -125,6 +125,11 @@ class FakeEngine:
         problem = self.fails(work.request)
         if problem is not None:
             return self._finish(work, Delivery(name), "error", problem)
+        of_prompt = None
+        if params.prompt_logprobs is not None and not work.made:
+            of_prompt = (None, *(_logprob(token, params.prompt_logprobs) for token in prompt[1:]))
+        if params.max_tokens == 0:
+            return self._finish(work, Delivery(name, prompt_logprobs=of_prompt), "length")
         token = prompt[work.made % len(prompt)]
         work.made += 1
         if work.timings.first_token is None:
@@ -134,10 +139,8 @@ class FakeEngine:
         elif self.observer is not None:
             self.observer.token(0.001)
         text, stop = work.text.add(token)
-        one = TokenLogprob(token, chr(token % 96 + 32), bytes([token % 96 + 32]), -0.5)
-        top = (one,) * (params.logprobs or 0)
-        logprobs = None if params.logprobs is None else (TokenLogprob(token, one.text, one.raw, -0.5, top),)
-        delivery = Delivery(name, (token,), text, logprobs, stop_reason=stop)
+        logprobs = None if params.logprobs is None else (_logprob(token, params.logprobs),)
+        delivery = Delivery(name, (token,), text, logprobs, stop_reason=stop, prompt_logprobs=of_prompt)
         if stop is not None:
             return self._finish(work, delivery, "stop")
         room = self.info.max_model_len - len(prompt)
@@ -159,6 +162,11 @@ class FakeEngine:
             usage=usage,
             timings=work.timings,
         )
+
+
+def _logprob(token: int, alternatives: int) -> TokenLogprob:
+    one = TokenLogprob(token, chr(token % 96 + 32), bytes([token % 96 + 32]), -0.5)
+    return TokenLogprob(token, one.text, one.raw, -0.5, (one,) * alternatives)
 
 
 class _Work:

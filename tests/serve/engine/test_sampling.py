@@ -33,11 +33,12 @@ from minifloat.serve.engine.sampling import Choice, NonFiniteLogits, SamplingPar
         "presence_penalty": [2.1, -2.1, math.nan],
         "frequency_penalty": [2.1, -2.1, math.nan],
         "seed": [2**64, -(2**63) - 1],
-        "max_tokens": [0, -1],
+        "max_tokens": [-1],
         "min_tokens": [-1],
         "stop": [("",), ("a",) * 17, ("a" * 1001,)],
         "stop_token_ids": [tuple(range(17))],
         "logprobs": [-1, 21],
+        "prompt_logprobs": [-1, 21],
         "logit_bias": [{1: 101.0}, {1: math.nan}, dict.fromkeys(range(1025), 1.0)],
     }.items(),
 )

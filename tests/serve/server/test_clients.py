@@ -63,6 +63,28 @@ def test_openai_completes_what_the_engine_completes(sdk: openai.OpenAI, tiny: En
     assert answer.choices[0].logprobs.token_logprobs == pytest.approx(ours, abs=1e-4)
 
 
+@pytest.mark.parametrize("length", [0, 1])
+def test_the_openai_client_gets_the_log_probabilities_of_a_prompt(
+    sdk: openai.OpenAI, tiny: Engine, length: int
+) -> None:
+    tokens = list(tiny.encode("hello there"))
+    params = SamplingParams(max_tokens=length, temperature=0, logprobs=1, prompt_logprobs=1)
+    (expected,) = tiny.generate([tokens], params)
+    assert expected.prompt_logprobs is not None
+    answer = sdk.completions.create(
+        model=MODEL, prompt=[tokens], max_tokens=length, temperature=0, logprobs=1, echo=True, seed=1234
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.token_logprobs[0] is None
+    ours = [one.logprob for one in (*expected.prompt_logprobs[1:], *(expected.logprobs or ())) if one is not None]
+    assert logprobs.token_logprobs[1:] == pytest.approx(ours, abs=1e-4)
+    assert len(logprobs.token_logprobs) == len(tokens) + length
+    assert "".join(logprobs.tokens or ()) == answer.choices[0].text
+    assert answer.choices[0].finish_reason == "length"
+
+
 def test_openai_streams_the_same_chat_that_it_gets_at_once(sdk: openai.OpenAI) -> None:
     fields: Any = {"model": MODEL, "messages": USER, "max_tokens": 25, "seed": 7, "temperature": 1.0}
     whole = sdk.chat.completions.create(**fields)

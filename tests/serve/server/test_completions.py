@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
 from serving import MODEL, Client, running
+
+from minifloat.serve.engine import TokenLogprob
+from minifloat.serve.server.answers import completion_logprobs
+from minifloat.serve.server.writers import Head, prompt_logprobs
 
 
 def test_a_completion_has_the_fields_of_openais_api(client: Client) -> None:
@@ -112,6 +117,73 @@ def test_log_probabilities_are_parallel_lists_with_offsets(client: Client) -> No
     streamed = client.complete("abc", max_tokens=3, logprobs=2, stream=True).events
     offsets = [offset for event in streamed for offset in event["choices"][0]["logprobs"]["text_offset"]]
     assert offsets == [0, 1, 2]
+
+
+def test_log_probabilities_begin_with_those_of_the_prompt_where_it_is_echoed(client: Client) -> None:
+    fields: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 2}
+    (choice,) = client.complete("abc", **fields).json["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "abcab"
+    assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
+    assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5]
+    assert logprobs["top_logprobs"][0] is None
+    assert [list(top.values()) for top in logprobs["top_logprobs"][1:]] == [[-0.5]] * 4
+    assert len(logprobs["tokens"]) == 5
+    assert logprobs["tokens"][0] == "a"
+    streamed = client.complete("abc", **fields, stream=True).events
+    texts = [event["choices"][0]["text"] for event in streamed]
+    assert texts[0].startswith("abca")  # a slow reader gets the next token with it
+    assert "".join(texts) == "abcab"
+    for name, whole in logprobs.items():
+        assert [one for event in streamed for one in event["choices"][0]["logprobs"][name]] == whole
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_token_follows_the_prompt_where_none_is_asked_for(client: Client, stream: bool) -> None:
+    fields = {"echo": True, "max_tokens": 0, "stream": stream}
+    answer = client.complete(["abc", "x"], logprobs=1, **fields)
+    choices = [choice for piece in (answer.events if stream else [answer.json]) for choice in piece["choices"]]
+    assert sorted((choice["index"], choice["text"], choice["finish_reason"]) for choice in choices) == [
+        (0, "abc", "length"),
+        (1, "x", "length"),
+    ]
+    assert sorted(len(choice["logprobs"]["tokens"]) for choice in choices) == [1, 3]
+    plain = client.complete("abc", **fields)
+    pieces = plain.events if stream else [plain.json]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == "abc"
+    assert pieces[-1]["choices"][0]["finish_reason"] == "length"
+    if not stream:
+        assert answer.json["usage"]["completion_tokens"] == plain.json["usage"]["completion_tokens"] == 0
+
+
+def test_answers_to_one_prompt_have_its_log_probabilities_each(client: Client) -> None:
+    choices = client.complete([[1, 2, 3], [4]], n=2, echo=True, logprobs=0, max_tokens=1).json["choices"]
+    assert [len(choice["logprobs"]["token_logprobs"]) for choice in choices] == [4, 4, 2, 2]
+    assert [choice["logprobs"]["token_logprobs"][0] for choice in choices] == [None] * 4
+
+
+def test_a_prompt_is_not_answered_with_nothing(client: Client) -> None:
+    answer = client.complete("abc", max_tokens=0)
+    assert (answer.status, answer.error["param"]) == (400, "max_tokens")
+    assert "echo" in answer.error["message"]
+    assert client.chat("abc", max_tokens=0).status == 400
+
+
+def test_a_token_counts_as_the_most_probable_one_only_if_it_is() -> None:
+    """Parts of characters have the same text; lm-evaluation-harness compares a token's value with the largest."""
+    likely, other = (TokenLogprob(token, "\ufffd", b"\x80", logprob) for token, logprob in ((1, -0.1), (2, -3.0)))
+    (top,) = completion_logprobs([replace(other, top=(likely,))], 0).top_logprobs
+    assert top == {"\ufffd": -0.1}
+    (top,) = completion_logprobs([replace(likely, top=(likely,))], 0).top_logprobs
+    assert top == {"\ufffd": -0.1}
+
+
+def test_a_first_token_that_the_text_does_not_begin_with_takes_no_room_in_it() -> None:
+    following = [TokenLogprob(token, text, text.encode(), -1.0) for token, text in ((1, "ab"), (2, "c"))]
+    made = prompt_logprobs(Head("abc", "<s>"), [None, *following])
+    assert (made.tokens, made.text_offset) == (["<s>", "ab", "c"], [0, 0, 2])
+    made = prompt_logprobs(Head("<s>abc", "<s>"), [None, *following])
+    assert (made.tokens, made.text_offset) == (["<s>", "ab", "c"], [0, 3, 5])
 
 
 def test_a_chat_answer_has_the_fields_of_openais_api(client: Client) -> None:

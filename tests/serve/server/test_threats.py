@@ -479,6 +479,15 @@ def test_odd_numbers_are_either_taken_or_refused_by_name(client: Client, name: s
         assert "JSON" in answer.error["message"] or "parsing" in answer.error["message"], answer.body
 
 
+def test_log_probabilities_of_prompts_are_bounded_over_all_answers(client: Client) -> None:
+    """They are of every token of every prompt, and come at once."""
+    fields: dict[str, Any] = {"echo": True, "logprobs": 20, "max_tokens": 1}
+    refused = client.complete([[1] * 500] * 32, n=2, **fields)
+    assert (refused.status, refused.error["param"]) == (400, "logprobs")
+    assert "fewer" in refused.error["message"]
+    assert client.complete([[1] * 50] * 32, n=2, **fields).status == 200
+
+
 @pytest.mark.parametrize("value", [True, "1", [1], 10**400, -1.5])
 @pytest.mark.parametrize("name", ["temperature", "n", "seed", "max_tokens", "top_k"])
 def test_nothing_is_converted_to_a_number(client: Client, name: str, value: Any) -> None:

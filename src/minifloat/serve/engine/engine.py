@@ -24,9 +24,17 @@ from minifloat.serve.engine.cache import BlockPool
 from minifloat.serve.engine.grammar import Grammars
 from minifloat.serve.engine.observer import Observer, StepStats
 from minifloat.serve.engine.opening import Options, open_model, sampling_defaults
-from minifloat.serve.engine.sampling import Choice, SamplingParams, SamplingState, TokenLogprob, sample
+from minifloat.serve.engine.sampling import (
+    Choice,
+    NonFiniteLogits,
+    SamplingParams,
+    SamplingState,
+    TokenLogprob,
+    sample,
+)
 from minifloat.serve.engine.sampling_device import sample as sample_on_device
 from minifloat.serve.engine.scheduler import Scheduler, Work
+from minifloat.serve.engine.scoring import score
 from minifloat.serve.engine.sequence import Completion, Delivery, Request, Sequence
 from minifloat.serve.engine.text import TextStream
 from minifloat.serve.engine.tokens import end_tokens, token_bytes
@@ -134,6 +142,7 @@ class Engine:
             preempted=self._runner.release,
         )
         self._sequences: dict[str, Sequence] = {}
+        self._pieces: dict[int, tuple[str, bytes]] = {}
         self._reported = (0, 0, 0)
 
     def check(self, prompt: Sequences[int], params: SamplingParams) -> None:
@@ -146,7 +155,7 @@ class Engine:
         if not prompt:
             raise UsageError("prompt: expected at least one token")
         room = self.info.max_model_len - len(prompt)
-        wanted = max(1, params.min_tokens)
+        wanted = 0 if params.max_tokens == 0 else max(1, params.min_tokens)
         if room < wanted:
             raise ContextLengthError(
                 f"prompt: {len(prompt)} tokens and {wanted} more do not fit the context of {self.info.max_model_len}"
@@ -224,6 +233,8 @@ class Engine:
         started = time.perf_counter()
         works = self._scheduler.schedule()
         logits, failed = self._run(works)
+        logits, unscored = self._score([work for work in works if work.sequence.request_id not in failed], logits)
+        failed |= unscored
         done = [work for work in works if work.sequence.request_id not in failed]
         for work in done:
             self._scheduler.computed(work)
@@ -233,11 +244,11 @@ class Engine:
             self._finish(self._sequences[name], Delivery(name), "error", str(error)) for name, error in failed.items()
         ]
         deliveries += [self._deliver(sequence, choice) for sequence, choice in zip(sampled, choices, strict=True)]
-        self._report(done, len(sampled), time.perf_counter() - started)
+        self._report(done, sum(len(delivery.tokens) for delivery in deliveries), time.perf_counter() - started)
         return deliveries
 
     def _run(self, works: Sequences[Work]) -> tuple[Tensor, dict[str, Exception]]:
-        """Logits of the works that sample, without those that fail; and why these fail, by request."""
+        """Logits of the works that do not fail; and why the others do, by request."""
         if not works:
             return torch.empty(0, self._runner.vocab), {}
         try:
@@ -255,22 +266,51 @@ class Engine:
         rows = [logits for logits in rows if len(logits)] or rows[:1]
         return torch.cat(rows), failed
 
+    def _score(self, works: Sequences[Work], logits: Tensor) -> tuple[Tensor, dict[str, Exception]]:
+        """Note how probable the tokens of prompts are, where that is asked for.
+
+        Returns:
+            Of all logits those that tokens are chosen by; and why prompts cannot be scored, by request.
+        """
+        if not any(work.scored for work in works):
+            return logits, {}
+        kept: list[Tensor] = []
+        failed: dict[str, Exception] = {}
+        for work, rows in zip(works, torch.split_with_sizes(logits, [work.logits for work in works]), strict=True):
+            sequence, first = work.sequence, len(work.sequence.prompt_logprobs) + 1
+            alternatives = sequence.request.params.prompt_logprobs or 0
+            try:
+                found = score(rows[: work.scored], sequence.tokens[first : first + work.scored], alternatives)
+            except NonFiniteLogits as error:
+                _LOG.error("request %s: %s", sequence.request_id, error)
+                failed[sequence.request_id] = error
+                continue
+            sequence.prompt_logprobs += [self._logprob(one) for one in found]
+            kept.append(rows[work.scored :])
+        return torch.cat(kept) if kept else logits[:0], failed
+
     def _deliver(self, sequence: Sequence, choice: Choice | Exception) -> Delivery:
         """Add a token to a sequence, and end it where it ends."""
         name, params = sequence.request_id, sequence.request.params
         if isinstance(choice, Exception):
             _LOG.error("request %s: %s", name, choice)
             return self._finish(sequence, Delivery(name), "error", str(choice))
+        of_prompt = None
+        if params.prompt_logprobs is not None and not sequence.output_length:
+            of_prompt = (None, *sequence.prompt_logprobs)
+        if params.max_tokens == 0:
+            return self._finish(sequence, Delivery(name, prompt_logprobs=of_prompt), "length")
         token = choice.token
         sequence.tokens.append(token)
         sequence.sampling.add(token)
         self._clock(sequence)
-        logprobs = None if choice.logprob is None else (self._logprob(token, choice.logprob, choice.top),)
+        logprobs = None if choice.logprob is None else (self._logprob(choice),)
         enough = sequence.output_length >= params.min_tokens
         ends = enough and token in self._end_tokens and not params.ignore_eos
         stops = enough and token in params.stop_token_ids
         text, stop = ("", None) if ends or stops else sequence.text.add(token)
-        delivery = Delivery(name, (token,), text, logprobs, stop_reason=token if stops and not ends else stop)
+        reason = token if stops and not ends else stop
+        delivery = Delivery(name, (token,), text, logprobs, stop_reason=reason, prompt_logprobs=of_prompt)
         if ends or stops or stop is not None or sequence.sampling.ended:
             return self._finish(sequence, delivery, "stop")
         limit = self.info.max_model_len - sequence.prompt_length
@@ -310,10 +350,17 @@ class Engine:
             self.observer.token(now - sequence.last_token)
         sequence.last_token = now
 
-    def _logprob(self, token: int, logprob: float, top: Sequences[tuple[int, float]]) -> TokenLogprob:
-        alternatives = tuple(self._logprob(other, value, ()) for other, value in top)
-        text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        return TokenLogprob(token, text, token_bytes(self.tokenizer, token, text), logprob, alternatives)
+    def _logprob(self, choice: Choice) -> TokenLogprob:
+        assert choice.logprob is not None
+        alternatives = tuple(TokenLogprob(other, *self._piece(other), value) for other, value in choice.top)
+        return TokenLogprob(choice.token, *self._piece(choice.token), choice.logprob, alternatives)
+
+    def _piece(self, token: int) -> tuple[str, bytes]:
+        """Text and bytes of a token; kept, for the tokenizer takes longer than a prompt's many tokens can wait."""
+        if token not in self._pieces:
+            text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+            self._pieces[token] = text, token_bytes(self.tokenizer, token, text)
+        return self._pieces[token]
 
     def _report(self, works: Sequences[Work], generated: int, seconds: float) -> None:
         """Tell the observer of a step."""

@@ -257,7 +257,8 @@ def batch_of(works: Sequences[Work]) -> Batch:
     """What the decoder computes for some works."""
     tokens: list[int] = []
     positions: list[int] = []
-    starts, contexts, logits = [0], [], []
+    starts, contexts = [0], []
+    logits: list[int] = []
     width = max(len(work.sequence.blocks) for work in works)
     blocks = []
     for work in works:
@@ -267,8 +268,7 @@ def batch_of(works: Sequences[Work]) -> Batch:
         contexts.append(work.end)
         used = work.sequence.blocks[: blocks_for(work.end)]
         blocks.append(used + [-1] * (width - len(used)))
-        if work.samples:
-            logits.append(len(tokens) - 1)
+        logits += range(len(tokens) - work.logits, len(tokens))
     return Batch(
         *(torch.tensor(values, dtype=torch.int32) for values in (tokens, positions, starts, contexts, blocks, logits))
     )

@@ -34,7 +34,7 @@ class Runner(Protocol):
         A call that raised may be repeated with some of the same works.
 
         Returns:
-            float32 ``[n, vocab]``: logits after the last token of each work that `samples`, in their order; on the
+            float32 ``[n, vocab]``: of each work in turn, the logits after its last `Work.logits` tokens; on the
             runner's device. The next call may overwrite them.
         """
 

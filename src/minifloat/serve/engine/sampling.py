@@ -54,13 +54,14 @@ class SamplingParams:
         presence_penalty: Taken from the logits of tokens in the output.
         frequency_penalty: Taken from them, times how often they are in it.
         seed: Makes draws repeatable; None: another one for every request.
-        max_tokens: At most so many; None: as many as the model's context holds.
+        max_tokens: At most so many; 0: the prompt is read, and nothing follows; None: as many as the context holds.
         min_tokens: At least so many: until then nothing ends the text but a stop string.
         stop: Strings that end the text.
         stop_token_ids: Tokens that end it, beside the model's own.
         ignore_eos: Do not end at the model's end-of-sequence tokens.
         include_stop: Whether the stop string is part of the text.
         logprobs: Report the log-probability of each token and of so many most probable ones beside it; None: nothing.
+        prompt_logprobs: The same of the prompt's tokens but the first; all of it is computed then, nothing is shared.
         logit_bias: Added to the logits of tokens.
         grammar: What the text must be.
 
@@ -83,6 +84,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     grammar: Grammar | None = None
 
@@ -103,16 +105,18 @@ class SamplingParams:
             raise UsageError(f"top_k: expected at least 0, got {self.top_k}")
         if self.seed is not None and not -(2 ** (_SEED_BITS - 1)) <= self.seed < 2**_SEED_BITS:
             raise UsageError(f"seed: expected {_SEED_BITS} bits, got {self.seed}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UsageError(f"max_tokens: expected at least 1, got {self.max_tokens}")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise UsageError(f"max_tokens: expected at least 0, got {self.max_tokens}")
         if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
             raise UsageError(f"min_tokens: expected 0 .. max_tokens, got {self.min_tokens}")
         if len(self.stop) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in self.stop):
             raise UsageError(f"stop: expected at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
         if len(self.stop_token_ids) > MAX_STOPS:
             raise UsageError(f"stop_token_ids: expected at most {MAX_STOPS}, got {len(self.stop_token_ids)}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise UsageError(f"logprobs: expected 0 .. {MAX_LOGPROBS}, got {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
+                raise UsageError(f"{name}: expected 0 .. {MAX_LOGPROBS}, got {wanted}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS or not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise UsageError(f"logit_bias: expected at most {MAX_LOGIT_BIAS} values of -100 .. 100")
 
@@ -155,7 +159,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Choice:
-    """The next token of a sequence; `logprob` and `top` (ids and log-probabilities) only where they were asked for."""
+    """A token of a sequence; `logprob` and `top` (ids and log-probabilities) only where they were asked for."""
 
     token: int
     logprob: float | None = None

@@ -6,6 +6,9 @@ sequences the pieces are small, so that a long prompt delays the others' next to
 blocks when it is admitted. When an older sequence needs a block and none is free, the youngest gives up its own and
 will be computed again (preemption by recompute: Kwon et al., "PagedAttention", SOSP 2023). The oldest is therefore
 never preempted, and whoever waits becomes the oldest: nobody starves.
+
+Where the log-probabilities of a prompt are asked for, logits of all its tokens are computed, which is why no block that
+others have filled stands for them, and why a step takes only so many of such tokens: logits are large.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.serve.engine.cache import BlockPool, blocks_for
 from minifloat.serve.engine.sequence import Sequence, State
 
+#: Tokens of prompts that one step computes logits of: with a vocabulary of 128 Ki, 128 MiB.
+SCORED_TOKENS = 256
+
 
 @dataclass(frozen=True)
 class Work:
@@ -29,16 +35,23 @@ class Work:
         sequence: Whose.
         start: As many are in the cache already.
         end: One past the last.
+        scored: So many of them, before the one that samples, tell how probable the next token of the prompt is.
     """
 
     sequence: Sequence
     start: int
     end: int
+    scored: int = 0
 
     @property
     def samples(self) -> bool:
         """Whether the sequence's next token can be chosen then."""
         return self.end == len(self.sequence.tokens)
+
+    @property
+    def logits(self) -> int:
+        """Logits are wanted of so many of its tokens, the last ones."""
+        return self.scored + self.samples
 
 
 class Scheduler:
@@ -49,6 +62,7 @@ class Scheduler:
         max_sequences: So many run at a time.
         max_tokens: So many tokens are computed in one step.
         max_prompt_tokens_beside: So many tokens of prompts, where running sequences wait for their next token.
+        max_scored_tokens: So many tokens of prompts whose log-probabilities are asked for.
         preempted: Called with a sequence that loses its blocks.
 
     Attributes:
@@ -64,10 +78,11 @@ class Scheduler:
         max_tokens: int,
         max_prompt_tokens_beside: int,
         preempted: Callable[[Sequence], None],
+        max_scored_tokens: int = SCORED_TOKENS,
     ) -> None:
         self.pool = pool
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
-        self.max_prompt_tokens_beside = max_prompt_tokens_beside
+        self.max_prompt_tokens_beside, self.max_scored_tokens = max_prompt_tokens_beside, max_scored_tokens
         self._preempted = preempted
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -95,13 +110,11 @@ class Scheduler:
         budget = self.max_tokens - len(work)
         if work:
             budget = min(budget, self.max_prompt_tokens_beside)
-        for sequence in self.running:
-            if budget > 0 and sequence.pending > 1:
-                work.append(self._piece(sequence, budget))
-                budget -= work[-1].end - work[-1].start
+        scored = self.max_scored_tokens
+        for sequence in [other for other in self.running if other.pending > 1]:
+            budget, scored = self._take(sequence, work, budget, scored)
         while budget > 0 and (admitted := self._admit()) is not None:
-            work.append(self._piece(admitted, budget))
-            budget -= work[-1].end - work[-1].start
+            budget, scored = self._take(admitted, work, budget, scored)
         return work
 
     def computed(self, work: Work) -> None:
@@ -115,8 +128,20 @@ class Scheduler:
             for index in range(first, full):
                 self.pool.publish(sequence.blocks[index], sequence.digests[index])
 
+    def _take(self, sequence: Sequence, work: list[Work], budget: int, scored: int) -> tuple[int, int]:
+        """Add the next piece of a prompt to the work of a step; what is left of the two budgets then."""
+        room = min(budget, scored) if sequence.unscored else budget
+        if room <= 0:
+            return budget, scored
+        piece = self._piece(sequence, room)
+        work.append(piece)
+        return budget - (piece.end - piece.start), scored - piece.scored
+
     def _piece(self, sequence: Sequence, budget: int) -> Work:
-        return Work(sequence, sequence.computed, min(sequence.computed + budget, len(sequence.tokens)))
+        start, end = sequence.computed, min(sequence.computed + budget, len(sequence.tokens))
+        first = max(start, len(sequence.prompt_logprobs))
+        last = min(end, sequence.prompt_length - 1)
+        return Work(sequence, start, end, max(last - first, 0) if sequence.unscored else 0)
 
     def _next_tokens(self) -> list[Work]:
         """One token for each sequence that is past its prompt, with a block to put it in."""
@@ -157,7 +182,8 @@ class Scheduler:
         length = len(sequence.tokens)
         # The last token is always computed: its logits are what the next token is chosen by.
         sequence.digests = self.pool.digests(sequence.root, sequence.tokens[:-1], sequence.digests)
-        shared = self.pool.share(sequence.digests[: (length - 1) // BLOCK_TOKENS])
+        most = len(sequence.prompt_logprobs) if sequence.unscored else length - 1
+        shared = self.pool.share(sequence.digests[: most // BLOCK_TOKENS])
         wanted = length + 1 if self.running else length  # alone it may take the last block
         if blocks_for(wanted) - len(shared) > self.pool.free:
             self.pool.release(shared)

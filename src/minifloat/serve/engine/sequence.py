@@ -60,6 +60,7 @@ class Delivery:
         error: What went wrong, with the reason "error".
         usage: With the last delivery.
         timings: With the last delivery.
+        prompt_logprobs: Of the prompt's tokens, where asked for, with the first delivery; the first token's is None.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class Delivery:
     error: str | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     def renamed(self, request_id: str) -> Delivery:
         """The same for a request of another name."""
@@ -91,6 +93,7 @@ class Delivery:
             later.error,
             later.usage,
             later.timings,
+            self.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs,
         )
 
 
@@ -107,6 +110,7 @@ class Completion:
     stop_reason: str | int | None
     usage: Usage
     timings: Timings
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None
 
     @classmethod
     def of(cls, request: Request, delivery: Delivery) -> Completion:
@@ -130,6 +134,7 @@ class Completion:
             delivery.stop_reason,
             delivery.usage,
             delivery.timings,
+            delivery.prompt_logprobs,
         )
 
 
@@ -155,6 +160,7 @@ class Sequence:
         computed: Of `tokens` from the start, those whose keys and values are in the cache.
         blocks: The cache's blocks that hold them, in order.
         digests: Of its full blocks, as far as they have been asked for.
+        prompt_logprobs: Where they are asked for: of the prompt's second token and those after it, as far as known.
         cached: Tokens that were found in the cache when it was first scheduled.
         state: Where it is.
         preempted: How often it lost its blocks to others.
@@ -169,6 +175,7 @@ class Sequence:
         self.computed = 0
         self.blocks: list[int] = []
         self.digests: list[bytes] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.cached: int | None = None
         self.state = State.WAITING
         self.preempted = 0
@@ -199,6 +206,12 @@ class Sequence:
     def pending(self) -> int:
         """Tokens that must be computed before the next can be chosen."""
         return len(self.tokens) - self.computed
+
+    @property
+    def unscored(self) -> int:
+        """Tokens of the prompt whose log-probabilities are asked for and not known yet."""
+        wanted = self.request.params.prompt_logprobs is not None
+        return self.prompt_length - 1 - len(self.prompt_logprobs) if wanted else 0
 
     @property
     def usage(self) -> Usage:

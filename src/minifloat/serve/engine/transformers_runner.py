@@ -61,12 +61,7 @@ class TransformersRunner:
     @torch.inference_mode()
     def run(self, works: Sequences[Work]) -> Tensor:
         """As the interface says."""
-        rows = []
-        for work in works:
-            logits = self._run_one(work)
-            if work.samples:
-                rows.append(logits)
-        return torch.stack(rows) if rows else torch.empty(0, self.vocab)
+        return torch.cat([self._run_one(work) for work in works])
 
     def _run_one(self, work: Work) -> Tensor:
         name = work.sequence.request_id
@@ -75,10 +70,12 @@ class TransformersRunner:
         if held is None or held.tokens != start:
             held, start = _Held(None, 0), 0
         ids = torch.tensor([work.sequence.tokens[start : work.end]], device=self._model.device)
-        output = self._model(input_ids=ids, past_key_values=held.cache, use_cache=True, logits_to_keep=1)
+        output = self._model(
+            input_ids=ids, past_key_values=held.cache, use_cache=True, logits_to_keep=max(work.logits, 1)
+        )
         self._held[name] = _Held(output.past_key_values, work.end)
-        logits: Tensor = output.logits[0, -1].float().cpu()
-        return logits
+        logits: Tensor = output.logits[0]
+        return logits[len(logits) - work.logits :].float().cpu()
 
     def release(self, sequence: Sequence) -> None:
         """As the interface says."""

@@ -41,12 +41,21 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of ``/v1/completions``: parallel lists."""
+    """Log-probabilities of ``/v1/completions``: parallel lists; null for the first token of a prompt."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+    def __add__(self, later: CompletionLogprobs) -> CompletionLogprobs:
+        """Those of a text, and of what follows it."""
+        return CompletionLogprobs(
+            text_offset=self.text_offset + later.text_offset,
+            token_logprobs=self.token_logprobs + later.token_logprobs,
+            tokens=self.tokens + later.tokens,
+            top_logprobs=self.top_logprobs + later.top_logprobs,
+        )
 
 
 class CompletionChoice(BaseModel):
@@ -207,13 +216,20 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
 
 
 def completion_logprobs(logprobs: Iterable[TokenLogprob], offset: int) -> CompletionLogprobs:
-    """Of new tokens, of which the first begins at the character `offset` of the text."""
+    """Of new tokens, of which the first begins at the character `offset` of the text.
+
+    Several tokens may have the same text, such as parts of characters: the most probable one is told of then, so that
+    a token is the most probable one where none of `top_logprobs` is above its own.
+    """
     made = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for one in logprobs:
         made.text_offset.append(offset)
         made.tokens.append(one.text)
         made.token_logprobs.append(_finite(one.logprob))
-        made.top_logprobs.append({top.text: _finite(top.logprob) for top in (*one.top, one)})
+        most: dict[str, float] = {}
+        for top in (*one.top, one):
+            most.setdefault(top.text, _finite(top.logprob))
+        made.top_logprobs.append(most)
         offset += len(one.text)
     return made
 

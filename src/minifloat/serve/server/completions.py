@@ -22,7 +22,7 @@ from minifloat.serve.server.openapi import streamed
 from minifloat.serve.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from minifloat.serve.server.service import Service, require_json
 from minifloat.serve.server.sse import EventStream, out_of_time
-from minifloat.serve.server.writers import ChatWriter, Collected, TextWriter, Writer
+from minifloat.serve.server.writers import ChatWriter, Collected, Head, TextWriter, Writer
 
 router = APIRouter(tags=["OpenAI"], dependencies=[Depends(require_json)])
 
@@ -34,10 +34,17 @@ async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Re
     service.check_model(body.model)
     given = body.prompts()
     prompts = [await service.prompts.encode(one, add_special_tokens=body.add_special_tokens) for one in given]
-    heads = [""] * len(given)
+    heads = [Head()] * len(given)
     if body.echo:
-        heads = [one if isinstance(one, str) else await service.prompts.decode(one) for one in given]
-    name, generation = await service.submit(prompts, body, body.logprobs, request)
+        heads = [
+            Head(
+                one if isinstance(one, str) else await service.prompts.decode(one),
+                await service.prompts.decode(prompt[:1]),
+            )
+            for one, prompt in zip(given, prompts, strict=True)
+        ]
+    of_prompt = body.logprobs if body.echo else None
+    name, generation = await service.submit(prompts, body, body.logprobs, request, prompt_logprobs=of_prompt)
     writer = TextWriter(
         f"cmpl-{name}",
         service.settings.model_name,
@@ -106,7 +113,7 @@ async def _events(
         async for index, delivery in deliveries:
             if delivery.finish_reason is not None:
                 collected[index].add(delivery)
-            if delivery.text or delivery.logprobs or delivery.finish_reason is not None:
+            if delivery.text or delivery.logprobs or delivery.prompt_logprobs or delivery.finish_reason is not None:
                 yield writer.chunk(index, delivery)
     _check_ended(collected)
     if _wants_usage(body):

@@ -28,6 +28,8 @@ MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_MESSAGES = 1024
 MAX_PARTS = 256
+#: Numbers in the log-probabilities of prompts, of all answers to a request: a number per token and alternative.
+MAX_PROMPT_LOGPROBS = 1 << 19
 MAX_STOP_CHARACTERS = 256
 MAX_SCHEMA_NODES = 20_000
 MAX_SCHEMA_DEPTH = 64
@@ -105,9 +107,9 @@ Stop = Annotated[
 ]
 
 
-def _with(field: str, kind: str, **others: Any) -> dict[str, Any]:
-    """For the OpenAPI document: where `field` is given, other fields must have these values."""
-    given = {"required": [field], "properties": {field: {"type": kind}}}
+def _with(field: str, value: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """For the OpenAPI document: where `field` is given and such a value, other fields must have these values."""
+    given = {"required": [field], "properties": {field: value}}
     needed = {"required": [name for name, value in others.items() if value], "properties": {}}
     needed["properties"] = {name: {"const": value} for name, value in others.items()}
     return {"if": given, "then": needed}
@@ -229,19 +231,23 @@ class CompletionRequest(SamplingRequest):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "allOf": [_with("stream_options", "object", stream=True), _with("logprobs", "integer", echo=False)]
+            "allOf": [
+                _with("stream_options", {"type": "object"}, stream=True),
+                _with("max_tokens", {"const": 0}, echo=True),
+            ]
         }
     )
 
     prompt: Prompt
-    echo: bool = Field(default=False, description="Begin the text with the prompt.")
+    max_tokens: Natural | None = Field(default=None, description="0: the prompt alone, with echo.")
+    echo: bool = Field(default=False, description="Begin the text, and its log-probabilities, with the prompt.")
     logprobs: Alternatives | None = None
     add_special_tokens: bool = Field(default=True, description="Begin the prompt as the tokenizer begins a text.")
 
     @model_validator(mode="after")
-    def _no_logprobs_of_the_prompt(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise FieldError("echo", "log-probabilities of the prompt are not supported; leave out echo or logprobs")
+    def _something_is_wanted(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise FieldError("max_tokens", "expected at least 1; 0 is for the prompt alone, with echo: true")
         return self
 
     def prompts(self) -> list[str | list[int]]:
@@ -299,7 +305,10 @@ class ChatCompletionRequest(SamplingRequest):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "allOf": [_with("stream_options", "object", stream=True), _with("top_logprobs", "integer", logprobs=True)]
+            "allOf": [
+                _with("stream_options", {"type": "object"}, stream=True),
+                _with("top_logprobs", {"type": "integer"}, logprobs=True),
+            ]
         }
     )
 

@@ -15,7 +15,12 @@ from minifloat.serve.server.errors import APIError, invalid
 from minifloat.serve.server.generation import Generation
 from minifloat.serve.server.metrics import Metrics
 from minifloat.serve.server.prompts import Prompts
-from minifloat.serve.server.protocol import JsonObjectFormat, JsonSchemaFormat, SamplingRequest
+from minifloat.serve.server.protocol import (
+    MAX_PROMPT_LOGPROBS,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    SamplingRequest,
+)
 from minifloat.serve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -66,7 +71,13 @@ class Service:
             )
 
     async def submit(
-        self, prompts: list[tuple[int, ...]], request: SamplingRequest, logprobs: int | None, caller: HTTPRequest
+        self,
+        prompts: list[tuple[int, ...]],
+        request: SamplingRequest,
+        logprobs: int | None,
+        caller: HTTPRequest,
+        *,
+        prompt_logprobs: int | None = None,
     ) -> tuple[str, Generation]:
         """Have the engine take a request.
 
@@ -75,18 +86,27 @@ class Service:
             request: How to choose tokens, and how many answers to give to each prompt.
             logprobs: Alternatives to report for each token; None: no log-probabilities.
             caller: Who asks.
+            prompt_logprobs: The same of each token of the prompts.
 
         Returns:
             A new id, and the answers to come: `request.n` to the first prompt, then to the second.
 
         Raises:
             MinifloatError: It cannot be taken.
-            APIError: It has more answers than the server could ever take.
+            APIError: It has more answers than the server could ever take, or more log-probabilities of prompts.
         """
         most = self.engine.max_queue + self.info.max_num_seqs
         if len(prompts) * request.n > most:
             raise invalid(f"prompt: {len(prompts)} with {request.n} answers each; the server takes {most} at most", "n")
-        params = await self.prompts.beside(self._params, prompts, request, logprobs)
+        if prompt_logprobs is not None:
+            numbers = sum(map(len, prompts)) * request.n * (1 + prompt_logprobs)
+            if numbers > MAX_PROMPT_LOGPROBS:
+                raise invalid(
+                    f"logprobs: {numbers} numbers for the tokens of the prompts; at most {MAX_PROMPT_LOGPROBS}: "
+                    "send fewer prompts at a time, or ask for fewer alternatives",
+                    "logprobs",
+                )
+        params = await self.prompts.beside(self._params, prompts, request, logprobs, prompt_logprobs)
         name = secrets.token_hex(12)
         salt = f"{caller.scope['state'].get('api_key', '')}/{request.cache_salt or ''}"
         requests = [
@@ -96,7 +116,11 @@ class Service:
         return name, await Generation.submit(self.engine, requests)
 
     def _params(
-        self, prompts: list[tuple[int, ...]], request: SamplingRequest, logprobs: int | None
+        self,
+        prompts: list[tuple[int, ...]],
+        request: SamplingRequest,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> list[SamplingParams]:
         """The sampling parameters of each answer to a prompt: they differ in the seed."""
         stop = request.stop or []
@@ -114,6 +138,7 @@ class Service:
             ignore_eos=request.ignore_eos,
             include_stop=request.include_stop_str_in_output,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             logit_bias={int(token): bias for token, bias in (request.logit_bias or {}).items()},
             grammar=_grammar(request),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 from pydantic import BaseModel
@@ -37,6 +38,7 @@ class Collected:
     def __init__(self) -> None:
         self._pieces: list[str] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.usage = EngineUsage(0, 0, 0)
@@ -45,6 +47,7 @@ class Collected:
         """Take the next one."""
         self._pieces.append(delivery.text)
         self.logprobs += delivery.logprobs or ()
+        self.prompt_logprobs = delivery.prompt_logprobs or self.prompt_logprobs
         if delivery.finish_reason is not None:
             self.finish_reason, self.stop_reason = reason(delivery), delivery.stop_reason
             self.usage = delivery.usage or self.usage
@@ -95,28 +98,40 @@ class _Head:
         self.chunk_fields = self.fields | ({"usage": None} if with_usage else {})
 
 
+@dataclass(frozen=True)
+class Head:
+    """What a text begins with where its prompt is asked for: the prompt, and the text of its first token."""
+
+    text: str = ""
+    first: str = ""
+
+
 class TextWriter:
     """``/v1/completions``.
 
     Args:
         name: Id of the answer.
         model: Name of the model.
-        heads: What the text of each choice begins with: its prompt where that is asked for.
+        heads: What the text of each choice begins with.
         logprobs: Whether log-probabilities are asked for.
         with_usage: Whether chunks have the field `usage`.
     """
 
-    def __init__(self, name: str, model: str, heads: Sequence[str], *, logprobs: bool, with_usage: bool) -> None:
+    def __init__(self, name: str, model: str, heads: Sequence[Head], *, logprobs: bool, with_usage: bool) -> None:
         self._head = _Head(name, model, with_usage=with_usage)
         self._heads, self._logprobs = heads, logprobs
-        self._offsets = [0] * len(heads)
+        self._offsets = [len(head.text) for head in heads]
 
     def opening(self) -> list[BaseModel]:
-        """The prompts, where they are asked for."""
+        """The prompts, where they are asked for; those with log-probabilities come with the first delivery."""
+        if self._logprobs:
+            return []
         return [
-            self._chunk(CompletionChoice(index=index, text=head, logprobs=None, finish_reason=None, stop_reason=None))
+            self._chunk(
+                CompletionChoice(index=index, text=head.text, logprobs=None, finish_reason=None, stop_reason=None)
+            )
             for index, head in enumerate(self._heads)
-            if head
+            if head.text
         ]
 
     def chunk(self, index: int, delivery: Delivery) -> BaseModel:
@@ -124,8 +139,8 @@ class TextWriter:
         return self._chunk(
             CompletionChoice(
                 index=index,
-                text=delivery.text,
-                logprobs=self._of(index, delivery.logprobs or ()),
+                text=(self._heads[index].text if delivery.prompt_logprobs else "") + delivery.text,
+                logprobs=self._of(index, delivery.prompt_logprobs, delivery.logprobs or ()),
                 finish_reason=reason(delivery),
                 stop_reason=delivery.stop_reason,
             )
@@ -140,8 +155,8 @@ class TextWriter:
         made = [
             CompletionChoice(
                 index=index,
-                text=self._heads[index] + one.text,
-                logprobs=self._of(index, one.logprobs),
+                text=self._heads[index].text + one.text,
+                logprobs=self._of(index, one.prompt_logprobs, one.logprobs),
                 finish_reason=one.finish_reason,
                 stop_reason=one.stop_reason,
             )
@@ -152,12 +167,22 @@ class TextWriter:
     def _chunk(self, choice: CompletionChoice) -> Completion:
         return Completion(object="text_completion", choices=[choice], **self._head.chunk_fields)
 
-    def _of(self, index: int, logprobs: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+    def _of(
+        self, index: int, of_prompt: Sequence[TokenLogprob | None] | None, logprobs: Sequence[TokenLogprob]
+    ) -> CompletionLogprobs | None:
         if not self._logprobs:
             return None
         offset = self._offsets[index]
         self._offsets[index] += sum(len(one.text) for one in logprobs)
-        return completion_logprobs(logprobs, offset)
+        made = completion_logprobs(logprobs, offset)
+        return made if of_prompt is None else prompt_logprobs(self._heads[index], of_prompt) + made
+
+
+def prompt_logprobs(head: Head, logprobs: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
+    """Of the tokens of a prompt; a first one that its text does not begin with (the tokenizer's own) takes no room."""
+    room = len(head.first) if head.text.startswith(head.first) else 0
+    first = CompletionLogprobs(text_offset=[0], token_logprobs=[None], tokens=[head.first], top_logprobs=[None])
+    return first + completion_logprobs([one for one in logprobs if one is not None], room)
 
 
 class ChatWriter:

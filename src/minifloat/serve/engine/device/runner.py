@@ -103,7 +103,8 @@ class DeviceRunner:
             rows.append(np.stack([work.sequence.tokens[work.start : work.end], positions, slots], axis=1))
             count += len(positions)
             ends[work.sequence.request_id] = count - 1
-        logits = np.array([ends[work.sequence.request_id] for work in works if work.samples], dtype=np.int32)
+        after = [(ends[work.sequence.request_id] + 1, work.logits) for work in works]
+        logits = np.array([row for end, wanted in after for row in range(end - wanted, end)], dtype=np.int32)
         parts = [np.concatenate(rows), table[:, COLUMNS:], logits, *blocks]
         flat = send(np.concatenate([part.ravel() for part in parts], dtype=np.int32, casting="unsafe"), self._device)
         sent = torch.split_with_sizes(flat, [part.size for part in parts])
