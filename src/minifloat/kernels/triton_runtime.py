@@ -21,7 +21,7 @@ def why_unavailable(device: str) -> str:
     Args:
         device: As torch names it: ``"cuda"``, ``"cuda:1"``, ``"cpu"``.
     """
-    if not _is_installed():
+    if not is_installed():
         return "triton is not installed: pip install triton"
     kind = device.partition(":")[0]
     if is_interpreted():
@@ -38,5 +38,6 @@ def why_unavailable(device: str) -> str:
 
 
 @cache
-def _is_installed() -> bool:
+def is_installed() -> bool:
+    """Whether there is a triton to import."""
     return importlib.util.find_spec("triton") is not None

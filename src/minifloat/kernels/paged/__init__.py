@@ -10,8 +10,6 @@ have the dtype of the model, and the cache.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from types import ModuleType
 
 import torch
@@ -21,6 +19,7 @@ from torch.nn import functional
 from minifloat.kernels.decoder.types import BLOCK_TOKENS
 from minifloat.kernels.paged import reference
 from minifloat.kernels.paged.cache import ELEMENTS, PagedCache
+from minifloat.kernels.triton_runtime import is_installed
 
 __all__ = [
     "ELEMENTS",
@@ -36,16 +35,11 @@ __all__ = [
 
 def _on(x: Tensor) -> ModuleType:
     """The choice: what computes on the device of a tensor."""
-    if x.is_cuda and _has_triton():
+    if x.is_cuda and is_installed():
         from minifloat.kernels.paged import triton
 
         return triton
     return reference
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

@@ -11,16 +11,15 @@ else in the batch.
 
 from __future__ import annotations
 
-import struct
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import E4M3, FLOAT16, FLOAT32
+from minifloat.formats import E4M3, FLOAT16
 from minifloat.kernels.decoder.types import BLOCK_TOKENS
 from minifloat.kernels.paged.cache import PagedCache
+from minifloat.kernels.triton_cast import INF_BITS, MAGNITUDE, bits_of, constants, encode_magnitude, sign_of
 
 #: So many programs share the keys of a sequence at most.
 _SPLITS = 32
@@ -33,22 +32,9 @@ _STRIDES = ["window", "table_stride", "position_stride", "slot_stride"]
 _NUMBERS = ["tables", "positions", "slots"]
 
 
-def _bits(value: float) -> int:
-    return int.from_bytes(struct.pack("<f", value), "little")
-
-
-_SHIFT = tl.constexpr(FLOAT32.mantissa_bits - E4M3.mantissa_bits)
-_HALF = tl.constexpr((1 << (FLOAT32.mantissa_bits - E4M3.mantissa_bits - 1)) - 1)
-_OFFSET = tl.constexpr((FLOAT32.bias - E4M3.bias) << E4M3.mantissa_bits)
-_MAX_BITS = tl.constexpr(_bits(E4M3.max))
-_NORMAL_BITS = tl.constexpr(_bits(E4M3.min_normal))
-#: Its last bit weighs as much as the smallest subnormal: adding it makes the adder round (`quantize.cast`).
-_MAGIC = tl.constexpr(E4M3.min_positive * (1 << FLOAT32.mantissa_bits))
-_MAGIC_BITS = tl.constexpr(_bits(E4M3.min_positive * (1 << FLOAT32.mantissa_bits)))
-_INF_BITS = tl.constexpr(FLOAT32.max_code + 1)
+_MANTISSA, _BIAS, _MAX = (tl.constexpr(value) for value in constants(E4M3, "").values())
 _NAN = tl.constexpr(E4M3.nan_code)
 _SIGN = tl.constexpr(1 << (E4M3.bits - 1))
-_SIGN_SHIFT = tl.constexpr(FLOAT32.bits - E4M3.bits)
 #: A code's exponent and mantissa, put where float16 has them, stand for so many times too little.
 _REBIAS = tl.constexpr(2.0 ** (FLOAT16.bias - E4M3.bias))
 _NARROW_SHIFT = tl.constexpr(FLOAT16.mantissa_bits - E4M3.mantissa_bits)
@@ -58,13 +44,10 @@ _NARROW_SIGN_SHIFT = tl.constexpr(FLOAT16.bits - E4M3.bits)
 @triton.jit
 def _encode(x):
     """E4M3 codes of float32, to nearest, ties to even, clamped."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    clamped = tl.minimum(magnitude, _MAX_BITS)
-    normal = ((clamped + _HALF + ((clamped >> _SHIFT) & 1)) >> _SHIFT) - _OFFSET
-    subnormal = (clamped.to(tl.float32, bitcast=True) + _MAGIC).to(tl.int32, bitcast=True) - _MAGIC_BITS
-    code = tl.where(clamped < _NORMAL_BITS, subnormal, normal) | ((bits >> _SIGN_SHIFT) & _SIGN)
-    return tl.where(magnitude > _INF_BITS, _NAN, code).to(tl.uint8)
+    bits = bits_of(x)
+    magnitude = bits & MAGNITUDE
+    code = encode_magnitude(magnitude, _MANTISSA, _BIAS, _MAX) | (sign_of(bits) * _SIGN)
+    return tl.where(magnitude > INF_BITS, _NAN, code).to(tl.uint8)
 
 
 @triton.jit
