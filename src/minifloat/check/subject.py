@@ -16,12 +16,12 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR
 from minifloat.layouts import describe, gpt_oss
+from minifloat.layouts.stored import kv_scale_of
 from minifloat.quantize.plan import Plan
 from minifloat.quantize.roles import Role, expert_group, role_of, text_config
 from minifloat.scheme import ActivationSpec, KVSpec, WeightSpec
 
 _HEAD = "lm_head"
-_KV_SCALE = re.compile(r"\.(k_scale|v_scale|[kv]_proj\.output_scale)$")
 
 
 class Kind(enum.Enum):
@@ -152,7 +152,7 @@ class Subject:
             for weight in description.weights.values()
         )
         used = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
-        has_scales = any(_KV_SCALE.search(name) for name in description.auxiliary)
+        has_scales = any(kv_scale_of(name) is not None for name in description.auxiliary)
         plain = _plain(checkpoint, {name.removesuffix(".weight") for name in used})
         subject = _subject(checkpoint, description.layout, (*quantized, *plain), description.kv, has_scales)
         return replace(subject, head_named=_names_head(checkpoint.quantization_config or {}))

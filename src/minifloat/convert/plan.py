@@ -8,7 +8,6 @@ is written.
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +20,7 @@ from minifloat.errors import ConversionError, ShapeError, UsageError, lookup
 from minifloat.formats import E4M3, E8M0, FLOAT32
 from minifloat.inspection import format_name
 from minifloat.layouts import TARGETS, Description, StoredWeight, WriteLayout, describe, gpt_oss
-from minifloat.layouts.stored import SCALE_FORMATS
+from minifloat.layouts.stored import SCALE_FORMATS, kv_scale_of
 from minifloat.quantize.plan import kept_linears
 from minifloat.scheme import Scheme, WeightSpec
 
@@ -31,9 +30,6 @@ GPT_OSS = "gpt-oss"
 #: `--dtype` -> the safetensors dtype.
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
-_KV_SCALE = re.compile(
-    r"^(?P<attention>.+?)(\.(?P<projection>[kv])_proj)?\.((?P<scale>[kv])_scale|(?P<output>output)_scale)$"
-)
 _ONE = 1
 
 
@@ -316,15 +312,14 @@ class _LayoutSteps:
 
     def _auxiliary(self, name: str) -> Step:
         """A scale of the KV cache under its name in the target."""
-        match = _KV_SCALE.match(name)
-        which = match and (match["scale"] or match["projection"])
-        if match is None or which is None:
+        place = kv_scale_of(name)
+        if place is None:
             raise ConversionError(f"{name}: layout {self.layout.name!r} has no place for it")
         try:
-            keys, values = self.layout.kv_scales(match["attention"])
+            keys, values = self.layout.kv_scales(place[0])
         except UsageError as error:
             raise _refused(name, error) from None
-        return self._scalar(name, keys if which == "k" else values, inverted=False)
+        return self._scalar(name, keys if place[1] == "k" else values, inverted=False)
 
     def _scalar(self, name: str, output: OutputTensor, *, inverted: bool) -> Step:
         """One float32, whatever the shape that a layout gives it."""

@@ -7,6 +7,7 @@ reading a weight; `read_weight` reads one of them into the form that kernels use
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,10 @@ SCALE_FORMATS: dict[str, ElementFormat] = {
     "F8_E8M0": E8M0,
     "F8_E4M3": E4M3,
 }
+
+_KV_SCALE = re.compile(
+    r"(?P<attention>.+?)(?:\.(?P<projection>[kv])_proj)?\.(?:(?P<scale>[kv])_scale|output_scale)",
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,16 @@ class Description:
     weights: dict[str, StoredWeight] = field(default_factory=dict)
     auxiliary: frozenset[str] = frozenset()
     kv: KVSpec | None = None
+
+
+def kv_scale_of(name: str) -> tuple[str, str] | None:
+    """The attention module whose KV scale a tensor is, and ``"k"`` or ``"v"``; None where it is no such scale.
+
+    Scales stand at the attention module (compressed-tensors) or at its projections (ModelOpt); `output_scale` is older.
+    """
+    match = _KV_SCALE.fullmatch(name)
+    which = match and (match["scale"] or match["projection"])
+    return (match["attention"], which) if match and which else None
 
 
 def weight_shape(codes: TensorInfo, element: ElementFormat) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Collection, Mapping
 
 import torch
@@ -14,6 +13,7 @@ from minifloat.errors import CheckpointError, UnsupportedTensorError
 from minifloat.formats import E4M3
 from minifloat.granularity import CHANNEL, TENSOR, Granularity
 from minifloat.layouts import describe
+from minifloat.layouts.stored import kv_scale_of
 from minifloat.serve.load import TORCH_DTYPES
 
 _LOG = logging.getLogger(__name__)
@@ -23,9 +23,6 @@ KVScales = Mapping[str, tuple[float, float]]
 Scales = tuple[float, ...]
 #: The same, one scale for each key-value head.
 KVHeadScales = Mapping[str, tuple[Scales, Scales]]
-
-#: Scales stand at the attention module (compressed-tensors) or at its projections (ModelOpt); `output_scale` is older.
-_SCALE_NAME = re.compile(r"(.+?)(?:\.([kv])_proj)?\.(?:([kv])_scale|output_scale)")
 
 
 def kv_scales(checkpoint: Checkpoint) -> KVScales | None:
@@ -72,9 +69,9 @@ def _found(checkpoint: Checkpoint, granularities: Collection[Granularity], most:
         return None
     found: dict[str, dict[str, Scales]] = {}
     for name in checkpoint.tensors:
-        match = _SCALE_NAME.fullmatch(name)
-        if match and (which := match[3] or match[2]):
-            found.setdefault(match[1], {})[which] = _scale(checkpoint, name, most)
+        place = kv_scale_of(name)
+        if place is not None:
+            found.setdefault(place[0], {})[place[1]] = _scale(checkpoint, name, most)
     if declared is None and not found:
         return None
     pairs = {name: tuple(one.get(which, *list(one.values())[-1:]) for which in "kv") for name, one in found.items()}
