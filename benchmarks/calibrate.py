@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from minifloat.calibration.observe import Observer
 from minifloat.kernels import native
-from minifloat.serve.load import load
+from minifloat.runtime.load import load
 
 KINDS = {
     "max": {},

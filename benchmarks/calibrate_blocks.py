@@ -21,14 +21,16 @@ from pathlib import Path
 import click
 
 from minifloat.calibration.stats import ActivationStats
+from minifloat.calibration.stats_file import read_stats
 
-IMPORTS = "import minifloat.calibration.blocks, minifloat.calibration.run"
+IMPORTS = "import minifloat.calibration.blocks, minifloat.calibration.calibrate"
 RUN = """
 import random, sys, time
 from pathlib import Path
 from minifloat.calibration.blocks import calibrate_blocks
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.run import calibrate
+from minifloat.calibration.calibrate import calibrate
+from minifloat.calibration.stats_file import write_stats
 model, out, histogram, max_memory, device, *sizes = sys.argv[1:]
 samples, length, vocabulary = map(int, sizes)
 draw = random.Random(0)
@@ -41,7 +43,7 @@ else:
     options |= {"max_memory": int(max_memory), "work_dir": Path(out).with_suffix(".work")}
     stats = calibrate_blocks(model, data, **options)
 print(time.perf_counter() - start)
-stats.save(out)
+write_stats(stats, out)
 """
 
 
@@ -94,7 +96,7 @@ def main(
             for kind, limit in kinds.items():
                 run = measure([RUN, checkpoint, out, histogram, limit, device, samples, seq_len, vocabulary])
                 results[kind].append(run)
-                written.append((kind, ActivationStats.load(out)))
+                written.append((kind, read_stats(out)))
     baseline = min(seconds for seconds, _ in results["whole model"])
     click.echo(f"\n{'':<24}{'seconds':>9}{'ratio':>7}{'peak RSS MiB':>14}{'above imports':>15}")
     for kind, runs in results.items():

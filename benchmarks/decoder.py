@@ -45,8 +45,8 @@ def weights_of(name: str) -> Callable[[int, int], PackedWeight]:
 
     from minifloat.kernels.pack import pack
     from minifloat.kernels.pack.memory import allocate
-    from minifloat.quantize.tensor import quantize_tensor
-    from minifloat.scheme import SCHEMES
+    from minifloat.numerics.scheme import SCHEMES
+    from minifloat.numerics.tensor import quantize_tensor
 
     made: dict[tuple[int, int], PackedWeight] = {}
 

@@ -15,9 +15,9 @@ from gpu_run import Run
 from torch import Tensor
 
 from minifloat.kernels.inputs import quantize_inputs
-from minifloat.quantize.activation import dequantize_activation, quantize_activation
-from minifloat.quantize.tensor import quantize_tensor
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.activation import dequantize_activation, quantize_activation
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import quantize_tensor
 
 ROWS = (1, 3, 16, 17, 64, 129)
 SHAPES = ((384, 512), (4096, 4096), (28672, 4096))

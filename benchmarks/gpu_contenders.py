@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from minifloat.kernels.linear import linear
-from minifloat.quantize.cast import torch_dtype
-from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.cast import torch_dtype
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 
 BASELINE = "torch BF16"
 WEIGHT_ONLY = ("fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4")

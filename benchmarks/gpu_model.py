@@ -12,7 +12,7 @@ from gpu_run import Run
 from minifloat.bench.shapes import SHAPES, Shape, write_random
 from minifloat.bench.worker import Worker
 from minifloat.bench.workload import Workload
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.quantize.job import quantize_checkpoint
 
 NAME = "llama-8b"
 SCHEMES = ("fp8", "mxfp4")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minifloat.kernels.inputs import quantize_inputs
 from minifloat.kernels.quantize import quantize_rows
-from minifloat.scheme import SCHEMES, WeightSpec
+from minifloat.numerics.scheme import SCHEMES, WeightSpec
 
 SHAPE, DRY_SHAPE = (28672, 4096), (64, 256)
 ROWS, DRY_ROWS = (1, 16, 256, 4096), (1, 16)

@@ -23,8 +23,8 @@ from minifloat.kernels import native
 from minifloat.kernels.linear import linear
 from minifloat.kernels.pack import pack
 from minifloat.kernels.pack.memory import allocate
-from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 
 #: Not a product: the bytes of weights read once, which is the limit of all products with few rows.
 READ = "memory read"

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from minifloat.kernels.linear import linear, linear_fused
 from minifloat.kernels.pack import PackedWeight, pack
-from minifloat.quantize.tensor import QuantizedTensor
+from minifloat.numerics.tensor import QuantizedTensor
 
 Samples = dict[str, dict[str, list[float]]]
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import click
 
-from minifloat.doctor import diagnose
+from minifloat.runtime.diagnosis import diagnose
 
 
 def measure(command: list[str]) -> tuple[float, float, int]:

@@ -20,7 +20,7 @@ import torch
 
 from minifloat.kernels import native
 from minifloat.kernels.quantize import amax, quantize_rows
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.scheme import SCHEMES
 
 COLUMNS = 4096
 BYTES_PER_WEIGHT = 2

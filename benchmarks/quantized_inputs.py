@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minifloat.kernels import native, threads
 from minifloat.kernels.inputs import round_inputs
-from minifloat.scheme import SCHEMES, ActivationSpec
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec
 
 INPUTS = 8
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

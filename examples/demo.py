@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 import minifloat
-from minifloat.display import print_quantize_report
-from minifloat.display_compare import print_comparison
+from minifloat.commands.display.compare import print_comparison
+from minifloat.commands.display.console import print_quantize_report
 
 HERE = Path(__file__).parent
 MODEL = HERE / "storybook-4m"

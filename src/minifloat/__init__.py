@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from minifloat.compare import Comparison, compare_models
     from minifloat.convert import ConvertReport, convert_checkpoint
     from minifloat.errors import MinifloatError
-    from minifloat.hub.push import PushReport, push_checkpoint
-    from minifloat.inspection import Inspection, inspect_checkpoint
+    from minifloat.layouts.inspection import Inspection, inspect_checkpoint
+    from minifloat.numerics.scheme import SCHEMES, Scheme
+    from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
     from minifloat.plan import ModelPlan, plan_model
-    from minifloat.quantize.model import quantize_checkpoint
+    from minifloat.publish.push import PushReport, push_checkpoint
+    from minifloat.quantize.job import quantize_checkpoint
     from minifloat.quantize.report import QuantizeReport
-    from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
-    from minifloat.scheme import SCHEMES, Scheme
+    from minifloat.runtime.load import load
     from minifloat.serve.engine import AsyncEngine, Engine, SamplingParams
-    from minifloat.serve.load import load
     from minifloat.serve.text import generate
 
 #: Public name -> the module that defines it.
@@ -48,25 +48,25 @@ _EXPORTS = {
     "Comparison": "minifloat.compare",
     "ConvertReport": "minifloat.convert",
     "Engine": "minifloat.serve.engine",
-    "Inspection": "minifloat.inspection",
+    "Inspection": "minifloat.layouts.inspection",
     "MinifloatError": "minifloat.errors",
     "ModelPlan": "minifloat.plan",
-    "PushReport": "minifloat.hub.push",
+    "PushReport": "minifloat.publish.push",
     "QuantizeReport": "minifloat.quantize.report",
-    "QuantizedTensor": "minifloat.quantize.tensor",
-    "SCHEMES": "minifloat.scheme",
+    "QuantizedTensor": "minifloat.numerics.tensor",
+    "SCHEMES": "minifloat.numerics.scheme",
     "SamplingParams": "minifloat.serve.engine",
-    "Scheme": "minifloat.scheme",
+    "Scheme": "minifloat.numerics.scheme",
     "check_checkpoint": "minifloat.check",
     "compare_models": "minifloat.compare",
     "convert_checkpoint": "minifloat.convert",
     "generate": "minifloat.serve.text",
-    "inspect_checkpoint": "minifloat.inspection",
-    "load": "minifloat.serve.load",
+    "inspect_checkpoint": "minifloat.layouts.inspection",
+    "load": "minifloat.runtime.load",
     "plan_model": "minifloat.plan",
-    "push_checkpoint": "minifloat.hub.push",
-    "quantize_checkpoint": "minifloat.quantize.model",
-    "quantize_tensor": "minifloat.quantize.tensor",
+    "push_checkpoint": "minifloat.publish.push",
+    "quantize_checkpoint": "minifloat.quantize.job",
+    "quantize_tensor": "minifloat.numerics.tensor",
 }
 
 __all__ = [

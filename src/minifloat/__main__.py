@@ -1,6 +1,6 @@
 """`python -m minifloat`."""
 
-from minifloat.cli import main
+from minifloat.commands.main import main
 
 if __name__ == "__main__":
     main()

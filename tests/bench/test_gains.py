@@ -15,11 +15,11 @@ from huggingface_hub import ModelCard
 
 from minifloat import Checkpoint, Engine, SamplingParams, quantize_checkpoint
 from minifloat.bench import GainsReport, bench, shapes
+from minifloat.bench.card import gains_section
 from minifloat.bench.worker import Worker, peak_rss
 from minifloat.bench.workload import Workload
-from minifloat.cli import main
+from minifloat.commands.main import main
 from minifloat.errors import DestinationError, MinifloatError, UnknownNameError
-from minifloat.report.bench_card import gains_section
 from minifloat.report.card import update_card
 
 WORKLOAD = Workload(input_len=8, output_len=4, batch_sizes=(1, 2), rounds=2)

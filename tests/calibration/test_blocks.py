@@ -20,12 +20,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from minifloat.calibration import walk_store
 from minifloat.calibration.blocks import calibrate_blocks
+from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.run import calibrate
 from minifloat.calibration.walk import Call, CannotWalkError, Capture
 from minifloat.errors import AlreadyQuantizedError, DataError, DestinationError, NonFiniteError, UsageError
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.serve.load import Loader
+from minifloat.quantize.job import quantize_checkpoint
+from minifloat.runtime.load import Loader
 
 Make = Callable[..., Path]
 

@@ -35,7 +35,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def tokenizer(llama_folder: Path) -> Any:
     """A token per byte; does not begin texts with BOS; has EOS; has no chat template."""
-    from minifloat.serve.text import load_tokenizer
+    from minifloat.runtime.tokenizer import load_tokenizer
 
     return load_tokenizer(llama_folder)
 

@@ -15,12 +15,12 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.run import calibrate
 from minifloat.calibration.scales import kv_scales
-from minifloat.formats import E4M3
-from minifloat.serve.load import load
-from minifloat.serve.text import load_tokenizer
+from minifloat.numerics.formats import E4M3
+from minifloat.runtime.load import load
+from minifloat.runtime.tokenizer import load_tokenizer
 
 MakeModel = Callable[..., Path]
 ROOT = Path(__file__).parents[2]

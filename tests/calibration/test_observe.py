@@ -18,11 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from minifloat import quantize_checkpoint
 from minifloat.calibration.observe import Observer
 from minifloat.calibration.sites import Sites, find_sites
-from minifloat.calibration.stats import BINS, count_magnitudes
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NonFiniteError, UsageError
-from minifloat.serve.linear import QuantizedLinear
-from minifloat.serve.load import load
+from minifloat.numerics.histogram import BINS, count_magnitudes
+from minifloat.runtime.linear import QuantizedLinear
+from minifloat.runtime.load import load
 
 MakeModel = Callable[..., Path]
 

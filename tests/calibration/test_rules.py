@@ -21,9 +21,10 @@ from minifloat.calibration.rules import (
     parse_rule,
     to_scale,
 )
-from minifloat.calibration.stats import ModuleStats, count_magnitudes
+from minifloat.calibration.stats import ModuleStats
 from minifloat.errors import UnknownNameError, UsageError
-from minifloat.formats import E4M3
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.histogram import count_magnitudes
 
 E4M3_MAX = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
 HISTORIES = st.lists(st.floats(2.0**-20, 2.0**20, width=32), min_size=1, max_size=40)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import Max, MostRecent, MovingAverage, Percentile
 from minifloat.calibration.scales import activation_scales, kv_scales, saturation
-from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats, count_magnitudes
+from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.errors import NotCalibratedError, UsageError
+from minifloat.numerics.histogram import count_magnitudes
 
 LAYER = "model.layers.0"
 EXPERTS = f"{LAYER}.mlp.experts"

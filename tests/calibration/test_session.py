@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from minifloat.calibration.session import Collected, collect, held_out_path
-from minifloat.cli import main
+from minifloat.commands.main import main
 from minifloat.errors import DataError, DestinationError, UsageError
 
 

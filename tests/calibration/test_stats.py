@@ -15,18 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.stats import (
-    BINS,
-    FINITE_BINS,
-    SCHEMA_VERSION,
-    ActivationStats,
-    KVStats,
-    ModuleStats,
-    bin_edges,
-    count_magnitudes,
-)
+from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import CheckpointError, StatsError, StorageError
+from minifloat.numerics.histogram import BINS, FINITE_BINS, bin_edges, count_magnitudes
 
 MODEL = ModelIdentity("LlamaForCausalLM", "c" * 64, "t" * 64, "w" * 64)
 ATTENTION = "model.layers.0.self_attn"
@@ -59,7 +52,7 @@ def make_stats(seed: int = 0, sequences: int = 3, **options: Any) -> ActivationS
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "stats.safetensors"
-    make_stats().save(path)
+    write_stats(make_stats(), path)
     return path
 
 
@@ -208,8 +201,8 @@ def test_runs_that_do_not_belong_together_are_not_merged(other: ActivationStats,
 )
 def test_what_was_saved_is_loaded_to_the_bit(stats: ActivationStats, tmp_path: Path) -> None:
     path = tmp_path / "stats"
-    stats.save(path)
-    loaded = ActivationStats.load(path)
+    write_stats(stats, path)
+    loaded = read_stats(path)
     assert loaded == stats
     assert [p.name for p in tmp_path.iterdir()] == ["stats"]
 
@@ -221,13 +214,13 @@ def test_any_float32_survives_a_round_trip(values: list[float]) -> None:
     stats = ActivationStats(MODEL, len(amax), 1, {}, {"m": ModuleStats(amax, np.ones(len(amax), np.int64))})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stats"
-        stats.save(path)
-        assert ActivationStats.load(path).inputs["m"].amax.tobytes() == amax.tobytes()
+        write_stats(stats, path)
+        assert read_stats(path).inputs["m"].amax.tobytes() == amax.tobytes()
 
 
 def test_equal_statistics_give_equal_bytes_whatever_the_order_of_the_modules(saved: Path, tmp_path: Path) -> None:
     stats = make_stats()
-    replace(stats, inputs=dict(reversed(stats.inputs.items()))).save(tmp_path / "again")
+    write_stats(replace(stats, inputs=dict(reversed(stats.inputs.items()))), tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == saved.read_bytes()
 
 
@@ -249,7 +242,7 @@ def test_a_large_model_makes_a_small_file(tmp_path: Path) -> None:
         for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
             shared = ModuleStats(rng.random(512, dtype=np.float32), lengths, histogram + layer * (histogram > 0))
             inputs |= {f"model.layers.{layer}.{name}": shared for name in names}
-    ActivationStats(MODEL, 512, 512 * 2048, {}, inputs).save(tmp_path / "stats")
+    write_stats(ActivationStats(MODEL, 512, 512 * 2048, {}, inputs), tmp_path / "stats")
     assert (tmp_path / "stats").stat().st_size < 2e6
 
 
@@ -261,7 +254,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(saved: Path, monkeypatch: pytest
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(StorageError, match="No space left"):
-        make_stats(1).save(saved)
+        write_stats(make_stats(1), saved)
     assert saved.read_bytes() == before
     assert [p.name for p in saved.parent.iterdir()] == [saved.name]
 
@@ -274,11 +267,11 @@ def test_any_flipped_bit_is_noticed(saved: Path) -> None:
         changed[at] ^= 1 << int(rng.integers(8))
         saved.write_bytes(changed)
         with pytest.raises(CheckpointError):
-            ActivationStats.load(saved)
+            read_stats(saved)
 
 
 def test_any_replaced_byte_is_noticed_or_without_effect(saved: Path) -> None:
-    original, expected = saved.read_bytes(), ActivationStats.load(saved)
+    original, expected = saved.read_bytes(), read_stats(saved)
     rng = np.random.default_rng(1)
     harmless = 0
     for at in range(len(original)):
@@ -286,7 +279,7 @@ def test_any_replaced_byte_is_noticed_or_without_effect(saved: Path) -> None:
         changed[at] = rng.integers(256)
         saved.write_bytes(changed)
         try:
-            assert ActivationStats.load(saved) == expected
+            assert read_stats(saved) == expected
             harmless += 1
         except CheckpointError:
             pass
@@ -298,7 +291,7 @@ def test_a_file_cut_anywhere_is_refused(saved: Path) -> None:
     for length in range(0, len(original), 7):
         saved.write_bytes(original[:length])
         with pytest.raises(CheckpointError):
-            ActivationStats.load(saved)
+            read_stats(saved)
 
 
 def forge(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]) -> None:
@@ -372,10 +365,10 @@ def put(target: Any, key: Any, value: Any) -> None:
 )
 def test_a_forged_file_is_refused(saved: Path, change: Callable[..., Any]) -> None:
     forge(saved, lambda content, arrays: None)
-    assert ActivationStats.load(saved) == make_stats()
+    assert read_stats(saved) == make_stats()
     forge(saved, change)
     with pytest.raises(StatsError):
-        ActivationStats.load(saved)
+        read_stats(saved)
 
 
 def test_a_file_of_another_version_is_refused_with_both_versions(saved: Path) -> None:
@@ -384,21 +377,21 @@ def test_a_file_of_another_version_is_refused_with_both_versions(saved: Path) ->
     assert ours in data
     saved.write_bytes(data.replace(ours, b'"schema_version":"9"'))
     with pytest.raises(StatsError, match=f"version '9', this minifloat reads version '{SCHEMA_VERSION}'"):
-        ActivationStats.load(saved)
+        read_stats(saved)
 
 
 def test_the_weights_of_a_model_are_no_statistics(llama_folder: Path) -> None:
     with pytest.raises(StatsError, match="no activation statistics"):
-        ActivationStats.load(llama_folder / "model.safetensors")
+        read_stats(llama_folder / "model.safetensors")
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(StatsError, match="no such file"):
-        ActivationStats.load(tmp_path / "absent")
+        read_stats(tmp_path / "absent")
     with pytest.raises(CheckpointError, match="not a regular file"):
-        ActivationStats.load(tmp_path)
+        read_stats(tmp_path)
     with pytest.raises(StorageError):
-        make_stats().save(tmp_path / "absent" / "stats")
+        write_stats(make_stats(), tmp_path / "absent" / "stats")
 
 
 # Which model

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from minifloat.check import CheckReport, Target, Verdict, check_checkpoint
-from minifloat.cli import main
+from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, UnknownNameError, UsageError
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.quantize.job import quantize_checkpoint
 
 ROOT = Path(__file__).parents[2]
 STORYBOOK = ROOT / "examples" / "storybook-4m"

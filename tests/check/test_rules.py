@@ -13,9 +13,9 @@ from minifloat.check.kernels import kernel_for
 from minifloat.check.rules import RULES
 from minifloat.check.subject import Kind, Subject, Weight, kind_of
 from minifloat.check.verdict import ENGINES, Case, Target, Verdict, apply_rules
-from minifloat.formats import E2M1, E4M3
-from minifloat.granularity import GROUP_16, TENSOR, block_granularity
-from minifloat.scheme import SCHEMES, ActivationSpec, KVSpec, Scheme, WeightSpec, weight_only
+from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.granularity import GROUP_16, TENSOR, block_granularity
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec, KVSpec, Scheme, WeightSpec, weight_only
 
 #: One layer of a model whose sizes suit every scheme on one process, and 128x128 blocks on two.
 SHAPES = {

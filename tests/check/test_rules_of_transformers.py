@@ -16,8 +16,8 @@ from transformers import logging as transformers_logging
 from minifloat.check import Verdict, check_checkpoint
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import describe, read_weight
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.quantize.job import quantize_checkpoint
 
 ROOT = Path(__file__).parents[2]
 STORYBOOK = ROOT / "examples" / "storybook-4m"

@@ -20,8 +20,8 @@ from minifloat.compare import Outcome, Tolerance, corpus, journal, models, scori
 from minifloat.compare.evaluate import compare_models as compare_with_generation
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, StorageError, UsageError
 from minifloat.quantize.calibrated import Calibration
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.serve.load import load
+from minifloat.quantize.job import quantize_checkpoint
+from minifloat.runtime.load import load
 
 MakeModel = Callable[..., Path]
 

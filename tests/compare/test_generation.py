@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from minifloat.compare.generation import Continuations, GreedyDivergence, end_tokens, generate_greedy, greedy_divergence
 from minifloat.compare.kv_cache import kv_cache_factory
 from minifloat.errors import NonFiniteError, UsageError
-from minifloat.serve.load import load
+from minifloat.runtime.load import load
 
 MakeModel = Callable[..., Path]
 

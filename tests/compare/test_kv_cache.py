@@ -20,11 +20,11 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.compare import kv_cache
 from minifloat.compare.kv_cache import kv_cache_factory, round_to_cache
 from minifloat.errors import CheckpointError, UnsupportedTensorError, UsageError
-from minifloat.formats import E4M3
 from minifloat.kernels.decoder import BLOCK_TOKENS, Batch, KVCache, step
+from minifloat.numerics.formats import E4M3
+from minifloat.runtime.kv_scales import KVScales, kv_scales
+from minifloat.runtime.load import load
 from minifloat.serve.engine.native import decoder_of
-from minifloat.serve.kv_scales import KVScales, kv_scales
-from minifloat.serve.load import load
 
 MakeModel = Callable[..., Path]
 

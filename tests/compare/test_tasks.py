@@ -24,16 +24,16 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from minifloat.cli import main
+from minifloat.commands.main import main
 from minifloat.compare import compare_models
 from minifloat.compare.statistics import FEWEST_UNITS, paired_mean_interval
 from minifloat.compare.tasks import TaskDifference, TaskRun, compare_tasks, load_tasks, run_tasks
 from minifloat.compare.tasks.difference import mcnemar
 from minifloat.compare.tasks.quiet import quiet
 from minifloat.errors import DataError, NonFiniteError, UnknownNameError, UsageError
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.serve.load import load
-from minifloat.serve.text import load_tokenizer
+from minifloat.quantize.job import quantize_checkpoint
+from minifloat.runtime.load import load
+from minifloat.runtime.tokenizer import load_tokenizer
 
 _NO_HARNESS = "needs lm-eval, of the extra `eval`"
 

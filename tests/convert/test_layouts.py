@@ -23,13 +23,13 @@ from safetensors.torch import load_file
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.convert import convert_checkpoint
-from minifloat.formats import E4M3
-from minifloat.granularity import BLOCK_128, GROUP_32
 from minifloat.layouts import describe
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import BLOCK_128, GROUP_32
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec, Scheme, weight_only
+from minifloat.quantize.job import quantize_checkpoint
 from minifloat.report.card import read_metadata
-from minifloat.scheme import SCHEMES, ActivationSpec, Scheme, weight_only
-from minifloat.serve.load import load
+from minifloat.runtime.load import load
 
 BASE = INTEROP / "base-llama"
 MXFP8 = Scheme("mxfp8-dynamic", "", SCHEMES["mxfp8"].weight, ActivationSpec(E4M3, GROUP_32, dynamic=True))

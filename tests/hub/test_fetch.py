@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_hub import TOKEN, FakeHub, commit_of
 
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.quantize.job import quantize_checkpoint
 
 STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}

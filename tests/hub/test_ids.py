@@ -9,7 +9,7 @@ import pytest
 from minifloat.errors import NotACheckpointError, UsageError
 from minifloat.hub import Origin, is_hub_id, model_folder, model_name, origin_of
 from minifloat.hub.ids import hub_id
-from minifloat.inspection import inspect_checkpoint
+from minifloat.layouts.inspection import inspect_checkpoint
 
 COMMIT = "8c063a9807430a6ccf1a83a71b223e0a00ba0c25"
 

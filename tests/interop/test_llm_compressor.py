@@ -17,12 +17,12 @@ from vllm_cases import STORIES, STORYBOOK, calibrated
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.convert import convert_checkpoint
-from minifloat.inspection import inspect_checkpoint
 from minifloat.layouts import describe, read_weight
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.scheme import SCHEMES
-from minifloat.serve.load import load
-from minifloat.serve.text import load_tokenizer
+from minifloat.layouts.inspection import inspect_checkpoint
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.quantize.job import quantize_checkpoint
+from minifloat.runtime.load import load
+from minifloat.runtime.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -21,9 +21,9 @@ from vllm_cases import STORIES, STORYBOOK
 
 from minifloat.compare.tasks import run_tasks
 from minifloat.compare.tasks.results import MetricRun
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.serve.load import load
-from minifloat.serve.text import load_tokenizer
+from minifloat.quantize.job import quantize_checkpoint
+from minifloat.runtime.load import load
+from minifloat.runtime.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(1200)
 

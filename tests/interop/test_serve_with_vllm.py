@@ -15,8 +15,8 @@ from served import Served, free_port, served, start
 from tools import has_amx, python_of
 from vllm_cases import CASES, STORIES, STORYBOOK
 
-from minifloat.serve.load import load
-from minifloat.serve.text import load_tokenizer
+from minifloat.runtime.load import load
+from minifloat.runtime.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -10,8 +10,8 @@ from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels import native
 from minifloat.kernels.linear import FusedWeights, linear, linear_fused
 from minifloat.kernels.pack import PackedWeight, pack
-from minifloat.quantize.tensor import quantize_tensor
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import quantize_tensor
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason=native.why_unavailable())
 

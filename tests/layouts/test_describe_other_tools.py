@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.formats import FLOAT32
-from minifloat.inspection import inspect_checkpoint
 from minifloat.layouts import StoredWeight, describe, read_weight
+from minifloat.layouts.inspection import inspect_checkpoint
+from minifloat.numerics.formats import FLOAT32
 
 FIXTURES = sorted(path.parent for path in (Path(__file__).parents[1] / "data" / "interop").glob("*/expected.json"))
 

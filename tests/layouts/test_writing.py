@@ -13,8 +13,8 @@ import torch
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.errors import ConfigError, ShapeError, UnsupportedTensorError
 from minifloat.layouts import WRITERS, describe, get_writer, read_weight
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.quantize.job import quantize_checkpoint
 
 BASE = Path(__file__).parents[1] / "data" / "interop" / "base-llama"
 SHAPE = (160, 64)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from model_configs import LLAMA_70B, MIXTRAL_8X7B
+from small_llama import llama, make_checkpoint  # noqa: F401
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from model_configs import LLAMA_70B
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError
-from minifloat.formats import BFLOAT16, E4M3, ElementFormat
 from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache
+from minifloat.numerics.formats import BFLOAT16, E4M3, ElementFormat
 from minifloat.plan.cache import ENGINE_BLOCK, attention_operations, cache_bytes, prefill_operations
 from minifloat.plan.shape import ModelShape, model_shape
 

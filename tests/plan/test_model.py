@@ -15,10 +15,10 @@ from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.session import collect
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError, NotACheckpointError, ShapeError, UnknownNameError, UsageError
+from minifloat.numerics.scheme import SCHEMES
 from minifloat.plan import ModelPlan, SchemePlan, plan_model
 from minifloat.quantize.calibrated import Calibration
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.scheme import SCHEMES
+from minifloat.quantize.job import quantize_checkpoint
 
 ROOT = Path(__file__).parents[2]
 STORYBOOK = ROOT / "examples" / "storybook-4m"

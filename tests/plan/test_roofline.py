@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minifloat.errors import UnknownNameError, UsageError
-from minifloat.formats import BFLOAT16, E2M1, E4M3
+from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3
 from minifloat.plan.hardware import HARDWARE, get_hardware
 from minifloat.plan.roofline import Work, bound, experts_read, largest, smallest, step_bytes
 

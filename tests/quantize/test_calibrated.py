@@ -11,14 +11,15 @@ import pytest
 
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats, count_magnitudes
+from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NotCalibratedError, SaturationError, StatsError, UsageError
-from minifloat.formats import E4M3
-from minifloat.granularity import TENSOR
 from minifloat.layouts import describe
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.histogram import count_magnitudes
 from minifloat.quantize.calibrated import Calibration
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.quantize.job import quantize_checkpoint
 
 Make = Callable[..., Path]
 LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]

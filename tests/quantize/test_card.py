@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard
 
 from minifloat.check import ENGINES, HARDWARE, Verdict, check_checkpoint
 from minifloat.errors import UsageError
-from minifloat.inspection import inspect_checkpoint
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.layouts.inspection import inspect_checkpoint
+from minifloat.quantize.job import quantize_checkpoint
 
 STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

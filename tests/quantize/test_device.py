@@ -11,11 +11,11 @@ import torch
 from click.testing import CliRunner
 from triton_cases import needs_cuda, needs_triton, run_cases
 
-from minifloat.cli import main
+from minifloat.commands.main import main
 from minifloat.errors import KernelUnavailable, UsageError
-from minifloat.granularity import block_granularity
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.granularity import block_granularity
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.quantize.job import quantize_checkpoint
 
 Make = Callable[..., Path]
 CASES = Path(__file__).with_name("triton_cases_model.py")

@@ -18,8 +18,8 @@ import pytest
 
 from minifloat.checkpoint import Checkpoint, rewrite
 from minifloat.errors import CheckpointError, StorageError
-from minifloat.quantize import model, stream
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.quantize import job, stream
+from minifloat.quantize.job import quantize_checkpoint
 
 Make = Callable[..., Path]
 
@@ -27,7 +27,7 @@ Make = Callable[..., Path]
 CHILD = """
 import sys, time
 from minifloat.quantize import stream
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.quantize.job import quantize_checkpoint
 def slow(function):
     def call(*args, **kwargs):
         time.sleep(0.004)
@@ -109,16 +109,16 @@ def test_killed_at_twenty_random_moments_and_resumed_the_result_is_bit_identical
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
     """Let that many shards finish, then fail like a full disk."""
-    plain = model._Job._finish
+    plain = job._Job._finish
     done = [0]
 
-    def finish(self: model._Job, shard: model._OpenShard) -> None:
+    def finish(self: job._Job, shard: job._OpenShard) -> None:
         if done[0] == shards:
             raise StorageError("disk full")
         plain(self, shard)
         done[0] += 1
 
-    monkeypatch.setattr(model._Job, "_finish", finish)
+    monkeypatch.setattr(job._Job, "_finish", finish)
 
 
 def test_a_run_that_failed_is_continued_and_says_so(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from triton_cases import device
 
+from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize import stream
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.scheme import SCHEMES
+from minifloat.quantize.job import quantize_checkpoint
 
 Make = Callable[..., Path]
 DEVICE = device()

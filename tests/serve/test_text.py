@@ -11,10 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from minifloat.errors import CheckpointError, UsageError
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.quantize.job import quantize_checkpoint
+from minifloat.runtime.load import load
+from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.serve.detokenize import Detokenizer
-from minifloat.serve.load import load
-from minifloat.serve.text import generate, load_tokenizer
+from minifloat.serve.text import generate
 
 PROMPT = "Once upon"
 

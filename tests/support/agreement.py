@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minifloat.serve.load import load
+from minifloat.runtime.load import load
 
 _ROUNDS_MORE = 1.5
 

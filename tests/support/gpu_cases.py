@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from kernel_cases import KINDS, Element, Grid, Stored, make
 
-from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32
-from minifloat.granularity import CHANNEL, TENSOR, Granularity, block_granularity
-from minifloat.quantize.tensor import QuantizedTensor
-from minifloat.scheme import WeightSpec
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
+from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity, block_granularity
+from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor
 
 #: The kinds that there are kernels for.
 GPU_KINDS = ("fp8-tensor", "fp8-channel", "fp8-block-128", "fp8-group-128", "mxfp8", "mxfp4", "nvfp4")

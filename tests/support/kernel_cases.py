@@ -2,9 +2,9 @@
 
 A test that asks what one code times one scale becomes cannot go through a quantizer, and one that runs every
 instruction set of the machine in one process cannot go through the public function, which has chosen one. So weights
-are made here as a checkpoint would hold them, their values come from the tables of `minifloat.formats` in float64 and
-share nothing with the kernels, and `Kernels` fills the structs of ``csrc/api.h`` itself. What the public functions add
-(checks, shapes, views) is tested through them.
+are made here as a checkpoint would hold them, their values come from the tables of `minifloat.numerics.formats` in
+float64 and share nothing with the kernels, and `Kernels` fills the structs of ``csrc/api.h`` itself. What the public
+functions add (checks, shapes, views) is tested through them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
-from minifloat.granularity import TENSOR
 from minifloat.kernels import native
-from minifloat.scheme import ActivationSpec
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.scheme import ActivationSpec
 
 LIBRARY = native.load()
 ISAS = () if LIBRARY is None else LIBRARY.isas

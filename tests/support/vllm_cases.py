@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tools import ROOT
 
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.quantize.tensor import quantize_tensor
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import quantize_tensor
+from minifloat.quantize.job import quantize_checkpoint
 
 STORYBOOK = ROOT / "examples" / "storybook-4m"
 STORIES = ROOT / "examples" / "texts" / "stories_calibration.txt"
@@ -82,7 +82,7 @@ def calibrated(scheme: str, *options: str) -> Make:
     """A scheme of ours with static scales, by the command line."""
 
     def make(folder: Path, _: MakeModel) -> object:
-        from minifloat.cli import main
+        from minifloat.commands.main import main
 
         data = ["--calibration", str(STORIES), "--calibration-samples", "8", "--calibration-seq-len", "64"]
         return main(

@@ -305,7 +305,7 @@ def _gpu(name: str) -> _Gpu:
     """See `device_named` for what it raises."""
     import torch
 
-    from minifloat.serve.devices import device_named
+    from minifloat.runtime.devices import device_named
 
     device = device_named(name)
     return _Gpu(device, torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0])

@@ -26,8 +26,8 @@ import numpy.typing as npt
 from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, CheckpointWriter, OutputTensor, encode_index
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import lookup
+from minifloat.numerics.scheme import get_scheme
 from minifloat.plan.tensors import tensors_of
-from minifloat.scheme import get_scheme
 
 #: Weights are cut from one run of so many random numbers: to draw billions would take longer than to write them.
 _POOL = 1 << 22
@@ -220,7 +220,7 @@ def make_pair(folder: str | os.PathLike[str], name: str, scheme: str, *, seed: i
         UnknownNameError: No such shape or scheme.
         StorageError: The disk is full, or the system refuses.
     """
-    from minifloat.quantize.model import quantize_checkpoint
+    from minifloat.quantize.job import quantize_checkpoint
 
     shape = get_shape(name)
     get_scheme(scheme)

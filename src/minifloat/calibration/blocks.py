@@ -38,7 +38,7 @@ from minifloat.calibration.whole import Progress, calibrate_whole, check_data, c
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import UsageError
-from minifloat.serve.load import Loader
+from minifloat.runtime.load import Loader
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def calibrate_blocks(
 ) -> ActivationStats:
     """Observe a model on calibration text, with the weights of one layer in memory at a time.
 
-    The result is that of `calibration.run.calibrate` to the bit. Beside the weights, memory holds one sequence's
+    The result is that of `calibration.calibrate.calibrate` to the bit. Beside the weights, memory holds one sequence's
     activations, the statistics, and at most `walk_store.ARGUMENT_BYTES` of masks and position embeddings. The disk
     holds the hidden states twice: 2 * tokens * hidden size * bytes of the dtype.
 

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.calibration.rules import DEFAULT_RULE, HistoryRule, Rule, to_scale
-from minifloat.calibration.stats import ActivationStats, Floats
+from minifloat.calibration.stats import ActivationStats
 from minifloat.errors import UsageError
-from minifloat.formats import E4M3, ElementFormat
+from minifloat.numerics.formats import E4M3, ElementFormat
+from minifloat.numerics.histogram import Floats
 
 DEFAULT_TOLERANCE = 0.01
 DEFAULT_WINDOW = 32

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minifloat.calibration.stats import BINS, MANTISSA_BITS, Counts, Floats, KVStats, ModuleStats
+from minifloat.calibration.stats import KVStats, ModuleStats
 from minifloat.errors import NonFiniteError
-from minifloat.formats import FLOAT32
 from minifloat.kernels.observe import observe
+from minifloat.numerics.formats import FLOAT32
+from minifloat.numerics.histogram import BINS, MANTISSA_BITS, Counts, Floats
 
 
 def not_finite(name: str, what: str, sequence: int) -> NonFiniteError:

@@ -2,7 +2,7 @@
 
 An `Observer` is a context manager around forward passes. It changes nothing that the model computes, except that
 stacked experts run one at a time, and leaves no trace when it is closed, also by an exception. It does not run data
-sets (`calibration.run`), draw conclusions (`calibration.rules`) or know about quantization: a quantized model is
+sets (`calibration.calibrate`), draw conclusions (`calibration.rules`) or know about quantization: a quantized model is
 watched the same way.
 
 One sequence runs at a time and is never padded, so padding cannot reach the statistics, and the order of sequences
@@ -39,7 +39,7 @@ class Observer:
         observer.inputs(), observer.kv()
 
     Args:
-        model: Made by `minifloat.serve.load.load`; quantized or not, on any device.
+        model: Made by `minifloat.runtime.load.load`; quantized or not, on any device.
         sites: What to watch, a part of what `find_sites` finds; by default all of it, by the names in the folder that
             the model was loaded from.
         histogram: Also count magnitudes.

@@ -18,9 +18,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.calibration.stats import BINS_PER_OCTAVE, Counts, Floats, ModuleStats, bin_edges, count_magnitudes
+from minifloat.calibration.stats import ModuleStats
 from minifloat.errors import UsageError, lookup
-from minifloat.formats import E4M3, FLOAT32, ElementFormat
+from minifloat.numerics.formats import E4M3, FLOAT32, ElementFormat
+from minifloat.numerics.histogram import BINS_PER_OCTAVE, Counts, Floats, bin_edges, count_magnitudes
 
 Doubles = npt.NDArray[np.float64]
 

@@ -13,11 +13,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.calibration.rules import DEFAULT_RULE, HistoryRule, Rule, histogram_of, to_scale
-from minifloat.calibration.stats import ActivationStats, Floats, ModuleStats, bin_edges
+from minifloat.calibration.stats import ActivationStats, ModuleStats
 from minifloat.errors import NotCalibratedError, UsageError
-from minifloat.formats import E4M3, ElementFormat
-from minifloat.quantize.roles import expert_group, fused_group
+from minifloat.numerics.formats import E4M3, ElementFormat
+from minifloat.numerics.histogram import Floats, bin_edges
 
 #: An expert that saw fewer tokens than this takes the largest amax among the experts of its layer.
 DEFAULT_MIN_TOKENS = 64

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, SourceLike, load_calibration_data
-from minifloat.calibration.run import calibrate
 from minifloat.calibration.stats import ActivationStats
+from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.calibration.whole import Progress
 from minifloat.errors import DestinationError, UsageError
 from minifloat.hub import model_folder
-from minifloat.serve.text import load_tokenizer
+from minifloat.runtime.tokenizer import load_tokenizer
 
 DEFAULT_HELD_OUT = 0.1
 
@@ -47,7 +48,7 @@ class Collected:
         pairs = [(target, self.stats)] + ([(held_out_path(target), self.held_out)] if self.held_out else [])
         require_free([file for file, _ in pairs], overwrite=overwrite)
         for file, stats in pairs:
-            stats.save(file)
+            write_stats(stats, file)
         return tuple(file for file, _ in pairs)
 
     @classmethod
@@ -58,7 +59,7 @@ class Collected:
             StatsError: A file is damaged, or of another version.
         """
         beside = held_out_path(Path(path))
-        return cls(ActivationStats.load(path), ActivationStats.load(beside) if beside.exists() else None)
+        return cls(read_stats(path), read_stats(beside) if beside.exists() else None)
 
 
 def held_out_path(path: Path) -> Path:

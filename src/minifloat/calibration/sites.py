@@ -1,8 +1,8 @@
 """Which modules of a model are watched, and what their weights are called in the checkpoint.
 
 Statistics carry the checkpoint's names, because those are what quantizing, servers and reports know;
-transformers may hold the same weights under other names or stacked (`serve.names`). Watched is what
-`quantize.roles` would quantize unasked, and whatever is quantized already. Left out: lm_head, which servers keep.
+transformers may hold the same weights under other names or stacked (`runtime.names`). Watched is what
+`architecture.roles` would quantize unasked, and whatever is quantized already. Left out: lm_head, which servers keep.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from minifloat.architecture.roles import Role, role_of
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import describe
-from minifloat.quantize.roles import Role, role_of
-from minifloat.serve.build import empty_model
-from minifloat.serve.linear import QuantizedLinear
-from minifloat.serve.names import Assignment, assign
+from minifloat.runtime.build import empty_model
+from minifloat.runtime.linear import QuantizedLinear
+from minifloat.runtime.names import Assignment, assign
 
 _LOG = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def find_sites(model: PreTrainedModel, checkpoint: Checkpoint) -> Sites:
     """Find what to watch; a warning names weights that the observer cannot see multiplied.
 
     Args:
-        model: The model of `checkpoint`, as `minifloat.serve.load.load` makes it; meta tensors are enough.
+        model: The model of `checkpoint`, as `minifloat.runtime.load.load` makes it; meta tensors are enough.
         checkpoint: Quantized or not; only headers are read.
     """
     description = describe(checkpoint)

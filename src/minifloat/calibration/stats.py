@@ -2,19 +2,16 @@
 
 Statistics are kept per sequence and not reduced on the way: one pass over the data then serves every rule of
 `calibration.rules`, and runs on several machines add up. How activations are watched is `observe`'s business, how a
-file is laid out that of `stats_file`; nothing here imports torch.
-
-Histograms count magnitudes by their float bits: a bin is the exponent and the first three mantissa bits, so that a bin
-spans an eighth of an octave and the count is exact and the same on every device, for BF16, FP16 and FP32 alike.
+file is laid out that of `stats_file`; nothing here imports torch. `numerics.histogram` says how
+magnitudes are counted.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,44 +19,10 @@ import numpy.typing as npt
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import StatsError
-from minifloat.formats import BFLOAT16, FLOAT32
-
-Floats: TypeAlias = npt.NDArray[np.float32]
-Counts: TypeAlias = npt.NDArray[np.int64]
+from minifloat.numerics.histogram import BINS, FINITE_BINS, Counts, Floats
 
 #: Version of what `ActivationStats` holds; a file of another version is refused.
 SCHEMA_VERSION = 1
-
-MANTISSA_BITS = 3  #: of a magnitude, that choose its bin, below all of its exponent
-BINS_PER_OCTAVE = 1 << MANTISSA_BITS
-BINS = BINS_PER_OCTAVE << BFLOAT16.exponent_bits
-#: Bins below this one hold finite numbers; those from it on (the all-ones exponent) stay empty.
-FINITE_BINS = BINS - BINS_PER_OCTAVE
-
-
-def bin_edges() -> npt.NDArray[np.float64]:
-    """The borders of the bins, float64 `[BINS + 1]`: bin `i` holds the magnitudes in `[edges[i], edges[i + 1])`.
-
-    Bin 0 holds zeros and the subnormals below `edges[1]`, which count as zeros.
-    """
-    index = np.arange(BINS + 1)
-    exponent, mantissa = index >> MANTISSA_BITS, index & (BINS_PER_OCTAVE - 1)
-    significand = mantissa + np.where(exponent > 0, BINS_PER_OCTAVE, 0)
-    edges: npt.NDArray[np.float64] = np.ldexp(
-        significand.astype(np.float64), np.maximum(exponent, 1) - BFLOAT16.bias - MANTISSA_BITS
-    )
-    return edges
-
-
-def count_magnitudes(values: Floats) -> Counts:
-    """The histogram of `|values|`, int64 `[BINS]`: what every implementation must agree with.
-
-    Args:
-        values: float32 of any shape.
-    """
-    bits = np.ascontiguousarray(values).view(np.uint32).ravel()
-    magnitude = bits & ((1 << (FLOAT32.bits - 1)) - 1)
-    return np.bincount(magnitude >> (FLOAT32.mantissa_bits - MANTISSA_BITS), minlength=BINS).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,29 +219,6 @@ class ActivationStats:
             inputs,
             kv,
         )
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one file, whole or not at all; equal statistics give equal bytes. An existing file is replaced.
-
-        Raises:
-            StorageError: The system refuses.
-        """
-        from minifloat.calibration.stats_file import write_stats
-
-        write_stats(self, path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> ActivationStats:
-        """The statistics in a file that `save` wrote. The arrays are read-only.
-
-        Raises:
-            StatsError: No such file, not of this version, or damaged: any changed byte is noticed.
-            CheckpointError: It is no safetensors file.
-            StorageError: The system refuses a read.
-        """
-        from minifloat.calibration.stats_file import read_stats
-
-        return read_stats(path)
 
     def _mismatch(self, other: ActivationStats) -> str | None:
         differences = self.model.differences(other.model)

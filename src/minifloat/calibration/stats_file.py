@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.stats import BINS, SCHEMA_VERSION, ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats, KVStats, ModuleStats
 from minifloat.checkpoint.files import (
     byte_view,
     open_regular,
@@ -36,6 +36,7 @@ from minifloat.checkpoint.files import (
 from minifloat.checkpoint.header import encode_header, read_header, strict_json
 from minifloat.checkpoint.tensors import OutputTensor, TensorInfo
 from minifloat.errors import StatsError
+from minifloat.numerics.histogram import BINS
 
 _FORMAT = "minifloat activation statistics"
 

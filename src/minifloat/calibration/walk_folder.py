@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 
 from minifloat.calibration.stats import ActivationStats
+from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.checkpoint.files import list_folder, storage_errors, sync_folder
 from minifloat.checkpoint.lock import FolderLock
 from minifloat.errors import CheckpointError, DestinationError
@@ -90,7 +91,7 @@ class WalkFolder:
 
     def finish(self, layer: int, stats: ActivationStats) -> None:
         """Record a layer as finished; what enters it is no longer needed."""
-        stats.save(self._stats(layer))
+        write_stats(stats, self._stats(layer))
         self.finished.append(stats)
         self._delete(self.hidden(layer).name)
 
@@ -129,7 +130,7 @@ class WalkFolder:
             self._write_state(state, fingerprint)
         while self._stats(len(self.finished)).exists():
             try:
-                self.finished.append(ActivationStats.load(self._stats(len(self.finished))))
+                self.finished.append(read_stats(self._stats(len(self.finished))))
             except CheckpointError:
                 break
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from minifloat.calibration.walk import CannotWalkError
 from minifloat.errors import UsageError
-from minifloat.serve.load import TORCH_DTYPES, Loader
-from minifloat.serve.names import Assignment
+from minifloat.runtime.load import TORCH_DTYPES, Loader
+from minifloat.runtime.names import Assignment
 
 
 class PartialWeights:

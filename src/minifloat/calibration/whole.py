@@ -17,7 +17,7 @@ from minifloat.calibration.observe import Observer
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError, DataError
-from minifloat.serve.load import load
+from minifloat.runtime.load import load
 
 #: Sequences from one look at the convergence to the next; looking takes longer than a hook.
 _CHECK_EVERY = 16
@@ -37,7 +37,7 @@ def calibrate_whole(
     until_stable: float | None = None,
     progress: Progress | None = None,
 ) -> ActivationStats:
-    """Load a model and observe it on calibration text; arguments and errors as of `calibration.run.calibrate`."""
+    """Load a model and observe it on calibration text; arguments and errors as of `calibration.calibrate.calibrate`."""
     with Checkpoint.open(model) as checkpoint:
         check_source(checkpoint)
         identity = ModelIdentity.of(checkpoint)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
+from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.check.subject import Kind, Weight
 from minifloat.check.verdict import Case, Find
-from minifloat.formats import E2M1, E4M3
-from minifloat.granularity import BLOCK_128
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
-from minifloat.quantize.roles import expert_group, fused_group
+from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.granularity import BLOCK_128
 from minifloat.report.text import layer_pattern
 
 #: Linears whose columns are shared out by tensor parallelism; of all others it is the rows.
@@ -316,7 +316,7 @@ def anything(case: Case) -> Iterator[str]:
 
 def not_native(case: Case) -> Iterator[str]:
     """Models that the native decoder, or that of GPUs, does not cover."""
-    from minifloat.serve.family import why_not_family
+    from minifloat.architecture.family import why_not_family
 
     config = case.subject.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minifloat.formats import E2M1, E4M3, ElementFormat
+from minifloat.numerics.formats import E2M1, E4M3, ElementFormat
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ShapeError, UsageError
 from minifloat.hub import open_headers
 from minifloat.layouts import compressed_tensors, get_writer, gpt_oss
-from minifloat.quantize.plan import Override, Plan, make_plan
-from minifloat.scheme import get_scheme
+from minifloat.numerics.scheme import get_scheme
+from minifloat.plan.quantization import Override, Plan, make_plan
 
 _UNPLANNED = "quantize-refuses"
 _UNKNOWN = "kernel-not-known"

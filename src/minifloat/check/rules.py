@@ -16,8 +16,8 @@ from minifloat.check.finding import kinds
 from minifloat.check.hardware import HARDWARE, hardware_where
 from minifloat.check.subject import Kind
 from minifloat.check.verdict import Rule, Verdict
-from minifloat.formats import E4M3
 from minifloat.layouts import compressed_tensors, fp8, modelopt
+from minifloat.numerics.formats import E4M3
 
 _ADA, _BLACKWELL = 89, 100
 _ALL = tuple(HARDWARE)
@@ -586,7 +586,7 @@ RULES: tuple[Rule, ...] = (
         "minifloat-nvidia-only",
         _OURS,
         _AMD,
-        "serve/devices.py: device_named",
+        "runtime/devices.py: device_named",
         Verdict.REFUSED,
         finding.anything,
         "minifloat serves on CPUs and on NVIDIA GPUs",
@@ -626,7 +626,7 @@ RULES: tuple[Rule, ...] = (
         "minifloat-not-native",
         _OURS,
         (*_CPU, *_NVIDIA),
-        "serve/family.py: why_not_family",
+        "architecture/family.py: why_not_family",
         Verdict.DEGRADED,
         finding.not_native,
         "transformers' code runs the model, one sequence at a time, with our linears in it",

@@ -12,14 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minifloat.architecture.groups import expert_group
+from minifloat.architecture.roles import Role, role_of, text_config
 from minifloat.checkpoint import Checkpoint
-from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32
-from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR
 from minifloat.layouts import describe, gpt_oss
 from minifloat.layouts.stored import kv_scale_of
-from minifloat.quantize.plan import Plan
-from minifloat.quantize.roles import Role, expert_group, role_of, text_config
-from minifloat.scheme import ActivationSpec, KVSpec, WeightSpec
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR
+from minifloat.numerics.scheme import ActivationSpec, KVSpec, WeightSpec
+from minifloat.plan.quantization import Plan
 
 _HEAD = "lm_head"
 
@@ -159,7 +160,7 @@ class Subject:
 
     @classmethod
     def of_plan(cls, checkpoint: Checkpoint, plan: Plan) -> Subject:
-        """Describe what `minifloat.quantize.model.quantize_checkpoint` would write."""
+        """Describe what `minifloat.quantize.job.quantize_checkpoint` would write."""
         parts = [part for tensor in plan.tensors for part in tensor.parts]
         quantized = tuple(Weight(part.module, part.shape, part.scheme.weight, part.scheme.activation) for part in parts)
         planned = {tensor.source.name.removesuffix(".weight") for tensor in plan.tensors if tensor.parts}

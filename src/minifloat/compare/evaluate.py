@@ -36,9 +36,9 @@ from minifloat.compare.tasks import load_tasks
 from minifloat.compare.verdict import judge
 from minifloat.compare.worst import describe
 from minifloat.errors import UsageError
-from minifloat.formats import E4M3
 from minifloat.kernels import native, processors
-from minifloat.serve.kv_scales import kv_scales
+from minifloat.numerics.formats import E4M3
+from minifloat.runtime.kv_scales import kv_scales
 
 
 def compare_models(
@@ -64,7 +64,7 @@ def compare_models(
     and `Comparison.partial` says so.
 
     Args:
-        baseline: A folder, a model of the hub, or one made by `minifloat.serve.load.load`.
+        baseline: A folder, a model of the hub, or one made by `minifloat.runtime.load.load`.
         candidates: One or several of the same.
         data: Text, as for `calibrate`: paths of files and folders, or names of data sets of the hub, with options after
             a ``#``. By default the two short texts that come with minifloat.

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from minifloat.errors import UsageError
-from minifloat.formats import E4M3
-from minifloat.quantize.cast import torch_dtype
-from minifloat.serve.kv_scales import KVScales
+from minifloat.numerics.cast import torch_dtype
+from minifloat.numerics.formats import E4M3
+from minifloat.runtime.kv_scales import KVScales
 
 _LOG = logging.getLogger(__name__)
 

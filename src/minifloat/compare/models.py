@@ -22,14 +22,14 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
-from minifloat.formats import BFLOAT16, FLOAT16, FLOAT32
 from minifloat.hub import model_folder
-from minifloat.quantize.activation import describe_activation
-from minifloat.quantize.cast import torch_dtype
-from minifloat.serve.experts import QuantizedExperts
-from minifloat.serve.linear import QuantizedWeight
-from minifloat.serve.load import load
-from minifloat.serve.text import load_tokenizer
+from minifloat.numerics.activation import describe_activation
+from minifloat.numerics.cast import torch_dtype
+from minifloat.numerics.formats import BFLOAT16, FLOAT16, FLOAT32
+from minifloat.runtime.experts import QuantizedExperts
+from minifloat.runtime.linear import QuantizedWeight
+from minifloat.runtime.load import load
+from minifloat.runtime.tokenizer import load_tokenizer
 
 #: Logits of one model that are held at a time, unless a single row has more.
 _HEAD_LOGITS = 2**25

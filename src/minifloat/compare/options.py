@@ -37,7 +37,7 @@ class CompareOptions:
         task_path: A folder of task files.
         task_limit: Use only so many items of each task.
         attribute: Seconds to spend on finding out which modules do the damage, for each candidate; 0: none.
-        impl: What multiplies the quantized weights of folders, as in `minifloat.serve.load.load`. The kernels do not
+        impl: What multiplies the quantized weights of folders, as in `minifloat.runtime.load.load`. The kernels do not
             round weights to the 16 bits of `dtype`; "reference" does, as servers that dequantize first.
         resume: A folder that scores are written down in while they are measured, and read from if it has some.
         revision: Of the baseline, if it is of the hub, as in `minifloat.hub.model_folder`.
@@ -72,6 +72,6 @@ class CompareOptions:
             raise UsageError(f"expected prompts >= 0 and new_tokens >= 1, got {self.prompts} and {self.new_tokens}")
 
     def of_load(self) -> dict[str, Any]:
-        """What `minifloat.serve.load.load` is told."""
+        """What `minifloat.runtime.load.load` is told."""
         dtype = None if self.dtype is None else _DTYPES[self.dtype]
         return {"dtype": dtype, "device": self.device, "weight_only": self.weight_only, "impl": self.impl}

@@ -6,7 +6,7 @@ run.py       the run: tensors stream into a new folder as one transaction, and a
 report.py    what was done to every tensor
 """
 
+from minifloat.convert.job import convert_checkpoint
 from minifloat.convert.report import ConvertedTensor, ConvertReport
-from minifloat.convert.run import convert_checkpoint
 
 __all__ = ["ConvertReport", "ConvertedTensor", "convert_checkpoint"]

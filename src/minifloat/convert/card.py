@@ -10,8 +10,8 @@ from minifloat.checkpoint.rewrite import CARD_FILE
 from minifloat.convert.report import ConvertReport
 from minifloat.hub import model_name
 from minifloat.layouts import TARGETS
+from minifloat.numerics.scheme import SCHEMES
 from minifloat.report.card import read_metadata, replace_metadata, without_section
-from minifloat.scheme import SCHEMES
 
 _MAKER = "minifloat"  #: a tag that stays true
 _FORMATS = {part for name in SCHEMES for part in (name, name.partition("-")[0])}

@@ -17,12 +17,12 @@ from minifloat.convert.refusal import refuse_kv, refuse_what_is_not_carried
 from minifloat.convert.report import Rounding
 from minifloat.convert.values import reciprocal
 from minifloat.errors import ConversionError, ShapeError, UsageError, lookup
-from minifloat.formats import E4M3, E8M0, FLOAT32
-from minifloat.inspection import format_name
 from minifloat.layouts import TARGETS, Description, StoredWeight, WriteLayout, describe, gpt_oss
+from minifloat.layouts.inspection import format_name
 from minifloat.layouts.stored import SCALE_FORMATS, kv_scale_of
-from minifloat.quantize.plan import kept_linears
-from minifloat.scheme import Scheme, WeightSpec
+from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
+from minifloat.numerics.scheme import Scheme, WeightSpec
+from minifloat.plan.quantization import kept_linears
 
 #: Name of gpt-oss' layout where a target is named.
 GPT_OSS = "gpt-oss"

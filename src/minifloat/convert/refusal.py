@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from minifloat.architecture.roles import is_dense_float
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConversionError
-from minifloat.formats import E4M3
-from minifloat.granularity import TENSOR
 from minifloat.layouts import Description, modelopt
-from minifloat.quantize.roles import is_dense_float
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import TENSOR
 
 #: Algorithms of ModelOpt that are read as what they are; FP8_BLOCK_SCALES is an early name of FP8_PB_WO.
 _KNOWN_ALGORITHMS = frozenset({*modelopt.ALGORITHMS, "FP8_BLOCK_SCALES", ""})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
+from minifloat.checkpoint.digest import name_digest, new_hasher
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.convert.plan import Change, Step
 from minifloat.convert.values import reciprocal, widen
 from minifloat.errors import NonFiniteError
 from minifloat.layouts import StoredWeight, read_weight
-from minifloat.quantize.digest import name_digest, new_hasher
 from minifloat.quantize.stream import SLAB_BYTES, chunks, copy_digest, copy_tensor
 
 

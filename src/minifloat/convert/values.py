@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.errors import ConversionError, NonFiniteError
-from minifloat.formats import E8M0
+from minifloat.numerics.formats import E8M0
 
 _E8M0_VALUES = np.array(E8M0.values, np.float32)  # all are float32 numbers, the smallest a subnormal one
 _HALF_BITS = 16  # what a bfloat16 lacks of a float32

@@ -1,4 +1,4 @@
-"""Rounding to formats of at most 8 bits inside Triton kernels: `quantize/cast.py` and `scale.py`, bit for bit.
+"""Rounding to formats of at most 8 bits inside Triton kernels: `numerics/cast.py` and `scale.py`, bit for bit.
 
 Everything is integer arithmetic on the bits of float32, or one float32 operation that IEEE 754 defines. Hardware casts
 are not used: they exist on some architectures only, and Triton's interpreter, which the tests run, gets them wrong. Two
@@ -15,7 +15,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from minifloat.formats import FLOAT32, ElementFormat
+from minifloat.numerics.formats import FLOAT32, ElementFormat
 
 #: What every launch of a kernel that rounds passes.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}

@@ -13,12 +13,12 @@ from typing import Any
 
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.errors import ConfigError
-from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
-from minifloat.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.layouts.exclusion import by_name_or_pattern, refuse_excluded
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
 from minifloat.layouts.writing import WeightTensors
-from minifloat.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
+from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
 NAME = "compressed-tensors"
 #: Version of compressed-tensors whose `model_dump` the written config follows.

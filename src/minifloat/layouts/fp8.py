@@ -15,12 +15,12 @@ from typing import Any
 
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.errors import ConfigError, ShapeError, UsageError
-from minifloat.formats import E4M3, E8M0, FLOAT32, ElementFormat
-from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_32, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.layouts.exclusion import by_name_or_parent, refuse_excluded
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
 from minifloat.layouts.writing import WeightTensors
-from minifloat.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
+from minifloat.numerics.formats import E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_32, TENSOR, TOKEN, Granularity, block_granularity
+from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
 NAME = "fp8"
 MXFP8_NAME = "mxfp8"

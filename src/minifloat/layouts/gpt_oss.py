@@ -14,9 +14,9 @@ from typing import Any
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError, ShapeError
-from minifloat.formats import E2M1
-from minifloat.granularity import GROUP_32
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec
+from minifloat.numerics.formats import E2M1
+from minifloat.numerics.granularity import GROUP_32
 
 NAME = "gpt-oss mxfp4"
 

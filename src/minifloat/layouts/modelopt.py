@@ -17,13 +17,13 @@ from typing import Any
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
 from minifloat.errors import ShapeError, UsageError
-from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
-from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR, TOKEN, Granularity
 from minifloat.layouts.exclusion import by_wildcard, refuse_excluded
 from minifloat.layouts.fp8 import granularity_of
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
 from minifloat.layouts.writing import WeightTensors
-from minifloat.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR, TOKEN, Granularity
+from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
 NAME = "modelopt"
 

@@ -15,14 +15,14 @@ import numpy as np
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.errors import NonFiniteError, ShapeError, UnsupportedTensorError
-from minifloat.formats import E4M3, E8M0, FLOAT32, ElementFormat
-from minifloat.granularity import Granularity
-from minifloat.scheme import ActivationSpec, KVSpec, WeightSpec
+from minifloat.numerics.formats import E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import Granularity
+from minifloat.numerics.scheme import ActivationSpec, KVSpec, WeightSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from minifloat.quantize.tensor import QuantizedTensor
+    from minifloat.numerics.tensor import QuantizedTensor
 
 #: Safetensors dtype of a stored scale -> the format of the scales. Scales that are 16-bit on disk widen exactly.
 SCALE_FORMATS: dict[str, ElementFormat] = {
@@ -152,7 +152,7 @@ def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor
         NonFiniteError: A scale is NaN or Inf; the weight would be too.
         CheckpointError: The file ends early.
     """
-    from minifloat.quantize.tensor import QuantizedTensor
+    from minifloat.numerics.tensor import QuantizedTensor
 
     rows, cols = stored.shape
     bits = stored.spec.element.bits

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minifloat.checkpoint import OutputTensor
-from minifloat.scheme import KVSpec, Scheme, WeightSpec
+from minifloat.numerics.scheme import KVSpec, Scheme, WeightSpec
 
 
 @dataclass(frozen=True)

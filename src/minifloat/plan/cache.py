@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from minifloat.formats import ElementFormat
+from minifloat.numerics.formats import ElementFormat
 
 #: Tokens of a block of our engine, which holds whole blocks (`kernels.decoder.BLOCK_TOKENS`, without its imports).
 ENGINE_BLOCK = 16

@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 
 from minifloat.errors import UsageError, lookup
-from minifloat.formats import BFLOAT16, E2M1, E4M3, ElementFormat
 from minifloat.kernels import processors
 from minifloat.kernels.bandwidth import read_bandwidth
+from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, ElementFormat
 
 _GIGA, _TERA = 10**9, 10**12
 #: Read once to measure this machine: larger than any last-level cache, small enough to take a moment.

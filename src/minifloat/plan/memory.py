@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minifloat.formats import BFLOAT16, FLOAT32, ElementFormat
+from minifloat.numerics.formats import BFLOAT16, FLOAT32, ElementFormat
 from minifloat.plan.cache import cache_bytes
 from minifloat.plan.hardware import Hardware
 from minifloat.plan.roofline import largest

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from minifloat.errors import MinifloatError, TensorError, UsageError
-from minifloat.formats import BFLOAT16, E2M1, E4M3, ElementFormat
-from minifloat.granularity import TENSOR
 from minifloat.layouts import compressed_tensors, get_writer
+from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, ElementFormat
+from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.scheme import SCHEMES, KVSpec, Scheme, get_scheme
 from minifloat.plan.cache import ENGINE_BLOCK, cache_bytes
 from minifloat.plan.hardware import CPU, Hardware, get_hardware
 from minifloat.plan.memory import STEP_TOKENS, Room, activation_bytes
+from minifloat.plan.quantization import KEEP, make_plan
 from minifloat.plan.result import CachePlan, ModelPlan, SchemePlan
 from minifloat.plan.roofline import Bound, bound, smallest
 from minifloat.plan.shape import ModelShape, model_shape
 from minifloat.plan.source import ModelSource, open_source
 from minifloat.plan.steps import arithmetic, decode_work, prefill_work
 from minifloat.plan.weights import Weights, check_parallel, count, weigh
-from minifloat.quantize.plan import KEEP, make_plan
-from minifloat.scheme import SCHEMES, KVSpec, Scheme, get_scheme
 
 ALL = "all"
 #: `kv_cache_dtype` -> the element of the cache.

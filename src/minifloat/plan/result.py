@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minifloat.formats import ElementFormat
+from minifloat.numerics.formats import ElementFormat
 from minifloat.plan.hardware import Hardware
 from minifloat.plan.roofline import Bound
 from minifloat.plan.weights import Counts

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minifloat.formats import ElementFormat
+from minifloat.numerics.formats import ElementFormat
 from minifloat.plan.hardware import Hardware
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minifloat.architecture.roles import text_config
 from minifloat.checkpoint import CONFIG_FILE
 from minifloat.errors import ConfigError
 from minifloat.plan.cache import CacheLayer
-from minifloat.quantize.roles import text_config
 
 #: Names under which configs tell the routed experts of a layer.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

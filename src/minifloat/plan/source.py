@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minifloat.architecture.roles import role_of, text_config
 from minifloat.checkpoint import CONFIG_FILE, TensorInfo
 from minifloat.checkpoint.files import parse_object, read_small
 from minifloat.checkpoint.layout import is_weights
 from minifloat.errors import ConfigError, NotACheckpointError
 from minifloat.hub import look_at
+from minifloat.plan.quantization import TensorPlan
 from minifloat.plan.stored import StoredModel, stored_model
 from minifloat.plan.tensors import tensors_of
-from minifloat.quantize.plan import TensorPlan
-from minifloat.quantize.roles import role_of, text_config
 
 _CONFIG_LIMIT = 16 * 2**20
 _NUMBER = re.compile(r"\.\d+\.")

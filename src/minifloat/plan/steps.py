@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from minifloat.formats import BFLOAT16, ElementFormat
+from minifloat.numerics.formats import BFLOAT16, ElementFormat
+from minifloat.numerics.scheme import Scheme
 from minifloat.plan.cache import attention_operations, cache_bytes, prefill_operations
 from minifloat.plan.hardware import Hardware
 from minifloat.plan.roofline import Work, experts_read, step_bytes
 from minifloat.plan.shape import ModelShape
 from minifloat.plan.weights import Weights
-from minifloat.scheme import Scheme
 
 #: A multiplication and an addition.
 _OPERATIONS = 2

@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from minifloat.architecture.groups import fused_group
+from minifloat.architecture.roles import Role, role_of
 from minifloat.checkpoint import Checkpoint
-from minifloat.inspection import format_name
 from minifloat.layouts import compressed_tensors, describe
+from minifloat.layouts.inspection import format_name
 from minifloat.layouts.stored import StoredWeight
-from minifloat.quantize.plan import Part, TensorPlan
-from minifloat.quantize.roles import Role, fused_group, role_of
-from minifloat.scheme import Scheme
+from minifloat.numerics.scheme import Scheme
+from minifloat.plan.quantization import Part, TensorPlan
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from minifloat.architecture.roles import text_config
 from minifloat.checkpoint import CONFIG_FILE, OutputTensor
 from minifloat.errors import ConfigError, UsageError
 from minifloat.plan.shape import EXPERTS, Fields, head_size
-from minifloat.quantize.roles import text_config
 
 _Shapes = dict[str, tuple[int, ...]]
 

@@ -15,11 +15,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from minifloat.architecture.roles import Role
 from minifloat.errors import UsageError
 from minifloat.layouts import WriteLayout
+from minifloat.plan.quantization import Part, TensorPlan
 from minifloat.plan.shape import ModelShape
-from minifloat.quantize.plan import Part, TensorPlan
-from minifloat.quantize.roles import Role
 
 _BY_ROWS = frozenset({"q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1"})
 _BY_KV_HEADS = frozenset({"k_proj", "v_proj"})

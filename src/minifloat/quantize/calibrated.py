@@ -15,10 +15,10 @@ from minifloat.calibration.scales import KVScales, StaticScales, activation_scal
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import SaturationError, UsageError
-from minifloat.formats import E4M3
-from minifloat.granularity import TENSOR
-from minifloat.quantize.plan import Plan
-from minifloat.scheme import KVSpec, weight_only
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.scheme import KVSpec, weight_only
+from minifloat.plan.quantization import Plan
 
 #: How ``--kv-cache fp8`` stores keys and values.
 KV_FP8 = KVSpec(E4M3, TENSOR)

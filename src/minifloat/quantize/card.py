@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from minifloat.check.deployment import check_everywhere, deployment_section, loads_in
 from minifloat.check.subject import Subject
 from minifloat.checkpoint import Checkpoint
 from minifloat.hub import model_name, origin_of
 from minifloat.quantize.report import QuantizeReport, TensorReport, worst
 from minifloat.report.card import metadata_head, read_card, read_metadata
-from minifloat.report.deployment_card import check_everywhere, deployment_section, loads_in
 
 #: What the commands of a card call its model until `push` knows its id.
 MODEL = "MODEL"

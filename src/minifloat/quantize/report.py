@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from minifloat.numerics.cast_stats import CastStats
+from minifloat.plan.quantization import Part, TensorPlan
 from minifloat.quantize.calibrated import ActivationReport
-from minifloat.quantize.plan import Part, TensorPlan
-from minifloat.quantize.stats import CastStats
 
 #: Version of the JSON that `QuantizeReport.to_dict` gives.
 SCHEMA_VERSION = 1

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from minifloat.architecture.roles import is_dense_float
 from minifloat.checkpoint import Checkpoint, TensorInfo
+from minifloat.checkpoint.digest import name_digest, new_hasher
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import KernelUnavailable, NonFiniteError, UsageError
-from minifloat.formats import E2M1, E4M3
 from minifloat.kernels.quantize import amax as slab_amax
 from minifloat.kernels.quantize import quantize_rows, why_not
-from minifloat.quantize.digest import name_digest, new_hasher
-from minifloat.quantize.plan import Part
-from minifloat.quantize.roles import is_dense_float
-from minifloat.quantize.stats import CastStats
-from minifloat.scheme import Scheme
+from minifloat.numerics.cast_stats import CastStats
+from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.scheme import Scheme
+from minifloat.plan.quantization import Part
 
 #: Bytes of source that a thread holds at a time: small enough for its L2 cache, large enough to hide system calls.
 SLAB_BYTES = 2 << 20
@@ -248,7 +248,7 @@ def _refuse(info: TensorInfo, nonfinite: int, start: int, stop: int) -> None:
 
 
 def global_divisor(amax: float) -> np.float32:
-    """The float32 that NVFP4's block scales are divided by: `quantize.scale.global_divisor`, without torch."""
+    """The float32 that NVFP4's block scales are divided by: `numerics.scale.global_divisor`, without torch."""
     clamped = max(np.float32(amax), np.finfo(np.float32).tiny)
     with np.errstate(over="ignore"):
         quotient = np.float32(1.0) / clamped * np.float32(E4M3.max * E2M1.max)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    AutoTokenizer,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -26,24 +25,10 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from minifloat.errors import CheckpointError, UsageError
+from minifloat.errors import UsageError
+from minifloat.runtime.load import load
+from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.serve.detokenize import Detokenizer
-from minifloat.serve.load import load
-
-
-def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; code in the folder is not run.
-
-    Raises:
-        CheckpointError: transformers finds none, or cannot load it.
-    """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(path), trust_remote_code=False, local_files_only=True
-        )
-    except Exception as error:  # tokenizers raises bare Exception for a tokenizer.json that it cannot use
-        raise CheckpointError(os.fspath(path), f"transformers cannot load a tokenizer from it: {error}") from error
-    return tokenizer
 
 
 def generate(
@@ -62,7 +47,7 @@ def generate(
     iterator, as a KeyboardInterrupt in a loop over it does, ends it after the token at work.
 
     Args:
-        model: A folder, a model of the hub, or one made by `minifloat.serve.load.load`.
+        model: A folder, a model of the hub, or one made by `minifloat.runtime.load.load`.
         prompt: Taken as it is; no chat template.
         max_new_tokens: At most so many.
         temperature: 0 takes the most probable token; otherwise the logits are divided by it and a token is drawn.

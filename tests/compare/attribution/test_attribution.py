@@ -15,8 +15,8 @@ from minifloat.compare.attribution import Attribution, attribute
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
 from minifloat.errors import UsageError
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.serve.load import load
+from minifloat.quantize.job import quantize_checkpoint
+from minifloat.runtime.load import load
 
 MakeModel = Callable[..., Path]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.checkpoint import Checkpoint
 from minifloat.compare.attribution.overrides import override_patterns
 from minifloat.layouts import get_writer
-from minifloat.quantize.plan import Override, make_plan
-from minifloat.quantize.roles import expert_group, fused_group
-from minifloat.scheme import get_scheme
+from minifloat.numerics.scheme import get_scheme
+from minifloat.plan.quantization import Override, make_plan
 
 MakeModel = Callable[..., Path]
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.checkpoint import Checkpoint
 from minifloat.compare.attribution import Suggestion, attribute
 from minifloat.compare.attribution.budget import Budget
@@ -22,8 +23,7 @@ from minifloat.compare.metrics import TIE
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
 from minifloat.layouts import describe
-from minifloat.quantize.model import quantize_checkpoint
-from minifloat.quantize.roles import expert_group, fused_group
+from minifloat.quantize.job import quantize_checkpoint
 
 MakeModel = Callable[..., Path]
 

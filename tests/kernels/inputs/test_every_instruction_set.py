@@ -8,10 +8,10 @@ import pytest
 import torch
 from kernel_cases import DTYPES, Kernels, bits
 
-from minifloat.formats import E4M3
-from minifloat.granularity import GROUP_16, GROUP_32, GROUP_128, TENSOR, TOKEN, block_granularity
 from minifloat.kernels.inputs import reference
-from minifloat.scheme import ActivationSpec
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import GROUP_16, GROUP_32, GROUP_128, TENSOR, TOKEN, block_granularity
+from minifloat.numerics.scheme import ActivationSpec
 
 STATIC = ActivationSpec(E4M3, TENSOR, dynamic=False)
 DYNAMIC = {

@@ -7,14 +7,14 @@ import torch
 from kernel_cases import bits
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
-from minifloat.formats import E2M1, E4M3
-from minifloat.granularity import BLOCK_128, GROUP_128, TENSOR
 from minifloat.kernels import native
 from minifloat.kernels.inputs import cpu, reference, round_inputs
 from minifloat.kernels.linear import linear
 from minifloat.kernels.pack import pack
-from minifloat.quantize.tensor import quantize_tensor
-from minifloat.scheme import SCHEMES, ActivationSpec
+from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.granularity import BLOCK_128, GROUP_128, TENSOR
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec
+from minifloat.numerics.tensor import quantize_tensor
 
 SPECS = {
     name: scheme.activation

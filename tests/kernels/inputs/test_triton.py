@@ -9,11 +9,11 @@ import torch
 from triton_cases import TARGETS, compile_ahead, needs_cuda, needs_triton, run_cases
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
-from minifloat.formats import E2M1
-from minifloat.granularity import GROUP_128
 from minifloat.kernels.inputs import quantize_inputs
-from minifloat.quantize.activation import quantize_activation
-from minifloat.scheme import SCHEMES, ActivationSpec
+from minifloat.numerics.activation import quantize_activation
+from minifloat.numerics.formats import E2M1
+from minifloat.numerics.granularity import GROUP_128
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec
 
 CASES = Path(__file__).with_name("triton_cases_inputs.py")
 SPECS = {name: scheme.activation for name, scheme in SCHEMES.items() if scheme.activation is not None}

@@ -6,11 +6,11 @@ import pytest
 import torch
 from triton_cases import device
 
-from minifloat.formats import E4M3
-from minifloat.granularity import GROUP_32, GROUP_128, TENSOR, TOKEN
 from minifloat.kernels.inputs import quantize_inputs, triton
-from minifloat.quantize.activation import quantize_activation
-from minifloat.scheme import ActivationSpec
+from minifloat.numerics.activation import quantize_activation
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import GROUP_32, GROUP_128, TENSOR, TOKEN
+from minifloat.numerics.scheme import ActivationSpec
 
 DEVICE = device()
 STATIC = ActivationSpec(E4M3, TENSOR, dynamic=False)

@@ -1,7 +1,7 @@
 """Each code times each scale, alone: with one element of x, a result is one product, rounded once.
 
-The values come from the tables of `minifloat.formats`. x is a power of two, so that the exact result is a number of
-float32, and a result in a narrower dtype is that number rounded.
+The values come from the tables of `minifloat.numerics.formats`. x is a power of two, so that the exact result
+is a number of float32, and a result in a narrower dtype is that number rounded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 from kernel_cases import DTYPES, KINDS, Kernels, Packed, Stored, finite_codes, make, values_of
 
-from minifloat.formats import E2M1, E4M3, E8M0, ElementFormat
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, ElementFormat
 
 #: Rows of x in one call: one path or another computes them.
 TOGETHER = (1, 5, 16, 33, 128)

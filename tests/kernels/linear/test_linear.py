@@ -5,8 +5,8 @@ import torch
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
 from minifloat.kernels.linear import linear, reference
-from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 
 #: Rows that no block of 128 divides; columns that the groups of 32 and 16 divide, but no block of 128.
 ROWS, COLS = 261, 160

@@ -14,8 +14,8 @@ from minifloat.errors import NonFiniteError, ShapeError, TensorError, Unsupporte
 from minifloat.kernels import native
 from minifloat.kernels.linear import linear, linear_fused
 from minifloat.kernels.pack import PackedWeight, pack
-from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 
 ROWS, COLS = 47, 96
 #: Past the fields ``magic, version, element, grid`` of ``struct Header``: its rows.

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from minifloat.errors import KernelUnavailable, UnsupportedTensorError
-from minifloat.formats import E2M1, E4M3
-from minifloat.granularity import GROUP_16, GROUP_32
 from minifloat.kernels.linear import linear
-from minifloat.quantize.activation import dequantize_activation, quantize_activation
-from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
-from minifloat.scheme import SCHEMES, ActivationSpec
+from minifloat.numerics.activation import dequantize_activation, quantize_activation
+from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.granularity import GROUP_16, GROUP_32
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec
+from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 
 ROWS, COLS = 261, 160
 W8A8 = [name for name, scheme in SCHEMES.items() if scheme.activation is not None]

@@ -7,14 +7,14 @@ import torch
 from triton_cases import needs_cuda
 
 from minifloat.errors import KernelUnavailable
-from minifloat.formats import E4M3
-from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_32, GROUP_128, TENSOR, TOKEN
 from minifloat.kernels.inputs import quantize_inputs
 from minifloat.kernels.linear import linear, scaled_mm
 from minifloat.kernels.linear.scaled_mm import Recipe, recipe_of
-from minifloat.quantize.activation import dequantize_activation, quantize_activation
-from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
-from minifloat.scheme import SCHEMES, ActivationSpec, WeightSpec
+from minifloat.numerics.activation import dequantize_activation, quantize_activation
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_32, GROUP_128, TENSOR, TOKEN
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec, WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 
 STATIC = ActivationSpec(E4M3, TENSOR, dynamic=False)
 TOKENS = ActivationSpec(E4M3, TOKEN, dynamic=True)

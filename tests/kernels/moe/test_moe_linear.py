@@ -12,8 +12,8 @@ from minifloat.kernels import native
 from minifloat.kernels.linear import linear
 from minifloat.kernels.moe import PackedExperts, moe_linear, sort_by_expert
 from minifloat.kernels.pack import PackedWeight, pack
-from minifloat.quantize.tensor import quantize_tensor
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import quantize_tensor
 
 FORMATS = ["bf16", "fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4"]
 IMPLS = ["reference", pytest.param("cpu", marks=pytest.mark.skipif(native.load() is None, reason="no library"))]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from minifloat.calibration.stats import BINS, FINITE_BINS
 from minifloat.errors import KernelUnavailable, UnknownNameError, UnsupportedTensorError
 from minifloat.kernels import native
 from minifloat.kernels.observe import DTYPES, observe
+from minifloat.numerics.histogram import BINS, FINITE_BINS
 
 LIBRARY = native.load()
 RUNS = ["reference", *(LIBRARY.isas if LIBRARY else ())]

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from minifloat.errors import KernelUnavailable, UnknownNameError
-from minifloat.formats import E4M3, E8M0
-from minifloat.granularity import BLOCK_128, GROUP_32, GROUP_128
 from minifloat.kernels import native
 from minifloat.kernels.linear import linear
 from minifloat.kernels.pack import pack, reference, why_not
 from minifloat.kernels.pack.layout import BLOCK, ROW, Header
 from minifloat.kernels.pack.memory import HUGE_PAGE
-from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
-from minifloat.scheme import SCHEMES, ScaleRule, WeightSpec
+from minifloat.numerics.formats import E4M3, E8M0
+from minifloat.numerics.granularity import BLOCK_128, GROUP_32, GROUP_128
+from minifloat.numerics.scheme import SCHEMES, ScaleRule, WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 
 ISAS = native.load().isas if native.load() else ()
 SPECS = {name: scheme.weight for name, scheme in SCHEMES.items()} | {

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from minifloat.formats import E4M3
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.kernels.paged import PagedCache, reference, rotary_table
 from minifloat.kernels.paged import triton as fast
-from minifloat.quantize.cast import decode, encode
+from minifloat.numerics.cast import decode, encode
+from minifloat.numerics.formats import E4M3
 
 BLOCKS = 48
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-3}

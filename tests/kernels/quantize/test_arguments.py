@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError, UsageError
-from minifloat.formats import E2M1, E4M3, E8M0
-from minifloat.granularity import CHANNEL, block_granularity
 from minifloat.kernels import native
 from minifloat.kernels.quantize import amax, quantize_rows
-from minifloat.scheme import SCHEMES, ScaleRule, WeightSpec
+from minifloat.numerics.formats import E2M1, E4M3, E8M0
+from minifloat.numerics.granularity import CHANNEL, block_granularity
+from minifloat.numerics.scheme import SCHEMES, ScaleRule, WeightSpec
 
 needs_library = pytest.mark.skipif(native.load() is None, reason=native.why_unavailable())
 

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minifloat.formats import E2M1, E4M3, E5M2, E8M0, FLOAT32, ElementFormat
-from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, GROUP_128, TENSOR, block_granularity
 from minifloat.kernels import native
 from minifloat.kernels.quantize import QuantizedRows, amax, quantize_rows
-from minifloat.quantize.stats import CastStats
-from minifloat.scheme import SCHEMES, ScaleRule, WeightSpec
+from minifloat.numerics.cast_stats import CastStats
+from minifloat.numerics.formats import E2M1, E4M3, E5M2, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, GROUP_128, TENSOR, block_granularity
+from minifloat.numerics.scheme import SCHEMES, ScaleRule, WeightSpec
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -10,10 +10,10 @@ import torch
 from triton_cases import TARGETS, compile_ahead, needs_cuda, needs_triton, run_cases
 
 from minifloat.errors import KernelUnavailable
-from minifloat.formats import E2M1, E4M3, E8M0
-from minifloat.granularity import CHANNEL, block_granularity
 from minifloat.kernels.quantize import amax, quantize_rows, why_not
-from minifloat.scheme import SCHEMES, ScaleRule, WeightSpec
+from minifloat.numerics.formats import E2M1, E4M3, E8M0
+from minifloat.numerics.granularity import CHANNEL, block_granularity
+from minifloat.numerics.scheme import SCHEMES, ScaleRule, WeightSpec
 
 CASES = Path(__file__).with_name("triton_cases_quantize.py")
 DATA = np.zeros(2 * 4 * 64, np.uint8)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from triton_cases import device
 
-from minifloat.formats import E2M1, E4M3, E5M2, E8M0, FLOAT32, ElementFormat
-from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, GROUP_128, TENSOR, block_granularity
 from minifloat.kernels.quantize import QuantizedRows, amax, quantize_rows
-from minifloat.scheme import SCHEMES, ScaleRule, WeightSpec
+from minifloat.numerics.formats import E2M1, E4M3, E5M2, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, GROUP_128, TENSOR, block_granularity
+from minifloat.numerics.scheme import SCHEMES, ScaleRule, WeightSpec
 
 DEVICE = device()
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

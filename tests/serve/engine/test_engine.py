@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from minifloat.errors import ContextLengthError, UsageError
-from minifloat.granularity import TENSOR
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.numerics.granularity import TENSOR
+from minifloat.quantize.job import quantize_checkpoint
+from minifloat.runtime.kv_scales import kv_scales
+from minifloat.runtime.load import load
 from minifloat.serve.engine import Delivery, Engine, Request, SamplingParams, StepStats, Timings, Usage
 from minifloat.serve.engine.opening import Options, _kv_cache, open_model
-from minifloat.serve.kv_scales import kv_scales
-from minifloat.serve.load import load
 
 MakeModel = Callable[..., Path]
 LENGTH = 24

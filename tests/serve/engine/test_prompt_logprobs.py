@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from minifloat.errors import ContextLengthError
+from minifloat.runtime.load import load
 from minifloat.serve.engine import Completion, Engine, Request, SamplingParams, StepStats, Timings, TokenLogprob, Usage
 from minifloat.serve.engine.sampling import NonFiniteLogits
 from minifloat.serve.engine.scoring import score
-from minifloat.serve.load import load
 
 RUNNERS = ["native", "device", "transformers"]
 ALTERNATIVES = 3

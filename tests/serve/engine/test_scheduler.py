@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.serve.engine.cache import BlockPool
 from minifloat.serve.engine.sampling import SamplingParams, SamplingState
 from minifloat.serve.engine.scheduler import Scheduler, Work
 from minifloat.serve.engine.sequence import Request, Sequence, State
 from minifloat.serve.engine.text import TextStream
-from minifloat.serve.text import load_tokenizer
 
 
 class Bench:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.serve.detokenize import Detokenizer
 from minifloat.serve.engine.text import StopStrings, TextStream
-from minifloat.serve.text import load_tokenizer
 
 
 @settings(max_examples=300, deadline=None)

@@ -332,7 +332,7 @@ def test_a_prompt_longer_than_the_context_says_so(client: Client) -> None:
 
 
 def test_a_chat_without_a_template_says_what_to_do(llama_folder: Any) -> None:
-    from minifloat.serve.text import load_tokenizer
+    from minifloat.runtime.tokenizer import load_tokenizer
 
     with running(FakeEngine(load_tokenizer(llama_folder))) as client:
         answer = client.chat("x")

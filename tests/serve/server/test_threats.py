@@ -3,8 +3,8 @@
 Known cases are named by the vulnerabilities of other servers. Threats that come with the files of a model have their
 tests where files are read: shards outside of the folder, links and NUL bytes (`tests/checkpoint/test_reader.py`),
 pickled weights (the same), headers that lie (`tests/checkpoint/test_header.py`, `test_fuzz.py`), code and kernels that
-a config.json names (`tests/serve/test_load.py`), scales that are NaN, zero or of the wrong shape
-(`tests/serve/test_load_other_tools.py`).
+a config.json names (`tests/runtime/test_load.py`), scales that are NaN, zero or of the wrong shape
+(`tests/runtime/test_load_other_tools.py`).
 """
 
 from __future__ import annotations

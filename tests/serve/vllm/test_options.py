@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from minifloat.cli import main
+from minifloat.commands.main import main
 from minifloat.errors import UsageError
 from minifloat.serve.vllm import VllmOptions, nodes, render
 from minifloat.serve.vllm.options import _SHARED, _TRANSLATED, ONLY_VLLM

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from minifloat.errors import NotACheckpointError, UsageError
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.quantize.job import quantize_checkpoint
 from minifloat.serve.vllm import VllmOptions, serve_with_vllm
 from minifloat.serve.vllm.preflight import find_hardware, find_version, note_version, parse_gpu, require_loadable
 

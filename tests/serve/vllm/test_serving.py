@@ -16,7 +16,7 @@ import psutil
 import pytest
 from vllm_process import PATIENCE, Serving, is_alive, wait_for
 
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.quantize.job import quantize_checkpoint
 
 KEY = "a-key-that-nobody-may-see"
 CONFIG = "(EngineCore pid=9) INFO 11-22 07:15:30 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: "
@@ -69,7 +69,10 @@ def test_a_second_signal_kills_vllm_and_its_workers(serving: Start) -> None:
 
 
 def test_vllm_that_does_not_stop_is_killed_after_the_time_it_has(serving: Start) -> None:
-    hasty = "from minifloat.serve.vllm import run; run._GRACE_SECONDS = 0.5; from minifloat.cli import main; main()"
+    hasty = (
+        "from minifloat.serve.vllm import launch; launch._GRACE_SECONDS = 0.5;"
+        "from minifloat.commands.main import main; main()"
+    )
     server = serving("--shutdown-timeout", "0.5", program=("-c", hasty), FAKE_STUBBORN="1")
     server.until("ready after")
     server.process.terminate()

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from minifloat.errors import UsageError
-from minifloat.serve.experts import QuantizedExperts
-from minifloat.serve.linear import QuantizedWeight
+from minifloat.runtime.experts import QuantizedExperts
+from minifloat.runtime.linear import QuantizedWeight
 
 #: What a module holds under a name.
 Held = nn.Module | Tensor | None

@@ -20,7 +20,7 @@ from minifloat.compare.attribution.differences import Difference, exchanged
 from minifloat.compare.metrics import Distribution, kl_divergence, same_choice
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
-from minifloat.serve.linear import QuantizedWeight
+from minifloat.runtime.linear import QuantizedWeight
 
 #: Tokens of a batch of windows.
 _BATCH_TOKENS = 2048

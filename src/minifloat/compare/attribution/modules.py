@@ -16,7 +16,7 @@ from minifloat.compare.attribution.mixture import Mixtures, as_tensor
 from minifloat.compare.attribution.suggestion import Choices, Suggestion, suggest
 from minifloat.compare.models import Predictor, share_experts
 from minifloat.compare.verdict import Tolerance
-from minifloat.serve.linear import QuantizedWeight
+from minifloat.runtime.linear import QuantizedWeight
 
 #: Of the time, when modules alone and models without one are done; the rest is for the suggestion.
 _ALONE_ENDS, _WITHOUT_ENDS = 0.4, 0.6

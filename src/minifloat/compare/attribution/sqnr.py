@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minifloat.compare.attribution.differences import Difference, exchanged
 from minifloat.compare.models import Predictor
-from minifloat.serve.experts import QuantizedExperts
+from minifloat.runtime.experts import QuantizedExperts
 
 
 class _Meter:

@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from minifloat.architecture.groups import expert_group, fused_group
+from minifloat.architecture.roles import Role, is_matrix, role_of
 from minifloat.checkpoint import Checkpoint
 from minifloat.compare.attribution.budget import Budget
 from minifloat.compare.attribution.differences import Difference
@@ -22,9 +24,8 @@ from minifloat.compare.attribution.mixture import Distance, Mixtures
 from minifloat.compare.attribution.overrides import override_patterns
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
-from minifloat.quantize.plan import Override
-from minifloat.quantize.roles import Role, expert_group, fused_group, is_matrix, role_of
-from minifloat.serve.names import assign
+from minifloat.plan.quantization import Override
+from minifloat.runtime.names import assign
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,6 @@ Left out: tasks that run generated code, and tasks with images.
 from minifloat.compare.tasks.difference import TaskDifference, compare_tasks
 from minifloat.compare.tasks.load import LoadedTasks, load_tasks
 from minifloat.compare.tasks.results import TaskRun, TaskScore
-from minifloat.compare.tasks.run import run_tasks
+from minifloat.compare.tasks.score import run_tasks
 
 __all__ = ["LoadedTasks", "TaskDifference", "TaskRun", "TaskScore", "compare_tasks", "load_tasks", "run_tasks"]

@@ -27,7 +27,7 @@ enum minifloat_status {
 // Little-endian source elements.
 enum minifloat_dtype { MINIFLOAT_BF16 = 0, MINIFLOAT_F16 = 1, MINIFLOAT_F32 = 2 };
 
-// How the amax of a block becomes its scale; the semantics are those of minifloat/quantize/scale.py.
+// How the amax of a block becomes its scale; the semantics are those of minifloat/numerics/scale.py.
 enum minifloat_scaling {
     MINIFLOAT_SCALE_FLOAT32 = 0,  // amax / element.max
     MINIFLOAT_SCALE_CODED = 1,    // divisor * (amax / element.max), rounded to `scale` (NVFP4)
@@ -37,7 +37,7 @@ enum minifloat_scaling {
     MINIFLOAT_SCALE_SEARCH = 5,
 };
 
-// The facts of a signed format of at most 8 bits that rounding needs; formats.py declares them.
+// The facts of a signed format of at most 8 bits that rounding needs; numerics/formats.py declares them.
 struct minifloat_format {
     int32_t bits;
     int32_t mantissa_bits;
@@ -73,7 +73,7 @@ enum minifloat_input_scaling {
 };
 
 // Each element becomes the value of its code: x / scale rounded to `element`, times scale, in float32. What NaN, Inf
-// and zeros become: minifloat/quantize/activation.py.
+// and zeros become: minifloat/numerics/activation.py.
 struct minifloat_round_inputs_args {
     const uint8_t* x;    // [rows, cols] of `dtype`, rows x_stride elements apart, any alignment
     const float* scale;  // one, only of MINIFLOAT_INPUT_GIVEN

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, lookup
-from minifloat.formats import E4M3
 from minifloat.kernels.decoder.types import BLOCK_TOKENS
 from minifloat.kernels.pack.memory import allocate
-from minifloat.quantize.cast import decode, encode
+from minifloat.numerics.cast import decode, encode
+from minifloat.numerics.formats import E4M3
 
 #: What a cache may hold, and the dtype that stores it.
 ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "E4M3": torch.uint8}

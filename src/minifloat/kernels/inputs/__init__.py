@@ -14,9 +14,9 @@ from minifloat.errors import KernelUnavailable, ShapeError
 from minifloat.kernels import triton_runtime
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.inputs import cpu, reference
-from minifloat.quantize.activation import check_activation
-from minifloat.quantize.cast import torch_dtype
-from minifloat.scheme import ActivationSpec
+from minifloat.numerics.activation import check_activation
+from minifloat.numerics.cast import torch_dtype
+from minifloat.numerics.scheme import ActivationSpec
 
 __all__ = ["IMPLEMENTATIONS", "quantize_inputs", "round_inputs"]
 
@@ -27,7 +27,7 @@ IMPLEMENTATIONS = ("reference", "cpu")
 def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *, impl: str = "auto") -> Tensor:
     """Quantize an input and dequantize it: ``decode(encode(x / scale)) * scale`` in float32.
 
-    Every implementation gives the same bits, those of `minifloat.quantize.activation` (of NaN, the payload aside), on
+    Every implementation gives the same bits, those of `minifloat.numerics.activation` (of NaN, the payload aside), on
     every instruction set and with any number of threads. The native one computes as IEEE 754 has it also where the
     caller lets torch flush subnormal numbers.
 
@@ -70,7 +70,7 @@ def quantize_inputs(
 ) -> tuple[Tensor, Tensor]:
     """Quantize an input, for a product of codes.
 
-    Every implementation gives the same bits, those of `minifloat.quantize.activation.quantize_activation`.
+    Every implementation gives the same bits, those of `minifloat.numerics.activation.quantize_activation`.
 
     Args:
         x: ``[M, K]``, floating, any strides; rows that are contiguous need no copy.

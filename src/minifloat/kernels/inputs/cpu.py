@@ -1,6 +1,6 @@
 """`round_inputs` by the native library (``csrc/quantize/inputs.cpp``).
 
-Every number about a format comes from `formats.py`, the C++ holds none. Arguments are validated by the caller,
+Every number about a format comes from `numerics/formats.py`, the C++ holds none. Arguments are validated by the caller,
 `minifloat.kernels.inputs`.
 """
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import KernelUnavailable
-from minifloat.formats import FLOAT32
-from minifloat.granularity import TENSOR
 from minifloat.kernels import native, threads
 from minifloat.kernels.dtypes import DTYPES, has_kernel
-from minifloat.scheme import ActivationSpec
+from minifloat.numerics.formats import FLOAT32
+from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.scheme import ActivationSpec
 
 #: ``enum minifloat_input_scaling``.
 _GIVEN, _OF_TENSOR, _OF_BLOCK = 0, 1, 2

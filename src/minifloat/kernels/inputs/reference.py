@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.granularity import TENSOR
-from minifloat.quantize.activation import dequantize_activation, quantize_activation
-from minifloat.scheme import ActivationSpec
+from minifloat.numerics.activation import dequantize_activation, quantize_activation
+from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.scheme import ActivationSpec
 
 
 def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:

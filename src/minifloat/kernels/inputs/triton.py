@@ -1,4 +1,4 @@
-"""`quantize_inputs` on a GPU: amax, scale, clamp and round in one kernel, the bits of `quantize/activation.py`.
+"""`quantize_inputs` on a GPU: amax, scale, clamp and round in one kernel, the bits of `numerics/activation.py`.
 
 A program takes whole groups, or one row. A row that fits is read once and stays in registers; a longer one is read
 twice, the second time from the cache. Arguments are validated by the caller, `minifloat.kernels.inputs`.
@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import ElementFormat
-from minifloat.granularity import TENSOR
 from minifloat.kernels.triton_cast import (
     INF_BITS,
     MAGNITUDE,
@@ -26,9 +24,11 @@ from minifloat.kernels.triton_cast import (
     float_scales,
     sign_of,
 )
-from minifloat.quantize.scale import amax
-from minifloat.quantize.scale import float_scales as scales_of
-from minifloat.scheme import ActivationSpec
+from minifloat.numerics.formats import ElementFormat
+from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.scale import amax
+from minifloat.numerics.scale import float_scales as scales_of
+from minifloat.numerics.scheme import ActivationSpec
 
 #: Elements that a program looks at together where groups are small, and at most.
 _TILE = 2048

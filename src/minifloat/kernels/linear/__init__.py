@@ -20,9 +20,9 @@ from minifloat.kernels.linear import cpu, reference, scaled_mm
 from minifloat.kernels.linear.triton import GpuWeight, why_unavailable
 from minifloat.kernels.linear.triton import op as gpu
 from minifloat.kernels.pack import FusedWeights, PackedWeight
-from minifloat.quantize.activation import can_quantize, describe_activation
-from minifloat.quantize.tensor import QuantizedTensor
-from minifloat.scheme import ActivationSpec
+from minifloat.numerics.activation import can_quantize, describe_activation
+from minifloat.numerics.scheme import ActivationSpec
+from minifloat.numerics.tensor import QuantizedTensor
 
 __all__ = ["IMPLEMENTATIONS", "FusedWeights", "GpuWeight", "linear", "linear_fused"]
 
@@ -52,7 +52,7 @@ def linear(
     rounded before the product; with 16 bits the result is that of a 16-bit model whose weights are the dequantized
     ones, which is what servers compute.
 
-    W8A8: `x` is quantized by `minifloat.quantize.activation`, both sides are dequantized to float32, multiplied and
+    W8A8: `x` is quantized by `minifloat.numerics.activation`, both sides are dequantized to float32, multiplied and
     summed in float32, the bias is added in float32, and the sum is rounded once to the dtype of `x`. Servers multiply
     the codes, which is exact in float32, and apply the scales after the sum (per block of 128 columns for blocks);
     here they are applied before it. The two, and the order of summation, differ by float32 rounding only, 2**-24 of

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.quantize.activation import dequantize_activation, quantize_activation
-from minifloat.quantize.tensor import QuantizedTensor
-from minifloat.scheme import ActivationSpec
+from minifloat.numerics.activation import dequantize_activation, quantize_activation
+from minifloat.numerics.scheme import ActivationSpec
+from minifloat.numerics.tensor import QuantizedTensor
 
 #: Bytes of float32 that one slab of a dequantized weight takes.
 SLAB_BYTES = 16 * 2**20

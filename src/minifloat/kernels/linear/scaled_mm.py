@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
-from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN, Granularity
 from minifloat.kernels.inputs import quantize_inputs
-from minifloat.quantize.tensor import QuantizedTensor
-from minifloat.scheme import ActivationSpec
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN, Granularity
+from minifloat.numerics.scheme import ActivationSpec
+from minifloat.numerics.tensor import QuantizedTensor
 
 #: Columns and rows of a weight must be a multiple of it on CUDA.
 ALIGNMENT = 16

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from minifloat.calibration.stats import BINS
 from minifloat.errors import KernelUnavailable, UnknownNameError, UnsupportedTensorError
 from minifloat.kernels.observe import cpu, reference
+from minifloat.numerics.histogram import BINS
 
 __all__ = ["DTYPES", "IMPLEMENTATIONS", "observe"]
 

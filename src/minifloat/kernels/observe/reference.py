@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from minifloat.calibration.stats import count_magnitudes
+from minifloat.numerics.histogram import count_magnitudes
 
 
 def observe(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> tuple[float, int]:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import KernelUnavailable, NonFiniteError, ShapeError, UnknownNameError, UnsupportedTensorError
-from minifloat.formats import E8M0, FLOAT32
 from minifloat.kernels.pack import cpu, reference
 from minifloat.kernels.pack.layout import BLOCK, ROW, form_of, plan
 from minifloat.kernels.pack.memory import allocate
 from minifloat.kernels.pack.weight import FusedWeights, PackedWeight
-from minifloat.quantize.cast import decode
-from minifloat.quantize.tensor import QuantizedTensor
-from minifloat.scheme import WeightSpec
+from minifloat.numerics.cast import decode
+from minifloat.numerics.formats import E8M0, FLOAT32
+from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor
 
 __all__ = ["FusedWeights", "IMPLEMENTATIONS", "PackedWeight", "pack", "why_not"]
 

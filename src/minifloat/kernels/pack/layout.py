@@ -8,9 +8,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from minifloat.formats import BFLOAT16, E2M1, E4M3, E8M0, FLOAT32, ElementFormat
-from minifloat.granularity import GROUP_16, GROUP_32
-from minifloat.scheme import WeightSpec
+from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import GROUP_16, GROUP_32
+from minifloat.numerics.scheme import WeightSpec
 
 TILE_ROWS = 16
 PANEL_ROWS = 2 * TILE_ROWS

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.formats import BFLOAT16, E2M1, E4M3, E8M0, FLOAT32
 from minifloat.kernels.pack.layout import (
     BLOCK,
     CODED_E4M3,
@@ -24,8 +23,9 @@ from minifloat.kernels.pack.layout import (
     inline_scale_bytes,
     plan,
 )
-from minifloat.quantize.cast import decode
-from minifloat.quantize.pack import pack_nibbles, unpack_nibbles
+from minifloat.numerics.cast import decode
+from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, E8M0, FLOAT32
+from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
 
 _MAGNITUDE = E4M3.nan_code or 0  #: all bits of a code but its sign
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
-from minifloat.formats import BFLOAT16, E2M1, E8M0
 from minifloat.kernels.pack import cpu, reference
 from minifloat.kernels.pack.layout import BLOCK, CODED_E4M3, ROW, Form, Header, form_of, plan
 from minifloat.kernels.pack.memory import is_aligned
-from minifloat.quantize.tensor import QuantizedTensor
-from minifloat.scheme import WeightSpec
+from minifloat.numerics.formats import BFLOAT16, E2M1, E8M0
+from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor
 
 
 class Pointers:

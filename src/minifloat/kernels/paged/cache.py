@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, lookup
-from minifloat.formats import E4M3
 from minifloat.kernels.decoder.types import BLOCK_TOKENS
-from minifloat.quantize.cast import encode, torch_dtype
+from minifloat.numerics.cast import encode, torch_dtype
+from minifloat.numerics.formats import E4M3
 
 #: What a cache may hold, and the dtype that stores it.
 ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, E4M3.name: torch.uint8}

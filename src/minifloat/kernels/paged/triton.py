@@ -1,6 +1,6 @@
 """The ops of this folder as Triton kernels, for NVIDIA GPUs from compute capability 8.0 on; numerics of `reference.py`.
 
-E4M3 is made and read by integer arithmetic: the same bits as `minifloat.quantize.cast` on every GPU, those without FP8
+E4M3 is made and read by integer arithmetic: the same bits as `minifloat.numerics.cast` on every GPU, those without FP8
 instructions included. Attention cuts the keys of a sequence into at most `_SPLITS` runs, each a program of its own; the
 last to finish adds all up, in their order. How it is cut depends on the length alone, so a row's bits depend on nothing
 else in the batch.
@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minifloat.formats import E4M3, FLOAT16
 from minifloat.kernels.decoder.types import BLOCK_TOKENS
 from minifloat.kernels.paged.cache import PagedCache
 from minifloat.kernels.triton_cast import INF_BITS, MAGNITUDE, bits_of, constants, encode_magnitude, sign_of
+from minifloat.numerics.formats import E4M3, FLOAT16
 
 #: So many programs share the keys of a sequence at most.
 _SPLITS = 32

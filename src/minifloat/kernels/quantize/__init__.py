@@ -2,7 +2,7 @@
 
 Works on raw bytes as they lie in a checkpoint and on numpy arrays, because the streaming writer has no need of torch
 (and a memory-mapped BF16 tensor has no numpy dtype). One call uses one thread and releases the GIL; the caller runs
-several. Numerics are those of `minifloat.quantize.scale` and `.cast`, bit for bit in every implementation; the float
+several. Numerics are those of `minifloat.numerics.scale` and `.cast`, bit for bit in every implementation; the float
 sums of the statistics agree to 1e-5 relative. Refusing tensors with NaN or Inf is left to the caller, who knows their
 names and gets the count.
 """
@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError, UsageError
-from minifloat.formats import BFLOAT16, FLOAT16, FLOAT32, ElementFormat
 from minifloat.kernels import triton_runtime
 from minifloat.kernels.quantize import cpu
-from minifloat.quantize.stats import CastStats
-from minifloat.scheme import WeightSpec
+from minifloat.numerics.cast_stats import CastStats
+from minifloat.numerics.formats import BFLOAT16, FLOAT16, FLOAT32, ElementFormat
+from minifloat.numerics.scheme import WeightSpec
 
 #: Source dtypes, by their names in safetensors.
 SOURCE_FORMATS: dict[str, ElementFormat] = {"BF16": BFLOAT16, "F16": FLOAT16, "F32": FLOAT32}

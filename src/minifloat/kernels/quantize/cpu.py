@@ -1,7 +1,7 @@
 """`quantize_rows` and `amax` by the native library (``csrc/quantize``).
 
-Translates a `WeightSpec` into the library's arguments; every number about a format comes from `formats.py` this way,
-the C++ holds none. Arguments are validated by the caller, `minifloat.kernels.quantize`.
+Translates a `WeightSpec` into the library's arguments; every number about a format comes from
+`numerics/formats.py` this way, the C++ holds none. Arguments are validated by the caller, `minifloat.kernels.quantize`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.errors import KernelUnavailable
-from minifloat.formats import E4M3, E8M0, FLOAT32, ElementFormat
-from minifloat.granularity import TENSOR
 from minifloat.kernels import native
-from minifloat.quantize.stats import CastStats
-from minifloat.scheme import ScaleRule, WeightSpec
+from minifloat.numerics.cast_stats import CastStats
+from minifloat.numerics.formats import E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
 _DTYPES = {"BF16": 0, "F16": 1, "F32": 2}
 
@@ -114,7 +114,7 @@ def _format(fmt: ElementFormat) -> native.Format:
 
 
 def _global_divisor(tensor_amax: float, spec: WeightSpec) -> float:
-    """`minifloat.quantize.scale.global_divisor` without torch, operation by operation in float32."""
+    """`minifloat.numerics.scale.global_divisor` without torch, operation by operation in float32."""
     clamped = np.maximum(np.float32(tensor_amax), np.float32(FLOAT32.min_normal))
     with np.errstate(over="ignore"):
         quotient = np.float32(1.0) / clamped * np.float32(spec.scale.max * spec.element.max)

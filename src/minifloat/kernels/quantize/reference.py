@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from minifloat.quantize.cast import encode
-from minifloat.quantize.pack import pack_nibbles
-from minifloat.quantize.scale import cast_stats, choose_scales, effective_scale, expand
-from minifloat.quantize.stats import CastStats
-from minifloat.scheme import WeightSpec
+from minifloat.numerics.cast import encode
+from minifloat.numerics.cast_stats import CastStats
+from minifloat.numerics.pack import pack_nibbles
+from minifloat.numerics.scale import cast_stats, choose_scales, effective_scale, expand
+from minifloat.numerics.scheme import WeightSpec
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

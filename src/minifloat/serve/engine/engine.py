@@ -19,7 +19,9 @@ from torch import Tensor
 
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.hub import model_folder
-from minifloat.serve.devices import current, device_named
+from minifloat.runtime.devices import current, device_named
+from minifloat.runtime.heap import returned_when_freed
+from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.serve.engine.cache import BlockPool
 from minifloat.serve.engine.grammar import Grammars
 from minifloat.serve.engine.observer import Observer, StepStats
@@ -38,8 +40,6 @@ from minifloat.serve.engine.scoring import score
 from minifloat.serve.engine.sequence import Completion, Delivery, Request, Sequence
 from minifloat.serve.engine.text import TextStream
 from minifloat.serve.engine.tokens import end_tokens, token_bytes
-from minifloat.serve.heap import returned_when_freed
-from minifloat.serve.text import load_tokenizer
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Engine:
         lm_head: "auto" keeps it as the checkpoint has it; "fp8" quantizes it per channel.
         prefix_cache: Share the keys and values of equal beginnings of prompts.
         runner: "auto", "native", "device" or "transformers".
-        impl: Of the kernels, as in `minifloat.serve.load.load`.
+        impl: Of the kernels, as in `minifloat.runtime.load.load`.
         observer: Told of every step.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 

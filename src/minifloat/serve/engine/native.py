@@ -1,6 +1,6 @@
 """Runs models of the Llama family by `minifloat.kernels.decoder`: all layers of a step in one call.
 
-The model that `minifloat.serve.load` has made is taken apart: its packed weights become those of a `Decoder`, its
+The model that `minifloat.runtime.load` has made is taken apart: its packed weights become those of a `Decoder`, its
 other linears are packed as BF16, and what is left of it is forgotten. Nothing of the model's own code runs afterwards.
 """
 
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from minifloat.architecture.family import why_not_family
 from minifloat.errors import MinifloatError
-from minifloat.formats import E4M3, FLOAT32
-from minifloat.granularity import CHANNEL
 from minifloat.kernels.decoder import Attention, Batch, Decoder, Experts, KVCache, Layer, Mlp, step
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.linear.triton import GpuWeight
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
-from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
-from minifloat.scheme import WeightSpec
+from minifloat.numerics.formats import E4M3, FLOAT32
+from minifloat.numerics.granularity import CHANNEL
+from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
+from minifloat.runtime.experts import QuantizedExperts
+from minifloat.runtime.kv_scales import KVScales
+from minifloat.runtime.linear import QuantizedLinear, QuantizedWeight
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.scheduler import Work
 from minifloat.serve.engine.sequence import Sequence
-from minifloat.serve.experts import QuantizedExperts
-from minifloat.serve.family import why_not_family
-from minifloat.serve.kv_scales import KVScales
-from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
 
 #: What "fp8" makes of the last linear.
 LM_HEAD_FP8 = WeightSpec(E4M3, CHANNEL, FLOAT32)
@@ -43,7 +43,7 @@ def decoder_of(model: PreTrainedModel, scales: KVScales, *, lm_head_fp8: bool = 
     """Take a model apart.
 
     Args:
-        model: Made by `minifloat.serve.load.load`. Its weights are moved out of it: it cannot be used afterwards, not
+        model: Made by `minifloat.runtime.load.load`. Its weights are moved out of it: it cannot be used afterwards, not
             where this raises either, unless the reason was found before (`why_not_native`).
         scales: Of an E4M3 cache, of all attention modules; empty for another cache.
         lm_head_fp8: Quantize the last linear to FP8 per channel, if it is not quantized.

@@ -18,15 +18,17 @@ from transformers import PreTrainedModel
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UnknownNameError, UsageError
-from minifloat.formats import E4M3
-from minifloat.granularity import CHANNEL, TENSOR, Granularity
 from minifloat.hub import model_name
-from minifloat.inspection import inspect_checkpoint
 from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache
 from minifloat.kernels.paged import PagedCache
 from minifloat.layouts import describe
-from minifloat.serve.build import config_dtype, empty_model
-from minifloat.serve.devices import device_named
+from minifloat.layouts.inspection import inspect_checkpoint
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
+from minifloat.runtime.build import config_dtype, empty_model
+from minifloat.runtime.devices import device_named
+from minifloat.runtime.kv_scales import kv_head_scales, kv_scales
+from minifloat.runtime.load import load
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.device import DeviceRunner, device_decoder_of, why_not_device
 from minifloat.serve.engine.info import ModelInfo
@@ -34,8 +36,6 @@ from minifloat.serve.engine.native import NativeRunner, NotNative, decoder_of, w
 from minifloat.serve.engine.runner import Runner
 from minifloat.serve.engine.sampling import MODEL_DEFAULTS
 from minifloat.serve.engine.transformers_runner import TransformersRunner
-from minifloat.serve.kv_scales import kv_head_scales, kv_scales
-from minifloat.serve.load import load
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Options:
         max_num_seqs: Sequences that run at a time.
         lm_head: "auto" keeps it as the checkpoint has it; "fp8" quantizes it per channel.
         runner: "auto", "native", "device" or "transformers".
-        impl: Of the kernels, as in `minifloat.serve.load.load`.
+        impl: Of the kernels, as in `minifloat.runtime.load.load`.
         device: "cpu", "cuda" or "cuda:N".
     """
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minifloat.serve.server.app import create_app, serve
     from minifloat.serve.server.connection import listen
-    from minifloat.serve.server.run import serve_checkpoint
     from minifloat.serve.server.settings import ServerSettings, read_api_keys
+    from minifloat.serve.server.start import serve_checkpoint
 
 #: Public name -> the module that defines it; resolved on first use, for some import torch and some need not.
 _EXPORTS = {

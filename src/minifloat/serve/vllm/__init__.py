@@ -11,7 +11,7 @@ What vLLM itself does (engine, API, metrics) is left to it.
 from __future__ import annotations
 
 from minifloat.serve.vllm.command import Command, Node, nodes, render
+from minifloat.serve.vllm.launch import serve_with_vllm
 from minifloat.serve.vllm.options import VllmOptions
-from minifloat.serve.vllm.run import serve_with_vllm
 
 __all__ = ["Command", "Node", "VllmOptions", "nodes", "render", "serve_with_vllm"]

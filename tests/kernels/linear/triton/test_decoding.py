@@ -14,8 +14,8 @@ import pytest
 import torch
 from kernel_cases import values_of
 
-from minifloat.formats import E2M1, E4M3
 from minifloat.kernels.linear.triton.fragments import LOWEST, TOP, _join_bytes, _join_nibbles, code_scales
+from minifloat.numerics.formats import E2M1, E4M3
 
 pytest.importorskip("triton", reason="triton is not installed")
 from minifloat.kernels.linear.triton import decode

@@ -12,7 +12,7 @@ from kernel_cases import BARS, DTYPES, bits, product
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels.linear import linear, linear_fused
 from minifloat.kernels.linear.triton import GpuWeight, pack, why_unavailable
-from minifloat.quantize.tensor import QuantizedTensor
+from minifloat.numerics.tensor import QuantizedTensor
 
 pytestmark = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable())
 

@@ -10,12 +10,12 @@ from gpu_cases import GPU_KINDS, case, quantized
 from kernel_cases import KINDS, Stored, finite_codes, make
 
 from minifloat.errors import KernelUnavailable, NonFiniteError, UnsupportedTensorError
-from minifloat.formats import E2M1, E4M3, E8M0
 from minifloat.kernels.linear import linear
 from minifloat.kernels.linear.triton import pack, why_not
 from minifloat.kernels.linear.triton.layout import Form, Order, form_of
 from minifloat.kernels.linear.triton.weight import GpuWeight, arrange
-from minifloat.quantize.tensor import QuantizedTensor
+from minifloat.numerics.formats import E2M1, E4M3, E8M0
+from minifloat.numerics.tensor import QuantizedTensor
 
 SHAPES = ((1, 32), (64, 128), (70, 160), (129, 96), (260, 416))
 

@@ -15,13 +15,13 @@ import triton.language as tl
 from gpu_cases import GPU_KINDS, case, quantized
 from kernel_cases import assert_close, finite_codes, garbage, make, product, written
 
-from minifloat.formats import E2M1, E4M3
 from minifloat.kernels.linear.triton.config import Config
 from minifloat.kernels.linear.triton.kernels import parts_of
 from minifloat.kernels.linear.triton.layout import Order
 from minifloat.kernels.linear.triton.product import dequantize, multiply
 from minifloat.kernels.linear.triton.weight import GpuWeight, arrange
-from minifloat.quantize.tensor import QuantizedTensor
+from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.tensor import QuantizedTensor
 
 SMALL, TWO_STEPS, LARGE = Config(16, 64, 1, 4, 2, 1), Config(16, 128, 2, 4, 2, 1), Config(64, 256, 1, 8, 2, 1)
 

@@ -12,9 +12,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from minifloat.cli import main
+from minifloat.commands.main import main
 from minifloat.errors import KernelUnavailable, UnsupportedTensorError, UsageError
-from minifloat.quantize.model import quantize_checkpoint
+from minifloat.quantize.job import quantize_checkpoint
 from minifloat.serve.engine import Engine, SamplingParams, StepStats, Timings, Usage
 from minifloat.serve.engine.device import transfer
 

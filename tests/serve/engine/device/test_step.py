@@ -16,15 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.kernels.paged import PagedCache
-from minifloat.quantize.tensor import quantize_tensor
-from minifloat.scheme import SCHEMES
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import quantize_tensor
+from minifloat.runtime.linear import QuantizedLinear, QuantizedWeight
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.device import DeviceRunner, device_decoder_of
 from minifloat.serve.engine.device.decoder import Inputs, Piece, Product, step
 from minifloat.serve.engine.device.graphs import COLUMNS, bucket_sizes
 from minifloat.serve.engine.sampling_device import draw
 from minifloat.serve.engine.scheduler import Work
-from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
 
 NAMES = ["llama", "llama3-rope", "mistral", "qwen2", "qwen3"]
 BLOCKS, ROWS, LENGTH = 40, 9, 128

@@ -1,7 +1,7 @@
 // Rounds the inputs of a linear to a format of at most 8 bits: scale, code and the value of the code in one pass over the
 // rows, so that neither scales nor codes go through memory.
 //
-// Operation by operation it is quantize/activation.py of the package, to the bit. Hence the division of each element:
+// Operation by operation it is numerics/activation.py of the package, to the bit. Hence the division of each element:
 // a product with the reciprocal of the scale lies on the other side of some ties.
 #include "../threads.h"
 #include "scales.h"

@@ -1,4 +1,4 @@
-// From the amax of blocks to their scales: quantize/scale.py of the package, operation by operation.
+// From the amax of blocks to their scales: numerics/scale.py of the package, operation by operation.
 #pragma once
 
 #include "encode.h"

@@ -5,7 +5,7 @@
 
 namespace MINIFLOAT_ISA {
 
-// Relative to FLOOR, in the order of SEARCH_OFFSETS of quantize/scale.py: an earlier one wins a tie.
+// Relative to FLOOR, in the order of SEARCH_OFFSETS of numerics/scale.py: an earlier one wins a tie.
 constexpr int kCandidates = 4;
 constexpr int32_t kOffsets[kCandidates] = {0, 1, -1, -2};
 

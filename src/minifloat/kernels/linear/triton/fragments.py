@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.formats import BFLOAT16, E4M3, E8M0, ElementFormat
-from minifloat.granularity import GROUP_16, GROUP_32
 from minifloat.kernels.linear.triton.layout import PANEL_ROWS, TILE_COLS, Form, Order
 from minifloat.kernels.pack.layout import MAX_DISTANCE
 from minifloat.kernels.pack.reference import e8m0_codes
-from minifloat.quantize.cast import decode
+from minifloat.numerics.cast import decode
+from minifloat.numerics.formats import BFLOAT16, E4M3, E8M0, ElementFormat
+from minifloat.numerics.granularity import GROUP_16, GROUP_32
 
 #: Exponent field of the largest multiplier: 2**126, with which E2M1 becomes itself.
 TOP = BFLOAT16.bias + 126

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import enum
 
-from minifloat.formats import E2M1, E4M3
 from minifloat.kernels.pack.layout import BLOCK, CODED_E8M0, ROW
 from minifloat.kernels.pack.layout import form_of as cpu_form_of
-from minifloat.scheme import WeightSpec
+from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.scheme import WeightSpec
 
 HALF_ROWS = 64  #: rows of a fragment of four warps
 PANEL_ROWS = 2 * HALF_ROWS

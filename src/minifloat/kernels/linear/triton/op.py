@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
-from minifloat.formats import get_format
-from minifloat.granularity import CHANNEL, TENSOR, Granularity, block_granularity
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.linear.triton.layout import Order
 from minifloat.kernels.linear.triton.weight import GpuWeight
-from minifloat.scheme import WeightSpec
+from minifloat.numerics.formats import get_format
+from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity, block_granularity
+from minifloat.numerics.scheme import WeightSpec
 
 
 def check(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> None:

@@ -21,15 +21,15 @@ import click
 import torch
 
 from minifloat.errors import KernelUnavailable, MinifloatError, UsageError
-from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32
-from minifloat.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32
 from minifloat.kernels.linear.triton import config as configs
 from minifloat.kernels.linear.triton.availability import why_not
 from minifloat.kernels.linear.triton.config import BUCKETS, LARGE, MAX_SPLIT, Config, Device
 from minifloat.kernels.linear.triton.layout import TILE_COLS, Form
 from minifloat.kernels.linear.triton.weight import GpuWeight, pack
-from minifloat.quantize.tensor import quantize_tensor
-from minifloat.scheme import WeightSpec
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32
+from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.tensor import quantize_tensor
 
 #: q/k/v, out, gate/up and down of an 8B Llama.
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))

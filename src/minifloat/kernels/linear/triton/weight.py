@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import NonFiniteError, UnsupportedTensorError
-from minifloat.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.kernels.linear.triton import fragments
 from minifloat.kernels.linear.triton.availability import why_not as why_no_device
 from minifloat.kernels.linear.triton.counters import prepare
 from minifloat.kernels.linear.triton.layout import TILE_COLS, Form, Order, form_of
-from minifloat.quantize.cast import decode
-from minifloat.quantize.pack import pack_nibbles, unpack_nibbles
-from minifloat.quantize.tensor import QuantizedTensor
-from minifloat.scheme import WeightSpec
+from minifloat.numerics.cast import decode
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
+from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
+from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor
 
 _SIGN = 1 << (E4M3.bits - 1)
 

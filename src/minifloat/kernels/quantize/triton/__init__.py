@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from minifloat.formats import E4M3, E8M0, FLOAT32
-from minifloat.granularity import TENSOR
 from minifloat.kernels.quantize.triton import blocks
 from minifloat.kernels.triton_cast import OPTIONS, constants
-from minifloat.quantize.cast import encode
-from minifloat.quantize.scale import global_divisor
-from minifloat.quantize.stats import CastStats
-from minifloat.scheme import ScaleRule, WeightSpec
+from minifloat.numerics.cast import encode
+from minifloat.numerics.cast_stats import CastStats
+from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
+from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.scale import global_divisor
+from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
 #: As the kernels read them: bfloat16 as the integers that its bits are.
 _DTYPES = {"BF16": torch.int16, "F16": torch.float16, "F32": torch.float32}

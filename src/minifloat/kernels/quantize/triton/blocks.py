@@ -2,7 +2,7 @@
 
 A program takes whole blocks: many small ones (groups of 16 or 32), or one that it goes through in chunks (128x128, a
 row), then twice, the second time from the cache. In memory it sees a matrix ``[BLOCKS, CHUNK]``, whatever the
-blocks are. All that decides bits is in `triton_cast`, or stated in `quantize/scale.py` and repeated here in the same
+blocks are. All that decides bits is in `triton_cast`, or stated in `numerics/scale.py` and repeated here in the same
 order. Sums of squares are float64, one pair per program, so that no order of programs changes them.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from minifloat.formats import E8M0, FLOAT32
 from minifloat.kernels.triton_cast import (
     INF_BITS,
     MAGNITUDE,
@@ -26,6 +25,7 @@ from minifloat.kernels.triton_cast import (
     sign_of,
     with_sign,
 )
+from minifloat.numerics.formats import E8M0, FLOAT32
 
 #: How scales are made: values of SCALING.
 FLOAT_SCALES: Any = tl.constexpr(0)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from minifloat.architecture.family import why_not_family
 from minifloat.errors import KernelUnavailable
-from minifloat.formats import FLOAT32
-from minifloat.granularity import CHANNEL, TENSOR
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.paged import (
     PagedCache,
@@ -31,11 +30,12 @@ from minifloat.kernels.paged import (
     rotate_and_store,
     silu_and_multiply,
 )
-from minifloat.quantize.tensor import QuantizedTensor, quantize_tensor
+from minifloat.numerics.formats import FLOAT32
+from minifloat.numerics.granularity import CHANNEL, TENSOR
+from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
+from minifloat.runtime.linear import QuantizedLinear, QuantizedWeight
+from minifloat.runtime.names import listing
 from minifloat.serve.engine.native import LM_HEAD_FP8, NotNative, bias_of, norm_of, window_of
-from minifloat.serve.family import why_not_family
-from minifloat.serve.linear import QuantizedLinear, QuantizedWeight
-from minifloat.serve.names import listing
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""What the commands print on a terminal, with rich; imported by a command when it runs."""

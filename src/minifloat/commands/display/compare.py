@@ -1,0 +1,106 @@
+"""How a comparison looks on a terminal. The words are those of the page (`compare.pages.words`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.markup import escape
+from rich.table import Table
+
+from minifloat.commands.display.console import make_console, make_table
+from minifloat.compare.pages.numbers import increase, number, with_interval
+from minifloat.compare.pages.tasks import recovery, task_difference, task_score
+from minifloat.compare.pages.words import (
+    attribution_text,
+    baseline_name,
+    candidate_names,
+    confidence_text,
+    generation_text,
+    note_lines,
+    override_options,
+    partial_text,
+    size_lines,
+    suggestion_text,
+    unmet_lines,
+    verdict_line,
+)
+from minifloat.compare.result import CandidateResult, Comparison
+from minifloat.compare.summary import Summary
+from minifloat.report.text import visible
+
+_WORST_MODULES = 3
+_NARROWEST = 9  #: columns of a terminal for names
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """Per candidate a row for each text and one for all, what else was measured, and the verdict last."""
+    console = make_console()
+    names = candidate_names(comparison)
+    for name, one in zip(names, comparison.candidates, strict=True):
+        console.print(escape(f"{baseline_name(comparison)} -> {name}: {size_lines(comparison, one)}"), soft_wrap=True)
+        console.print(_table(one))
+        for line in _lines(one):
+            console.print(escape(line), soft_wrap=True)
+        console.print()
+    if any(not row.kl_mean.known for one in comparison.candidates for row in one.summaries):
+        console.print(escape(confidence_text()), soft_wrap=True)
+    for note in note_lines(comparison):
+        console.print(escape(f"Not measured: {note}"), soft_wrap=True)
+    if comparison.partial:
+        console.print(escape(partial_text(comparison)), soft_wrap=True)
+    for name, one in zip(names, comparison.candidates, strict=True):
+        others = unmet_lines(one)[1:]
+        for line in reversed(others):
+            console.print(escape(f"  {line}"), soft_wrap=True)
+        console.print(escape(f"{name}: {verdict_line(one)}"), soft_wrap=True)
+
+
+def _table(candidate: CandidateResult) -> Table:
+    """Only the names of texts are broken where the terminal is too narrow, never a number."""
+    numbers = ("tokens", "perplexity", "change", "KL, nats", "agreement")
+    table = make_table("text", *numbers, right=numbers)
+    names = table.columns[0]
+    names.no_wrap, names.overflow, names.min_width = False, "fold", _NARROWEST
+    for summary in candidate.summaries:
+        table.add_row(escape(visible(summary.name)), *map(escape, _cells(summary)))
+    return table
+
+
+def _cells(one: Summary) -> list[str]:
+    return [
+        f"{one.tokens:,}",
+        f"{number(one.baseline_perplexity, 3)} -> {number(one.candidate_perplexity, 3)}",
+        with_interval(increase(one), as_percent=True, signed=True),
+        with_interval(one.kl_mean, digits=1),
+        with_interval(one.agreement, as_percent=True, digits=1),
+    ]
+
+
+def _lines(candidate: CandidateResult) -> Iterator[str]:
+    one = candidate.overall
+    yield (
+        f"KL median {number(one.kl_median.value, 3)}, p99 {number(one.kl_p99.value, 3)}, "
+        f"p99.9 {number(one.kl_p999.value, 3)}, max {number(one.kl_max, 3)}; same top-1 "
+        f"{with_interval(one.top1_agreement, as_percent=True, digits=1)}, top-10 overlap "
+        f"{with_interval(one.topk_overlap, as_percent=True)}; bits per byte {number(one.baseline_bits_per_byte)} -> "
+        f"{number(one.candidate_bits_per_byte)}"
+    )
+    cache = f", keys and values in {candidate.model.kv_cache}" if candidate.model.kv_cache else ""
+    yield visible(f"inputs of the linears in {candidate.model.activations}{cache}")
+    if candidate.generation is not None:
+        yield f"generation: {generation_text(candidate.generation)}"
+    for task in candidate.tasks:
+        scores = [task_score(task, score) for score in (task.baseline, task.candidate)]
+        p = "" if task.mcnemar_p is None else f", McNemar's p {number(task.mcnemar_p, 2)}"
+        yield (
+            f"task {visible(task.task)}, {visible(task.metric)}: {scores[0]} -> {scores[1]}, difference "
+            f"{task_difference(task)}{p}, {task.items:,} items, recovery {recovery(task)}"
+        )
+    if candidate.attribution is not None:
+        yield f"damage: {attribution_text(candidate.attribution)}"
+        for row in candidate.attribution.rows[:_WORST_MODULES]:
+            alone = "" if row.kl_alone is None else f", KL alone {number(row.kl_alone, 3)}"
+            yield f"  {visible(row.module)}: SQNR {number(row.sqnr_db, 3)} dB{alone}"
+        if candidate.attribution.suggestion is not None:
+            yield f"  {suggestion_text(candidate.attribution.suggestion)}"
+            yield from (f"  {option}" for option in override_options(candidate.attribution.suggestion))

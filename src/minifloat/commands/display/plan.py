@@ -1,0 +1,178 @@
+"""How a plan looks on a terminal. Bytes are decimal (GB), as on data sheets."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+from rich.table import Table
+
+from minifloat.commands.display.console import make_console, make_table
+from minifloat.numerics.formats import BFLOAT16
+from minifloat.plan.hardware import Hardware
+from minifloat.plan.result import ModelPlan, SchemePlan
+from minifloat.plan.roofline import Bound
+
+_UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+_GIGA, _TERA = 10**9, 10**12
+
+
+def print_plan(plan: ModelPlan) -> None:
+    """The model and the hardware, then memory, then speed, then what to do."""
+    console = make_console()
+    console.print(escape(_model_line(plan)), soft_wrap=True)
+    console.print(escape(_hardware_line(plan)), soft_wrap=True)
+    console.print()
+    console.print(_cache_table(plan))
+    console.print()
+    console.print(_memory_table(plan))
+    console.print()
+    console.print(_speed_table(plan))
+    if plan.refused:
+        console.print()
+    for scheme, reason in plan.refused.items():
+        console.print(escape(f"{scheme} cannot hold this model: {reason}"), soft_wrap=True)
+    console.print(
+        "\nfits: weights, KV cache and activations (an estimate) take at most "
+        f"{_size(plan.usable)} of {_size(plan.hardware.memory)} per device.\n"
+        "bound: the larger of bytes over bandwidth and operations over peak; memory-bound below the ridge "
+        f"(operations per byte).{_explained(plan)}",
+        soft_wrap=True,
+    )
+    for note in plan.notes:
+        console.print(escape(note), soft_wrap=True)
+    console.print()
+    _print_commands(plan)
+
+
+def _explained(plan: ModelPlan) -> str:
+    if plan.overtaking is None:
+        return ""
+    return (
+        f"\nW8A8 from batch: where {plan.overtaking} decodes faster than this scheme at this context; its linears: the "
+        "tokens of a step\nfrom which it computes the linears faster (prompts count here too)."
+    )
+
+
+def _model_line(plan: ModelPlan) -> str:
+    active = "" if plan.counts.active == plan.counts.total else f", {_count(plan.counts.active)} active per token"
+    estimated = " (from config.json alone: an estimate)" if plan.estimated else ""
+    return f"{plan.path}: {plan.architecture}, {_count(plan.counts.total)} weights{active}{estimated}"
+
+
+def _hardware_line(plan: ModelPlan) -> str:
+    hardware = plan.hardware
+    many = f"{plan.gpus} x " if plan.gpus > 1 else ""
+    return (
+        f"{many}{hardware.title}: {_size(hardware.memory)}, {hardware.bandwidth / _GIGA:,.0f} GB/s{_peaks(hardware)} "
+        f"({hardware.source})"
+    )
+
+
+def _peaks(hardware: Hardware) -> str:
+    if not hardware.peaks:
+        return ""
+    peaks = ", ".join(f"{element.name} {peak / _TERA:,.0f}" for element, peak in hardware.peaks.items())
+    ridges = ", ".join(f"{element.name} {ridge:,.0f}" for element, ridge in hardware.ridges.items())
+    return f"; dense TFLOP/s {peaks}; ridge {ridges}"
+
+
+def _cache_table(plan: ModelPlan) -> Table:
+    names = ("per token", f"of {plan.context:,} tokens", f"batch {plan.batch}", "per device")
+    table = make_table("KV cache", *names, right=names)
+    for cache in plan.caches:
+        sizes = (cache.per_token, cache.per_sequence, cache.total, cache.device)
+        table.add_row(cache.element, *map(_size, sizes))
+    return table
+
+
+def _memory_table(plan: ModelPlan) -> Table:
+    many = plan.gpus > 1
+    names = ["weights", *(["per device"] if many else []), "+ KV", "+ activations", "=", "largest batch", "with FP8 KV"]
+    names.append("largest context")
+    table = make_table("scheme", *names, "fits", right=names)
+    for one in plan.schemes:
+        table.add_row(
+            one.scheme,
+            _size(one.weights),
+            *([_size(one.device_weights)] if many else []),
+            _size(one.cache),
+            _size(one.activations),
+            _size(one.taken),
+            f"{one.largest_batch:,}",
+            f"{one.largest_batch_fp8:,}",
+            f"{one.largest_context:,}",
+            "yes" if one.fits else "no",
+        )
+    return table
+
+
+def _speed_table(plan: ModelPlan) -> Table:
+    decode = ("decode ms", "tokens/s", "intensity", "ridge")
+    prefill = ("prefill ms", "prompt tok/s")
+    overtaken = () if plan.overtaking is None else ("W8A8 from batch", "its linears from")
+    table = make_table(
+        "scheme",
+        "multiplies in",
+        *decode,
+        "bound",
+        *overtaken,
+        *prefill,
+        "bound",
+        right=(*decode, *overtaken, *prefill),
+    )
+    for one in plan.schemes:
+        table.add_row(
+            one.scheme,
+            one.arithmetic,
+            *_times(one.decode),
+            f"{one.decode.intensity:,.1f}",
+            "" if one.decode.ridge is None else f"{one.decode.ridge:,.0f}",
+            one.decode.limit,
+            *([] if plan.overtaking is None else _overtaken(one)),
+            *_times(one.prefill),
+            one.prefill.limit,
+        )
+    return table
+
+
+def _times(bound: Bound) -> tuple[str, str]:
+    rate = bound.throughput
+    return f"{1e3 * bound.seconds:,.3g}", f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+def _overtaken(plan: SchemePlan) -> list[str]:
+    """From which batch, and from which tokens of a step, W8A8 wins; blank where the scheme is W8A8 itself."""
+    if plan.arithmetic != BFLOAT16.name:
+        return ["", ""]
+    crossings = (plan.overtaken_from, plan.linears_overtaken_from)
+    return ["never" if crossing is None else f"{crossing:,}" for crossing in crossings]
+
+
+def _print_commands(plan: ModelPlan) -> None:
+    console = make_console()
+    fastest = plan.fastest
+    if fastest is None:
+        console.print("Nothing fits: more devices (--gpus), a shorter context, a smaller batch, or an FP8 KV cache.")
+        return
+    asked = plan.schemes[-1] if len(plan.schemes) == 2 else fastest
+    if not asked.fits:
+        console.print(f"{asked.scheme} does not fit; {fastest.scheme} does.")
+        asked = fastest
+    elif len(plan.schemes) > 2:
+        console.print(f"Fastest of what fits, at the bound: {asked.scheme}")
+    for command in asked.commands:
+        console.print(escape(f"    {command}"), soft_wrap=True)
+
+
+def _size(nbytes: float) -> str:
+    for name, unit in _UNITS:
+        if nbytes >= unit:
+            return f"{nbytes / unit:,.2f} {name}"
+    return f"{nbytes:.0f} B"
+
+
+def _count(number: int) -> str:
+    """So many weights: ``70.6B``, ``4.2M``."""
+    for name, unit in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= unit:
+            return f"{number / unit:,.1f}{name}"
+    return f"{number:,}"

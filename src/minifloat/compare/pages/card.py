@@ -1,0 +1,197 @@
+"""The evaluation section of a model card (README.md): a comparison in Markdown, between two marker comments.
+
+Texts' names and models' tokens stand in tables of a file that hubs render as HTML. In `markdown` every character that
+could begin markup becomes a numeric reference, which Markdown never takes for structure. Metadata in the card's head
+(``model-index``) is left out: it has no place for intervals and verdicts, and numbers without them would be the ones
+that spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from minifloat.compare.pages.numbers import increase, number, with_interval
+from minifloat.compare.pages.tasks import recovery, task_difference, task_score
+from minifloat.compare.pages.words import (
+    attribution_text,
+    baseline_name,
+    candidate_names,
+    confidence_text,
+    generation_text,
+    machine_facts,
+    note_lines,
+    override_options,
+    partial_text,
+    size_lines,
+    suggestion_text,
+    tolerance_text,
+    unmet_lines,
+    verdict_line,
+)
+from minifloat.compare.result import CandidateResult, Comparison, WorstToken
+from minifloat.compare.summary import Summary
+from minifloat.compare.tasks import TaskDifference
+from minifloat.report.card import markdown, markers
+from minifloat.report.text import token_text, visible
+
+BEGIN, END = markers("compare")
+_WORST, _CONTEXT, _TOKEN = 5, 40, 40
+
+
+def card_section(comparison: Comparison) -> str:
+    """What a comparison found, as Markdown, with the markers around it.
+
+    Several candidates share the tables. Of the model's text only the five tokens that differ most are quoted.
+    """
+    names = [markdown(name) for name in candidate_names(comparison)]
+    pairs = list(zip(names, comparison.candidates, strict=True))
+    partial = partial_text(comparison)
+    lines = [
+        BEGIN,
+        "## Evaluation: is it still the same model?",
+        "",
+        f"Compared with {markdown(baseline_name(comparison))} on the same tokens.",
+        "",
+        *([f"**{partial}**", ""] if partial else []),
+        *_verdicts(pairs),
+        *(f"- Not measured: {markdown(note)}" for note in note_lines(comparison)),
+        "",
+        f"The bounds, on every text: {tolerance_text(comparison.candidates[0].verdict.tolerance)}.",
+        markdown(confidence_text()),
+        "",
+        *_numbers(pairs),
+        *_tasks(pairs),
+        *_rest(pairs),
+        *_worst(pairs),
+        *_provenance(comparison, pairs),
+        END,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_Pairs = Sequence[tuple[str, CandidateResult]]
+
+
+def _verdicts(pairs: _Pairs) -> Iterator[str]:
+    for name, one in pairs:
+        yield f"- **{name}: {markdown(verdict_line(one))}**"
+        lines = unmet_lines(one)
+        if len(lines) > 1:
+            yield from (f"  - {markdown(line)}" for line in lines)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells that are Markdown already, and an empty line."""
+    lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
+    return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
+
+
+def _labelled(pairs: _Pairs, text: str, name: str) -> str:
+    return text if len(pairs) == 1 else f"{text}: {name}"
+
+
+def _numbers(pairs: _Pairs) -> list[str]:
+    columns = (
+        "text",
+        "tokens",
+        "perplexity",
+        "change",
+        "bits per byte",
+        "mean KL",
+        "KL p99",
+        "agreement",
+        "top-1",
+        "top-10",
+    )
+    rows = [
+        [_labelled(pairs, markdown(one.summaries[place].name), name), *_row(one.summaries[place])]
+        for place in range(len(pairs[0][1].summaries))
+        for name, one in pairs
+    ]
+    return _table(columns, rows)
+
+
+def _row(one: Summary) -> list[str]:
+    return [
+        f"{one.tokens:,}",
+        f"{number(one.baseline_perplexity)} -> {number(one.candidate_perplexity)}",
+        with_interval(increase(one), as_percent=True, signed=True),
+        f"{number(one.baseline_bits_per_byte)} -> {number(one.candidate_bits_per_byte)}",
+        with_interval(one.kl_mean),
+        with_interval(one.kl_p99),
+        with_interval(one.agreement, as_percent=True),
+        with_interval(one.top1_agreement, as_percent=True),
+        with_interval(one.topk_overlap, as_percent=True),
+    ]
+
+
+def _tasks(pairs: _Pairs) -> list[str]:
+    rows = [[_labelled(pairs, markdown(task.task), name), *_task(task)] for name, one in pairs for task in one.tasks]
+    columns = ("task", "metric", "items", "baseline", "candidate", "difference", "McNemar's p", "recovery")
+    return _table(columns, rows) if rows else []
+
+
+def _task(task: TaskDifference) -> list[str]:
+    return [
+        markdown(task.metric),
+        f"{task.items:,}",
+        task_score(task, task.baseline),
+        task_score(task, task.candidate),
+        task_difference(task),
+        "-" if task.mcnemar_p is None else number(task.mcnemar_p, 2),
+        recovery(task),
+    ]
+
+
+def _rest(pairs: _Pairs) -> Iterator[str]:
+    """Generation and attribution, a sentence each."""
+    for name, one in pairs:
+        label = f"{name}: " if len(pairs) > 1 else ""
+        if one.generation is not None:
+            yield from (f"{label}Greedy generation: {generation_text(one.generation)}.", "")
+        if one.attribution is not None and one.attribution.suggestion is not None:
+            advice = one.attribution.suggestion
+            yield f"{label}{suggestion_text(advice)} ({attribution_text(one.attribution)})."
+            yield from (f"minifloat quantize takes {markdown(option)}." for option in override_options(advice))
+            yield ""
+
+
+def _worst(pairs: _Pairs) -> list[str]:
+    rows = [
+        [_labelled(pairs, number(worst.kl, 3), name), *_spot(worst)]
+        for name, one in pairs
+        for worst in one.worst[:_WORST]
+    ]
+    columns = ("KL", "after", "came", "baseline expected", "candidate expected")
+    return ["The tokens that differ most:", "", *_table(columns, rows)] if rows else []
+
+
+def _spot(worst: WorstToken) -> list[str]:
+    firsts = [
+        f"{_token(choices[0].token)} ({choices[0].probability:.0%})" if choices else "-"
+        for choices in (worst.baseline, worst.candidate)
+    ]
+    context = visible(worst.context)
+    before = f"…{context[-_CONTEXT:]}" if len(context) > _CONTEXT else context
+    return [markdown(before), _token(worst.token), *firsts]
+
+
+def _token(token: str) -> str:
+    return markdown(token_text(token)[:_TOKEN])
+
+
+def _provenance(comparison: Comparison, pairs: _Pairs) -> Iterator[str]:
+    for name, one in pairs:
+        cache = f", keys and values in {one.model.kv_cache}" if one.model.kv_cache else ""
+        inputs = markdown(f"{one.model.activations}{cache}")
+        yield f"- {name}: {markdown(size_lines(comparison, one))}; inputs of the linears in {inputs}"
+    for text in comparison.texts:
+        yield (
+            f"- {markdown(text.name)}: {text.documents:,} documents, {text.tokens:,} tokens, "
+            f"sha256 {markdown(text.sha256[:16])}"
+        )
+    machine = ", ".join(f"{name} {value}" for name, value in machine_facts(comparison.machine))
+    yield f"- windows of {comparison.window} tokens, in {markdown(comparison.dtype)}; {markdown(machine)}"
+    yield ""
+    if comparison.command:
+        yield from ("Made by", "", f"    {visible(comparison.command)}", "")

@@ -1,0 +1,275 @@
+"""A comparison as a page for somebody who has to decide whether to ship the quantized model: the verdict first.
+
+One candidate or several side by side. Parts that were not measured are left out. What is said in words comes from
+`compare_words`, which the terminal and the model card share; nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from minifloat.compare.metrics import TIE
+from minifloat.compare.pages.charts import (
+    change_chart,
+    kl_chart,
+    layer_charts,
+    margin_chart,
+    module_chart,
+    survival_chart,
+)
+from minifloat.compare.pages.examples import greedy_samples, worst_tokens
+from minifloat.compare.pages.numbers import increase, interval_parts, number
+from minifloat.compare.pages.tasks import tasks_section
+from minifloat.compare.pages.words import (
+    OUTCOMES,
+    attribution_text,
+    baseline_name,
+    candidate_names,
+    confidence_text,
+    generation_text,
+    machine_facts,
+    note_lines,
+    override_options,
+    partial_text,
+    smaller,
+    suggestion_text,
+    tolerance_text,
+    unmet_lines,
+    verdict_count,
+    verdict_line,
+)
+from minifloat.compare.result import CandidateResult, Comparison, ModelRecord
+from minifloat.compare.statistics import Estimate
+from minifloat.compare.summary import Summary
+from minifloat.compare.verdict import Outcome
+from minifloat.report import (
+    Cell,
+    Markup,
+    box,
+    bullets,
+    code,
+    facts,
+    folded,
+    page,
+    paragraph,
+    section,
+    stacked,
+    subsection,
+    table,
+)
+from minifloat.report.text import size_text, visible
+
+_KINDS = {Outcome.PASSED: "passed", Outcome.FAILED: "failed", Outcome.UNDECIDED: "undecided"}
+
+
+def compare_page(comparison: Comparison) -> str:
+    """A self-contained HTML page about a comparison."""
+    names = candidate_names(comparison)
+    title = names[0] if len(names) == 1 else f"{len(names)} candidates"
+    return page(
+        f"Is it still the same model? {title} against {baseline_name(comparison)}",
+        _verdicts(comparison, names),
+        _perplexity(comparison, names),
+        _divergence(comparison, names),
+        _agreement(comparison, names),
+        tasks_section([(name, one.tasks) for name, one in zip(names, comparison.candidates, strict=True)]),
+        _generation(comparison, names),
+        _damage(comparison, names),
+        _worst(comparison, names),
+        _run(comparison, names),
+    )
+
+
+def _verdicts(comparison: Comparison, names: Sequence[str]) -> str:
+    partial, notes = partial_text(comparison), note_lines(comparison)
+    boxes = []
+    for name, one in zip(names, comparison.candidates, strict=True):
+        lines = unmet_lines(one)
+        title, body = (verdict_count(one), bullets(lines)) if len(lines) > 1 else (verdict_line(one), "")
+        boxes.append(box(_KINDS[one.verdict.outcome], f"{name}: {title}", body))
+    bounds = tolerance_text(comparison.candidates[0].verdict.tolerance)
+    return section(
+        "Verdict",
+        box("warning", partial) if partial else "",
+        *boxes,
+        box("warning", "Not measured", bullets(notes)) if notes else "",
+        paragraph(f"The bounds, on every text: {bounds}. {confidence_text()}"),
+        _overview(comparison, names),
+    )
+
+
+def _overview(comparison: Comparison, names: Sequence[str]) -> str:
+    """One row per model, on all texts."""
+    columns = ("model", "weights", "perplexity", "change", "mean KL", "agreement", "verdict")
+    first = comparison.candidates[0].overall
+    base: list[Cell] = [baseline_name(comparison), size_text(comparison.baseline.nbytes)]
+    rows = [[*base, number(first.baseline_perplexity), "", "", "", "baseline"]]
+    for name, one in zip(names, comparison.candidates, strict=True):
+        rows.append(
+            [
+                name,
+                stacked(size_text(one.model.nbytes), f"{smaller(comparison, one)} smaller"),
+                number(one.overall.candidate_perplexity),
+                _cell(increase(one.overall), as_percent=True, signed=True),
+                _cell(one.overall.kl_mean),
+                _cell(one.overall.agreement, as_percent=True),
+                Markup(f'<span class="words">{OUTCOMES[one.verdict.outcome].lower()}</span>'),
+            ]
+        )
+    return table(columns, rows)
+
+
+def _cell(estimate: Estimate, *, as_percent: bool = False, signed: bool = False) -> Markup:
+    return stacked(*interval_parts(estimate, as_percent=as_percent, signed=signed))
+
+
+def _by_text(
+    comparison: Comparison, names: Sequence[str], columns: Sequence[str], cells: Callable[[Summary], list[Cell]]
+) -> str:
+    """A row per text, and within it per candidate."""
+    rows: list[list[Cell]] = []
+    for place, summary in enumerate(comparison.candidates[0].summaries):
+        if len(names) > 1:
+            rows.append([visible(summary.name)])
+        for name, one in zip(names, comparison.candidates, strict=True):
+            rows.append([name if len(names) > 1 else visible(summary.name), *cells(one.summaries[place])])
+    return table(("text" if len(names) == 1 else "candidate", *columns), rows)
+
+
+def _perplexity(comparison: Comparison, names: Sequence[str]) -> str:
+    def cells(one: Summary) -> list[Cell]:
+        return [
+            stacked(f"{one.tokens:,}", f"{one.units:,} {one.unit.replace(' or ', 's or ')}s"),
+            number(one.baseline_perplexity),
+            number(one.candidate_perplexity),
+            _cell(increase(one), as_percent=True, signed=True),
+            number(one.baseline_bits_per_byte),
+            number(one.candidate_bits_per_byte),
+        ]
+
+    columns = ("tokens", "baseline", "candidate", "change", "baseline bits/byte", "candidate bits/byte")
+    chart = change_chart(comparison.candidates, names)
+    return section("Perplexity", chart, _by_text(comparison, names, columns, cells))
+
+
+def _divergence(comparison: Comparison, names: Sequence[str]) -> str:
+    def cells(one: Summary) -> list[Cell]:
+        estimates = (one.kl_mean, one.kl_median, one.kl_p99, one.kl_p999)
+        return [*(_cell(estimate) for estimate in estimates), number(one.kl_max, 3)]
+
+    columns = ("mean", "median", "p99", "p99.9", "max")
+    note = (
+        "KL divergence of the candidate's next-token distribution from the baseline's, in nats per token: "
+        "0 where they are the same."
+    )
+    rows = _by_text(comparison, names, columns, cells)
+    return section("KL divergence", paragraph(note), kl_chart(comparison.candidates, names), rows)
+
+
+def _agreement(comparison: Comparison, names: Sequence[str]) -> str:
+    def cells(one: Summary) -> list[Cell]:
+        return [_cell(some, as_percent=True) for some in (one.agreement, one.top1_agreement, one.topk_overlap)]
+
+    note = (
+        "A first choice that flips where the baseline hardly had one is no loss; one where it was sure is. Agreement "
+        f"does not count flips where the baseline's first two choices were within {TIE} nats."
+    )
+    rows = _by_text(comparison, names, ("agreement", "same first choice", "of the first ten in common"), cells)
+    return section("Agreement", paragraph(note), rows, margin_chart(comparison.candidates, names))
+
+
+# ------------------------------------------------------------------------------------------------- what may be missing
+
+
+def _headings(names: Sequence[str]) -> Sequence[str]:
+    """Of parts that each candidate has for itself: none are needed for one."""
+    return names if len(names) > 1 else [""]
+
+
+def _generation(comparison: Comparison, names: Sequence[str]) -> str:
+    candidates = zip(names, _headings(names), comparison.candidates, strict=True)
+    found = [(name, heading, one.generation) for name, heading, one in candidates if one.generation is not None]
+    if not found:
+        return ""
+    note = (
+        "Both models write what they find the most probable. One token that differs sends them different ways, even "
+        "where the two choices were all but equal, so texts that part are not worse for it."
+    )
+    lines = [f"{heading}{': ' if heading else ''}{generation_text(one)}." for _, heading, one in found]
+    return section(
+        "Greedy generation",
+        paragraph(note),
+        bullets(lines) if len(lines) > 1 else paragraph(lines[0]),
+        survival_chart([(name, one) for name, _, one in found]),
+        *(greedy_samples(one, heading) for _, heading, one in found),
+    )
+
+
+def _damage(comparison: Comparison, names: Sequence[str]) -> str:
+    parts = [_candidate_damage(*pair) for pair in zip(_headings(names), comparison.candidates, strict=True)]
+    return section("Where the damage comes from", *parts) if any(parts) else ""
+
+
+def _candidate_damage(heading: str, candidate: CandidateResult) -> str:
+    found = candidate.attribution
+    if found is None:
+        return ""
+    columns = ("module", "SQNR, dB", "KL alone", "KL of all others", "bytes more in BF16")
+    rows = [
+        [
+            visible(row.module),
+            number(row.sqnr_db),
+            "-" if row.kl_alone is None else number(row.kl_alone, 3),
+            "-" if row.kl_without is None else number(row.kl_without, 3),
+            size_text(row.extra_bytes),
+        ]
+        for row in found.rows
+    ]
+    advice = found.suggestion
+    options = override_options(advice)
+    return subsection(
+        heading,
+        paragraph(f"{attribution_text(found)}."),
+        paragraph(f"{suggestion_text(advice)}.") if advice else "",
+        paragraph("What to tell minifloat quantize:") + code("\n".join(options)) if options else "",
+        module_chart(found, candidate.verdict.tolerance),
+        layer_charts(found),
+        folded("All modules, the worst first", table(columns, rows)),
+    )
+
+
+def _worst(comparison: Comparison, names: Sequence[str]) -> str:
+    parts = [worst_tokens(one, heading) for heading, one in zip(_headings(names), comparison.candidates, strict=True)]
+    note = "The token that came is marked; below it what each model found the most probable there."
+    return section("Where they differ most", paragraph(note), *parts) if any(parts) else ""
+
+
+# ------------------------------------------------------------------------------------------------- what was run
+
+
+def _run(comparison: Comparison, names: Sequence[str]) -> str:
+    columns = ("text", "documents", "tokens", "sha256")
+    rows = [
+        [visible(one.name), f"{one.documents:,}", f"{one.tokens:,}", f"{one.sha256[:16]}"] for one in comparison.texts
+    ]
+    return section(
+        "What was run",
+        facts(list(_run_facts(comparison))),
+        table(columns, rows),
+        code(visible(comparison.command)) if comparison.command else "",
+    )
+
+
+def _run_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    yield "baseline", _model_text(comparison.baseline)
+    for one in comparison.candidates:
+        yield "candidate", _model_text(one.model)
+    yield "windows", f"{comparison.window:,} tokens, in {comparison.dtype}"
+    share = "" if not comparison.partial else f" of {comparison.tokens_total:,}"
+    yield "tokens", f"{comparison.tokens_done:,}{share}, scored in {number(comparison.seconds, 3)} s"
+    yield from machine_facts(comparison.machine)
+
+
+def _model_text(model: ModelRecord) -> str:
+    text = f"{model.name}: {model.nbytes:,} bytes, inputs of the linears in {model.activations}"
+    return visible(f"{text}, keys and values in {model.kv_cache}" if model.kv_cache else text)

@@ -1,0 +1,183 @@
+"""`inspect`: what a checkpoint holds, from headers and config alone.
+
+Works on every layout that `minifloat.layouts` reads, whichever tool wrote it. Nothing is loaded, so the answer for a
+70B model takes as long as reading its headers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from minifloat.architecture.roles import Role, role_of
+from minifloat.checkpoint import Checkpoint
+from minifloat.hub import open_headers
+from minifloat.layouts import Description, describe
+from minifloat.layouts.stored import StoredWeight
+from minifloat.numerics.formats import FLOAT32
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec, WeightSpec
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One weight or one plain tensor.
+
+    Attributes:
+        name: Module of a quantized weight, tensor name otherwise.
+        kind: ``"quantized"``, ``"scale"`` for tensors beside weights, or the role of a plain tensor.
+        format: Scheme, or dtype of a plain tensor.
+        shape: Of the weight.
+        elements: Number of weights; 0 for auxiliary tensors.
+        nbytes: Codes and scales together.
+    """
+
+    name: str
+    kind: str
+    format: str
+    shape: tuple[int, ...]
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a checkpoint holds.
+
+    Attributes:
+        path: The folder, or the model of the hub, as it was given.
+        architecture: From the config.
+        layout: Name of the quantized layout, None for an unquantized checkpoint.
+        kv_cache: Format of the KV cache, if the checkpoint says so.
+        shards: Number of files.
+        rows: Quantized weights first by name, then the other tensors.
+        ignored_files: Safetensors files beside an index that does not name them.
+    """
+
+    path: str
+    architecture: str
+    layout: str | None
+    kv_cache: str | None
+    shards: int
+    rows: tuple[TensorRow, ...]
+    ignored_files: tuple[str, ...] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def elements(self) -> int:
+        """Number of weights."""
+        return sum(row.elements for row in self.rows)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of storage per weight, over the whole checkpoint, scales included."""
+        return 8 * self.nbytes / max(self.elements, 1)
+
+    @property
+    def quantized_bits_per_weight(self) -> float:
+        """The same over quantized weights alone; NaN where there are none."""
+        rows = [row for row in self.rows if row.kind == "quantized"]
+        elements = sum(row.elements for row in rows)
+        return 8 * sum(row.nbytes for row in rows) / elements if elements else math.nan
+
+    def by(self, attribute: str) -> dict[str, tuple[int, int, int]]:
+        """Rows, weights and bytes by `kind` or `format`, largest first."""
+        totals: dict[str, tuple[int, int, int]] = {}
+        for row in self.rows:
+            count, elements, nbytes = totals.get(getattr(row, attribute), (0, 0, 0))
+            totals[getattr(row, attribute)] = (count + 1, elements + row.elements, nbytes + row.nbytes)
+        return dict(sorted(totals.items(), key=lambda item: -item[1][2]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        bits = self.quantized_bits_per_weight
+        return asdict(self) | {
+            "nbytes": self.nbytes,
+            "elements": self.elements,
+            "bits_per_weight": self.bits_per_weight,
+            "quantized_bits_per_weight": None if math.isnan(bits) else bits,
+        }
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], *, revision: str | None = None) -> Inspection:
+    """Describe a checkpoint.
+
+    Args:
+        path: A folder, or a model of the hub, whose weights stay there.
+        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
+
+    Raises:
+        CheckpointError: The files are not what they claim to be.
+        HubError: The hub has no such model, refuses it, or cannot be reached.
+    """
+    with open_headers(path, revision=revision) as checkpoint:
+        description = describe(checkpoint)
+        architectures = checkpoint.config.get("architectures") or [checkpoint.config.get("model_type", "unknown")]
+        kv = description.kv
+        return Inspection(
+            path=str(path),
+            architecture=str(architectures[0]),
+            layout=description.layout,
+            kv_cache=None if kv is None else f"{kv.element.name} per {kv.granularity}",
+            shards=len(checkpoint.shards),
+            rows=(*_quantized_rows(checkpoint, description), *_plain_rows(checkpoint, description)),
+            ignored_files=tuple(checkpoint.ignored_files),
+        )
+
+
+def format_name(spec: WeightSpec, activation: ActivationSpec | None) -> str:
+    """The name of the scheme that stores weights like this, or its parts where no scheme here does."""
+    same_weight = [
+        scheme
+        for scheme in SCHEMES.values()
+        if (scheme.weight.element, scheme.weight.granularity, scheme.weight.scale)
+        == (spec.element, spec.granularity, spec.scale)
+    ]
+    for scheme in same_weight:
+        if scheme.activation == activation:
+            return scheme.name
+    suffix = "" if activation is None else f", inputs {activation.element.name} per {activation.granularity}"
+    if len(same_weight) == 1:
+        weight_only = " (weight-only)" if activation is None else ""
+        return f"{same_weight[0].name}{weight_only}{suffix}"
+    scale = "" if spec.scale is FLOAT32 else f", {spec.scale.name} scales"
+    return f"{spec.element.name} per {spec.granularity}{scale}{suffix}"
+
+
+def _quantized_rows(checkpoint: Checkpoint, description: Description) -> list[TensorRow]:
+    return [
+        TensorRow(
+            name=module,
+            kind="quantized",
+            format=format_name(stored.spec, stored.activation),
+            shape=stored.shape,
+            elements=math.prod(stored.shape),
+            nbytes=_stored_bytes(checkpoint, stored),
+        )
+        for module, stored in description.weights.items()
+    ]
+
+
+def _stored_bytes(checkpoint: Checkpoint, stored: StoredWeight) -> int:
+    """Bytes of a weight's tensors; an expert's share where experts are fused in one tensor."""
+    total = sum(checkpoint.tensors[name].nbytes for name in stored.tensors)
+    return total if stored.expert is None else total // checkpoint.tensors[stored.codes].shape[0]
+
+
+def _plain_rows(checkpoint: Checkpoint, description: Description) -> list[TensorRow]:
+    used = {name for stored in description.weights.values() for name in stored.tensors}
+    rows = []
+    for name, info in checkpoint.tensors.items():
+        if name in used:
+            continue
+        auxiliary = name in description.auxiliary
+        role = role_of(info)
+        kind = "scale" if auxiliary else ("unquantized linear" if role is Role.LINEAR else role.value)
+        elements = 0 if auxiliary else math.prod(info.shape)
+        rows.append(TensorRow(name, kind, info.dtype, info.shape, elements, info.nbytes))
+    return rows

@@ -1,0 +1,59 @@
+"""What a cast did to a tensor, in five numbers.
+
+The plain-torch oracle (`numerics.scale`) and the native kernel both fill this record and the report reads it, so it
+lives apart from them and imports neither torch nor numpy. It holds sums, not ratios: the parts of a tensor, or the
+tensors of a model, add up. Per-block or per-channel errors are not kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CastStats:
+    """Error of a cast, as sums over elements; ``CastStats()`` is the neutral start of a sum.
+
+    Attributes:
+        elements: Number of elements.
+        signal: Sum of ``w**2``.
+        noise: Sum of ``(w - dequantized)**2``.
+        saturated: Elements clamped to the largest value by more than rounding would have done.
+        flushed: Elements that are not zero and became zero.
+    """
+
+    elements: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    saturated: int = 0
+    flushed: int = 0
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise, ``10 log10(signal / noise)`` in dB; inf where nothing was lost."""
+        if self.noise == 0.0:
+            return math.inf
+        if self.signal == 0.0:
+            return -math.inf
+        return 10.0 * (math.log10(self.signal) - math.log10(self.noise))
+
+    @property
+    def saturated_fraction(self) -> float:
+        """Share of the elements that saturated, 0..1; 0 of an empty tensor."""
+        return self.saturated / max(self.elements, 1)
+
+    @property
+    def flushed_fraction(self) -> float:
+        """Share of the elements that were flushed to zero, 0..1; 0 of an empty tensor."""
+        return self.flushed / max(self.elements, 1)
+
+    def __add__(self, other: CastStats) -> CastStats:
+        """The statistics of both parts together."""
+        return CastStats(
+            self.elements + other.elements,
+            self.signal + other.signal,
+            self.noise + other.noise,
+            self.saturated + other.saturated,
+            self.flushed + other.flushed,
+        )

@@ -1,0 +1,334 @@
+"""Choosing the scale of every block: the oracle that the native kernel is held to, bit for bit.
+
+Every operation is one IEEE float32 operation, or integer arithmetic on its bits, in a stated order, so that vector
+code can repeat it exactly: no log2, no fused multiply-add, no sum of unstated order. A scale grid is
+two-dimensional, as `Granularity` describes; blocks at the right and bottom edge may be partial. Scales here
+MULTIPLY to dequantize, except the float32 divisor of NVFP4, which keeps the direction it has on disk.
+
+Weights are expected to be finite: a tensor with NaN or Inf is refused by name before it comes here, so functions
+below only promise that non-finite input does not raise unless said otherwise. How scales are laid out in a
+checkpoint is left to the layouts, activation scales to calibration.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.numerics.cast import decode, encode
+from minifloat.numerics.cast_stats import CastStats
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import TENSOR, Granularity
+from minifloat.numerics.scheme import ScaleRule, WeightSpec
+
+#: Exponents tried by the search, relative to FLOOR. The order decides ties: an earlier one wins.
+SEARCH_OFFSETS = (0, 1, -1)
+
+_MANTISSA_MASK = (1 << FLOAT32.mantissa_bits) - 1
+
+
+def amax(w: Tensor, granularity: Granularity) -> Tensor:
+    """The largest magnitude in every block.
+
+    Args:
+        w: ``[N, K]``, float32, bfloat16 or float16.
+        granularity: The blocks.
+
+    Returns:
+        float32 ``granularity.scale_shape((N, K))``, exact; NaN where a block holds NaN.
+
+    Raises:
+        ValueError: `w` is not two-dimensional.
+    """
+    return _blocks(w, granularity).abs().amax(dim=(1, 3)).to(torch.float32)
+
+
+def expand(grid: Tensor, granularity: Granularity, shape: tuple[int, int]) -> Tensor:
+    """Repeat the scale of each block over its elements.
+
+    Args:
+        grid: One value per block, any dtype.
+        granularity: The blocks.
+        shape: ``(N, K)`` of the matrix.
+
+    Returns:
+        ``[N, K]``, the dtype of `grid`.
+
+    Raises:
+        ValueError: `grid` does not have the shape that `granularity` gives for `shape`.
+    """
+    expected = granularity.scale_shape(shape)
+    if tuple(grid.shape) != expected:
+        raise ValueError(f"{granularity} scales of {shape} have the shape {expected}, got {tuple(grid.shape)}")
+    rows, cols = granularity.block(shape)
+    full = grid[:, None, :, None].expand(-1, rows, -1, cols).reshape(expected[0] * rows, expected[1] * cols)
+    return full[: shape[0], : shape[1]]
+
+
+def global_divisor(tensor_amax: Tensor) -> Tensor:
+    """The float32 per tensor by which NVFP4 divides its block scales, ``E4M3.max * E2M1.max / amax``.
+
+    It places the largest block scale at the top of E4M3. The quotient is taken as the float32 reciprocal of amax times
+    the constant (two roundings), because that is what compressed-tensors computes and files must agree to the bit.
+
+    Args:
+        tensor_amax: float32, one element; amax of the tensor, or of all tensors that share the divisor.
+
+    Returns:
+        float32 scalar (no dimensions); 1.0 where the quotient is not finite (amax zero, below 8e-36, or NaN).
+
+    Raises:
+        ValueError: `tensor_amax` is not one element (an empty weight has no amax).
+
+    Source: compressed-tensors 0.20, `generate_gparam`.
+    """
+    if tensor_amax.numel() != 1:
+        raise ValueError(f"the divisor needs the amax of one tensor, got the shape {tuple(tensor_amax.shape)}")
+    clamped = tensor_amax.reshape(()).to(torch.float32).clamp(min=FLOAT32.min_normal)
+    quotient = clamped.reciprocal() * (E4M3.max * E2M1.max)
+    return torch.where(torch.isfinite(quotient), quotient, 1.0)
+
+
+def float_scales(amax_grid: Tensor, element: ElementFormat) -> Tensor:
+    """Scales in float32: amax / element.max, rounded to nearest.
+
+    Args:
+        amax_grid: float32, any shape, >= 0.
+        element: Format of the elements.
+
+    Returns:
+        float32, never zero and never subnormal: a block of zeros gets the machine epsilon 2**-23 (what
+        compressed-tensors writes), and any other block at least the smallest normal float32, because a server that
+        flushes subnormals would divide or multiply by zero.
+    """
+    scale = (amax_grid / _constant(element.max, amax_grid)).clamp(min=FLOAT32.min_normal)
+    return torch.where(amax_grid == 0, _epsilon(FLOAT32), scale)
+
+
+def nvfp4_scales(amax_grid: Tensor, divisor: Tensor) -> Tensor:
+    """Block scales of NVFP4: ``divisor * (amax / E2M1.max)`` rounded to E4M3.
+
+    Args:
+        amax_grid: float32, any shape, >= 0.
+        divisor: float32 scalar of `global_divisor`.
+
+    Returns:
+        uint8 E4M3 codes, never of zero: a block of zeros gets E4M3's machine epsilon 0.125 (what compressed-tensors
+        writes); a block whose scale would round to zero gets the smallest subnormal, where compressed-tensors writes
+        0.125 and so flushes the block.
+    """
+    codes = encode(divisor * (amax_grid / _constant(E2M1.max, amax_grid)), E4M3)
+    codes = codes.clamp(min=1)
+    return torch.where(amax_grid == 0, encode(_constant(_epsilon(E4M3), amax_grid), E4M3), codes)
+
+
+def e8m0_scales(amax_grid: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor:
+    """Power-of-two scales by exponent arithmetic on the bits of float32.
+
+    Let field(x) be the exponent field of a float32, so field(x) - 127 = floor(log2 x) for normal x; E8M0 has the same
+    bias. FLOOR is ``field(amax) - emax``. EVEN adds half of the element's last mantissa bit to the bits of amax first,
+    so that a mantissa of at least ``2 - 2**-(mantissa_bits + 1)`` counts for the next power of two. RCEIL is
+    ``field(r)``, plus one when the mantissa of r is not zero, with ``r = amax / element.max`` rounded to float32.
+
+    A subnormal has field 0. For FLOOR and EVEN that clamps to code 0, as the exact exponent would. RCEIL gives code 1
+    to a subnormal r, also below 2**-127 where 0 would do: nothing is clipped either way.
+
+    Args:
+        amax_grid: float32, any shape, >= 0.
+        element: Format of the elements.
+        rule: FLOOR, EVEN or RCEIL.
+
+    Returns:
+        uint8 E8M0 codes, clamped to 0..254; 0 for a block of zeros.
+
+    Raises:
+        ValueError: Another rule (SEARCH needs the weights: `search_e8m0_scales`).
+
+    Source: OCP MX 1.0, section 6.3 (FLOOR); Quark and torchao (EVEN); NVIDIA's MXFP8 recipe (RCEIL).
+    """
+    bits = amax_grid.view(torch.int32)
+    if rule is ScaleRule.FLOOR:
+        code = _exponent_field(bits) - element.emax
+    elif rule is ScaleRule.EVEN:
+        half = 1 << (FLOAT32.mantissa_bits - element.mantissa_bits - 1)
+        code = _exponent_field(bits + half) - element.emax
+    elif rule is ScaleRule.RCEIL:
+        bits = (amax_grid / _constant(element.max, amax_grid)).view(torch.int32)
+        code = _exponent_field(bits) + (bits & _MANTISSA_MASK != 0)
+    else:
+        raise ValueError(f"{rule} does not derive an E8M0 scale from amax; use FLOOR, EVEN or RCEIL")
+    return code.clamp(0, E8M0.max_code).to(torch.uint8)
+
+
+def search_e8m0_scales(w: Tensor, granularity: Granularity, element: ElementFormat) -> Tensor:
+    """The power of two with the smallest squared error, for every block.
+
+    The offsets k of `SEARCH_OFFSETS` are tried in order on top of the FLOOR code f, skipping codes below 0
+    (none is above 254, because FLOOR subtracts the element's emax).
+    With ``y = w * 2**-(f - 127)`` and ``q = decode(encode(y * 2**-k))``, the error of an element is ``d * d`` with
+    ``d = y - q * 2**k``, and that of the block is their sum. A later k wins only when its sum is strictly smaller.
+
+    Other offsets cannot win. Under +1 every value up to the largest one is also a value under 0, so it only helps
+    elements close to the next power of two, and +2 helps nobody. Under -2 amax alone loses more (for E2M1 at least 2.5
+    units of FLOOR's scale, 6.25 squared) than 31 others can gain (0.25 each, 1.94 squared together).
+
+    Vector code can repeat this bit for bit: working on y instead of w keeps squares far from overflow and underflow
+    for any magnitude of the weights; multiplying by a power of two is exact (y may only underflow where its square is
+    zero anyway); ``d * d`` is rounded before it is added (no fused multiply-add); and the sum is a fixed tree that
+    adds the upper half of a block to its lower half until one number is left, whatever the width of the registers.
+
+    Args:
+        w: ``[N, K]``, float32, bfloat16 or float16.
+        granularity: Blocks of one row and a power of two of columns; a partial block is padded with zeros.
+        element: Format of the elements.
+
+    Returns:
+        uint8 E8M0 codes on the scale grid; 0 for a block of zeros.
+
+    Raises:
+        ValueError: Another granularity, or `w` holds NaN and `element` has none.
+
+    Source: the search over neighbouring exponents is auto-round's optimised round-to-nearest, with a wider range.
+    """
+    cols = granularity.cols
+    if granularity.rows != 1 or cols is None or cols & (cols - 1):
+        raise ValueError(f"the search needs blocks of one row and a power of two of columns, got {granularity}")
+    blocks = _blocks(w.to(torch.float32), granularity).squeeze(1)  # [N, groups, cols]
+    floor = e8m0_scales(blocks.abs().amax(dim=-1), element, ScaleRule.FLOOR).to(torch.int32)
+    y = blocks * decode((2 * E8M0.bias - floor).to(torch.uint8), E8M0)[..., None]
+    best_code = floor
+    best_error = _block_error(y, SEARCH_OFFSETS[0], element)
+    for offset in SEARCH_OFFSETS[1:]:
+        code = floor + offset
+        error = _block_error(y, offset, element)
+        better = (error < best_error) & (code >= 0)
+        best_code = torch.where(better, code, best_code)
+        best_error = torch.where(better, error, best_error)
+    return best_code.to(torch.uint8)
+
+
+def choose_scales(w: Tensor, spec: WeightSpec, tensor_amax: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The scales of a weight as its scheme stores them.
+
+    Args:
+        w: ``[N, K]``, float32, bfloat16 or float16.
+        spec: How the weight is stored.
+        tensor_amax: Stands for the amax of `w` where the spec needs that of a whole tensor (per-tensor scales, NVFP4's
+            divisor): the amax of the tensors that share it (q/k/v, gate/up), or of the tensor that `w` is a row slab
+            of. Not used by other specs.
+
+    Returns:
+        The scale grid (float32 values for FLOAT32 scales, uint8 codes for E8M0 and E4M3) and NVFP4's divisor (float32
+        scalar) or None.
+
+    Raises:
+        ValueError: `w` is not two-dimensional, or the spec combines a scale format and a rule that do not go together.
+    """
+    if spec.scale is E8M0 and spec.rule is ScaleRule.SEARCH:
+        return search_e8m0_scales(w, spec.granularity, spec.element), None
+    if spec.granularity == TENSOR and tensor_amax is not None:
+        grid = tensor_amax.to(torch.float32).reshape(1, 1)
+    else:
+        grid = amax(w, spec.granularity)
+    if spec.scale is E8M0:
+        return e8m0_scales(grid, spec.element, spec.rule), None
+    if spec.rule is not ScaleRule.AMAX or spec.scale not in (FLOAT32, E4M3):
+        raise ValueError(f"no way to choose {spec.scale.name} scales by {spec.rule}")
+    if spec.scale is FLOAT32:
+        return float_scales(grid, spec.element), None
+    divisor = global_divisor(amax(w, TENSOR) if tensor_amax is None else tensor_amax)
+    return nvfp4_scales(grid, divisor), divisor
+
+
+def effective_scale(scale: Tensor, spec: WeightSpec, divisor: Tensor | None = None) -> Tensor:
+    """The float32 that dequantizes: ``w = decode(codes) * expand(effective_scale)``.
+
+    Quantizing divides by the same number, ``codes = encode(w.float() / expand(effective_scale))``.
+
+    Args:
+        scale: The grid as `choose_scales` returns it.
+        spec: How the weight is stored.
+        divisor: NVFP4's float32 scalar; the decoded block scale divided by it is rounded to float32.
+
+    Returns:
+        float32, the shape of `scale`; powers of two for E8M0 (code 0 is 2**-127, a float32 subnormal).
+
+    Raises:
+        ValueError: The spec needs a divisor and none was given, or the other way round.
+    """
+    if spec.has_global_scale != (divisor is not None):
+        raise ValueError(f"{spec.scale.name} scales {'need a' if divisor is None else 'take no'} divisor")
+    if spec.scale is FLOAT32:
+        return scale
+    values = decode(scale, spec.scale)
+    return values if divisor is None else values / divisor
+
+
+def cast_stats(w: Tensor, codes: Tensor, scale: Tensor, spec: WeightSpec) -> CastStats:
+    """What the cast did to a weight.
+
+    Saturated are elements with ``|w / s|`` beyond the largest value by more than half its step, so that rounding alone
+    would have left the format; flushed are elements other than zero whose code decodes to zero. Sums are taken in
+    float64, over the dequantized float32 ``decode(codes) * s``.
+
+    Args:
+        w: ``[N, K]``, the weight before the cast.
+        codes: uint8 ``[N, K]``, one code per byte.
+        scale: float32 grid of `effective_scale`.
+        spec: How the weight is stored.
+
+    Returns:
+        The statistics; add them up over tensors with ``+``.
+    """
+    element = spec.element
+    w = w.to(torch.float32)
+    shape = (w.shape[0], w.shape[1])
+    full = expand(scale, spec.granularity, shape)
+    values = decode(codes, element)
+    limit = element.max + 2.0 ** (element.emax - element.mantissa_bits - 1)
+    return CastStats(
+        elements=w.numel(),
+        signal=float(w.double().square().sum()),
+        noise=float((w.double() - (values * full).double()).square().sum()),
+        saturated=int(((w / full).abs() > limit).sum()),
+        flushed=int(((w != 0) & (values == 0)).sum()),
+    )
+
+
+def _blocks(w: Tensor, granularity: Granularity) -> Tensor:
+    """`w` padded with zeros to whole blocks, as ``[grid rows, block rows, grid cols, block cols]``."""
+    if w.ndim != 2:
+        raise ValueError(f"expected a matrix [N, K], got the shape {tuple(w.shape)}")
+    shape = (w.shape[0], w.shape[1])
+    (grid_rows, grid_cols), (rows, cols) = granularity.scale_shape(shape), granularity.block(shape)
+    padding = (0, grid_cols * cols - shape[1], 0, grid_rows * rows - shape[0])
+    return torch.nn.functional.pad(w, padding).view(grid_rows, rows, grid_cols, cols)
+
+
+def _block_error(y: Tensor, offset: int, element: ElementFormat) -> Tensor:
+    """Squared error of blocks ``y [..., cols]`` quantized with the scale ``2**offset``, summed by the fixed tree."""
+    step = 2.0**offset
+    d = y - decode(encode(y / step, element), element) * step
+    error = d * d
+    while error.shape[-1] > 1:
+        half = error.shape[-1] // 2
+        error = error[..., :half] + error[..., half:]
+    return error.squeeze(-1)
+
+
+def _exponent_field(bits: Tensor) -> Tensor:
+    """The biased exponent of non-negative float32 bits (int32)."""
+    return bits >> FLOAT32.mantissa_bits
+
+
+def _epsilon(fmt: ElementFormat) -> float:
+    """Distance from 1.0 to the next larger value."""
+    return 2.0**-fmt.mantissa_bits
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    """A float32 on the device of `like`: dividing by a Python number is a multiplication by its reciprocal on CUDA.
+
+    It is made there, without a copy from the host, so that a CUDA graph may hold the calculation.
+    """
+    return torch.full((), value, dtype=torch.float32, device=like.device)

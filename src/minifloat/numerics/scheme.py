@@ -1,0 +1,161 @@
+"""Schemes: what a quantized model's weights, activations and KV cache are stored as.
+
+A scheme is a frozen value in one table. Nothing registers itself and nothing is configured by file: to add one,
+add a row to `SCHEMES` (CONTRIBUTING.md shows the three places that a new combination may touch).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from minifloat.errors import lookup
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, GROUP_128, TENSOR, TOKEN, Granularity
+
+
+class ScaleRule(enum.Enum):
+    """How the amax of a block becomes its scale."""
+
+    AMAX = "amax"  #: amax / element.max, rounded to the scale's format
+    FLOOR = "floor"  #: 2**(floor(log2 amax) - emax); OCP MX specification 1.0, section 6.3
+    EVEN = "even"  #: FLOOR, one more where the mantissa of amax would round up to the next power of two
+    RCEIL = "rceil"  #: 2**ceil(log2(amax / max)): nothing is clipped
+    SEARCH = "search"  #: the power of two near FLOOR with the smallest squared error in its block
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """How a weight matrix is stored.
+
+    Attributes:
+        element: Format of the elements.
+        granularity: Elements that share a scale.
+        scale: Format of the scales: FLOAT32, E8M0 (MX) or E4M3 (NVFP4, with one float32 scale per tensor above it).
+        rule: How the scales are chosen.
+    """
+
+    element: ElementFormat
+    granularity: Granularity
+    scale: ElementFormat = FLOAT32
+    rule: ScaleRule = ScaleRule.AMAX
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether one float32 scale per tensor multiplies the block scales (NVFP4)."""
+        return self.scale is E4M3
+
+    @property
+    def needs_tensor_amax(self) -> bool:
+        """Whether the amax of the whole tensor must be known before its first block is cast."""
+        return self.has_global_scale or self.granularity == TENSOR
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Bits per element of a matrix ``(N, K)``, scales included."""
+        grid = self.granularity.scale_shape(shape)
+        scale_bits = grid[0] * grid[1] * self.scale.bits + (FLOAT32.bits if self.has_global_scale else 0)
+        return self.element.bits + scale_bits / max(shape[0] * shape[1], 1)
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """How the input of a linear is quantized by a server that computes in 8 bits.
+
+    Attributes:
+        element: Format of the elements.
+        granularity: Elements that share a scale.
+        dynamic: Scales computed at run time; False: static, from calibration.
+    """
+
+    element: ElementFormat
+    granularity: Granularity
+    dynamic: bool
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """How the KV cache is quantized.
+
+    Attributes:
+        element: Format of the elements.
+        granularity: TENSOR (per layer) in every layout that servers read today.
+    """
+
+    element: ElementFormat
+    granularity: Granularity
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A weight spec, what the server may do with activations, and the KV cache.
+
+    Attributes:
+        name: Name on the command line and in `SCHEMES`.
+        summary: One line for `--help` and the model card.
+        weight: How weights are stored.
+        activation: None: weight-only, activations stay in 16 bits.
+        kv: None: the KV cache stays in 16 bits.
+    """
+
+    name: str
+    summary: str
+    weight: WeightSpec
+    activation: ActivationSpec | None = None
+    kv: KVSpec | None = None
+
+
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme(
+            "fp8-block",
+            "E4M3, float32 scale per 128x128 block; loads in vLLM, SGLang and transformers",
+            WeightSpec(E4M3, BLOCK_128),
+            ActivationSpec(E4M3, GROUP_128, dynamic=True),
+        ),
+        Scheme("fp8", "E4M3 per output channel, activations in BF16 (W8A16)", WeightSpec(E4M3, CHANNEL)),
+        Scheme(
+            "fp8-static",
+            "E4M3 per tensor, activations E4M3 with calibrated scales (W8A8)",
+            WeightSpec(E4M3, TENSOR),
+            ActivationSpec(E4M3, TENSOR, dynamic=False),
+        ),
+        Scheme(
+            "fp8-dynamic",
+            "E4M3 per output channel, activations E4M3 per token at run time (W8A8)",
+            WeightSpec(E4M3, CHANNEL),
+            ActivationSpec(E4M3, TOKEN, dynamic=True),
+        ),
+        Scheme(
+            "mxfp8",
+            "E4M3 with an E8M0 scale per 32 elements (OCP MX)",
+            WeightSpec(E4M3, GROUP_32, E8M0, ScaleRule.RCEIL),
+        ),
+        Scheme(
+            "mxfp4",
+            "E2M1 with an E8M0 scale per 32 elements (OCP MX)",
+            WeightSpec(E2M1, GROUP_32, E8M0, ScaleRule.SEARCH),
+        ),
+        Scheme(
+            "nvfp4",
+            "E2M1 with an E4M3 scale per 16 elements and a float32 scale per tensor",
+            WeightSpec(E2M1, GROUP_16, E4M3),
+        ),
+    )
+}
+
+DEFAULT_SCHEME = "fp8-block"
+
+
+def get_scheme(name: str) -> Scheme:
+    """The scheme of that name.
+
+    Raises:
+        UnknownNameError: No such scheme; the message lists the valid names.
+    """
+    return lookup("scheme", name, SCHEMES)
+
+
+def weight_only(scheme: Scheme) -> Scheme:
+    """The same weights with activations left in 16 bits."""
+    return replace(scheme, activation=None)

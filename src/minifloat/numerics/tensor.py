@@ -1,0 +1,114 @@
+"""A quantized weight in memory, independent of the layout that it was read from or will be written to.
+
+The codes stay as the checkpoint stores them (E2M1 two to a byte); scales are a two-dimensional grid. Everything
+that differs between servers' layouts (names, shapes of scalars, divisors against factors) is translated by
+`minifloat.layouts`, so that kernels and tests see one form only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minifloat.errors import ShapeError
+from minifloat.numerics.cast import decode
+from minifloat.numerics.cast import encode as encode_elements
+from minifloat.numerics.formats import E8M0, FLOAT32
+from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
+from minifloat.numerics.scale import choose_scales, effective_scale, expand
+from minifloat.numerics.scheme import WeightSpec
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A weight matrix ``[N, K]`` in a low-precision format.
+
+    Attributes:
+        spec: Element format, granularity and scale format.
+        shape: ``(N, K)`` of the weight that this stands for.
+        codes: uint8 ``[N, K]``, or ``[N, K / 2]`` where two elements share a byte (even column in the low nibble).
+        scale: The scale grid of ``spec.granularity``: float32 values for FLOAT32 scales, uint8 codes otherwise.
+        global_scale: float32 scalar of the whole tensor, only where ``spec.has_global_scale``.
+        global_divides: Whether `global_scale` divides (compressed-tensors) or multiplies (ModelOpt) to dequantize.
+    """
+
+    spec: WeightSpec
+    shape: tuple[int, int]
+    codes: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None = None
+    global_divides: bool = True
+
+    def __post_init__(self) -> None:
+        rows, cols = self.shape
+        expected_codes = (rows, cols // 2 if self.packed else cols)
+        expected_scale = self.spec.granularity.scale_shape(self.shape)
+        if tuple(self.codes.shape) != expected_codes:
+            raise ShapeError("codes", f"expected {expected_codes} for a {self.shape} weight, got {_shape(self.codes)}")
+        if tuple(self.scale.shape) != expected_scale:
+            raise ShapeError("scale", f"expected {expected_scale} for a {self.shape} weight, got {_shape(self.scale)}")
+        if (self.global_scale is not None) != self.spec.has_global_scale:
+            raise ShapeError("global_scale", f"present: {self.global_scale is not None}, scheme: {self.spec}")
+
+    @property
+    def packed(self) -> bool:
+        """Whether two elements share a byte."""
+        return self.spec.element.bits * 2 == torch.iinfo(torch.uint8).bits
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        extra = 0 if self.global_scale is None else self.global_scale.nbytes
+        return self.codes.nbytes + self.scale.nbytes + extra
+
+    def block_scale(self) -> torch.Tensor:
+        """The float32 grid that multiplies decoded elements; a non-finite entry is left for the caller to refuse."""
+        if self.spec.scale is FLOAT32:
+            return self.scale
+        if self.spec.scale is E8M0 or self.global_scale is None:
+            return decode(self.scale, self.spec.scale)
+        if self.global_divides:
+            return effective_scale(self.scale, self.spec, self.global_scale)
+        return decode(self.scale, self.spec.scale) * self.global_scale
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | None = None) -> torch.Tensor:
+        """The weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once.
+
+        Args:
+            dtype: Result dtype.
+            rows: Only these rows; must start and end at multiples of the granularity's rows (or at the edge).
+        """
+        start, stop, _ = (rows or slice(None)).indices(self.shape[0])
+        codes = self.codes[start:stop]
+        elements = decode(unpack_nibbles(codes) if self.packed else codes, self.spec.element)
+        block_rows, _ = self.spec.granularity.block(self.shape)
+        grid = self.block_scale()[start // block_rows : -(-stop // block_rows)]
+        granularity = self.spec.granularity
+        return elements.mul_(expand(grid, granularity, (stop - start, self.shape[1]))).to(dtype)
+
+
+def quantize_tensor(weight: torch.Tensor, spec: WeightSpec, tensor_amax: torch.Tensor | None = None) -> QuantizedTensor:
+    """Quantize one weight in plain torch; the streaming writer's fast kernel is held to this, bit for bit.
+
+    Args:
+        weight: ``[N, K]``, any floating dtype, finite.
+        spec: Target.
+        tensor_amax: The amax that stands for the whole tensor where the scheme needs one; by default its own.
+            Layers that a server fuses (q/k/v, gate/up) pass their common maximum.
+
+    Raises:
+        ShapeError: The weight is not a matrix, or its columns cannot be packed.
+    """
+    if weight.ndim != 2:
+        raise ShapeError("weight", f"expected a matrix [N, K], got shape {_shape(weight)}")
+    rows, cols = weight.shape
+    scale, divisor = choose_scales(weight, spec, tensor_amax)
+    factor = expand(effective_scale(scale, spec, divisor), spec.granularity, (rows, cols))
+    codes = encode_elements(weight.to(torch.float32) / factor, spec.element)
+    packed = pack_nibbles(codes) if spec.element.bits * 2 == torch.iinfo(torch.uint8).bits else codes
+    return QuantizedTensor(spec, (rows, cols), packed, scale, divisor)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

@@ -1,0 +1,1 @@
+"""Publishing: a quantized model folder becomes a model of the hub."""

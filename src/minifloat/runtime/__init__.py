@@ -1,0 +1,1 @@
+"""Loading: a checkpoint becomes a model whose weights stay quantized."""

@@ -1,0 +1,250 @@
+"""Linear layers that hold a quantized weight, in the place of `torch.nn.Linear` inside a transformers model.
+
+A weight is held in one form at a time: packed, in the order in which the kernels of the CPU or of the GPU read it, or
+as checkpoints store it, which any device takes and the reference multiplies. Left out: gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.kernels import native
+from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.linear import linear, scaled_mm
+from minifloat.kernels.linear import triton as gpu
+from minifloat.kernels.linear.triton import GpuWeight
+from minifloat.kernels.pack import PackedWeight, pack, why_not
+from minifloat.numerics.activation import can_quantize, describe_activation
+from minifloat.numerics.scheme import ActivationSpec
+from minifloat.numerics.tensor import QuantizedTensor
+
+_GPU = "gpu_"  #: before the names of a GpuWeight's tensors
+#: Rows of an input from which on FP8 tensor cores are far ahead of kernels that decode weights; on an H100, by figures
+#: that others published: 1.55 times BF16 against 0.52. Not measured here.
+PREFILL_ROWS = 256
+
+_BUFFERS = ("codes", "scale", "global_scale", "packed")
+
+
+class QuantizedWeight(nn.Module):
+    """One quantized weight ``[N, K]`` and how its input is quantized; it moves with a model and never changes dtype.
+
+    ``model.half()`` or ``model.to(torch.bfloat16)`` would round float32 scales; here such a call changes `dtype` alone.
+
+    It is made as the checkpoint stores it; `pack` exchanges that for the packed form of its device. A move to another
+    device, or to a dtype that the kernels do not multiply in (float64), unpacks it first, and it stays unpacked until
+    `pack` is called again: a device is not left and come back to for the sake of speed. Copies and pickles keep the
+    form; a state dict fits a module of the same form.
+
+    Attributes:
+        codes: uint8, as in `QuantizedTensor`; unpacked only, as are the other two.
+        scale: The scale grid.
+        global_scale: float32 scalar or None.
+        packed: uint8, as `PackedWeight.data`; packed for the CPU only.
+        gpu_codes: And the other tensors of `GpuWeight`, their names behind "gpu_"; packed for the GPU only.
+        activation: How inputs are quantized before they are multiplied; None: not at all.
+        input_scale: float32 scalar where `activation` is static, else None.
+        dtype: The dtype that the weight stands for in the model, which `weight` has.
+        prefill: The same weight with quantized inputs, which multiplies inputs of `PREFILL_ROWS` and more; or None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    input_scale: Tensor | None
+    prefill: QuantizedWeight | None
+
+    def __init__(
+        self,
+        quantized: QuantizedTensor,
+        dtype: torch.dtype,
+        activation: ActivationSpec | None = None,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.dtype = dtype
+        self._hold(quantized)
+        self.register_buffer("input_scale", input_scale)
+        self.prefill = None
+
+    def _hold(self, weight: QuantizedTensor | PackedWeight | GpuWeight) -> None:
+        """Exchange the form."""
+        for name in [name for name in self._buffers if name in _BUFFERS or name.startswith(_GPU)]:
+            del self._buffers[name]
+        self.shape = weight.shape
+        self._packed: PackedWeight | GpuWeight | None = None
+        self._on_gpu = isinstance(weight, GpuWeight)
+        if isinstance(weight, GpuWeight):
+            self._packed = weight
+            for name, tensor in weight.tensors():
+                self.register_buffer(_GPU + name, tensor)
+            return
+        if isinstance(weight, PackedWeight):
+            self.register_buffer("packed", weight.data)
+            return
+        self.spec = weight.spec
+        self.global_divides = weight.global_divides
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("scale", weight.scale)
+        self.register_buffer("global_scale", weight.global_scale)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it has a form of the kernels."""
+        return self._on_gpu or "packed" in self._buffers
+
+    @property
+    def held(self) -> QuantizedTensor | PackedWeight | GpuWeight:
+        """The weight as `linear` takes it, in the form that it has; shares the memory of this module."""
+        if isinstance(self._packed, GpuWeight):
+            if self._packed.codes is not self._buffers[_GPU + "codes"]:  # copied or assigned since
+                names = [name for name, _ in self._packed.tensors()]
+                self._packed = self._packed.with_tensors({name: getattr(self, _GPU + name) for name in names})
+            return self._packed
+        data = self._buffers.get("packed")
+        if data is None:
+            return QuantizedTensor(
+                self.spec, self.shape, self.codes, self.scale, self.global_scale, self.global_divides
+            )
+        if self._packed is None or self._packed.data is not data:  # moved or assigned since
+            self._packed = PackedWeight(data, self.spec, self.shape)
+        return self._packed
+
+    @property
+    def quantized(self) -> QuantizedTensor:
+        """The weight as checkpoints store it: shares the memory of this module, or is made anew where it is packed."""
+        held = self.held
+        return held if isinstance(held, QuantizedTensor) else _unpacked(held)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight ``[N, K]`` in `dtype`, made anew at every access.
+
+        It is no parameter: nothing trains it, ties it or saves it. It exists because some models read
+        ``linear.weight`` outside of the linear's forward: Mamba's ``lm_head.weight.dtype``, T5's ``wo.weight.dtype``,
+        the routers and latent-attention projections that multiply with it directly.
+        """
+        return self.held.dequantize(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight as checkpoints store it; packed it takes a little more, to whole panels and pages."""
+        rows, cols = self.shape
+        return round(self.spec.bits_per_weight(self.shape) * rows * cols / 8)
+
+    def pack(self) -> str:
+        """Hold the packed form from now on, and forget the other.
+
+        On a GPU a weight whose inputs are quantized stays as it is where `scaled_mm` multiplies it, which takes it so.
+
+        Returns:
+            Why no kernel of its device multiplies it; empty where one does.
+
+        Raises:
+            NonFiniteError: A float32 scale is NaN or Inf.
+        """
+        if self.is_packed:
+            return ""
+        if self.codes.device.type == "cuda":
+            return self._pack_on_gpu()
+        reason = native.why_unavailable() or why_not(self.spec, self.shape, self.codes.device)
+        if not reason:
+            self._hold(pack(self.quantized))
+        return reason
+
+    def _pack_on_gpu(self) -> str:
+        weight, activation = self.quantized, self.activation
+        if activation is not None and can_quantize(activation, self.spec) and not scaled_mm.why_not(weight, activation):
+            return ""
+        reason = gpu.why_not(self.spec, self.shape, self.codes.device)
+        if not reason:
+            self._hold(gpu.pack(weight))
+        return reason
+
+    def unpack(self) -> None:
+        """Hold the weight as checkpoints store it from now on; with NVFP4 its tensor scale multiplies."""
+        if self.is_packed:
+            self._hold(self.quantized)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias``, ``[..., K]`` to ``[..., N]``, the dtype of `x`, which `activation` may quantize."""
+        if self.prefill is not None and x.numel() >= PREFILL_ROWS * self.shape[1]:
+            return self.prefill.multiply(x, bias)
+        return linear(x, self.held, bias, activation=self.activation, input_scale=self.input_scale)
+
+    def extra_repr(self) -> str:
+        """Shape, element format, granularity and scale format, how inputs are quantized, and whether it is packed."""
+        rows, cols = self.shape
+        inputs = "" if self.activation is None else f", inputs {describe_activation(self.activation)}"
+        spec = self.spec
+        form = ", packed" if self.is_packed else ""
+        return f"[{rows}, {cols}], {spec.element.name}, {spec.granularity}, {spec.scale.name} scales{inputs}{form}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
+        """Let `fn` move the codes and scales, but cast only what is not quantized (a bias)."""
+        device = next(buffer.device for buffer in self._buffers.values() if buffer is not None)
+        result = fn(torch.empty(0, dtype=self.dtype, device=device))
+        self.dtype = result.dtype
+        if result.device != device or result.dtype not in DTYPES:
+            self.unpack()
+        held = {id(buffer) for buffer in self._buffers.values()}
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if id(tensor) not in held or moved.dtype == tensor.dtype:
+                return moved
+            return tensor.to(moved.device)
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        if not self._on_gpu:
+            self._packed = None  # share_memory_ moves what a tensor holds, and it stays the same object
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Copy into the buffers; what is packed there is looked at anew before the kernels read it."""
+        super()._load_from_state_dict(*args, **kwargs)
+        if not self._on_gpu:
+            self._packed = None
+
+
+def _unpacked(weight: PackedWeight | GpuWeight) -> QuantizedTensor:
+    stored = weight.unpack()
+    if not isinstance(stored, QuantizedTensor):
+        raise TypeError("a BF16 weight in a module for quantized ones")
+    return stored
+
+
+class QuantizedLinear(QuantizedWeight):
+    """A linear layer whose weight stays quantized: ``y = x @ weight.T + bias`` by `minifloat.kernels.linear`.
+
+    Attributes:
+        in_features: K.
+        out_features: N.
+        bias: ``[N]`` in the model's dtype, or None.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        quantized: QuantizedTensor,
+        dtype: torch.dtype,
+        activation: ActivationSpec | None = None,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        super().__init__(quantized, dtype, activation, input_scale)
+        self.out_features, self.in_features = quantized.shape
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., K]`` to ``[..., N]``, the dtype of `x`."""
+        return self.multiply(x, self.bias)
+
+    def extra_repr(self) -> str:
+        """As `torch.nn.Linear`, with the formats."""
+        return f"{super().extra_repr()}, bias={self.bias is not None}"

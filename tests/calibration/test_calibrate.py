@@ -1,0 +1,173 @@
+"""`calibrate`: a checkpoint and sequences of tokens in, statistics out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minifloat import quantize_checkpoint
+from minifloat.calibration import calibrate as calibrate_module
+from minifloat.calibration import whole
+from minifloat.calibration.calibrate import calibrate
+from minifloat.calibration.data import CalibrationSet
+from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.observe import Observer
+from minifloat.calibration.stats import ActivationStats
+from minifloat.calibration.stats_file import read_stats, write_stats
+from minifloat.checkpoint import Checkpoint
+from minifloat.errors import AlreadyQuantizedError, DataError, NonFiniteError
+from minifloat.runtime.load import load
+
+MakeModel = Callable[..., Path]
+
+
+def data(*lengths: int) -> CalibrationSet:
+    source = random.Random(0)
+    sequences = tuple(tuple(source.randrange(256) for _ in range(length)) for length in lengths)
+    return CalibrationSet(sequences, {"sources": ["made up"]})
+
+
+@pytest.fixture(scope="module")
+def mixtral_folder(make_mixtral: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mixtral(tmp_path_factory.mktemp("models") / "mixtral")
+
+
+def test_the_statistics_are_those_of_an_observer(mixtral_folder: Path) -> None:
+    given = data(5, 20, 1)
+    stats = calibrate(mixtral_folder, given, histogram=True, per_channel=True)
+    with Observer(load(mixtral_folder), histogram=True, per_channel=True) as observer:
+        for ids in given.sequences:
+            observer.run(torch.tensor([ids]))
+    with Checkpoint.open(mixtral_folder) as checkpoint:
+        identity = ModelIdentity.of(checkpoint)
+    assert stats == ActivationStats(identity, 3, 26, given.record, observer.inputs(), observer.kv())
+
+
+def test_the_statistics_survive_a_file(llama_folder: Path, tmp_path: Path) -> None:
+    stats = calibrate(llama_folder, data(5, 3), histogram=True)
+    write_stats(stats, tmp_path / "stats.safetensors")
+    assert read_stats(tmp_path / "stats.safetensors") == stats
+
+
+def test_two_runs_give_the_same_bits_and_a_shuffled_one_the_same_maxima(mixtral_folder: Path) -> None:
+    given = data(5, 20, 1, 7)
+    stats = calibrate(mixtral_folder, given)
+    assert calibrate(mixtral_folder, given) == stats
+    shuffled = calibrate(mixtral_folder, CalibrationSet(given.sequences[2:] + given.sequences[:2], given.record))
+    assert {n: s.max for n, s in shuffled.inputs.items()} == {n: s.max for n, s in stats.inputs.items()}
+    for name, kv in stats.kv.items():
+        assert (kv.k_amax.max(0) == shuffled.kv[name].k_amax.max(0)).all()
+        assert (kv.v_amax.max(0) == shuffled.kv[name].v_amax.max(0)).all()
+
+
+def test_parts_of_the_data_merge_to_the_whole(llama_folder: Path) -> None:
+    given = data(5, 20, 1)
+    first, second = (CalibrationSet(part, given.record) for part in (given.sequences[:2], given.sequences[2:]))
+    merged = calibrate(llama_folder, first, histogram=True).merge(calibrate(llama_folder, second, histogram=True))
+    whole = calibrate(llama_folder, given, histogram=True)
+    assert (merged.inputs, merged.kv, merged.tokens) == (whole.inputs, whole.kv, whole.tokens)
+
+
+def test_the_dtype_can_be_chosen(llama_folder: Path) -> None:
+    stats = calibrate(llama_folder, data(30), dtype=torch.float32)
+    amax = stats.inputs["model.layers.1.mlp.down_proj"].max
+    assert amax != float(torch.tensor(amax).bfloat16())
+
+
+def test_lm_head_is_not_run(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_without_head(*args: Any, **kwargs: Any) -> Any:
+        model: Any = load(*args, **kwargs)
+        model.lm_head = None
+        return model
+
+    monkeypatch.setattr(whole, "load", load_without_head)
+    assert calibrate(llama_folder, data(5)).sequences == 1
+
+
+def test_progress_counts_tokens(llama_folder: Path) -> None:
+    calls: list[tuple[int, int, str]] = []
+    calibrate(llama_folder, data(5, 3), progress=lambda *call: calls.append(call))
+    assert calls == [(5, 8, "sequence 1 of 2"), (8, 8, "sequence 2 of 2")]
+
+
+def test_it_stops_when_all_scales_have_settled_and_says_so(llama_folder: Path) -> None:
+    same = CalibrationSet(data(6).sequences * 200, {"sources": ["made up"]})
+    stats = calibrate(llama_folder, same, until_stable=0.01)
+    assert 32 < stats.sequences < 200
+    assert stats.tokens == 6 * stats.sequences
+    assert stats.data == {
+        "sources": ["made up"],
+        "stopped": {"sequences": stats.sequences, "tokens": stats.tokens, "until_stable": 0.01},
+    }
+    assert calibrate(llama_folder, data(6, 7, 8), until_stable=0.01).data == {"sources": ["made up"]}
+
+
+def test_an_interrupt_gives_no_statistics(llama_folder: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(llama_folder, data(5, 3), progress=interrupt)
+
+
+def test_a_model_larger_than_the_memory_is_left_to_blocks(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def calibrate_blocks(*args: Any, **kwargs: Any) -> str:
+        calls.append({"args": args, **kwargs})
+        return "from blocks"
+
+    monkeypatch.setattr(calibrate_module, "calibrate_blocks", calibrate_blocks)
+    with Checkpoint.open(llama_folder) as checkpoint:
+        nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+    given = data(5)
+    assert isinstance(calibrate(llama_folder, given, max_memory=nbytes), ActivationStats)
+    assert not calls
+    assert calibrate(llama_folder, given, max_memory=nbytes - 1, histogram=True) == "from blocks"  # type: ignore[comparison-overlap]
+    assert calls[0]["args"] == (llama_folder, given)
+    assert calls[0]["max_memory"] == nbytes - 1
+    assert calls[0]["histogram"] is True
+    calibrate(llama_folder, given, max_memory=nbytes, dtype=torch.float32)
+    assert len(calls) == 2, "in float32 the weights are twice as large"
+
+
+def test_a_quantized_checkpoint_is_refused(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "quantized", "fp8-dynamic")
+    with pytest.raises(AlreadyQuantizedError, match="calibrate the original"):
+        calibrate(tmp_path / "quantized", data(5))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "problem"),
+    [
+        ((), "no calibration data"),
+        (((1, 2), ()), "sequence 1 of the calibration data has no tokens"),
+        (((1, 288),), "token ids from 1 to 288, beyond the model's vocabulary of 288"),
+        (((-1, 5),), "token ids from -1 to 5"),
+    ],
+)
+def test_data_that_the_model_cannot_run_is_refused(
+    sequences: tuple[tuple[int, ...], ...], problem: str, llama_folder: Path
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        calibrate(llama_folder, CalibrationSet(sequences))
+
+
+def test_nan_in_an_activation_names_the_module_and_the_sequence(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = data(5, 3)
+
+    def load_damaged(*args: Any, **kwargs: Any) -> Any:
+        model = load(*args, **kwargs)
+        model.get_input_embeddings().weight[given.sequences[1][0]] = float("nan")
+        return model
+
+    monkeypatch.setattr(whole, "load", load_damaged)
+    with pytest.raises(NonFiniteError, match=r"layers\.0\.self_attn\.q_proj: NaN or Inf in its input in sequence 1;"):
+        calibrate(llama_folder, given)

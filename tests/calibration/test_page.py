@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minifloat.calibration import convergence
+from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.page import kind_of, number, stats_page, summarize
+from minifloat.calibration.rules import Max, MeanSquaredError, MovingAverage, Percentile, Rule
+from minifloat.calibration.scales import activation_scales, kv_scales, saturation
+from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats_file import read_stats, write_stats
+from minifloat.errors import StatsError, UsageError
+from minifloat.numerics.histogram import BINS, count_magnitudes
+
+MODEL = ModelIdentity("LlamaForCausalLM", "c" * 64, "t" * 64, "w" * 64)
+KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def seen(rng: np.random.Generator, sequences: int, size: float, tokens: int = 100) -> ModuleStats:
+    values = np.abs(rng.normal(size=(sequences, 500)) * size).astype(np.float32)
+    return ModuleStats(values.max(axis=1), np.full(sequences, tokens), count_magnitudes(values))
+
+
+def unseen(sequences: int) -> ModuleStats:
+    return ModuleStats(np.zeros(sequences, np.float32), np.zeros(sequences, np.int64), np.zeros(BINS, np.int64))
+
+
+def make_stats(
+    seed: int = 0, sequences: int = 40, layers: int = 12, gain: float = 1.0, data: Mapping[str, Any] | None = None
+) -> ActivationStats:
+    rng = np.random.default_rng(seed)
+    inputs, kv = {}, {}
+    for layer in range(layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        for size, names in ((1, ("q", "k", "v")), (2, ("o",))):
+            shared = seen(rng, sequences, size * gain)
+            inputs |= {f"{attention}.{name}_proj": shared for name in names}
+        for size, names in ((3, ("gate", "up")), (400, ("down",))):
+            shared = seen(rng, sequences, size * gain)
+            inputs |= {f"{mlp}.{name}_proj": shared for name in names}
+        heads = rng.random((2, sequences, 4), dtype=np.float32) + np.float32(0.5)
+        kv[attention] = KVStats(heads[0], heads[1])
+    return ActivationStats(MODEL, sequences, 100 * sequences, data or {}, inputs, kv)
+
+
+def with_experts(sequences: int = 40) -> ActivationStats:
+    """Expert 0 saw much, 1 saw too little, 2 nothing."""
+    stats = make_stats(sequences=sequences, layers=1)
+    rng = np.random.default_rng(1)
+    few = ModuleStats(
+        np.where(np.arange(sequences) == 0, 1, 0).astype(np.float32),
+        np.where(np.arange(sequences) == 0, 5, 0),
+        count_magnitudes(np.ones(5, np.float32)),
+    )
+    experts = {0: seen(rng, sequences, 2), 1: few, 2: unseen(sequences)}
+    names = {f"model.layers.0.mlp.experts.{index}.down_proj": one for index, one in experts.items()}
+    return replace(stats, inputs={**stats.inputs, **names})
+
+
+def parse(page: str) -> ElementTree.Element:
+    """The page is well-formed XML, so that nothing in it was left unescaped or unclosed."""
+    return ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
+
+
+def cells(page: str, caption: str) -> dict[str, list[str]]:
+    """The rows of the table whose first heading is `caption`."""
+    for table in parse(page).iter("table"):
+        head, *rows = [["".join(cell.itertext()).strip() for cell in row] for row in table.iter("tr")]
+        if head[0] == caption:
+            return {row[0]: row[1:] for row in rows}
+    raise AssertionError(f"no table of {caption}")
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("rule", [Max(), MovingAverage(), Percentile(99.0), MeanSquaredError()])
+def test_the_scales_are_those_that_quantize_writes(rule: Rule) -> None:
+    stats = make_stats()
+    expected, by_max = activation_scales(stats, rule), activation_scales(stats)
+    rows = summarize(stats, rule).inputs
+    assert {one.module: one.scale for one in rows} == {name: float(one) for name, one in expected.scales.items()}
+    for one in rows:
+        assert one.against_max == float(expected.scales[one.module]) / float(by_max.scales[one.module]) - 1.0
+
+
+def test_the_caches_have_the_scales_that_quantize_writes() -> None:
+    stats = make_stats()
+    expected = kv_scales(stats, MovingAverage())
+    rows = {one.tensor: one for one in summarize(stats, MovingAverage()).caches}
+    assert len(rows) == 2 * len(stats.kv)
+    for name, pair in expected.items():
+        assert (rows[f"{name}.k"].scale, rows[f"{name}.v"].scale) == (float(pair.k), float(pair.v))
+        assert rows[f"{name}.k"].amax == tuple(stats.kv[name].k_amax.max(axis=0).tolist())
+
+
+def test_a_rule_of_the_histogram_leaves_caches_and_convergence_to_max() -> None:
+    summary = summarize(make_stats(), Percentile())
+    assert summary.history_rule == Max()
+    assert [one.scale for one in summary.caches] == [one.scale for one in summarize(make_stats(), Max()).caches]
+
+
+def test_saturation_is_that_of_the_rules_scale_on_held_out_text() -> None:
+    stats, held_out = make_stats(), make_stats(seed=1, gain=1.5)
+    rows = summarize(stats, Max(), held_out).inputs
+    assert any(one.lost is not None and one.lost.saturated > 0 for one in rows)
+    for one in rows:
+        assert one.lost == saturation(held_out.inputs[one.module], one.scale or 0.0)
+
+
+def test_modules_come_in_the_order_in_which_a_decoder_runs_them(tmp_path: Any) -> None:
+    write_stats(make_stats(), tmp_path / "stats.safetensors")
+    loaded = summarize(read_stats(tmp_path / "stats.safetensors"), Max())
+    names = [one.module for one in loaded.inputs]
+    assert [name.rpartition(".")[2] for name in names] == [*KINDS] * 12
+    assert [int(name.split(".")[2]) for name in names] == sorted(int(name.split(".")[2]) for name in names)
+    assert [one.tensor for one in loaded.caches][-2:] == ["model.layers.11.self_attn.k", "model.layers.11.self_attn.v"]
+
+
+def test_a_module_that_was_never_called_has_no_scale_and_is_named() -> None:
+    stats = make_stats()
+    lost = "model.layers.3.mlp.down_proj"
+    summary = summarize(replace(stats, inputs={**stats.inputs, lost: unseen(40)}), Max(), stats)
+    (row,) = (one for one in summary.inputs if one.module == lost)
+    assert (row.scale, row.against_max, row.lost, row.tokens) == (None, None, None, 0)
+    assert "no token" in row.problem
+    assert sum(one.scale is None for one in summary.inputs) == 1
+    assert any("Never called (1 modules): " + lost in warning for warning in summary.warnings)
+
+
+def test_an_input_of_zeros_has_no_scale_and_is_named() -> None:
+    stats = make_stats()
+    silent = "model.layers.3.mlp.down_proj"
+    zeros = replace(unseen(40), tokens=np.full(40, 9))
+    attention = "model.layers.2.self_attn"
+    no_k = replace(stats.kv[attention], k_amax=np.zeros((40, 4), np.float32))
+    changed = replace(stats, inputs={**stats.inputs, silent: zeros}, kv={**stats.kv, attention: no_k})
+    (warning,) = (text for text in summarize(changed, Max()).warnings if text.startswith("No scale"))
+    assert silent in warning
+    assert f"{attention}.k" in warning
+
+
+def test_experts_below_the_floor_are_named_with_their_tokens() -> None:
+    summary = summarize(with_experts(), Max())
+    (warning,) = (text for text in summary.warnings if text.startswith("Experts"))
+    assert "model.layers.0.mlp.experts.1 (5), model.layers.0.mlp.experts.2 (0)" in warning
+    assert "experts.0" not in warning
+    scales = {one.module: one.scale for one in summary.inputs if "experts" in one.module}
+    assert len(set(scales.values())) == 1
+
+
+def test_scales_that_still_move_are_named_the_most_restless_first() -> None:
+    stats = make_stats(layers=2)
+    amax = np.ones(40, np.float32)
+    settled = ModuleStats(amax, np.full(40, 9))
+    jump = {
+        name: replace(settled, amax=np.where(np.arange(40) == 39, size, amax)) for name, size in (("o", 2), ("down", 8))
+    }
+    inputs = dict.fromkeys(stats.inputs, settled)
+    inputs |= {"model.layers.1.self_attn.o_proj": jump["o"], "model.layers.0.mlp.down_proj": jump["down"]}
+    kv = dict.fromkeys(stats.kv, KVStats(amax[:, None], amax[:, None]))
+    (warning,) = summarize(replace(stats, inputs=inputs, kv=kv), Max()).warnings
+    assert "2 of 18 scales" in warning
+    assert "model.layers.0.mlp.down_proj (87.5%), model.layers.1.self_attn.o_proj (50.0%)" in warning
+
+
+def test_few_sequences_cannot_tell_whether_scales_have_settled() -> None:
+    few, enough = (
+        summarize(make_stats(sequences=convergence.DEFAULT_WINDOW + more), Max()).warnings for more in (0, 1)
+    )
+    assert any("Too few sequences" in warning for warning in few)
+    assert not any("Too few sequences" in warning for warning in enough)
+
+
+def test_held_out_text_through_another_model_is_refused() -> None:
+    other = replace(make_stats(), model=replace(MODEL, weights="x" * 64))
+    with pytest.raises(StatsError, match="values of the weights"):
+        summarize(make_stats(), Max(), other)
+
+
+def test_held_out_text_needs_histograms() -> None:
+    bare = make_stats()
+    bare = replace(bare, inputs={name: replace(one, histogram=None) for name, one in bare.inputs.items()})
+    with pytest.raises(UsageError, match="no histograms"):
+        summarize(make_stats(), Max(), bare)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        ("model.layers.11.self_attn.q_proj", "self_attn.q_proj"),
+        ("model.layers.0.mlp.experts.17.down_proj", "mlp.experts.*.down_proj"),
+        ("transformer.h.3.attn.c_attn", "attn.c_attn"),
+        ("lm_head", "lm_head"),
+    ],
+)
+def test_a_kind_is_what_layers_and_experts_share(module: str, kind: str) -> None:
+    assert kind_of(module) == kind
+
+
+# The page
+
+
+def test_the_page_shows_every_kind_of_module_and_asks_for_nothing() -> None:
+    page = stats_page(make_stats(), Max(), make_stats(seed=1))
+    parse(page)
+    assert all(kind in page for kind in KINDS)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
+    assert not re.search(r"<script|<link|<img|@import|url\(|\bsrc=|\bhref=", page)
+
+
+def test_the_table_has_the_numbers_of_the_rules() -> None:
+    stats = make_stats()
+    scales = activation_scales(stats, MovingAverage()).scales
+    own = [float(scale) for name, scale in scales.items() if name.endswith("down_proj")]
+    amax = max(one.max for name, one in stats.inputs.items() if name.endswith("down_proj"))
+    page = stats_page(stats, MovingAverage())
+    row = cells(page, "input of")["mlp.down_proj"]
+    assert row[:4] == ["12", "4,000", number(amax), f"{number(min(own))} .. {number(max(own))}"]
+    layer = cells(page, "amax; scale")["layer 11"]
+    name = "model.layers.11.mlp.down_proj"
+    assert layer[-1] == f"{number(stats.inputs[name].max)}; {number(float(scales[name]))}"
+
+
+def test_the_worst_on_held_out_text_come_first() -> None:
+    stats, held_out = make_stats(), make_stats(seed=1, gain=1.5)
+    page = stats_page(stats, Max(), held_out)
+    tables = [
+        table for table in parse(page).iter("table") if "flushed to zero" in ElementTree.tostring(table, "unicode")
+    ]
+    rows = [["".join(cell.itertext()).strip() for cell in row] for row in tables[0].iter("tr")][1:]
+    lost = {one.module: one.lost for one in summarize(stats, Max(), held_out).inputs if one.lost is not None}
+    assert len(rows) == 20
+    worst = max(lost.values())
+    assert float(rows[0][1]) == pytest.approx(worst.saturated, rel=0.05)
+    assert [float(row[1]) for row in rows] == sorted((float(row[1]) for row in rows), reverse=True)
+    for row in rows:
+        assert float(row[1]) == pytest.approx(lost[row[0].split(" / ")[0]].saturated, rel=0.05)
+
+
+def test_there_are_charts_for_both_widths_and_each_has_a_title() -> None:
+    root = parse(stats_page(make_stats(), Max()))
+    for name in ("wide", "narrow"):
+        charts = [chart for part in root.iter("div") if part.get("class") == name for chart in part.iter(f"{SVG}svg")]
+        assert len(charts) == 4
+        assert all(chart.get("aria-label") and chart.get("role") == "img" for chart in charts)
+
+
+def test_names_cannot_write_markup() -> None:
+    nasty = "<script>&\"'"
+    stats = make_stats(layers=1, data={"sources": [{"name": nasty}], nasty: nasty})
+    inputs = {f"model.layers.0.{nasty}.down_proj": one for one in stats.inputs.values()}
+    stats = replace(stats, model=replace(MODEL, architecture=nasty), inputs=inputs, kv={nasty: stats.kv.popitem()[1]})  # type: ignore[attr-defined]
+    root = parse(stats_page(stats, Max(), stats))
+    assert not list(root.iter("script"))
+    assert nasty in "".join(root.itertext())
+
+
+@pytest.mark.parametrize("rule", [Max(), MovingAverage(), Percentile()])
+@pytest.mark.parametrize(
+    "stats",
+    [
+        make_stats(sequences=1, layers=1),
+        replace(make_stats(layers=1), kv={}),
+        replace(make_stats(layers=1), inputs={}, kv={}),
+        replace(make_stats(layers=1), inputs={"lm_head": unseen(40)}),
+        with_experts(),
+    ],
+    ids=["one sequence", "no caches", "nothing", "never called", "experts"],
+)
+def test_thin_statistics_make_a_page_without_nan(stats: ActivationStats, rule: Rule) -> None:
+    page = stats_page(stats, rule, stats)
+    parse(page)
+    assert not re.search(r"\b(nan|inf|None)\b", page)
+
+
+def test_a_run_without_sequences_makes_a_page() -> None:
+    empty = ActivationStats(MODEL, 0, 0, {}, {"model.layers.0.mlp.down_proj": unseen(0)}, {
+        "model.layers.0.self_attn": KVStats(np.zeros((0, 2), np.float32), np.zeros((0, 2), np.float32))
+    })  # fmt: skip
+    assert "Never called" in stats_page(empty, Max())
+
+
+def test_merged_runs_show_the_data_of_each() -> None:
+    one, other = (make_stats(layers=1, data={"sources": [{"name": name}]}) for name in ("first.txt", "second.txt"))
+    page = stats_page(one.merge(other), Max())
+    assert "first.txt" in page
+    assert "second.txt" in page
+
+
+def test_equal_statistics_give_equal_pages() -> None:
+    assert stats_page(make_stats(), Max()) == stats_page(make_stats(), Max())

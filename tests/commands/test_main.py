@@ -1,0 +1,242 @@
+"""The command line: one line and status 2 for a user's mistake, tables and JSON for everything else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from minifloat.commands.main import main
+
+BASE = Path(__file__).parents[1] / "data" / "interop" / "base-llama"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_help_lists_the_commands_in_the_order_of_use() -> None:
+    output = run("--help").output
+    positions = [output.index(f"\n  {name}") for name in ("quantize", "inspect", "compare", "generate", "doctor")]
+    assert positions == sorted(positions)
+
+
+def test_help_of_quantize_lists_the_schemes() -> None:
+    output = run("quantize", "--help").output
+    for name in ("fp8-block", "fp8-static", "mxfp4", "nvfp4"):
+        assert name in output
+
+
+def test_quantize_prints_a_row_for_every_kind_of_tensor_and_where_it_went(tmp_path: Path) -> None:
+    result = run("quantize", BASE, tmp_path / "out", "--scheme", "fp8")
+    assert result.exit_code == 0, result.output
+    for word in ("self_attn.q_proj.weight", "copied (embedding)", "copied (norm or bias)", "SQNR", "Written to"):
+        assert word in result.output
+
+
+def test_quantize_prints_json_that_parses(tmp_path: Path) -> None:
+    result = run("quantize", BASE, tmp_path / "out", "--json")
+    report = json.loads(result.stdout)
+    assert report["recipe"]["scheme"] == "fp8-block"
+    assert report == json.loads((tmp_path / "out" / "minifloat.json").read_text())
+
+
+def test_quiet_prints_nothing(tmp_path: Path) -> None:
+    assert run("quantize", BASE, tmp_path / "out", "-q").output == ""
+
+
+def test_convert_prints_what_became_of_every_tensor_and_where_it_went(tmp_path: Path) -> None:
+    source = BASE.parent / "modelopt-fp8-kv"
+    result = run("convert", source, tmp_path / "out", "--layout", "compressed-tensors")
+    assert result.exit_code == 0, result.output
+    for words in ("model.layers.*.self_attn.k_scale", "copied (not quantized)", "23 converted, 5 copied, 0 dropped"):
+        assert words in result.output
+    result = run("convert", source, tmp_path / "plain", "--dequantize", "--json")
+    assert json.loads(result.stdout) == json.loads((tmp_path / "plain" / "minifloat.json").read_text())
+
+
+def test_a_conversion_that_would_lose_something_is_one_line_and_status_2(tmp_path: Path) -> None:
+    result = run("convert", BASE.parent / "llmc-nvfp4", tmp_path / "out", "--layout", "modelopt")
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+    assert "--allow-rounding" in result.output
+
+
+def test_exclude_is_an_override_to_bf16(tmp_path: Path) -> None:
+    run("quantize", BASE, tmp_path / "out", "-q", "--exclude", "down_proj")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    ignored = config["quantization_config"]["ignore"]
+    assert {name.rsplit(".", 1)[-1] for name in ignored} == {"down_proj", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize", "{base}", "{tmp}/out", "--scheme", "fp4"], "unknown scheme 'fp4'; valid: fp8-block"),
+        (["quantize", "{base}", "{tmp}/out", "--layout", "gguf"], "unknown layout 'gguf'"),
+        (["quantize", "{base}", "{tmp}/out", "--override", "nothing=fp8"], "'nothing' matches no weight"),
+        (["quantize", "{base}", "{tmp}/no/out"], "does not exist"),
+        (["quantize", "{base}", "{tmp}"], "--overwrite"),
+        (["quantize", "{tmp}", "{tmp}/out"], "config.json"),
+        (["inspect", "{tmp}/missing"], "missing"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = run(*(text.format(base=BASE, tmp=tmp_path) for text in arguments))
+    assert result.exit_code == 2
+    assert result.output.startswith("minifloat: error: ")
+    assert message in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = run("--debug", "inspect", tmp_path / "missing")
+    assert type(result.exception).__name__ == "NotACheckpointError"
+
+
+def test_inspect_shows_layout_formats_and_bits(tmp_path: Path) -> None:
+    run("quantize", BASE, tmp_path / "out", "-q", "--scheme", "mxfp4")
+    result = run("inspect", tmp_path / "out")
+    assert result.exit_code == 0
+    for word in ("layout: compressed-tensors", "quantized weights alone 4.25", "mxfp4", "model.layers.*.mlp.down_proj"):
+        assert word in result.output
+    assert json.loads(run("inspect", tmp_path / "out", "--json").stdout)["quantized_bits_per_weight"] == 4.25
+
+
+def test_doctor_names_the_kernels_and_versions() -> None:
+    result = run("doctor")
+    assert result.exit_code == 0
+    for word in ("minifloat", "torch", "native kernels"):
+        assert word in result.output
+
+
+def test_importing_the_package_and_asking_for_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, minifloat, minifloat.commands.main\n"
+        "from click.testing import CliRunner\n"
+        "assert CliRunner().invoke(minifloat.commands.main.main, ['quantize', '--help']).exit_code == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'safetensors', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_quantizing_and_inspecting_load_no_torch_where_the_kernels_are_native(tmp_path: Path) -> None:
+    from minifloat.kernels import native
+
+    if native.load() is None:
+        pytest.skip(native.why_unavailable())
+    code = (
+        "import sys\n"
+        "from minifloat.layouts.inspection import inspect_checkpoint\n"
+        "from minifloat.quantize.job import quantize_checkpoint\n"
+        f"quantize_checkpoint({str(BASE)!r}, {str(tmp_path / 'out')!r}, 'mxfp4')\n"
+        f"inspect_checkpoint({str(tmp_path / 'out')!r})\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_compare_prints_a_row_per_text_and_generate_continues_the_prompt(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/minifloat", "compare", "a model"])
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 20)
+    assert run("quantize", llama_folder, tmp_path / "out", "-q", "--scheme", "fp8").exit_code == 0
+    options = ("--data", text, "--window", "32", "--new-tokens", "4")
+    bounds = ("--max-kl", "10", "--min-agreement", "0", "--max-ppl-increase", "100%")
+    result = run("compare", llama_folder, tmp_path / "out", *options, *bounds)
+    assert result.exit_code == 0, result.output
+    assert "text.txt" in result.output
+    assert "top-1" in result.output
+    failed = run("compare", llama_folder, tmp_path / "out", *options, "--max-kl", "1e-9")
+    assert failed.exit_code == 1
+    assert run("compare", llama_folder, tmp_path / "out", *options, "--max-tokens", "60").exit_code == 3
+    refused = run("compare", llama_folder, llama_folder, *options, "--min-agreement", "many")
+    assert (refused.exit_code, "could not convert string to float: 'many'" in refused.output) == (2, True)
+    as_json = run("compare", llama_folder, llama_folder, *options, "--json")
+    document = json.loads(as_json.stdout)
+    assert document["candidates"][0]["overall"]["kl_max"] == 0.0
+    assert document["command"] == "minifloat compare 'a model'"
+    generated = run("generate", tmp_path / "out", "the cat", "-n", "4")
+    assert generated.exit_code == 0
+    assert generated.stdout.startswith("the cat")
+
+
+def test_every_option_of_serve_is_an_environment_variable_too() -> None:
+    options = [parameter for parameter in main.commands["serve"].params if isinstance(parameter, click.Option)]
+    assert len(options) > 20
+    for option in options:
+        name = next(name for name in option.opts if name.startswith("--"))
+        assert option.envvar == "MINIFLOAT_" + name[2:].replace("-", "_").upper()
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_help_of_the_serving_commands_loads_nothing_heavy(command: str) -> None:
+    code = (
+        "import sys, minifloat.commands.main\n"
+        "from click.testing import CliRunner\n"
+        f"assert CliRunner().invoke(minifloat.commands.main.main, [{command!r}, '--help']).exit_code == 0\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "{tmp}/missing", "--port", "0"], "missing"),
+        (["serve", "{base}", "--kv-cache-memory", "much"], "expected a size"),
+        (["serve", "{base}", "--api-key", "short"], "API key 1"),
+        (["serve", "{base}", "--chat-template", "{tmp}/missing"], "cannot be read"),
+        (["serve", "{base}", "--host", "192.0.2.1", "--port", "0"], "cannot listen there"),
+        (["chat", "ftp://x"], "expected a URL"),
+        (["chat", "http://127.0.0.1:9"], "minifloat serve"),
+    ],
+)
+def test_a_mistake_in_serving_is_one_line_and_status_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = run(*(text.format(base=BASE, tmp=tmp_path) for text in arguments))
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert result.output.startswith("minifloat: error: ")
+    assert result.output.count("\n") == 1
+
+
+def test_serve_listens_before_it_imports_what_takes_seconds() -> None:
+    code = (
+        "import sys\n"
+        "from minifloat.serve.server.settings import ServerSettings\n"
+        "from minifloat.serve.server import listen, start\n"
+        "listen(ServerSettings('x', port=0)).close()\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_compare_writes_a_report_and_the_cards_of_candidates(llama_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 20)
+    outs = [tmp_path / "first", tmp_path / "second"]
+    for out in outs:
+        assert run("quantize", llama_folder, out, "-q", "--scheme", "fp8-dynamic").exit_code == 0
+    report = tmp_path / "compare.html"
+    options = ("--data", text, "--window", "32", "--prompts", "0", "--variants", "--report", report, "--update-card")
+    result = run("compare", llama_folder, *outs, *options, "--max-kl", "1e-9")
+    assert result.exit_code == 1, result.output
+    page = report.read_text(encoding="utf-8")
+    assert "first" in page
+    assert "second" in page
+    cards = [(out / "README.md").read_text(encoding="utf-8") for out in outs]
+    assert all("weights only" in card and "failed" in card.lower() for card in cards)
+    assert str(outs[1]) not in cards[0]
+    assert run("compare", llama_folder, outs[0], *options, "--max-kl", "1e-9").exit_code == 1
+    assert (outs[0] / "README.md").read_text(encoding="utf-8").count("minifloat compare: begin") == 1
+    refused = run("compare", llama_folder, outs[0], "--report", tmp_path / "absent" / "x.html")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)

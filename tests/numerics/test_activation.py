@@ -1,0 +1,205 @@
+"""Quantized inputs: bit for bit those of compressed-tensors, and those of torch's FP8 cast on what it cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from minifloat.errors import UnsupportedTensorError
+from minifloat.numerics.activation import (
+    can_quantize,
+    dequantize_activation,
+    describe_activation,
+    quantize_activation,
+)
+from minifloat.numerics.formats import E2M1, E4M3, E5M2
+from minifloat.numerics.granularity import BLOCK_128, GROUP_16, GROUP_32, GROUP_128, TENSOR, TOKEN, block_granularity
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec
+
+PER_TOKEN = ActivationSpec(E4M3, TOKEN, dynamic=True)
+PER_GROUP = ActivationSpec(E4M3, GROUP_128, dynamic=True)
+PER_GROUP_OF_32 = ActivationSpec(E4M3, GROUP_32, dynamic=True)
+DYNAMIC_TENSOR = ActivationSpec(E4M3, TENSOR, dynamic=True)
+STATIC = ActivationSpec(E4M3, TENSOR, dynamic=False)
+SIMULATED = [PER_TOKEN, PER_GROUP, PER_GROUP_OF_32, DYNAMIC_TENSOR, STATIC]
+
+CT_ARGUMENTS: dict[ActivationSpec, dict[str, Any]] = {
+    PER_TOKEN: {"strategy": "token", "dynamic": True},
+    PER_GROUP: {"strategy": "group", "group_size": 128, "dynamic": True},
+    PER_GROUP_OF_32: {"strategy": "group", "group_size": 32, "dynamic": True},
+    DYNAMIC_TENSOR: {"strategy": "tensor", "dynamic": True},
+    STATIC: {"strategy": "tensor", "dynamic": False},
+}
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Gaussian tokens, the first few of them zero, tiny, huge, powers of two, and one with an outlier."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(4))
+    tokens = x.view(-1, shape[-1])
+    tokens[0] = 0.0
+    tokens[1] *= 1e-6
+    tokens[2] *= 1e4
+    tokens[3] = 2.0 ** torch.arange(shape[-1]).remainder(9).neg()
+    tokens[4, shape[-1] // 2] = -300.0
+    return x.to(dtype)
+
+
+def fake_quantized(x: torch.Tensor, spec: ActivationSpec, scale: torch.Tensor | None = None) -> torch.Tensor:
+    codes, grid = quantize_activation(x, spec, scale)
+    return dequantize_activation(codes, grid, spec)
+
+
+def static_scale(spec: ActivationSpec, value: float = 0.0125) -> torch.Tensor | None:
+    return None if spec.dynamic else torch.tensor(value)
+
+
+# ------------------------------------------------------------------------------- against other implementations
+
+
+@pytest.mark.parametrize("spec", SIMULATED, ids=describe_activation)
+@pytest.mark.parametrize("scale", [0.0125, 1.0, 3e-7])
+def test_it_is_what_compressed_tensors_computes_bit_for_bit(spec: ActivationSpec, scale: float) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    utils = pytest.importorskip("compressed_tensors.quantization.utils")
+    lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    x = inputs(2, 8, 256)
+    arguments = quantization.QuantizationArgs(num_bits=8, type="float", symmetric=True, **CT_ARGUMENTS[spec])
+    given = static_scale(spec, scale)
+    if given is None:
+        its_scale, zero_point = utils.compute_dynamic_scales_and_zp(x, arguments, torch.nn.Module())
+    else:
+        its_scale, zero_point = given.reshape(1), None
+    expected = lifecycle.fake_quantize(x, its_scale, zero_point, arguments)
+    codes, grid = quantize_activation(x, spec, given)
+    assert torch.equal(dequantize_activation(codes, grid, spec), expected)
+    if spec.dynamic:
+        assert torch.equal(grid.flatten(), its_scale.flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", SIMULATED, ids=describe_activation)
+def test_the_codes_are_those_of_the_cast_of_torch_in_blocks_cut_by_hand(
+    spec: ActivationSpec, dtype: torch.dtype
+) -> None:
+    x = inputs(9, 200, dtype=dtype)  # the last group of a row has 72 columns of 128, or 8 of 32
+    codes, grid = quantize_activation(x, spec, static_scale(spec))
+    rows, cols = spec.granularity.block((9, 200))
+    for i in range(0, 9, rows):
+        for j in range(0, 200, cols):
+            block = x[i : i + rows, j : j + cols].float()
+            top = block.abs().max()
+            scale = static_scale(spec)
+            if scale is None:
+                scale = top / torch.tensor(448.0) if top > 0 else torch.tensor(2.0**-23)
+            assert grid[i // rows, j // cols] == scale
+            expected = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            assert torch.equal(codes[i : i + rows, j : j + cols].view(torch.float8_e4m3fn).float(), expected.float())
+
+
+# ---------------------------------------------------------------------------------------------- what it promises
+
+
+@pytest.mark.parametrize("spec", [PER_TOKEN, PER_GROUP], ids=describe_activation)
+def test_a_dynamic_scale_clips_nothing_and_reaches_the_top(spec: ActivationSpec) -> None:
+    x = inputs(9, 200)[1:]
+    assert (quantize_activation(x, spec)[0] & 0x7F).amax(-1).eq(E4M3.max_code).all()
+    difference = (fake_quantized(x, spec) - x).abs()
+    assert (difference <= x.abs() * 2.0**-4 + x.abs().amax(-1, keepdim=True) / 448 * 2.0**-9).all()
+
+
+def test_tokens_do_not_depend_on_each_other() -> None:
+    x = inputs(9, 200)
+    for spec in (PER_TOKEN, PER_GROUP):
+        alone = torch.cat([fake_quantized(token[None], spec) for token in x])
+        assert torch.equal(fake_quantized(x, spec), alone)
+
+
+def test_a_static_scale_clamps_what_lies_beyond_it() -> None:
+    x = torch.tensor([[1.0, 448.0, 500.0, -1e30, torch.inf]])
+    expected = torch.tensor([[1.0, 448.0, 448.0, -448.0, 448.0]])
+    assert torch.equal(fake_quantized(x, STATIC, torch.tensor(1.0)), expected)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_token_that_is_not_finite_becomes_nan_and_no_other(bad: float) -> None:
+    x = inputs(9, 200)
+    x[6, 150] = bad
+    found = fake_quantized(x, PER_TOKEN)
+    assert found[6].isnan().all()
+    assert found[[*range(6), 7, 8]].isfinite().all()
+    grouped = fake_quantized(x, PER_GROUP)
+    assert grouped[6, 128:].isnan().all()
+    assert grouped[6, :128].isfinite().all()
+
+
+def test_a_token_of_zeros_stays_zero() -> None:
+    codes, grid = quantize_activation(torch.zeros(2, 200), PER_TOKEN)
+    assert not codes.any()
+    assert grid.tolist() == [[2.0**-23]] * 2
+
+
+@pytest.mark.parametrize("spec", SIMULATED, ids=describe_activation)
+@pytest.mark.parametrize("shape", [(200,), (1, 200), (0, 200), (2, 3, 4, 200), (2, 0, 200), (3, 0)])
+def test_any_shape_is_kept(spec: ActivationSpec, shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    codes, grid = quantize_activation(x, spec, static_scale(spec))
+    assert codes.shape == shape
+    tokens = x.reshape(-1, shape[-1]).shape[0] if x.numel() else int(torch.tensor(shape[:-1]).prod())
+    assert tuple(grid.shape) == spec.granularity.scale_shape((tokens, shape[-1]))
+    assert dequantize_activation(codes, grid, spec).shape == shape
+
+
+def test_the_input_is_not_changed() -> None:
+    x = inputs(9, 200)
+    before = x.clone()
+    fake_quantized(x, PER_GROUP)
+    assert torch.equal(x, before)
+
+
+# ------------------------------------------------------------------------------------------- what is not covered
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ActivationSpec(E2M1, GROUP_16, dynamic=True),
+        ActivationSpec(E5M2, TOKEN, dynamic=True),
+        ActivationSpec(E4M3, TOKEN, dynamic=False),
+        ActivationSpec(E4M3, BLOCK_128, dynamic=True),
+    ],
+    ids=describe_activation,
+)
+def test_other_specs_are_refused_with_the_cure(spec: ActivationSpec) -> None:
+    with pytest.raises(UnsupportedTensorError, match="run this weight-only"):
+        quantize_activation(inputs(9, 256), spec, static_scale(spec))
+    assert not can_quantize(spec, SCHEMES["fp8"].weight)
+
+
+def test_a_scale_is_given_where_it_is_static_only() -> None:
+    with pytest.raises(ValueError, match="needs a scale"):
+        quantize_activation(inputs(9, 256), STATIC)
+    with pytest.raises(ValueError, match="takes no scale"):
+        quantize_activation(inputs(9, 256), PER_TOKEN, torch.tensor(1.0))
+
+
+def test_every_scheme_of_ours_that_declares_inputs_is_simulated() -> None:
+    declaring = [scheme for scheme in SCHEMES.values() if scheme.activation is not None]
+    assert declaring
+    for scheme in declaring:
+        assert scheme.activation is not None
+        assert can_quantize(scheme.activation, scheme.weight), scheme.name
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4", "nvfp4"])
+def test_inputs_of_weights_with_small_scales_are_not_simulated(scheme: str) -> None:
+    assert not can_quantize(PER_GROUP_OF_32, SCHEMES[scheme].weight)
+
+
+def test_a_spec_is_described_by_element_granularity_and_kind() -> None:
+    assert describe_activation(PER_TOKEN) == "E4M3 per token (dynamic)"
+    assert describe_activation(STATIC) == "E4M3 per tensor (static)"
+    assert describe_activation(ActivationSpec(E4M3, block_granularity(1, 64), dynamic=True)) == (
+        "E4M3 per group 1x64 (dynamic)"
+    )

@@ -1,0 +1,214 @@
+"""The facts of each format as its specification prints them, and that no other module repeats them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import itertools
+import math
+import struct
+import tokenize
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import minifloat
+from minifloat.errors import UnknownNameError
+from minifloat.numerics.formats import (
+    BFLOAT16,
+    E2M1,
+    E4M3,
+    E5M2,
+    E8M0,
+    FLOAT16,
+    FLOAT32,
+    FORMATS,
+    ElementFormat,
+    get_format,
+)
+
+PACKAGE = Path(minifloat.__file__).parent
+#: Numbers of a format that would be repeated anywhere in the package: largest values and their product.
+FORMAT_FACTS = {448, 57344, 2688}
+#: Integers that are biases, block sizes or code limits where scales and layouts are handled.
+BLOCK_FACTS = {127, 128, 32}
+
+each_small_format = pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, E8M0], ids=lambda f: f.name)
+each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "largest", "min_normal", "min_positive", "emax", "emin"),
+    [
+        (E4M3, 448.0, 2.0**-6, 2.0**-9, 8, -6),
+        (E5M2, 57344.0, 2.0**-14, 2.0**-16, 15, -14),
+        (E2M1, 6.0, 1.0, 0.5, 2, 0),
+        (E8M0, 2.0**127, 2.0**-127, 2.0**-127, 127, -127),
+        (FLOAT16, 65504.0, 2.0**-14, 2.0**-24, 15, -14),
+        (BFLOAT16, 255 * 2.0**120, 2.0**-126, 2.0**-133, 127, -126),
+        (FLOAT32, (2 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 127, -126),
+    ],
+    ids=lambda v: v.name if isinstance(v, ElementFormat) else "",
+)
+def test_range_is_that_of_the_specification(
+    fmt: ElementFormat, largest: float, min_normal: float, min_positive: float, emax: int, emin: int
+) -> None:
+    assert (fmt.max, fmt.min_normal, fmt.min_positive) == (largest, min_normal, min_positive)
+    assert (fmt.emax, fmt.emin) == (emax, emin)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "finite", "nan", "infinite"),
+    [
+        (E4M3, 254, {0x7F, 0xFF}, set()),
+        (E5M2, 248, {0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF}, {0x7C, 0xFC}),
+        (E2M1, 16, set(), set()),
+        (E8M0, 255, {0xFF}, set()),
+    ],
+    ids=lambda v: v.name if isinstance(v, ElementFormat) else "",
+)
+def test_special_codes_are_those_of_the_specification(
+    fmt: ElementFormat, finite: int, nan: set[int], infinite: set[int]
+) -> None:
+    assert {code for code, value in enumerate(fmt.values) if math.isnan(value)} == nan
+    assert {code for code, value in enumerate(fmt.values) if math.isinf(value)} == infinite
+    assert sum(math.isfinite(value) for value in fmt.values) == finite
+    assert fmt.nan_code in nan if nan else fmt.nan_code is None
+
+
+def test_golden_codes() -> None:
+    assert (E4M3.max_code, E5M2.max_code, E2M1.max_code, E8M0.max_code) == (0x7E, 0x7B, 0x7, 0xFE)
+    assert E2M1.values[:8] == (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    assert E2M1.values[8:] == tuple(-value for value in E2M1.values[:8])
+    assert [E4M3.decode(code) for code in (0x38, 0x01, 0x08, 0xB8)] == [1.0, 2.0**-9, 2.0**-6, -1.0]
+    assert [E5M2.decode(code) for code in (0x3C, 0x01, 0x04, 0xBC)] == [1.0, 2.0**-16, 2.0**-14, -1.0]
+    assert [E8M0.decode(code) for code in (0, 127, 254)] == [2.0**-127, 1.0, 2.0**127]
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1], ids=lambda f: f.name)
+def test_the_upper_half_of_the_codes_is_the_lower_half_negated(fmt: ElementFormat) -> None:
+    half = 1 << (fmt.bits - 1)
+    for code in range(half):
+        positive, negative = fmt.decode(code), fmt.decode(code + half)
+        assert negative == -positive or (math.isnan(positive) and math.isnan(negative))
+        assert math.isnan(negative) or math.copysign(1.0, negative) == -1.0
+
+
+@each_small_format
+def test_finite_values_grow_with_their_code(fmt: ElementFormat) -> None:
+    values = fmt.values[: fmt.max_code + 1]
+    assert all(low < high for low, high in itertools.pairwise(values))
+    assert values[-1] == fmt.max
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [
+        (E4M3, ml_dtypes.float8_e4m3fn),
+        (E5M2, ml_dtypes.float8_e5m2),
+        (E2M1, ml_dtypes.float4_e2m1fn),
+        (E8M0, ml_dtypes.float8_e8m0fnu),
+        (BFLOAT16, ml_dtypes.bfloat16),
+        (FLOAT16, np.float16),
+        (FLOAT32, np.float32),
+    ],
+    ids=lambda v: v.name if isinstance(v, ElementFormat) else "",
+)
+def test_facts_agree_with_those_that_ml_dtypes_reports(fmt: ElementFormat, dtype: type) -> None:
+    info = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    assert fmt.bits == info.bits
+    assert fmt.mantissa_bits == info.nmant
+    assert fmt.max == float(info.max)
+    assert fmt.min_positive == float(info.smallest_subnormal)
+    assert fmt.min_normal == float(info.smallest_normal)
+
+
+@pytest.mark.parametrize("code", [0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x80000001, 0xC2F6E979])
+def test_float32_decodes_as_the_machine_does(code: int) -> None:
+    assert FLOAT32.decode(code) == struct.unpack("<f", struct.pack("<I", code))[0]
+
+
+def test_widths_in_storage() -> None:
+    assert {name: fmt.bytes_per_element for name, fmt in FORMATS.items()} == {
+        "E4M3": 1.0,
+        "E5M2": 1.0,
+        "E2M1": 0.5,
+        "E8M0": 1.0,
+        "FP32": 4.0,
+        "BF16": 2.0,
+        "FP16": 2.0,
+    }
+
+
+@each_format
+def test_the_nan_code_decodes_to_nan(fmt: ElementFormat) -> None:
+    assert fmt.nan_code is None or math.isnan(fmt.decode(fmt.nan_code))
+    assert (fmt.nan_code is None) == (fmt is E2M1)
+
+
+@each_format
+def test_codes_outside_the_width_are_refused(fmt: ElementFormat) -> None:
+    for code in (-1, 1 << fmt.bits):
+        with pytest.raises(ValueError, match=f"{fmt.name} codes are 0.."):
+            fmt.decode(code)
+
+
+def test_wide_formats_are_not_listed_value_by_value() -> None:
+    with pytest.raises(ValueError, match="BF16 has too many codes"):
+        _ = BFLOAT16.values
+
+
+@each_format
+def test_formats_are_found_by_name(fmt: ElementFormat) -> None:
+    assert get_format(fmt.name) is fmt
+
+
+def test_an_unknown_format_lists_the_valid_ones() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"unknown format 'E3M4'; valid: E4M3, E5M2, E2M1, E8M0, FP32, BF16, FP16"
+    ):
+        get_format("E3M4")
+
+
+def test_formats_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        E4M3.bias = 8  # type: ignore[misc]
+
+
+def repeated_facts(source: str, *, blocks_too: bool) -> list[tuple[int, str]]:
+    """Line and text of every number token that spells out a fact of a format (not in strings or comments)."""
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.NUMBER:
+            continue
+        value = ast.literal_eval(token.string)
+        is_fact = value in FORMAT_FACTS or (isinstance(value, float) and value == E2M1.max)
+        if is_fact or (blocks_too and value in BLOCK_FACTS):
+            found.append((token.start[0], token.string))
+    return found
+
+
+def test_no_other_module_spells_out_the_largest_values_block_sizes_or_biases() -> None:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE)
+        if name.name in ("numerics/formats.py", "numerics/granularity.py"):
+            continue
+        blocks_too = name.parts[0] in ("quantize", "layouts")
+        found += [(str(name), *hit) for hit in repeated_facts(path.read_text(), blocks_too=blocks_too)]
+    assert found == []
+
+
+def test_the_guard_sees_every_spelling() -> None:
+    source = 'a = 448\nb = 448.0\nc = 0x1C0\nd = 6.0\ne = 6\nf = "448"  # 448\ng = 57_344\nh = 128\n'
+    assert repeated_facts(source, blocks_too=False) == [
+        (1, "448"),
+        (2, "448.0"),
+        (3, "0x1C0"),
+        (4, "6.0"),
+        (7, "57_344"),
+    ]
+    assert repeated_facts(source, blocks_too=True)[-1] == (8, "128")

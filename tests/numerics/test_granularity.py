@@ -1,0 +1,98 @@
+"""Blocks and scale grids, by counting."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minifloat.numerics.granularity import (
+    BLOCK_128,
+    CHANNEL,
+    GROUP_16,
+    GROUP_32,
+    GROUP_128,
+    TENSOR,
+    TOKEN,
+    Granularity,
+)
+
+ALL = (TENSOR, CHANNEL, BLOCK_128, GROUP_128, GROUP_32, GROUP_16, TOKEN)
+each_granularity = pytest.mark.parametrize("granularity", ALL, ids=str)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "shape", "grid"),
+    [
+        (TENSOR, (300, 500), (1, 1)),
+        (CHANNEL, (300, 500), (300, 1)),
+        (TOKEN, (7, 500), (7, 1)),
+        (BLOCK_128, (256, 384), (2, 3)),
+        (BLOCK_128, (257, 383), (3, 3)),
+        (BLOCK_128, (1, 1), (1, 1)),
+        (GROUP_128, (4, 129), (4, 2)),
+        (GROUP_32, (4, 64), (4, 2)),
+        (GROUP_32, (4, 65), (4, 3)),
+        (GROUP_16, (4, 64), (4, 4)),
+    ],
+    ids=str,
+)
+def test_the_scale_grid_counts_whole_and_partial_blocks(
+    granularity: Granularity, shape: tuple[int, int], grid: tuple[int, int]
+) -> None:
+    assert granularity.scale_shape(shape) == grid
+
+
+@pytest.mark.parametrize(
+    ("granularity", "block"),
+    [
+        (TENSOR, (300, 500)),
+        (CHANNEL, (1, 500)),
+        (BLOCK_128, (128, 128)),
+        (GROUP_128, (1, 128)),
+        (GROUP_32, (1, 32)),
+        (GROUP_16, (1, 16)),
+    ],
+    ids=str,
+)
+def test_a_block_covers_the_whole_extent_where_none_is_given(granularity: Granularity, block: tuple[int, int]) -> None:
+    assert granularity.block((300, 500)) == block
+
+
+@each_granularity
+@given(rows=st.integers(1, 1000), cols=st.integers(1, 1000))
+def test_the_grid_covers_the_matrix_without_an_empty_block(granularity: Granularity, rows: int, cols: int) -> None:
+    block, grid = granularity.block((rows, cols)), granularity.scale_shape((rows, cols))
+    for extent, size, count in zip((rows, cols), block, grid, strict=True):
+        assert (count - 1) * size < extent <= count * size
+
+
+@each_granularity
+def test_a_matrix_without_rows_has_no_blocks_and_no_division_by_zero(granularity: Granularity) -> None:
+    assert granularity.scale_shape((0, 64))[0] == 0
+    assert granularity.scale_shape((4, 0))[1] == 0
+    assert min(granularity.block((0, 0))) >= 1
+
+
+def test_rows_that_must_stay_together_when_a_matrix_is_cut() -> None:
+    assert {g.name: g.row_multiple for g in ALL} == {
+        "tensor": None,
+        "channel": 1,
+        "block 128x128": 128,
+        "group 1x128": 1,
+        "group 1x32": 1,
+        "group 1x16": 1,
+        "token": 1,
+    }
+
+
+@each_granularity
+def test_a_granularity_prints_as_its_name(granularity: Granularity) -> None:
+    assert str(granularity) == granularity.name
+
+
+def test_granularities_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TENSOR.rows = 2  # type: ignore[misc]

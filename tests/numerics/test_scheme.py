@@ -1,0 +1,134 @@
+"""The table of schemes: what each name stands for, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from minifloat.errors import UnknownNameError, UsageError
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
+from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, GROUP_128, TENSOR, TOKEN
+from minifloat.numerics.scheme import (
+    DEFAULT_SCHEME,
+    SCHEMES,
+    ActivationSpec,
+    KVSpec,
+    ScaleRule,
+    Scheme,
+    WeightSpec,
+    get_scheme,
+)
+
+NAMES = ["fp8-block", "fp8", "fp8-static", "fp8-dynamic", "mxfp8", "mxfp4", "nvfp4"]
+each_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=list(SCHEMES))
+
+
+def test_the_table_holds_exactly_these_schemes_under_their_own_names() -> None:
+    assert list(SCHEMES) == NAMES
+    assert [scheme.name for scheme in SCHEMES.values()] == NAMES
+
+
+def test_the_default_is_the_one_that_most_servers_load() -> None:
+    assert DEFAULT_SCHEME == "fp8-block"
+    assert get_scheme(DEFAULT_SCHEME) is SCHEMES["fp8-block"]
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("fp8-block", WeightSpec(E4M3, BLOCK_128, FLOAT32, ScaleRule.AMAX)),
+        ("fp8", WeightSpec(E4M3, CHANNEL, FLOAT32, ScaleRule.AMAX)),
+        ("fp8-static", WeightSpec(E4M3, TENSOR, FLOAT32, ScaleRule.AMAX)),
+        ("fp8-dynamic", WeightSpec(E4M3, CHANNEL, FLOAT32, ScaleRule.AMAX)),
+        ("mxfp8", WeightSpec(E4M3, GROUP_32, E8M0, ScaleRule.RCEIL)),
+        ("mxfp4", WeightSpec(E2M1, GROUP_32, E8M0, ScaleRule.SEARCH)),
+        ("nvfp4", WeightSpec(E2M1, GROUP_16, E4M3, ScaleRule.AMAX)),
+    ],
+)
+def test_weights_are_stored_as_the_name_says(name: str, weight: WeightSpec) -> None:
+    assert SCHEMES[name].weight == weight
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("fp8-block", ActivationSpec(E4M3, GROUP_128, dynamic=True)),
+        ("fp8", None),
+        ("fp8-static", ActivationSpec(E4M3, TENSOR, dynamic=False)),
+        ("fp8-dynamic", ActivationSpec(E4M3, TOKEN, dynamic=True)),
+        ("mxfp8", None),
+        ("mxfp4", None),
+        ("nvfp4", None),
+    ],
+)
+def test_activations_are_what_the_server_is_told(name: str, activation: ActivationSpec | None) -> None:
+    assert SCHEMES[name].activation == activation
+
+
+@each_scheme
+def test_the_kv_cache_stays_in_16_bits_unless_asked(scheme: Scheme) -> None:
+    assert scheme.kv is None
+
+
+@each_scheme
+def test_every_summary_is_one_line(scheme: Scheme) -> None:
+    assert scheme.summary
+    assert "\n" not in scheme.summary
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "bits"),
+    [
+        ("fp8-block", (256, 256), 8 + 4 * 32 / 65536),
+        ("fp8-block", (129, 129), 8 + 4 * 32 / 16641),
+        ("fp8", (4, 64), 8.5),
+        ("fp8-dynamic", (4, 64), 8.5),
+        ("fp8-static", (4, 64), 8.125),
+        ("mxfp8", (4, 64), 8.25),
+        ("mxfp4", (4, 64), 4.25),
+        ("mxfp4", (1, 33), 4 + 16 / 33),
+        ("nvfp4", (4, 64), 4.5 + 32 / 256),
+    ],
+)
+def test_bits_per_weight_count_the_scales(name: str, shape: tuple[int, int], bits: float) -> None:
+    assert SCHEMES[name].weight.bits_per_weight(shape) == pytest.approx(bits, rel=1e-12)
+
+
+def test_bits_per_weight_of_an_empty_matrix_are_those_of_the_element() -> None:
+    assert SCHEMES["mxfp4"].weight.bits_per_weight((0, 0)) == 4
+
+
+def test_only_nvfp4_has_a_second_scale_and_only_it_and_per_tensor_need_the_whole_amax() -> None:
+    assert [name for name, scheme in SCHEMES.items() if scheme.weight.has_global_scale] == ["nvfp4"]
+    assert [name for name, scheme in SCHEMES.items() if scheme.weight.needs_tensor_amax] == ["fp8-static", "nvfp4"]
+
+
+def test_an_unknown_scheme_lists_the_valid_ones() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        get_scheme("fp9")
+    assert str(caught.value) == f"unknown scheme 'fp9'; valid: {', '.join(NAMES)}"
+    assert isinstance(caught.value, UsageError)
+    assert caught.value.valid == tuple(NAMES)
+
+
+@pytest.mark.parametrize("name", ["FP8", "", "fp8 ", "mxfp4-search"])
+def test_names_are_matched_exactly(name: str) -> None:
+    with pytest.raises(UnknownNameError):
+        get_scheme(name)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        SCHEMES["fp8"],
+        SCHEMES["fp8"].weight,
+        ActivationSpec(E4M3, TENSOR, dynamic=False),
+        KVSpec(E4M3, TENSOR),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_schemes_and_their_parts_are_frozen(value: object) -> None:
+    name = dataclasses.fields(value)[0].name  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, name, None)

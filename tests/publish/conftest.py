@@ -1,0 +1,3 @@
+"""The fixtures of `hub_fixtures`."""
+
+from hub_fixtures import home, hub, sharded  # noqa: F401
