@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,9 +32,7 @@ from minifloat.checkpoint.files import storage_errors
 from minifloat.hub import model_folder, model_name
 from minifloat.kernels import native, processors
 from minifloat.kernels.bandwidth import gpu_read_bandwidth, read_bandwidth
-
-#: Called with turns done, turns in all, and what runs now.
-Progress = Callable[[int, int, str], None]
+from minifloat.report.progress import Progress
 
 #: Far larger than any cache of the machines that this is for.
 _PROBE_BYTES, _PROBE_PASSES = 1 << 30, 3

@@ -34,10 +34,11 @@ from minifloat.calibration.walk import Call, CannotWalkError, Capture, find_laye
 from minifloat.calibration.walk_folder import WalkFolder
 from minifloat.calibration.walk_store import ArgumentPool, Slot, TensorFile
 from minifloat.calibration.walk_weights import PartialWeights
-from minifloat.calibration.whole import Progress, calibrate_whole, check_data, check_source
+from minifloat.calibration.whole import calibrate_whole, check_data, check_source
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import UsageError
+from minifloat.report.progress import Progress
 from minifloat.runtime.load import Loader
 
 _LOG = logging.getLogger(__name__)

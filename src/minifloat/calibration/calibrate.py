@@ -18,9 +18,10 @@ import torch
 from minifloat.calibration.blocks import calibrate_blocks
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.stats import ActivationStats
-from minifloat.calibration.whole import Progress, calibrate_whole, check_source
+from minifloat.calibration.whole import calibrate_whole, check_source
 from minifloat.checkpoint import Checkpoint
 from minifloat.hub import model_folder
+from minifloat.report.progress import Progress
 from minifloat.runtime.build import config_dtype
 
 _LOG = logging.getLogger(__name__)

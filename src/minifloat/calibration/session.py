@@ -17,9 +17,9 @@ from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, SourceLike, load_calibration_data
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats, write_stats
-from minifloat.calibration.whole import Progress
 from minifloat.errors import DestinationError, UsageError
 from minifloat.hub import model_folder
+from minifloat.report.progress import Progress
 from minifloat.runtime.tokenizer import load_tokenizer
 
 DEFAULT_HELD_OUT = 0.1

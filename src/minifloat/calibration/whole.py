@@ -6,7 +6,6 @@ What a calibration of any kind asks of its checkpoint and its data is here too.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 
@@ -17,13 +16,11 @@ from minifloat.calibration.observe import Observer
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError, DataError
+from minifloat.report.progress import Progress
 from minifloat.runtime.load import load
 
 #: Sequences from one look at the convergence to the next; looking takes longer than a hook.
 _CHECK_EVERY = 16
-
-#: Called with tokens done, tokens in all, and what is at work.
-Progress = Callable[[int, int, str], None]
 
 
 def calibrate_whole(

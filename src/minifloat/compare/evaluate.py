@@ -30,7 +30,7 @@ from minifloat.compare.metrics import concatenate
 from minifloat.compare.models import ModelLike, Predictor, common_tokenizer, longest_window, share_experts
 from minifloat.compare.options import CompareOptions
 from minifloat.compare.result import CandidateResult, Comparison, ModelRecord, TextRecord
-from minifloat.compare.scoring import Progress, Scoring
+from minifloat.compare.scoring import Scoring
 from minifloat.compare.summary import summarize
 from minifloat.compare.tasks import load_tasks
 from minifloat.compare.verdict import judge
@@ -38,6 +38,7 @@ from minifloat.compare.worst import describe
 from minifloat.errors import UsageError
 from minifloat.kernels import native, processors
 from minifloat.numerics.formats import E4M3
+from minifloat.report.progress import Progress
 from minifloat.runtime.kv_scales import kv_scales
 
 

@@ -19,10 +19,10 @@ from minifloat.compare.corpus import Corpus
 from minifloat.compare.generation import Continuations, end_tokens, generate_greedy, greedy_divergence
 from minifloat.compare.models import Predictor
 from minifloat.compare.result import CandidateResult
-from minifloat.compare.scoring import Progress
 from minifloat.compare.tasks import LoadedTasks, TaskRun, compare_tasks, run_tasks
 from minifloat.compare.verdict import Tolerance
 from minifloat.errors import MinifloatError
+from minifloat.report.progress import Progress
 
 #: Tokens of a document that are continued.
 _PROMPT_TOKENS = 32

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from minifloat.compare.kv_cache import CacheFactory, check_takes_cache
 from minifloat.compare.statistics import CONFIDENCE, Estimate, mean_interval
 from minifloat.errors import NonFiniteError, UsageError
+from minifloat.report.progress import Progress
 from minifloat.serve.detokenize import Detokenizer
 
 #: Prompts that run together. Constant, as kernels may sum in another order for another number of rows.
@@ -34,9 +35,6 @@ _WHAT = "generation"
 
 #: Token ids by prompt; one that ended has its end token last.
 Continuations = tuple[tuple[int, ...], ...]
-
-#: Called with tokens made, tokens in all at most, and what is at work.
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

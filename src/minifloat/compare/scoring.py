@@ -7,7 +7,7 @@ is interrupted has seen the same tokens with every model. Those numbers can be w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,12 +18,10 @@ from minifloat.compare.metrics import Distribution, TokenScores, concatenate, sc
 from minifloat.compare.models import Predictor
 from minifloat.compare.worst import WorstSpots, scored_targets
 from minifloat.errors import NonFiniteError
+from minifloat.report.progress import Progress
 
 #: Logits of one model that are held in float64 at a time: so few that they stay in the processor's caches.
 _SLAB_ELEMENTS = 2**18
-
-#: Called with tokens done, tokens in all, and what is at work.
-Progress = Callable[[int, int, str], None]
 
 
 class Scoring:

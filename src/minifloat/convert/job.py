@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,9 +39,7 @@ from minifloat.errors import UsageError
 from minifloat.hub import model_folder, model_name, origin_of
 from minifloat.kernels import processors
 from minifloat.quantize.stream import copy_digest
-
-#: Called with bytes of source done, bytes in all, and what is being done.
-Progress = Callable[[int, int, str], None]
+from minifloat.report.progress import Progress
 
 _ACTIONS = {Change.KEEP: "copied", Change.DROP: "dropped"}
 

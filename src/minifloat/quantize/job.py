@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,9 +49,7 @@ from minifloat.quantize.calibrated import Calibration, apply_calibration
 from minifloat.quantize.card import model_card
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.stream import Caster, copy_digest, copy_tensor, part_amax, part_digest, quantize_part
-
-#: Called with bytes of source done, bytes in all, and what is being done.
-Progress = Callable[[int, int, str], None]
+from minifloat.report.progress import Progress
 
 #: Shards that are open for writing at a time: one being synced while the next is computed.
 _SHARDS_IN_FLIGHT = 2

@@ -20,7 +20,7 @@ from minifloat.runtime.diagnosis import Diagnosis
 
 if TYPE_CHECKING:
     from minifloat.publish.push import PushReport
-    from minifloat.quantize.job import Progress as ProgressCallback
+    from minifloat.report.progress import Progress as ProgressCallback
 
 
 def make_console() -> Console:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
-#: Called with milliseconds spent, milliseconds in all, and what is being done.
-Progress = Callable[[int, int, str], None]
+from minifloat.report.progress import Progress
 
 
 class Budget:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minifloat.compare.attribution.budget import Budget, Progress
+from minifloat.compare.attribution.budget import Budget
 from minifloat.compare.attribution.damage import measure_damage
 from minifloat.compare.attribution.differences import Difference, find_differences, stored_bytes
 from minifloat.compare.attribution.mixture import Mixtures, as_tensor
 from minifloat.compare.attribution.suggestion import Choices, Suggestion, suggest
 from minifloat.compare.models import Predictor, share_experts
 from minifloat.compare.verdict import Tolerance
+from minifloat.report.progress import Progress
 from minifloat.runtime.linear import QuantizedWeight
 
 #: Of the time, when modules alone and models without one are done; the rest is for the suggestion.

@@ -11,7 +11,7 @@ import copy
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -23,9 +23,7 @@ from minifloat.calibration.readers import first_line
 from minifloat.compare.tasks.load import LoadedTasks
 from minifloat.compare.tasks.quiet import harness, quiet
 from minifloat.errors import MinifloatError, NonFiniteError, UsageError
-
-#: Called with requests done, requests in all, and what is done to them.
-Progress = Callable[[int, int, str], None]
+from minifloat.report.progress import Progress
 
 #: Seeds that the harness sets unless told otherwise.
 _PYTHON_SEED, _SEED = 0, 1234
