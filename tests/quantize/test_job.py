@@ -22,7 +22,6 @@ from minifloat.errors import (
 )
 from minifloat.kernels import native
 from minifloat.layouts import describe, read_weight
-from minifloat.numerics.scale import global_divisor
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 from minifloat.quantize import stream
@@ -144,12 +143,6 @@ def test_fused_experts_are_written_as_the_oracle_quantizes_their_slices(
             expected = quantize_tensor(torch.tensor(gate_up[expert][rows]), spec, amax)
             assert same(written[f"{base}.{expert}.{name}"], expected)
         assert same(written[f"{base}.{expert}.down_proj"], quantize_tensor(torch.tensor(down[expert]), spec))
-
-
-def test_the_divisor_of_the_streaming_path_is_the_oracles() -> None:
-    values = [0.0, 1e-45, 1e-38, 7e-36, 0.02, 1.0, 3.3333, 448.0, 3e38]
-    for value in values:
-        assert stream.global_divisor(value) == global_divisor(torch.tensor(value)).item()
 
 
 def test_the_report_accounts_for_every_tensor_and_byte(make_checkpoint: Make, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from minifloat.errors import KernelUnavailable, NonFiniteError, UsageError
 from minifloat.kernels.quantize import amax as slab_amax
 from minifloat.kernels.quantize import quantize_rows, why_not
 from minifloat.numerics.cast_stats import CastStats
-from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.scheme import Scheme
 from minifloat.plan.quantization import Part
 
@@ -210,7 +210,7 @@ def quantize_part(
         stats += result.stats
     shard.write(part.tensors.scale.name, scales)
     if part.tensors.global_scale is not None:
-        shard.write(part.tensors.global_scale.name, global_divisor(amax or 0.0).reshape(1))
+        shard.write(part.tensors.global_scale.name, scalar_global_divisor(amax or 0.0).reshape(1))
     return stats, name_digest(hasher)
 
 
@@ -245,11 +245,3 @@ def _refuse(info: TensorInfo, nonfinite: int, start: int, stop: int) -> None:
         raise NonFiniteError(
             info.name, f"{nonfinite} values in rows {start} to {stop - 1} are NaN or Inf; the checkpoint is damaged"
         )
-
-
-def global_divisor(amax: float) -> np.float32:
-    """The float32 that NVFP4's block scales are divided by: `numerics.scale.global_divisor`, without torch."""
-    clamped = max(np.float32(amax), np.finfo(np.float32).tiny)
-    with np.errstate(over="ignore"):
-        quotient = np.float32(1.0) / clamped * np.float32(E4M3.max * E2M1.max)
-    return quotient if np.isfinite(quotient) else np.float32(1.0)

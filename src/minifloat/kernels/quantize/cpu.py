@@ -12,6 +12,7 @@ import numpy.typing as npt
 from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native
 from minifloat.numerics.cast_stats import CastStats
+from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
@@ -93,7 +94,7 @@ def quantize_rows(
     )
     if spec.has_global_scale and tensor_amax is not None:
         args.scale = _format(spec.scale)
-        args.divisor = _global_divisor(tensor_amax, spec)
+        args.divisor = float(scalar_global_divisor(tensor_amax))
     _library().quantize_rows(args)
     return CastStats(rows * cols, args.signal, args.noise, args.saturated, args.flushed), args.nonfinite
 
@@ -111,11 +112,3 @@ def _itemsize(dtype: str) -> int:
 
 def _format(fmt: ElementFormat) -> native.Format:
     return native.Format(bits=fmt.bits, mantissa_bits=fmt.mantissa_bits, emin=fmt.emin, max=fmt.max)
-
-
-def _global_divisor(tensor_amax: float, spec: WeightSpec) -> float:
-    """`minifloat.numerics.scale.global_divisor` without torch, operation by operation in float32."""
-    clamped = np.maximum(np.float32(tensor_amax), np.float32(FLOAT32.min_normal))
-    with np.errstate(over="ignore"):
-        quotient = np.float32(1.0) / clamped * np.float32(spec.scale.max * spec.element.max)
-    return float(quotient) if np.isfinite(quotient) else 1.0

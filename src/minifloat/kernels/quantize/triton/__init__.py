@@ -21,9 +21,9 @@ from minifloat.kernels.quantize.triton import blocks
 from minifloat.kernels.triton_cast import OPTIONS, constants
 from minifloat.numerics.cast import encode
 from minifloat.numerics.cast_stats import CastStats
+from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import TENSOR
-from minifloat.numerics.scale import global_divisor
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
 #: As the kernels read them: bfloat16 as the integers that its bits are.
@@ -186,7 +186,7 @@ def _on(device: str, data: npt.NDArray[np.uint8]) -> Tensor:
 def _divisor(spec: WeightSpec, tensor_amax: float | None) -> float:
     if not spec.has_global_scale or tensor_amax is None:
         return 1.0
-    return float(global_divisor(torch.tensor(tensor_amax)))
+    return float(scalar_global_divisor(tensor_amax))
 
 
 def _power_of_two(number: int) -> int:
