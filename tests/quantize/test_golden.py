@@ -1,0 +1,45 @@
+"""The bytes that `quantize` writes of the example model, as they were on 2026-11-22.
+
+Every implementation gives the same bits on every processor, so these digests hold everywhere. A change that is meant to
+keep the bytes keeps the digests; a change that alters them on purpose says so and writes the new digests here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from minifloat import quantize_checkpoint
+from minifloat.checkpoint import Checkpoint
+
+STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"
+
+#: Scheme and layout -> SHA-256 over name, dtype, shape and data of every tensor, in the order of their names.
+DIGESTS = {
+    ("fp8-block", "compressed-tensors"): "d8a3f72eb7c24a33faf0f2271b7546f69b2b3d84f3dcf2a4bed2012c54dd85d0",
+    ("fp8", "compressed-tensors"): "ec57949ea540bfc27c14e46d46e502e2e3078d335132f11046107286a794b81f",
+    ("fp8-static", "compressed-tensors"): "d774ec1c2461d7140c48eaf1040c92adabef8a482eaf389520f76913ada18500",
+    ("fp8-dynamic", "compressed-tensors"): "ec57949ea540bfc27c14e46d46e502e2e3078d335132f11046107286a794b81f",
+    ("mxfp8", "compressed-tensors"): "583f6c15398f3bec5516428c95a929149b18c793ad924f0ae1e8fb7871d1a5fa",
+    ("mxfp4", "compressed-tensors"): "29d57b2baa8de9cbb87051963a52468598eb3be8f4f3d0d33f2ee4206a976f3b",
+    ("nvfp4", "compressed-tensors"): "00b85fee0a2624be7d13d0d9d7fc57e0e3ff5c4042e55575d36d06ac86afbb81",
+    ("fp8-block", "fp8"): "9f40a24aaec06dc471755eedb9f10c0545deca59c9fe75cfdc161890974e98d8",
+}
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 over the tensors of a checkpoint; headers, config and card do not count."""
+    hasher = hashlib.sha256()
+    with Checkpoint.open(folder) as checkpoint:
+        for name, info in sorted(checkpoint.tensors.items()):
+            hasher.update(f"{name} {info.dtype} {info.shape} ".encode())
+            hasher.update(checkpoint.read(name).tobytes())
+    return hasher.hexdigest()
+
+
+@pytest.mark.parametrize(("scheme", "layout"), DIGESTS)
+def test_the_example_model_is_quantized_to_the_same_bytes(scheme: str, layout: str, tmp_path: Path) -> None:
+    quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, layout=layout)
+    assert digest(tmp_path / "out") == DIGESTS[scheme, layout]
