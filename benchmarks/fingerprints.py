@@ -2,8 +2,8 @@
 
     python benchmarks/fingerprints.py MODEL [--scheme NAME ...] [--work-dir DIR]
 
-A digest covers the weights, config.json and minifloat.json of the output, in the order of their names. It leaves out the
-model card, whose sentences may change. `tests/quantize/test_golden.py` holds digests of the example model's weights.
+A digest covers the weights, config.json and minifloat.json of the output, in the order of their names. It leaves out
+the model card, whose sentences may change. `tests/quantize/test_golden.py` holds digests of the example model.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/hops.py
 
-While `quantize` runs on the example model, while the engine opens it and generates one token, and while `compare` runs over
-a short text, every call from a function of one module of minifloat to a function of another is recorded, in all threads.
-Imports happen before. Two packages call each other where one hands the other a callback: imports run one way only
-(tests/test_floors.py).
+While `quantize` runs on the example model, while the engine opens it and generates one token, and while `compare` runs
+over a short text, every call from a function of one module of minifloat to a function of another is recorded, in all
+threads. Imports happen before. Two packages call each other where one hands the other a callback: imports run one way
+only (tests/test_floors.py).
 """
 
 from __future__ import annotations
