@@ -316,7 +316,7 @@ def anything(case: Case) -> Iterator[str]:
 
 def not_native(case: Case) -> Iterator[str]:
     """Models that the native decoder, or that of GPUs, does not cover."""
-    from minifloat.architecture.family import why_not_family
+    from minifloat.architecture.decoder_families import why_not_family
 
     config = case.subject.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -626,7 +626,7 @@ RULES: tuple[Rule, ...] = (
         "minifloat-not-native",
         _OURS,
         (*_CPU, *_NVIDIA),
-        "architecture/family.py: why_not_family",
+        "architecture/decoder_families.py: why_not_family",
         Verdict.DEGRADED,
         finding.not_native,
         "transformers' code runs the model, one sequence at a time, with our linears in it",

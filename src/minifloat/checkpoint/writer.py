@@ -27,7 +27,6 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any
 
 from minifloat.checkpoint.files import is_safe_name, list_folder, storage_errors, sync_folder
@@ -100,9 +99,7 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

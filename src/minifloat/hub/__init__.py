@@ -13,7 +13,16 @@ HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE.
 from __future__ import annotations
 
 from minifloat.hub.fetch import model_folder
-from minifloat.hub.headers import ModelFiles, look_at, open_headers
+from minifloat.hub.headers import ModelFiles, list_model_files, open_headers
 from minifloat.hub.ids import Origin, is_hub_id, model_name, origin_of
 
-__all__ = ["ModelFiles", "Origin", "is_hub_id", "look_at", "model_folder", "model_name", "open_headers", "origin_of"]
+__all__ = [
+    "ModelFiles",
+    "Origin",
+    "is_hub_id",
+    "list_model_files",
+    "model_folder",
+    "model_name",
+    "open_headers",
+    "origin_of",
+]

@@ -67,7 +67,7 @@ class ModelFiles:
         return check_header(file.read, path=path, file_bytes=file.nbytes)
 
 
-def look_at(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelFiles:
+def list_model_files(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelFiles:
     """What files a model has; of a model of the hub, its config is brought into the cache and nothing else.
 
     Args:
@@ -107,7 +107,7 @@ def open_headers(model: str | os.PathLike[str], *, revision: str | None = None) 
         HubError: The hub has no such model, refuses it, or cannot be reached and the cache does not have it.
         StorageError: The system refuses.
     """
-    return look_at(model, revision=revision).open()
+    return list_model_files(model, revision=revision).open()
 
 
 class _RemoteFile:

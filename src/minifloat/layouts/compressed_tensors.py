@@ -14,9 +14,9 @@ from typing import Any
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.errors import ConfigError
 from minifloat.layouts.exclusion import by_name_or_pattern, refuse_excluded
-from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
-from minifloat.layouts.writing import WeightTensors
-from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.layouts.stored import Description, StoredWeight, stored_spec, tensors_with_suffix, weight_shape
+from minifloat.layouts.writing import WeightTensors, codes_tensor, scale_tensor
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, ElementFormat
 from minifloat.numerics.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
@@ -47,19 +47,13 @@ class CompressedTensorsWriter:
 
     def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
         """``weight`` and ``weight_scale``; 4-bit codes as ``weight_packed``; NVFP4 adds ``weight_global_scale``."""
-        rows, cols = shape
-        if spec.element is E2M1:
-            codes = OutputTensor(f"{module}.weight_packed", "U8", (rows, cols * E2M1.bits // 8))
-        else:
-            codes = OutputTensor(f"{module}.weight", "F8_E4M3", shape)
-        grid: tuple[int, ...] = spec.granularity.scale_shape(shape)
-        if spec.granularity == TENSOR:
-            grid = (1,)
-        scale_dtype = {FLOAT32: "F32", E8M0: "U8", E4M3: "F8_E4M3"}[spec.scale]
-        scale = OutputTensor(f"{module}.weight_scale", scale_dtype, grid)
-        if not spec.has_global_scale:
-            return WeightTensors(codes, scale)
-        return WeightTensors(codes, scale, OutputTensor(f"{module}.weight_global_scale", "F32", (1,)))
+        packed = "_packed" if spec.element is E2M1 else ""
+        grid = (1,) if spec.granularity == TENSOR else spec.granularity.scale_shape(shape)
+        return WeightTensors(
+            codes_tensor(f"{module}.weight{packed}", spec, shape),
+            scale_tensor(f"{module}.weight_scale", spec, grid),
+            OutputTensor(f"{module}.weight_global_scale", "F32", (1,)) if spec.has_global_scale else None,
+        )
 
     def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
         """``input_scale``, of NVFP4 ``input_global_scale``, float32 ``[1]``."""
@@ -177,13 +171,10 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ConfigError(config_path, "quantization_config.config_groups is not an object of groups")
     weights = {}
-    for name, scale in checkpoint.tensors.items():
-        if not name.endswith(".weight_scale"):
-            continue
-        module = name.removesuffix(".weight_scale")
+    for module, scale in tensors_with_suffix(checkpoint, ".weight_scale"):
         codes = checkpoint.tensors.get(f"{module}.weight_packed") or checkpoint.tensors.get(f"{module}.weight")
         if codes is None:
-            raise ConfigError(config_path, f"{name} has no {module}.weight or {module}.weight_packed beside it")
+            raise ConfigError(config_path, f"{scale.name} has no {module}.weight or {module}.weight_packed beside it")
         group = _group_of(module, groups, config_path)
         element, granularity = _parse_args(group.get("weights"), config_path)
         shape = weight_shape(codes, element)
@@ -193,7 +184,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             spec=spec,
             shape=shape,
             codes=codes.name,
-            scale=name,
+            scale=scale.name,
             global_scale=_present(checkpoint, f"{module}.weight_global_scale"),
             activation=_parse_activation(group.get("input_activations"), config_path),
             input_scale=_present(checkpoint, f"{module}.input_scale"),

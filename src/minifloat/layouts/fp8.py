@@ -8,7 +8,6 @@ Source: DeepSeek-V3 weight documentation; transformers' finegrained_fp8 and vLLM
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,17 @@ from typing import Any
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.errors import ConfigError, ShapeError, UsageError
 from minifloat.layouts.exclusion import by_name_or_parent, refuse_excluded
-from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
-from minifloat.layouts.writing import WeightTensors
+from minifloat.layouts.stored import (
+    Description,
+    StoredWeight,
+    granularity_of,
+    stored_spec,
+    tensors_with_suffix,
+    weight_shape,
+)
+from minifloat.layouts.writing import WeightTensors, codes_tensor, scale_tensor
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32, ElementFormat
-from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_32, TENSOR, TOKEN, Granularity, block_granularity
+from minifloat.numerics.granularity import BLOCK_128, GROUP_32, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
 NAME = "fp8"
@@ -81,11 +87,9 @@ class Fp8Writer:
                 f"{shape[0]}x{shape[1]} is not made of whole {rows}x{cols} blocks, which transformers misreads in "
                 f"layout {self.name!r}; use --layout compressed-tensors, or quantize with this weight left in 16 bits",
             )
-        grid = spec.granularity.scale_shape(shape)
-        scale_dtype = "F32" if self.scale is FLOAT32 else "U8"
         return WeightTensors(
-            OutputTensor(f"{module}.weight", "F8_E4M3", shape),
-            OutputTensor(f"{module}.weight_scale_inv", scale_dtype, grid),
+            codes_tensor(f"{module}.weight", spec, shape),
+            scale_tensor(f"{module}.weight_scale_inv", spec, spec.granularity.scale_shape(shape)),
         )
 
     def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
@@ -143,12 +147,9 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     block = _block_size(checkpoint, config)
     dynamic = config.get("activation_scheme", "dynamic") != "static"
     weights = {}
-    for name, codes in checkpoint.tensors.items():
-        if not name.endswith(".weight") or codes.dtype != "F8_E4M3":
-            continue
-        module = name.removesuffix(".weight")
+    for module, codes in tensors_with_suffix(checkpoint, ".weight"):
         scale = _first_present(checkpoint, module, _WEIGHT_SCALES)
-        if scale is None:
+        if codes.dtype != "F8_E4M3" or scale is None:
             continue
         shape = weight_shape(codes, E4M3)
         granularity = granularity_of(scale, shape, block)
@@ -158,7 +159,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             module=module,
             spec=spec,
             shape=shape,
-            codes=name,
+            codes=codes.name,
             scale=scale.name,
             activation=_activation(block, dynamic),
             input_scale=None if input_scale is None else input_scale.name,
@@ -167,19 +168,6 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
         refuse_excluded(checkpoint.path / "config.json", key, config.get(key), weights, by_name_or_parent)
     auxiliary = frozenset(name for name in checkpoint.tensors if name.endswith(_KV_SCALES))
     return Description(str(config.get("quant_method", NAME)), weights, auxiliary)
-
-
-def granularity_of(scale: TensorInfo, shape: tuple[int, int], block: Granularity | None) -> Granularity:
-    """What a scale covers, from its size: the block that the config declares, one tensor, or one output channel.
-
-    A size that fits none is left as the declared block (or TENSOR), for the shape check to refuse by name.
-    """
-    entries = math.prod(scale.shape)
-    if block is not None and entries == math.prod(block.scale_shape(shape)):
-        return block
-    if entries == 1:
-        return TENSOR
-    return CHANNEL if entries == shape[0] else block or TENSOR
 
 
 def _block_size(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Granularity | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError, ShapeError
-from minifloat.layouts.stored import Description, StoredWeight, stored_spec
+from minifloat.layouts.stored import Description, StoredWeight, stored_spec, tensors_with_suffix
 from minifloat.numerics.formats import E2M1
 from minifloat.numerics.granularity import GROUP_32
 
@@ -31,22 +31,21 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     del config
     _, group = GROUP_32.block((1, 1))
     weights = {}
-    for name, blocks in checkpoint.tensors.items():
-        if not name.endswith("_blocks"):
-            continue
-        base = name.removesuffix("_blocks")
+    for base, blocks in tensors_with_suffix(checkpoint, "_blocks"):
         scales = checkpoint.tensors.get(f"{base}_scales")
         if scales is None:
-            raise ConfigError(checkpoint.path / "config.json", f"{name} has no {base}_scales beside it")
+            raise ConfigError(checkpoint.path / "config.json", f"{blocks.name} has no {base}_scales beside it")
         block_bytes = group * E2M1.bits // 8
         if len(blocks.shape) != 4 or blocks.shape[3] != block_bytes:
-            raise ShapeError(name, f"expected [experts, out, in / 32, {block_bytes}], found {list(blocks.shape)}")
+            raise ShapeError(
+                blocks.name, f"expected [experts, out, in / 32, {block_bytes}], found {list(blocks.shape)}"
+            )
         experts, rows, groups, _ = blocks.shape
         shape = (rows, groups * group)
         spec = stored_spec(shape, scales, E2M1, GROUP_32, experts)
         for expert in range(experts):
             module = f"{base}.{expert}"
-            weights[module] = StoredWeight(module, spec, shape, name, scales.name, expert=expert)
+            weights[module] = StoredWeight(module, spec, shape, blocks.name, scales.name, expert=expert)
     if not weights:
         raise ConfigError(
             checkpoint.path / "config.json",

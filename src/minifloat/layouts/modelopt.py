@@ -18,10 +18,16 @@ from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
 from minifloat.errors import ShapeError, UsageError
 from minifloat.layouts.exclusion import by_wildcard, refuse_excluded
-from minifloat.layouts.fp8 import granularity_of
-from minifloat.layouts.stored import Description, StoredWeight, stored_spec, weight_shape
-from minifloat.layouts.writing import WeightTensors
-from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.layouts.stored import (
+    Description,
+    StoredWeight,
+    granularity_of,
+    stored_spec,
+    tensors_with_suffix,
+    weight_shape,
+)
+from minifloat.layouts.writing import WeightTensors, codes_tensor, scale_tensor
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR, TOKEN, Granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
@@ -78,10 +84,6 @@ class ModelOptWriter:
                 f"{rows}x{cols} is not made of whole {block_rows}x{block_cols} blocks, which layout {NAME!r} cannot "
                 "hold; use --layout compressed-tensors",
             )
-        if spec.element is E2M1:
-            codes = OutputTensor(f"{module}.weight", "U8", (rows, cols * E2M1.bits // 8))
-        else:
-            codes = OutputTensor(f"{module}.weight", "F8_E4M3", shape)
         grid: tuple[int, ...] = spec.granularity.scale_shape(shape)
         if spec.granularity == TENSOR:
             grid = ()
@@ -89,11 +91,11 @@ class ModelOptWriter:
             grid = (rows,)
         elif spec.granularity == BLOCK_128:
             grid = (grid[0], 1, grid[1], 1)
-        scale_dtype = {FLOAT32: "F32", E8M0: "U8", E4M3: "F8_E4M3"}[spec.scale]
-        scale = OutputTensor(f"{module}.weight_scale", scale_dtype, grid)
-        if not spec.has_global_scale:
-            return WeightTensors(codes, scale)
-        return WeightTensors(codes, scale, OutputTensor(f"{module}.weight_scale_2", "F32", ()))
+        return WeightTensors(
+            codes_tensor(f"{module}.weight", spec, shape),
+            scale_tensor(f"{module}.weight_scale", spec, grid),
+            OutputTensor(f"{module}.weight_scale_2", "F32", ()) if spec.has_global_scale else None,
+        )
 
     def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
         """``input_scale``, a float32 scalar."""
@@ -220,10 +222,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     """
     quantization = config.get("quantization", config)
     weights = {}
-    for name, scale in checkpoint.tensors.items():
-        if not name.endswith(".weight_scale"):
-            continue
-        module = name.removesuffix(".weight_scale")
+    for module, scale in tensors_with_suffix(checkpoint, ".weight_scale"):
         codes = checkpoint.tensors.get(f"{module}.weight")
         if codes is None or codes.dtype not in ("U8", "F8_E4M3"):
             continue
@@ -238,7 +237,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             spec=spec,
             shape=shape,
             codes=codes.name,
-            scale=name,
+            scale=scale.name,
             global_scale=f"{module}.weight_scale_2" if spec.has_global_scale else None,
             global_divides=False,
             activation=None if weights_alone else _activation(spec, input_scale in checkpoint.tensors),

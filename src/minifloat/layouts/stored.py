@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import numpy as np
 from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.errors import NonFiniteError, ShapeError, UnsupportedTensorError
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32, ElementFormat
-from minifloat.numerics.granularity import Granularity
+from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, WeightSpec
 
 if TYPE_CHECKING:
@@ -100,6 +101,32 @@ def kv_scale_of(name: str) -> tuple[str, str] | None:
     match = _KV_SCALE.fullmatch(name)
     which = match and (match["scale"] or match["projection"])
     return (match["attention"], which) if match and which else None
+
+
+def tensors_with_suffix(checkpoint: Checkpoint, suffix: str) -> Iterator[tuple[str, TensorInfo]]:
+    """Yield the tensors whose names end in `suffix`, each with its name without the suffix."""
+    for name, info in checkpoint.tensors.items():
+        if name.endswith(suffix):
+            yield name.removesuffix(suffix), info
+
+
+def granularity_of(scale: TensorInfo, shape: tuple[int, int], block: Granularity | None) -> Granularity:
+    """Return the granularity that the number of scales fits: the declared block, TENSOR or CHANNEL.
+
+    Where the number fits none of them, this returns the declared block (or TENSOR), and `stored_spec` raises a
+    ShapeError that names the tensor.
+
+    Args:
+        scale: The tensor of the scales.
+        shape: ``(N, K)`` of the weight.
+        block: Block size that the config declares, if any.
+    """
+    entries = math.prod(scale.shape)
+    if block is not None and entries == math.prod(block.scale_shape(shape)):
+        return block
+    if entries == 1:
+        return TENSOR
+    return CHANNEL if entries == shape[0] else block or TENSOR
 
 
 def weight_shape(codes: TensorInfo, element: ElementFormat) -> tuple[int, int]:

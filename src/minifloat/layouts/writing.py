@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minifloat.checkpoint import OutputTensor
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.scheme import KVSpec, Scheme, WeightSpec
+
+_SCALE_DTYPES: dict[ElementFormat, str] = {FLOAT32: "F32", E8M0: "U8", E4M3: "F8_E4M3"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,18 @@ class WeightTensors:
     def all(self) -> tuple[OutputTensor, ...]:
         """The tensors in the order in which they are written."""
         return (self.codes, self.scale) + (() if self.global_scale is None else (self.global_scale,))
+
+
+def codes_tensor(name: str, spec: WeightSpec, shape: tuple[int, int]) -> OutputTensor:
+    """Return the tensor of the codes of a weight ``[N, K]``: E2M1 as uint8 ``[N, K / 2]``, E4M3 as ``[N, K]``."""
+    if spec.element is E2M1:
+        return OutputTensor(name, "U8", (shape[0], shape[1] * E2M1.bits // 8))
+    return OutputTensor(name, "F8_E4M3", shape)
+
+
+def scale_tensor(name: str, spec: WeightSpec, shape: tuple[int, ...]) -> OutputTensor:
+    """Return the tensor of the block scales: F32, U8 (E8M0) or F8_E4M3 in the shape that a layout stores."""
+    return OutputTensor(name, _SCALE_DTYPES[spec.scale], shape)
 
 
 class WriteLayout(Protocol):

@@ -20,7 +20,7 @@ from minifloat.checkpoint import CONFIG_FILE, TensorInfo
 from minifloat.checkpoint.files import parse_object, read_small
 from minifloat.checkpoint.layout import is_weights
 from minifloat.errors import ConfigError, NotACheckpointError
-from minifloat.hub import look_at
+from minifloat.hub import list_model_files
 from minifloat.plan.quantization import TensorPlan
 from minifloat.plan.stored import StoredModel, stored_model
 from minifloat.plan.tensors import tensors_of
@@ -73,7 +73,7 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
         UsageError: No weights, and an architecture whose tensors the config does not tell.
         StorageError: The system refuses a read.
     """
-    files = look_at(model, revision=revision)
+    files = list_model_files(model, revision=revision)
     root = files.root
     if any(is_weights(name) for name in files.names):
         with files.open() as found:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from minifloat.architecture.family import why_not_family
+from minifloat.architecture.decoder_families import why_not_family
 from minifloat.errors import MinifloatError
 from minifloat.kernels.decoder import Attention, Batch, Decoder, Experts, KVCache, Layer, Mlp, step
 from minifloat.kernels.dtypes import DTYPES

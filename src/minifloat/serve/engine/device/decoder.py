@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from minifloat.architecture.family import why_not_family
+from minifloat.architecture.decoder_families import why_not_family
 from minifloat.errors import KernelUnavailable
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.paged import (
