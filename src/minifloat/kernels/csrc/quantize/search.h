@@ -1,15 +1,22 @@
-// The E8M0 scale with the smallest squared error in its block, among the powers of two around FLOOR.
+// Scale search: for every block, the power of two near the FLOOR scale with the smallest squared error.
 #pragma once
 
 #include "scales.h"
 
 namespace MINIFLOAT_ISA {
 
-// Relative to FLOOR, in the order of SEARCH_OFFSETS of numerics/scale.py: an earlier one wins a tie.
-constexpr int kCandidates = 4;
-constexpr int32_t kOffsets[kCandidates] = {0, 1, -1, -2};
+// Exponents relative to FLOOR: SEARCH_OFFSETS of numerics/scale.py, in its order, because the first of equal sums wins.
+//
+// Offset -2 needs no trial: it never has the smallest sum. Let y be the elements divided by the FLOOR scale, so that
+// the largest has magnitude a, 4 <= a < 8 for E2M1. Under -2 the largest value is 1.5, so the element of magnitude a
+// alone has a squared error that is larger than under 0 by at least 2.5**2 = 6.25 (reached at a = 4). An element gains
+// under -2 only if it is below 1.5, where its error under 0 is at most 0.25: the 31 others together gain at most
+// 31 * 0.25**2 = 1.94. Blocks of 16 have fewer elements and formats with more values gain less. Where FLOOR is clamped
+// to code 0, so that a may be below 4, negative offsets have no code.
+constexpr int kCandidates = 3;
+constexpr int32_t kOffsets[kCandidates] = {0, 1, -1};
 
-// Squared error of y, rounded to the element format scaled by 2**offset.
+// Squared error of y when it is rounded to the element format times 2**offset.
 inline F32 squared_error(I32 magnitude, const Format& fmt, int32_t offset) {
     const int32_t shift = offset * (1 << kMantissaBits);
     const auto r = round_magnitude<F32, I32>(min(magnitude, broadcast(fmt.max_value + shift)), fmt, shift);
@@ -17,10 +24,11 @@ inline F32 squared_error(I32 magnitude, const Format& fmt, int32_t offset) {
     return difference * difference;
 }
 
-// Replaces the FLOOR codes of the blocks by the best candidates.
+// Replaces the FLOOR code of every block by that of the offset with the smallest sum of squared errors.
 //
-// kVectors: columns of a block / kLanes, so that the first level of the summation tree (upper half onto lower half)
-// adds whole vectors; 1 or 2. The errors are those of y = w / FLOOR scale, which is exact and of moderate size.
+// kVectors is the number of columns of a block / kLanes, 1 or 2, so that the first level of the summation tree (upper
+// half onto lower half) adds whole vectors. Errors are those of y = w / FLOOR scale, whose squares do not overflow; y is
+// exact, or so small that its square is zero.
 template <int kVectors>
 inline void search_scales(const float* __restrict w, int blocks, const Format& fmt, BlockScales& s) {
     float errors[kCandidates][kMaxBlocks];
@@ -45,7 +53,7 @@ inline void search_scales(const float* __restrict w, int blocks, const Format& f
         float best = errors[0][b];
         for (int c = 1; c < kCandidates; ++c) {
             const int32_t code = floor_code + kOffsets[c];
-            const bool better = (errors[c][b] < best) & (code >= 0) & (code <= kMaxE8M0);
+            const bool better = (errors[c][b] < best) & (code >= 0);  // never above kMaxE8M0: FLOOR subtracts emax
             best_code = better ? code : best_code;
             best = better ? errors[c][b] : best;
         }
