@@ -18,7 +18,7 @@ from pathlib import Path
 
 import minifloat
 from minifloat.commands.display.compare import print_comparison
-from minifloat.commands.display.console import print_quantize_report
+from minifloat.commands.display.quantize import print_quantize_report
 
 HERE = Path(__file__).parent
 MODEL = HERE / "storybook-4m"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import click
@@ -115,15 +117,37 @@ def test_doctor_names_the_kernels_and_versions() -> None:
         assert word in result.output
 
 
-def test_importing_the_package_and_asking_for_help_loads_nothing_heavy() -> None:
+def test_help_of_every_command_loads_nothing_heavy() -> None:
     code = (
-        "import sys, minifloat, minifloat.commands.main\n"
+        "import sys, minifloat\n"
+        "from minifloat.commands.main import main\n"
         "from click.testing import CliRunner\n"
-        "assert CliRunner().invoke(minifloat.commands.main.main, ['quantize', '--help']).exit_code == 0\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'safetensors', 'huggingface_hub'} & set(sys.modules)\n"
+        "for command in ([], *([name] for name in main.commands)):\n"
+        "    assert CliRunner().invoke(main, [*command, '--help']).exit_code == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'rich', 'safetensors', 'huggingface_hub', 'fastapi', 'uvicorn', "
+        "'pydantic'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_python_m_minifloat_runs_the_command_line() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "minifloat", "--version"], check=True, capture_output=True, text=True
+    )
+    assert result.stdout.startswith("minifloat, version ")
+
+
+@pytest.mark.parametrize("command", main.commands.values(), ids=list(main.commands))
+def test_the_dataclass_of_a_command_has_a_field_for_every_parameter(command: click.Command) -> None:
+    callback = command.callback
+    assert callback is not None
+    params_class = inspect.getclosurevars(callback).nonlocals.get("params_class")
+    if params_class is None:
+        names = set(inspect.signature(callback).parameters) - {"sampling"}
+        assert names <= {parameter.name for parameter in command.params}
+    else:
+        assert {field.name for field in fields(params_class)} == {parameter.name for parameter in command.params}
 
 
 def test_quantizing_and_inspecting_load_no_torch_where_the_kernels_are_native(tmp_path: Path) -> None:
@@ -175,18 +199,6 @@ def test_every_option_of_serve_is_an_environment_variable_too() -> None:
     for option in options:
         name = next(name for name in option.opts if name.startswith("--"))
         assert option.envvar == "MINIFLOAT_" + name[2:].replace("-", "_").upper()
-
-
-@pytest.mark.parametrize("command", ["serve", "chat"])
-def test_help_of_the_serving_commands_loads_nothing_heavy(command: str) -> None:
-    code = (
-        "import sys, minifloat.commands.main\n"
-        "from click.testing import CliRunner\n"
-        f"assert CliRunner().invoke(minifloat.commands.main.main, [{command!r}, '--help']).exit_code == 0\n"
-        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""The command line: one module per command; `display` holds what they print."""
+"""The command line: one module per command. `main` registers them, `options` holds what several share."""

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from dataclasses import dataclass
 
 import click
 
-from minifloat.commands.options import MODEL, revision_option
+from minifloat.commands.options import COUNT, MODEL, json_option, pass_params, print_json, revision_option
+
+
+@dataclass(frozen=True)
+class CheckParams:
+    """The parameters of `check`, under the names of its params."""
+
+    model: str
+    revision: str | None
+    engine: str
+    hardware: str
+    tp: int
+    scheme: str | None
+    layout: str
+    override: tuple[str, ...]
+    as_json: bool
 
 
 @click.command()
@@ -20,34 +35,31 @@ from minifloat.commands.options import MODEL, revision_option
     metavar="NAME",
     help="cpu (with AMX), cpu-no-amx, a100, l40s, h100, h200, b200 or mi300.",
 )
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(min=1), help="GPUs that share every matrix.")
+@click.option("--tp", default=1, show_default=True, type=COUNT, help="GPUs that share every matrix.")
 @click.option("--scheme", metavar="NAME", help="For a model that is not quantized: what to quantize it to.")
 @click.option("--layout", default="compressed-tensors", show_default=True, help="With --scheme, as for `quantize`.")
 @click.option("--override", multiple=True, metavar="REGEX=SCHEME|bf16", help="With --scheme, as for `quantize`.")
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def check(
-    model: str,
-    revision: str | None,
-    engine: str,
-    hardware: str,
-    tp: int,
-    scheme: str | None,
-    layout: str,
-    override: tuple[str, ...],
-    as_json: bool,
-) -> None:
-    """Say whether an engine will load the checkpoint MODEL, which kernel it takes, and what goes wrong.
+@json_option()
+@pass_params(CheckParams)
+def check(params: CheckParams) -> None:
+    """Say whether an engine will load the checkpoint MODEL, which kernel it uses, and what goes wrong.
 
-    Headers and config are read, nothing is started. With --scheme, what `quantize` would make of MODEL is judged.
-    Exit status 0: it loads; 1: it does not, or answers wrongly; 3: not known.
+    Reads headers and config; starts nothing. With --scheme, the checkpoint that `quantize` would make of MODEL is
+    checked. Exit status 0: the engine loads it; 1: it does not, or its answers would be wrong; 3: not known.
     """
     from minifloat.check import Target, Verdict, check_checkpoint
     from minifloat.commands.display.check import print_check
 
-    target = Target.of(engine, hardware, tp)
-    report = check_checkpoint(model, target, scheme=scheme, layout=layout, overrides=override, revision=revision)
-    if as_json:
-        click.echo(json.dumps(report.to_dict(), indent=2))
+    report = check_checkpoint(
+        params.model,
+        Target.of(params.engine, params.hardware, params.tp),
+        scheme=params.scheme,
+        layout=params.layout,
+        overrides=params.override,
+        revision=params.revision,
+    )
+    if params.as_json:
+        print_json(report)
     else:
         print_check(report)
     if report.failures:

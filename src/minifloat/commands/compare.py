@@ -2,30 +2,80 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from minifloat.commands.options import MODEL, revision_option
+from minifloat.commands.options import (
+    COUNT,
+    FOLDER,
+    MODEL,
+    POSITIVE,
+    device_option,
+    json_option,
+    pass_params,
+    print_json,
+    revision_option,
+    threads_option,
+    use_threads,
+)
 from minifloat.errors import UsageError
 
 if TYPE_CHECKING:
     from minifloat.compare import Comparison
+    from minifloat.report.progress import Progress
 
-_FOLDER = click.Path(path_type=Path)
 _INTERRUPTED = 130
 
 
+@dataclass(frozen=True)
+class CompareParams:
+    """The parameters of `compare`, under the names of its params.
+
+    Attributes:
+        max_ppl_increase: Largest relative increase of perplexity, as a fraction.
+        min_agreement: Smallest share of tokens with the same first choice, as a fraction.
+        tasks: Names of tasks of lm-evaluation-harness with commas between.
+        report: HTML file to write.
+    """
+
+    baseline: str
+    candidates: tuple[str, ...]
+    revision: str | None
+    data: tuple[str, ...]
+    window: int | None
+    max_tokens: int | None
+    max_ppl_increase: float
+    max_kl: float
+    min_agreement: float
+    prompts: int
+    new_tokens: int
+    attribute: bool
+    attribute_seconds: float
+    tasks: str | None
+    task_path: Path | None
+    task_limit: int | None
+    variants: bool
+    weight_only: bool
+    kv_cache: str
+    dtype: str | None
+    device: str
+    threads: int | None
+    resume: Path | None
+    report: Path | None
+    update_card: bool
+    as_json: bool
+
+
 def parse_fraction(text: str) -> float:
-    """A number, or a percentage.
+    """Return a number, or a percentage as a fraction: ``1%`` is 0.01.
 
     Raises:
-        ValueError: Neither.
+        ValueError: If `text` is neither.
     """
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     return float(number) / 100 if percent else float(number)
@@ -46,92 +96,102 @@ def parse_fraction(text: str) -> float:
     metavar="FRACTION",
     default="1%",
     show_default=True,
-    help="Verdict: of perplexity, per text.",
+    help="Tolerance: largest increase of perplexity, per text.",
 )
-@click.option("--max-kl", type=float, default=0.02, show_default=True, help="Verdict: mean nats per token.")
+@click.option("--max-kl", type=float, default=0.02, show_default=True, help="Tolerance: largest mean nats per token.")
 @click.option(
     "--min-agreement",
     type=parse_fraction,
     metavar="FRACTION",
     default="97%",
     show_default=True,
-    help="Verdict: same first choice.",
+    help="Tolerance: smallest share of tokens with the same first choice.",
 )
 @click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=0), help="To continue greedily.")
-@click.option("--new-tokens", default=64, show_default=True, type=click.IntRange(min=1), help="Of a continuation.")
+@click.option("--new-tokens", default=64, show_default=True, type=COUNT, help="Tokens per continuation.")
 @click.option("--attribute", is_flag=True, help="Find out which modules do the damage, and what to keep in BF16.")
-@click.option("--attribute-seconds", default=120.0, show_default=True, type=click.FloatRange(min=0, min_open=True))
+@click.option(
+    "--attribute-seconds", default=120.0, show_default=True, type=POSITIVE, help="Time budget of --attribute."
+)
 @click.option("--tasks", metavar="NAME,NAME", help="Run tasks of lm-evaluation-harness (extra: eval).")
-@click.option("--task-path", type=_FOLDER, help="A folder of task files.")
-@click.option("--task-limit", type=click.IntRange(min=1), help="Items of each task.  [default: all]")
+@click.option("--task-path", type=FOLDER, help="A folder of task files.")
+@click.option("--task-limit", type=COUNT, help="Items of each task.  [default: all]")
 @click.option("--variants", is_flag=True, help="Also without FP8 inputs, and without an FP8 KV cache, where declared.")
 @click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
-@click.option("--kv-cache", type=click.Choice(["auto", "none", "fp8"]), default="auto", show_default=True)
+@click.option(
+    "--kv-cache",
+    type=click.Choice(["auto", "none", "fp8"]),
+    default="auto",
+    show_default=True,
+    help="auto: as each checkpoint declares.",
+)
 @click.option("--dtype", help="bfloat16, float16 or float32, for all.  [default: that of each config.json]")
-@click.option("--device", default="cpu", show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), help="Threads to compute with.  [default: torch's]")
-@click.option("--resume", type=_FOLDER, metavar="DIR", help="Keep scores in this folder; the same command goes on.")
-@click.option("--report", type=click.Path(path_type=Path), help="Write a report as one HTML file.")
-@click.option("--update-card", is_flag=True, help="Put the numbers into the README.md of each CANDIDATE.")
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
-def compare(
-    baseline: str,
-    candidates: tuple[str, ...],
-    data: tuple[str, ...],
-    max_ppl_increase: float,
-    max_kl: float,
-    min_agreement: float,
-    attribute: bool,
-    attribute_seconds: float,
-    tasks: str | None,
-    threads: int | None,
-    report: Path | None,
-    update_card: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+@device_option()
+@threads_option()
+@click.option("--resume", type=FOLDER, metavar="DIR", help="Keep scores in this folder; the same command continues.")
+@click.option("--report", type=FOLDER, help="Write a report as one HTML file.")
+@click.option("--update-card", is_flag=True, help="Write the numbers into the README.md of each CANDIDATE.")
+@json_option()
+@pass_params(CompareParams)
+def compare(params: CompareParams) -> None:
     """Is each of CANDIDATES still the same model as BASELINE? Run them over the same text and judge.
 
     Perplexity, KL divergence and agreement come with 95% intervals. Exit status: 0 if every candidate is within the
-    tolerance, 1 if one is not, 3 if the text does not tell, 130 after Ctrl-C, which reports what is known by then.
+    tolerance, 1 if one is not, 3 if the text is too short to decide, 130 after Ctrl-C, which reports what was measured
+    by then.
     """
-    if update_card:
+    if params.update_card:
         from minifloat.checkpoint.files import resolve_folder
 
-        for candidate in candidates:
-            resolve_folder(candidate)  # models of the hub have their cards there
-    if threads is not None:
-        from minifloat.kernels.threads import set_threads
-
-        set_threads(threads)
+        for candidate in params.candidates:
+            resolve_folder(candidate)  # raises for a model of the hub, whose card is not a local file
+    use_threads(params.threads)
     from minifloat.commands.display.compare import print_comparison
     from minifloat.commands.display.console import progress_bar
-    from minifloat.compare import Tolerance, compare_models
 
+    report = params.report
     if report is not None and (report.is_dir() or not report.parent.is_dir()):
         raise UsageError(f"--report {report}: not a file in a folder that exists")
-    with progress_bar(enabled=not as_json) as progress:
-        comparison = compare_models(
-            baseline,
-            candidates,
-            data,
-            progress=progress,
-            tolerance=Tolerance(max_ppl_increase, max_kl, min_agreement),
-            attribute=attribute_seconds if attribute else 0.0,
-            tasks=tuple(filter(None, (tasks or "").split(","))),
-            command=shlex.join(["minifloat", *sys.argv[1:]]),
-            **options,
-        )
-    if as_json:
-        click.echo(json.dumps(comparison.to_dict(), indent=2))
+    with progress_bar(enabled=not params.as_json) as progress:
+        comparison = _measure(params, progress)
+    if params.as_json:
+        print_json(comparison)
     else:
         print_comparison(comparison)
     if report is not None:
         _write_report(comparison, report)
-        click.echo(f"Report: {report}", err=as_json)
-    for candidate in candidates if update_card else ():
-        click.echo(f"Card: {_update_card(comparison, candidate)}", err=as_json)
+        click.echo(f"Report: {report}", err=params.as_json)
+    for candidate in params.candidates if params.update_card else ():
+        click.echo(f"Card: {_update_card(comparison, candidate)}", err=params.as_json)
     sys.exit(_INTERRUPTED if comparison.partial else comparison.outcome.exit_code)
+
+
+def _measure(params: CompareParams, progress: Progress | None) -> Comparison:
+    from minifloat.compare import Tolerance, compare_models
+
+    return compare_models(
+        params.baseline,
+        params.candidates,
+        params.data,
+        progress=progress,
+        revision=params.revision,
+        window=params.window,
+        max_tokens=params.max_tokens,
+        tolerance=Tolerance(params.max_ppl_increase, params.max_kl, params.min_agreement),
+        prompts=params.prompts,
+        new_tokens=params.new_tokens,
+        attribute=params.attribute_seconds if params.attribute else 0.0,
+        tasks=tuple(filter(None, (params.tasks or "").split(","))),
+        task_path=params.task_path,
+        task_limit=params.task_limit,
+        variants=params.variants,
+        weight_only=params.weight_only,
+        kv_cache=params.kv_cache,
+        dtype=params.dtype,
+        device=params.device,
+        resume=params.resume,
+        command=shlex.join(["minifloat", *sys.argv[1:]]),
+    )
 
 
 def _write_report(comparison: Comparison, path: Path) -> None:
@@ -143,9 +203,13 @@ def _write_report(comparison: Comparison, path: Path) -> None:
 
 
 def _update_card(comparison: Comparison, name: str) -> Path:
-    """Put what was found of one candidate, and of its variants, into its card."""
+    """Write the results of one candidate, and of its variants, into its card."""
     from minifloat.compare.pages.card import card_section
     from minifloat.report.card import update_card
 
-    found = [one for one in comparison.candidates if one.model.name == name or one.model.name.startswith(f"{name} (")]
-    return update_card(name, card_section(replace(comparison, candidates=tuple(found))))
+    results = tuple(
+        result
+        for result in comparison.candidates
+        if result.model.name == name or result.model.name.startswith(f"{name} (")
+    )
+    return update_card(name, card_section(replace(comparison, candidates=results)))

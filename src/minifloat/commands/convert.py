@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from minifloat.commands.options import MODEL, revision_option
+from minifloat.commands.options import (
+    FOLDER,
+    MODEL,
+    WritingParams,
+    pass_params,
+    print_json,
+    revision_option,
+    writing_options,
+)
+
+
+@dataclass(frozen=True)
+class ConvertParams(WritingParams):
+    """The parameters of `convert`, under the names of its params."""
+
+    model: str
+    out: Path
+    revision: str | None
+    layout: str | None
+    dequantize: bool
+    dtype: str | None
+    allow_rounding: bool
 
 
 @click.command()
 @click.argument("model", type=MODEL)
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=FOLDER)
 @revision_option()
 @click.option("--layout", metavar="NAME", help="compressed-tensors, fp8 (DeepSeek), modelopt or mxfp8 (SGLang).")
 @click.option("--dequantize", is_flag=True, help="Write plain weights instead.")
 @click.option("--dtype", metavar="NAME", help="Of plain weights: bfloat16, float16, float32.  [default: config.json's]")
 @click.option("--allow-rounding", is_flag=True, help="Round NVFP4 scales whose reciprocal is no float32.")
-@click.option("--workers", type=click.IntRange(min=1), help="Threads.  [default: one per core, at most 8]")
-@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists, at the very end.")
-@click.option("--verbose", "-v", is_flag=True, help="Print every tensor instead of a summary by layer.")
-@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def convert(
-    model: str,
-    out: Path,
-    revision: str | None,
-    layout: str | None,
-    dequantize: bool,
-    dtype: str | None,
-    allow_rounding: bool,
-    workers: int | None,
-    overwrite: bool,
-    verbose: bool,
-    quiet: bool,
-    as_json: bool,
-) -> None:
+@writing_options
+@pass_params(ConvertParams)
+def convert(params: ConvertParams) -> None:
     """Write the quantized checkpoint MODEL in another layout, or dequantized, into the new folder OUT.
 
     Codes and scales keep their values, or the conversion is refused before anything is written, with the reason.
@@ -45,20 +50,20 @@ def convert(
     from minifloat.commands.display.convert import print_convert_report
     from minifloat.convert import convert_checkpoint
 
-    with progress_bar(enabled=not (quiet or as_json)) as progress:
+    with progress_bar(enabled=not (params.quiet or params.as_json)) as progress:
         report = convert_checkpoint(
-            model,
-            out,
-            layout,
-            dequantize=dequantize,
-            dtype=dtype,
-            allow_rounding=allow_rounding,
-            overwrite=overwrite,
-            workers=workers,
+            params.model,
+            params.out,
+            params.layout,
+            dequantize=params.dequantize,
+            dtype=params.dtype,
+            allow_rounding=params.allow_rounding,
+            overwrite=params.overwrite,
+            workers=params.workers,
             progress=progress,
-            revision=revision,
+            revision=params.revision,
         )
-    if as_json:
-        click.echo(json.dumps(report.to_dict(), indent=2))
-    elif not quiet:
-        print_convert_report(report, verbose=verbose)
+    if params.as_json:
+        print_json(report)
+    elif not params.quiet:
+        print_convert_report(report, verbose=params.verbose)

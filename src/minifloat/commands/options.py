@@ -1,24 +1,166 @@
-"""What several commands take: MODEL, a folder or a model of the hub, and its revision. Nothing heavy is imported."""
+"""Options, types and helpers that several commands share. Nothing heavy is imported."""
 
 from __future__ import annotations
 
+import functools
+import json
+import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import click
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+from minifloat.errors import UsageError
 
-#: A folder, or ORG/NAME[@REVISION]. The text as it was typed: ``./NAME`` is a folder and ``NAME`` may be an id.
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_Params = TypeVar("_Params")
+
+#: MODEL: a folder, or ORG/NAME[@REVISION]. The text stays as typed: ``./NAME`` is a folder, ``NAME`` may be a hub id.
 MODEL = click.Path()
+FOLDER = click.Path(path_type=Path)
+COUNT = click.IntRange(min=1)
+POSITIVE = click.FloatRange(min=0, min_open=True)
+
+_SIZE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class Report(Protocol):
+    """A report that has a JSON form."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as ``8GiB``, ``500 MB`` or a plain number.
+
+    Raises:
+        UsageError: If `text` is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", text.strip())
+    if match is None:
+        raise UsageError(f"expected a size such as 8GiB or 500MB, got {text!r}")
+    return int(float(match[1]) * _SIZE_UNITS[match[2] or ""])
+
+
+def pass_params(params_class: Callable[..., _Params]) -> Callable[[Callable[[_Params], None]], Callable[..., None]]:
+    """Pass a command's parameters as one dataclass, whose fields have the names of the parameters.
+
+    Args:
+        params_class: The dataclass.
+
+    Returns:
+        A decorator to stand next to the command function, below click's decorators.
+    """
+
+    def decorate(command: Callable[[_Params], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def call(**values: Any) -> None:
+            command(params_class(**values))
+
+        return call
+
+    return decorate
+
+
+def stack(*decorators: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    """Return one decorator that adds several options, which `--help` lists in the order given here."""
+
+    def decorate(command: _Command) -> _Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def env_option(name: str, *names: str, **settings: Any) -> Callable[[_Command], _Command]:
+    """Return a click option that can also be set by an environment variable: ``MINIFLOAT_PORT`` for ``--port``."""
+    variable = "MINIFLOAT_" + name.removeprefix("--").replace("-", "_").upper()
+    return click.option(name, *names, envvar=variable, **settings)
 
 
 def revision_option(of: str = "MODEL") -> Callable[[_Command], _Command]:
-    """The option ``--revision``.
+    """Return the option ``--revision``.
 
     Args:
-        of: The argument that it belongs to.
+        of: The argument whose revision it is.
     """
     return click.option(
         "--revision", metavar="REV", help=f"Branch, tag or commit of {of} on the hub; {of}@REV is the same."
     )
+
+
+def json_option() -> Callable[[_Command], _Command]:
+    """Return the flag ``--json``, the parameter `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+
+
+def verbose_option(rows: str = "tensor") -> Callable[[_Command], _Command]:
+    """Return the flag ``--verbose``.
+
+    Args:
+        rows: What a row of the table stands for.
+    """
+    return click.option(
+        "--verbose", "-v", is_flag=True, help=f"Print every {rows} instead of a summary over all layers."
+    )
+
+
+def device_option(help: str = "Where to compute: cpu, cuda or cuda:N.") -> Callable[[_Command], _Command]:
+    """Return the option ``--device``."""
+    return click.option("--device", default="cpu", show_default=True, metavar="DEVICE", help=help)
+
+
+def threads_option(default: str = "torch's") -> Callable[[_Command], _Command]:
+    """Return the option ``--threads``.
+
+    Args:
+        default: The default number, in words.
+    """
+    return click.option("--threads", type=COUNT, help=f"Threads to compute with.  [default: {default}]")
+
+
+def use_threads(threads: int | None) -> None:
+    """Compute with `threads` threads from now on. None keeps torch's choice, and imports no torch."""
+    if threads is not None:
+        from minifloat.kernels.threads import set_threads
+
+        set_threads(threads)
+
+
+@dataclass(frozen=True)
+class WritingParams:
+    """Parameters of a command that writes a checkpoint.
+
+    Attributes:
+        workers: Threads; None: one per core, at most 8.
+        overwrite: Whether to replace the destination if it exists.
+        verbose: Whether to print a row per tensor.
+        quiet: Whether to print nothing but errors.
+        as_json: Whether to print the report as JSON.
+    """
+
+    workers: int | None
+    overwrite: bool
+    verbose: bool
+    quiet: bool
+    as_json: bool
+
+
+#: The options of `WritingParams`.
+writing_options = stack(
+    click.option("--workers", type=COUNT, help="Threads.  [default: one per core, at most 8]"),
+    click.option("--overwrite", is_flag=True, help="Replace OUT if it exists, once the new checkpoint is complete."),
+    verbose_option(),
+    click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors."),
+    json_option(),
+)
+
+
+def print_json(report: Report) -> None:
+    """Print a report as JSON."""
+    click.echo(json.dumps(report.to_dict(), indent=2))

@@ -1,1 +1,1 @@
-"""What the commands print on a terminal, with rich; imported by a command when it runs."""
+"""What the commands print on a terminal: one module per command. Imports rich, so commands import it when they run."""

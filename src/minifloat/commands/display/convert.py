@@ -1,14 +1,14 @@
-"""How the report of `convert` looks on a terminal. No computation here."""
+"""Prints the report of `convert`. No computation here."""
 
 from __future__ import annotations
 
-from minifloat.commands.display.console import make_console, make_table
+from minifloat.commands.display.console import make_console, make_table, print_outcome
 from minifloat.convert.report import ConvertedTensor, ConvertReport
 from minifloat.report.text import layer_pattern, size_text
 
 
 def print_convert_report(report: ConvertReport, *, verbose: bool) -> None:
-    """Every tensor is in a row; unless `verbose`, the same tensor of all layers shares one."""
+    """Print a row per tensor, or one for the same tensor of all layers unless `verbose`; then the totals."""
     console = make_console()
     groups: dict[tuple[str, str, str, str], list[ConvertedTensor]] = {}
     for tensor in report.tensors:
@@ -28,8 +28,4 @@ def print_convert_report(report: ConvertReport, *, verbose: bool) -> None:
         f"{report.count('copied')} copied, {report.count('dropped')} dropped. "
         f"{size_text(report.source_bytes)} -> {size_text(report.output_bytes)}. {report.seconds:.2f} s."
     )
-    if report.resumed_shards:
-        console.print(f"{report.resumed_shards} shards were taken over from an interrupted run.")
-    for note in report.notes:
-        console.print(f"Note: {note}")
-    console.print(f"Written to {report.destination}")
+    print_outcome(console, report)

@@ -24,7 +24,7 @@ _EXPORTS = {
     "listen": "connection",
     "read_api_keys": "settings",
     "serve": "app",
-    "serve_checkpoint": "run",
+    "serve_checkpoint": "start",
 }
 
 __all__ = ["ServerSettings", "create_app", "listen", "read_api_keys", "serve", "serve_checkpoint"]

@@ -1,0 +1,106 @@
+"""The command `calibrate`. Nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from minifloat.commands.options import (
+    COUNT,
+    FOLDER,
+    MODEL,
+    device_option,
+    parse_size,
+    pass_params,
+    revision_option,
+    verbose_option,
+)
+
+
+@dataclass(frozen=True)
+class CalibrateParams:
+    """The parameters of `calibrate`, under the names of its params.
+
+    Attributes:
+        model: BF16 checkpoint to run.
+        stats: File to write the activation statistics to.
+        sources: Calibration set (``--data``).
+        max_memory: Bytes.
+    """
+
+    model: str
+    stats: Path
+    revision: str | None
+    sources: tuple[str, ...]
+    samples: int
+    seq_len: int
+    seed: int
+    no_packing: bool
+    held_out: float
+    histogram: bool
+    per_channel: bool
+    until_stable: float | None
+    max_memory: int | None
+    device: str
+    rule: str
+    overwrite: bool
+    verbose: bool
+
+
+@click.command()
+@click.argument("model", type=MODEL)
+@click.argument("stats", type=FOLDER)
+@revision_option()
+@click.option("--data", "sources", multiple=True, required=True, metavar="DATA", help="Text; repeatable. See below.")
+@click.option("--samples", default=512, show_default=True, type=COUNT, help="Sequences in all.")
+@click.option("--seq-len", default=512, show_default=True, type=click.IntRange(min=2), help="Tokens per sequence.")
+@click.option("--seed", default=0, show_default=True, type=int, help="For the choice of documents.")
+@click.option("--no-packing", is_flag=True, help="One document per sequence; nothing is ever padded.")
+@click.option("--held-out", default=0.1, show_default=True, type=float, help="Fraction of text to test the scales on.")
+@click.option("--histogram", is_flag=True, help="Count magnitudes: needed by the rules percentile and mse.")
+@click.option("--per-channel", is_flag=True, help="Record the amax of each input channel.")
+@click.option("--until-stable", type=float, metavar="TOLERANCE", help="Stop when no scale moves by more, e.g. 0.01.")
+@click.option(
+    "--max-memory", type=parse_size, metavar="SIZE", help="Weights to hold at a time, e.g. 8GiB.  [default: all]"
+)
+@device_option()
+@click.option("--rule", default="max", show_default=True, help="For the table that is printed; STATS suits every rule.")
+@click.option("--overwrite", is_flag=True, help="Replace STATS if it exists.")
+@verbose_option("module")
+@pass_params(CalibrateParams)
+def calibrate(params: CalibrateParams) -> None:
+    """Run text through the BF16 checkpoint MODEL and record amax into the file STATS (*.safetensors).
+
+    DATA is a .txt, .jsonl, .csv or .parquet file, a folder of them, or the name of a data set of the hub, with options
+    after a #: gsm8k.jsonl#column=question,weight=2
+    """
+    from minifloat.calibration.rules import parse_rule
+    from minifloat.calibration.session import collect, held_out_path, require_free
+    from minifloat.commands.display.console import progress_bar
+    from minifloat.commands.display.stats import print_stats
+
+    rule, stats = parse_rule(params.rule), params.stats
+    require_free([stats, held_out_path(stats)], overwrite=params.overwrite)
+    with progress_bar(enabled=True) as progress:
+        collected = collect(
+            params.model,
+            params.sources,
+            samples=params.samples,
+            seq_len=params.seq_len,
+            seed=params.seed,
+            packing=not params.no_packing,
+            held_out=params.held_out,
+            histogram=params.histogram,
+            per_channel=params.per_channel,
+            until_stable=params.until_stable,
+            max_memory=params.max_memory,
+            work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
+            device=params.device,
+            progress=progress,
+            revision=params.revision,
+        )
+    files = collected.save(stats, overwrite=params.overwrite)
+    print_stats(collected.stats, rule, collected.held_out, verbose=params.verbose)
+    click.echo(f"Written to {', '.join(map(str, files))}")

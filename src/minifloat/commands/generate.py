@@ -1,0 +1,71 @@
+"""The command `generate`. Nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import click
+
+from minifloat.commands.options import (
+    COUNT,
+    MODEL,
+    device_option,
+    pass_params,
+    revision_option,
+    threads_option,
+    use_threads,
+)
+
+
+@dataclass(frozen=True)
+class GenerateParams:
+    """The parameters of `generate`, under the names of its params."""
+
+    model: str
+    prompt: str
+    revision: str | None
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int | None
+    weight_only: bool
+    device: str
+    threads: int | None
+
+
+@click.command()
+@click.argument("model", type=MODEL)
+@click.argument("prompt")
+@revision_option()
+@click.option("--max-new-tokens", "-n", default=128, show_default=True, type=COUNT)
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(min=0), help="0: greedy.")
+@click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True))
+@click.option("--seed", type=int, help="For sampling.")
+@click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
+@device_option()
+@threads_option()
+@pass_params(GenerateParams)
+def generate(params: GenerateParams) -> None:
+    """Continue PROMPT with the checkpoint MODEL, quantized or not, streaming the text."""
+    use_threads(params.threads)
+    from minifloat.runtime.devices import device_named
+    from minifloat.runtime.load import load
+    from minifloat.serve.text import generate as stream
+
+    loaded = load(
+        params.model,
+        device=device_named(params.device),
+        weight_only=params.weight_only,
+        revision=params.revision,
+    )
+    click.echo(params.prompt, nl=False)
+    for piece in stream(
+        loaded,
+        params.prompt,
+        max_new_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        seed=params.seed,
+    ):
+        click.echo(piece, nl=False)
+    click.echo()

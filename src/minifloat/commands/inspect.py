@@ -1,0 +1,52 @@
+"""The command `inspect`. Nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from minifloat.commands.options import FOLDER, MODEL, json_option, print_json, revision_option, verbose_option
+from minifloat.errors import UsageError
+
+
+@click.command()
+@click.argument("model", type=MODEL)
+@revision_option()
+@verbose_option()
+@json_option()
+@click.option("--rule", default="max", show_default=True, help="For activation statistics: how they become scales.")
+@click.option("--plot", type=FOLDER, help="For activation statistics: draw them into an HTML file.")
+def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule: str, plot: Path | None) -> None:
+    """Show what the checkpoint MODEL holds: schemes, bytes, bits per weight. Reads headers only, on the hub too.
+
+    MODEL may also be a file of activation statistics that `calibrate` wrote.
+    """
+    if Path(model).is_file():
+        _inspect_stats(Path(model), rule, plot, verbose=verbose)
+        return
+    if plot is not None:
+        raise UsageError("--plot draws activation statistics; MODEL is a folder")
+    from minifloat.commands.display.inspect import print_inspection
+    from minifloat.layouts.inspection import inspect_checkpoint
+
+    inspection = inspect_checkpoint(model, revision=revision)
+    if as_json:
+        print_json(inspection)
+    else:
+        print_inspection(inspection, verbose=verbose)
+
+
+def _inspect_stats(path: Path, rule_text: str, plot: Path | None, *, verbose: bool) -> None:
+    from minifloat.calibration.rules import parse_rule
+    from minifloat.calibration.session import Collected, require_free
+    from minifloat.commands.display.stats import print_stats
+
+    collected, rule = Collected.load(path), parse_rule(rule_text)
+    print_stats(collected.stats, rule, collected.held_out, verbose=verbose)
+    if plot is not None:
+        from minifloat.calibration.page import stats_page
+
+        require_free([plot], overwrite=True)
+        plot.write_text(stats_page(collected.stats, rule, collected.held_out), encoding="utf-8")
+        click.echo(f"Drawn to {plot}")

@@ -1,0 +1,148 @@
+"""The command `quantize`. Nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from minifloat.commands.options import (
+    COUNT,
+    FOLDER,
+    MODEL,
+    WritingParams,
+    device_option,
+    pass_params,
+    print_json,
+    revision_option,
+    writing_options,
+)
+from minifloat.errors import UsageError
+from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES
+
+if TYPE_CHECKING:
+    from minifloat.quantize.calibrated import Calibration
+    from minifloat.report.progress import Progress
+
+
+@dataclass(frozen=True)
+class QuantizeParams(WritingParams):
+    """The parameters of `quantize`, under the names of its params.
+
+    Attributes:
+        model: Checkpoint to quantize.
+        out: Destination folder.
+        sources: Text to calibrate with now (``--calibration``).
+    """
+
+    model: str
+    out: Path
+    revision: str | None
+    scheme: str
+    layout: str
+    override: tuple[str, ...]
+    exclude: tuple[str, ...]
+    stats: Path | None
+    sources: tuple[str, ...]
+    calibration_samples: int
+    calibration_seq_len: int
+    rule: str
+    max_saturation: float | None
+    kv_cache: str | None
+    target: str | None
+    base_model: str | None
+    device: str
+
+
+def _scheme_help() -> str:
+    return "\n".join(["\b", "Schemes:"] + [f"  {scheme.name:<12} {scheme.summary}" for scheme in SCHEMES.values()])
+
+
+@click.command(epilog=_scheme_help())
+@click.argument("model", type=MODEL)
+@click.argument("out", type=FOLDER)
+@revision_option()
+@click.option("--scheme", default=DEFAULT_SCHEME, show_default=True, metavar="NAME", help="What to quantize to.")
+@click.option(
+    "--layout", default="compressed-tensors", show_default=True, help="compressed-tensors, or fp8 (DeepSeek)."
+)
+@click.option("--override", multiple=True, metavar="REGEX=SCHEME|bf16", help="For modules that match; the last wins.")
+@click.option(
+    "--exclude", multiple=True, metavar="REGEX", help="Keep these modules: short for --override 'REGEX=bf16'."
+)
+@click.option("--stats", type=FOLDER, help="File of activation statistics that `calibrate` wrote.")
+@click.option("--calibration", "sources", multiple=True, metavar="DATA", help="Calibrate now on this text; repeatable.")
+@click.option("--calibration-samples", default=512, show_default=True, type=COUNT, help="Sequences to calibrate with.")
+@click.option(
+    "--calibration-seq-len", default=512, show_default=True, type=click.IntRange(min=2), help="Tokens per sequence."
+)
+@click.option("--rule", default="max", show_default=True, help="How statistics become static scales.")
+@click.option("--max-saturation", type=click.FloatRange(0, 1), help="Largest fraction of held-out inputs to saturate.")
+@click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
+@click.option("--target", metavar="ENGINE:HARDWARE[:tpN]", help="Refuse what will not load there, e.g. vllm:h100:tp4.")
+@click.option("--base-model", metavar="ID", help="For the model card: the hub id of MODEL, if MODEL is a folder.")
+@device_option("Where to cast: cpu, cuda or cuda:N.")
+@writing_options
+@pass_params(QuantizeParams)
+def quantize(params: QuantizeParams) -> None:
+    """Quantize the checkpoint MODEL, a folder or a model of the hub, into the new folder OUT.
+
+    Weights are streamed: memory stays small whatever the size of the model. A run that is interrupted, even killed,
+    leaves no half-written checkpoint behind; the same command continues it.
+    """
+    from minifloat.commands.display.console import progress_bar
+    from minifloat.commands.display.quantize import print_quantize_report
+    from minifloat.plan.quantization import KEEP
+    from minifloat.quantize.job import quantize_checkpoint
+
+    with progress_bar(enabled=not (params.quiet or params.as_json)) as progress:
+        report = quantize_checkpoint(
+            params.model,
+            params.out,
+            params.scheme,
+            layout=params.layout,
+            overrides=[*params.override, *(f"{pattern}={KEEP}" for pattern in params.exclude)],
+            workers=params.workers,
+            overwrite=params.overwrite,
+            calibration=_calibration(params, progress),
+            kv_cache=params.kv_cache is not None,
+            target=params.target,
+            device=params.device,
+            progress=progress,
+            revision=params.revision,
+            base_model=params.base_model,
+        )
+    if params.as_json:
+        print_json(report)
+    elif not params.quiet:
+        print_quantize_report(report, verbose=params.verbose)
+
+
+def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibration | None:
+    """Return the activation statistics to take scales from: those of ``--stats``, or collected now; None: none."""
+    if params.stats is None and not params.sources:
+        if params.max_saturation is not None:
+            raise UsageError("--max-saturation needs --stats or --calibration")
+        return None
+    if params.stats is not None and params.sources:
+        raise UsageError("--stats and --calibration both give activation statistics; give only one of them")
+    from minifloat.calibration.rules import HistogramRule, parse_rule
+    from minifloat.calibration.session import Collected, collect
+    from minifloat.quantize.calibrated import Calibration
+
+    rule = parse_rule(params.rule)
+    if params.stats is not None:
+        collected = Collected.load(params.stats)
+    else:
+        collected = collect(
+            params.model,
+            params.sources,
+            samples=params.calibration_samples,
+            seq_len=params.calibration_seq_len,
+            histogram=isinstance(rule, HistogramRule),
+            progress=progress,
+            revision=params.revision,
+        )
+    return Calibration(collected.stats, rule, collected.held_out, params.max_saturation)
