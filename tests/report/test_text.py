@@ -21,16 +21,16 @@ from minifloat.report.text import short_names, size_text, token_text, visible
         ("क\u094d\u200dष", "क\u094d\u200dष"),
     ],
 )
-def test_what_cannot_be_seen_is_shown(text: str, shown: str) -> None:
+def test_invisible_characters_become_symbols(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-def test_lines_can_be_left() -> None:
+def test_line_breaks_and_tabs_can_be_kept() -> None:
     assert visible("a\n\tb\r\x1b", lines=True) == "a\n\tb␍␛"
 
 
 @given(st.text(st.characters()))
-def test_nothing_that_acts_is_left(text: str) -> None:
+def test_no_control_character_is_left(text: str) -> None:
     shown = visible(text)
     assert not {unicodedata.category(char) for char in shown if char not in "\u200c\u200d"} & {
         "Cc",
@@ -46,7 +46,7 @@ def test_nothing_that_acts_is_left(text: str) -> None:
 @pytest.mark.parametrize(
     ("token", "shown"), [(" the ", "␣the␣"), ("  ", "␣␣"), ("", "(empty)"), ("a b", "a b"), ("\n", "↵")]
 )
-def test_spaces_at_the_ends_of_a_token_are_seen(token: str, shown: str) -> None:
+def test_spaces_at_the_ends_of_a_token_become_symbols(token: str, shown: str) -> None:
     assert token_text(token) == shown
 
 
@@ -62,7 +62,7 @@ def test_spaces_at_the_ends_of_a_token_are_seen(token: str, shown: str) -> None:
         ([], []),
     ],
 )
-def test_names_are_as_short_as_they_can_be_told_apart(paths: list[str], names: list[str]) -> None:
+def test_names_are_as_short_as_possible_while_they_differ(paths: list[str], names: list[str]) -> None:
     assert short_names(paths) == names
 
 

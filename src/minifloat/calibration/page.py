@@ -32,9 +32,9 @@ from minifloat.calibration.scales import (
 from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats, KVStats
 from minifloat.errors import NotCalibratedError, StatsError
 from minifloat.numerics.formats import E4M3
-from minifloat.report import Cell, Markup, box, bullets, facts, figure, folded, page, paragraph, section, table
 from minifloat.report.axes import Axis, format_number
-from minifloat.report.svg import Bar, Series, bar_chart, line_chart, meter
+from minifloat.report.charts import Bar, Series, bar_chart, line_chart, meter
+from minifloat.report.page import Cell, Markup, box, bullets, facts, figure, folded, page, paragraph, section, table
 
 _SHOWN = 8  #: names in a warning, and curves in a chart
 _WORST = 20  #: modules in a table of the worst

@@ -1,4 +1,4 @@
-"""The axes of charts: which numbers stand at them, how those are written, and where a value lies in pixels."""
+"""Axes of charts: their ticks, the text of their numbers, and the mapping from values to pixels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_TICK_EVERY = 60  #: pixels
+_PIXELS_PER_TICK = 60
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,10 @@ class Axis:
     """One axis of a chart.
 
     Attributes:
-        label: What it measures, with the unit.
-        log: Logarithmic; values that are not above 0 are left out.
-        low: Where it begins; None: where the data does.
-        high: Where it ends; None: where the data does.
+        label: The quantity and its unit.
+        log: Logarithmic; values that are not above 0 are not drawn.
+        low: First value; None: the smallest of the data.
+        high: Last value; None: the largest of the data.
         whole: Ticks at whole numbers only, as for layers.
         percent: Values are fractions and are written as percentages.
     """
@@ -30,12 +30,12 @@ class Axis:
     percent: bool = False
 
     def text(self, value: float) -> str:
-        """A value as it stands at this axis."""
+        """Return a value as text in the notation of this axis."""
         return f"{format_number(100 * value)}%" if self.percent and math.isfinite(value) else format_number(value)
 
 
 def format_number(value: float) -> str:
-    """A number as short as an axis needs it: ``0.25``, ``1,200``, ``3e-7``; a dash where it is not finite."""
+    """Return a number as short text (``0.25``, ``1,200``, ``3e-7``), or a dash if it is not finite."""
     if not math.isfinite(value):
         return "-"
     if value == 0 or 1e-4 <= abs(value) < 1e6:
@@ -45,7 +45,7 @@ def format_number(value: float) -> str:
 
 
 def nice_ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten apart) within ``[low, high]``."""
+    """Return about `count` round numbers within ``[low, high]``, 1, 2 or 5 times a power of ten apart."""
     if not low < high:
         return [low]
     ticks: list[float] = []
@@ -58,9 +58,10 @@ def nice_ticks(low: float, high: float, count: int = 5, *, whole: bool = False) 
 
 
 def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers within ``[low, high]``, both above 0, for a log axis.
+    """Return about `count` round numbers within ``[low, high]``, both above 0, for a log axis.
 
-    Powers of ten, fewer or with multiples between them as there is room; over less than that, those of a linear axis.
+    The ticks are powers of ten: every n-th one if there are too many, with multiples between them if there are too few.
+    A range too short for two of these gets the ticks of a linear axis.
     """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, math.ceil((last - first) / max(count, 1)))
@@ -74,8 +75,17 @@ def log_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Mapping:
-    """From values to pixels, linear or logarithmic."""
+class PixelMapping:
+    """A function from the values of an axis to pixels, linear or logarithmic.
+
+    Attributes:
+        axis: The axis.
+        low: Value at pixel `start`.
+        high: Value at pixel `end`.
+        start: Pixel of the first value; for a vertical axis the larger one.
+        end: Pixel of the last value.
+        ticks: Values to label.
+    """
 
     axis: Axis
     low: float
@@ -85,15 +95,17 @@ class Mapping:
     ticks: tuple[float, ...]
 
     @classmethod
-    def fit(cls, axis: Axis, values: Sequence[float], start: float, end: float, *, rounded: bool = False) -> Mapping:
-        """An axis that shows all values, and, if `rounded`, ends at a round number."""
+    def fit(
+        cls, axis: Axis, values: Sequence[float], start: float, end: float, *, rounded: bool = False
+    ) -> PixelMapping:
+        """Return a mapping whose range holds all values; with `rounded`, the range is widened to round numbers."""
         low = min(values) if axis.low is None else axis.low
         high = max(values) if axis.high is None else axis.high
         if not low < high:
             room = 0.5 if axis.whole or not low else abs(low) / 2
             below, above = (low / 2, low * 2) if axis.log else (low - room, low + room)
             low, high = below if axis.low is None else low, above if axis.high is None or axis.low is not None else high
-        count = max(2, int(abs(end - start) / _TICK_EVERY))
+        count = max(2, int(abs(end - start) / _PIXELS_PER_TICK))
         if rounded and axis.log:
             room = (high / low) ** 0.04
             low, high = low / room, high * room
@@ -105,7 +117,7 @@ class Mapping:
         return cls(axis, low, high, start, end, tuple(ticks))
 
     def __call__(self, value: float) -> float:
-        """The pixel; values beyond an end of the axis lie on it."""
+        """Return the pixel of a value; values outside of the range are clamped to it."""
         inside = min(max(value, self.low), self.high)
         if self.axis.log:
             part = math.log(inside / self.low) / math.log(self.high / self.low)
@@ -115,7 +127,7 @@ class Mapping:
 
 
 def _nice_step(least: float, whole: bool) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below `least`; at least 1 if `whole`."""
+    """Return the smallest of 1, 2, 5 times a power of ten that is not below `least`; at least 1 if `whole`."""
     exponent = math.floor(math.log10(least))
     step = next(
         float(f"{factor}e{exponent}") for factor in (1, 2, 5, 10) if float(f"{factor}e{exponent}") >= least * 0.999

@@ -1,7 +1,7 @@
-"""A model card as a file: metadata in its head, and sections of ours between two marker comments.
+"""The model card (README.md) of a checkpoint: YAML metadata in its head, and sections that minifloat keeps up to date.
 
-A section is replaced where it is, and what is outside of the markers stays byte for byte, so a person may write into a
-card that commands keep up to date.
+Each section lies between two marker comments and is replaced in place. Everything outside of the markers stays as it
+is, byte for byte, so a person may edit the rest of the card.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from minifloat.checkpoint.rewrite import CARD_FILE
 from minifloat.errors import CheckpointError
 from minifloat.report.text import visible
 
-_LARGEST_CARD = 16 * 2**20  #: bytes; hubs refuse far smaller ones
+_LARGEST_CARD = 16 * 2**20  #: bytes; hubs already refuse far smaller cards
 _HEAD = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$\n?", re.DOTALL | re.MULTILINE)
-#: Of Markdown and HTML; a bare ``www.``, ``://`` or ``@`` becomes a link. Underscores inside of words do nothing, and
-#: brackets alone.
+#: Characters that Markdown or HTML interpret; a bare ``www.``, ``://`` or ``@`` becomes a link. Underscores inside of
+#: words and brackets that no link follows need no escaping.
 _MARKUP = re.compile(r"[\\`*<&|~#$!@]|\](?=[(\[:])|:(?=//)|(?<=[wW])\.|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 
 
 def markdown(text: str) -> str:
-    """Text as Markdown that shows it, in one line; `visible`."""
+    """Return Markdown that shows the text literally in one line, with control characters made `visible`."""
     return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", visible(text))
 
 
 def markers(name: str) -> tuple[str, str]:
-    """The lines around the section of a command."""
+    """Return the first and the last line of the section of a command."""
     return f"<!-- minifloat {name}: begin -->", f"<!-- minifloat {name}: end -->"
 
 
@@ -39,43 +39,43 @@ def markers(name: str) -> tuple[str, str]:
 
 
 def metadata_head(values: Mapping[str, Any]) -> str:
-    """The head of a card: values in their order, as YAML that quotes what needs it."""
+    """Return the head of a card: the values in their order, as YAML."""
     from huggingface_hub.utils import yaml_dump
 
     return f"---\n{yaml_dump(dict(values), sort_keys=False)}---\n"
 
 
 def read_metadata(card: str) -> dict[str, Any]:
-    """The metadata in the head of a card; empty where it has none.
+    """Return the metadata in the head of a card; empty if the card has no head.
 
     Raises:
-        ValueError: The head is no YAML, or no mapping.
+        ValueError: The head is not YAML, or not a mapping.
     """
     import yaml
 
     match = _HEAD.match(card)
     try:
-        found = yaml.safe_load(match[1]) if match else None
+        metadata = yaml.safe_load(match[1]) if match else None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
-    if found is not None and not isinstance(found, dict):
-        raise ValueError(f"expected a mapping, found {type(found).__name__}")
-    return found or {}
+    if metadata is not None and not isinstance(metadata, dict):
+        raise ValueError(f"expected a mapping, found {type(metadata).__name__}")
+    return metadata or {}
 
 
 def add_metadata(card: str, values: Mapping[str, Any]) -> str:
-    """A card with more in its head, after what is there."""
+    """Return the card with values appended to the metadata in its head."""
     from huggingface_hub.utils import yaml_dump
 
     match = _HEAD.match(card)
     if match is None:
         return metadata_head(values) + "\n" + card
-    at = match.end(1)
-    return card[:at] + yaml_dump(dict(values), sort_keys=False) + card[at:]
+    end = match.end(1)
+    return card[:end] + yaml_dump(dict(values), sort_keys=False) + card[end:]
 
 
 def replace_metadata(card: str, values: Mapping[str, Any]) -> str:
-    """A card with this as its head; comments in the former one are lost."""
+    """Return the card with a new head in place of the former one, whose YAML comments are lost."""
     match = _HEAD.match(card)
     return metadata_head(values) + (card if match is None else card[match.end() :])
 
@@ -84,22 +84,22 @@ def replace_metadata(card: str, values: Mapping[str, Any]) -> str:
 
 
 def read_card(folder: Path) -> bytes:
-    """The card of a checkpoint.
+    """Return the card of a checkpoint.
 
     Raises:
-        FileNotFoundError: There is none.
-        CheckpointError: It is incredibly large.
-        UnsafeFileError: It is no regular file, or a link that leaves the folder.
-        StorageError: The system refuses.
+        FileNotFoundError: The checkpoint has no card.
+        CheckpointError: The card is larger than 16 MiB.
+        UnsafeFileError: The card is not a regular file, or a link that leaves the folder.
+        StorageError: The system refused to read the file.
     """
     return read_small(folder, CARD_FILE, _LARGEST_CARD, CheckpointError)
 
 
 def write_card(folder: Path, content: bytes) -> Path:
-    """Replace the card of a checkpoint; it is written beside its place and renamed, so that it is whole at any time.
+    """Replace the card of a checkpoint in one step: write a temporary file beside it, and rename the file.
 
     Raises:
-        StorageError: The system refuses.
+        StorageError: The system refused to write the file.
     """
     card = folder / CARD_FILE
     with written_whole(card) as file:
@@ -110,20 +110,20 @@ def write_card(folder: Path, content: bytes) -> Path:
 
 
 def update_card(folder: str | os.PathLike[str], section: str) -> Path:
-    """Put a section into a checkpoint's README.md, which is made where there is none.
+    """Put a section into the README.md of a checkpoint, and create that file if it does not exist.
 
     Args:
         folder: A checkpoint.
-        section: Its first and its last line are its `markers`.
+        section: The text of the section; its first and its last line are its `markers`.
 
     Returns:
-        The card.
+        The path of the card.
 
     Raises:
-        NotACheckpointError: There is no such folder.
-        CheckpointError: A marker stands alone, or there are several sections of that name.
-        UnsafeFileError: The card is no regular file, or a link that leaves the folder.
-        StorageError: The system refuses.
+        NotACheckpointError: The folder does not exist.
+        CheckpointError: A marker has no counterpart, or there are several sections of that name.
+        UnsafeFileError: The card is not a regular file, or a link that leaves the folder.
+        StorageError: The system refused to read or write the card.
     """
     root = resolve_folder(folder)
     try:
@@ -134,34 +134,36 @@ def update_card(folder: str | os.PathLike[str], section: str) -> Path:
 
 
 def with_section(card: bytes, section: str, path: Path) -> bytes:
-    """A card with the section in place of the one with the same markers, or at the end.
+    """Return the card with a section in place of the section with the same markers, or at the end.
 
     Args:
-        card: The card.
-        section: Its first and its last line are its `markers`.
-        path: The card, for messages.
+        card: The content of the card.
+        section: The text of the section; its first and its last line are its `markers`.
+        path: The path of the card, for messages.
 
     Raises:
-        CheckpointError: A marker stands alone, or there are several sections of that name.
+        CheckpointError: A marker has no counterpart, or there are several sections of that name.
     """
     lines = section.rstrip("\n").split("\n")
     begin, end = (re.escape(line.encode()) for line in (lines[0], lines[-1]))
-    found = list(re.finditer(rb"^" + begin + rb"\r?\n.*?^" + end + rb"\r?$", card, re.DOTALL | re.MULTILINE))
-    alone = re.findall(rb"^(?:" + begin + rb"|" + end + rb")\r?$", card, re.MULTILINE)
-    if len(found) > 1 or len(alone) != 2 * len(found):
+    sections = list(re.finditer(rb"^" + begin + rb"\r?\n.*?^" + end + rb"\r?$", card, re.DOTALL | re.MULTILINE))
+    marker_lines = re.findall(rb"^(?:" + begin + rb"|" + end + rb")\r?$", card, re.MULTILINE)
+    if len(sections) > 1 or len(marker_lines) != 2 * len(sections):
         raise CheckpointError(
-            path, f"expected one pair of the lines {lines[0]!r} and {lines[-1]!r} or none; delete what is left over"
+            path,
+            f"expected one pair of the lines {lines[0]!r} and {lines[-1]!r} or neither line, found "
+            f"{len(marker_lines)} such lines; delete the extra ones",
         )
     newline = b"\r\n" if b"\r\n" in card else b"\n"
     new = newline.join(line.encode() for line in lines)
-    if found:
-        start, stop = found[0].span()
+    if sections:
+        start, stop = sections[0].span()
         return card[:start] + new + (b"\r" if card[stop - 1 : stop] == b"\r" else b"") + card[stop:]
     gap = b"" if not card or card.endswith(2 * newline) else newline if card.endswith(b"\n") else 2 * newline
     return card + gap + new + newline
 
 
 def without_section(card: str, name: str) -> str:
-    """A card without the section of a command: what it said is not true of what was made of the model since."""
+    """Return the card without the section of a command, because it does not apply to a model made from this one."""
     begin, end = (re.escape(line) for line in markers(name))
     return re.sub(rf"^{begin}\r?\n.*?^{end}\r?\n?\n?", "", card, flags=re.DOTALL | re.MULTILINE)

@@ -1,9 +1,9 @@
-"""How a long run tells its caller how far it is."""
+"""The callback by which long runs report progress."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-#: Called with the work done, the work in all, and what is being done now. The unit of work is the function's own:
-#: bytes, tokens, sequences or milliseconds.
+#: Called with the work done so far, the total work, and a description of the current step. Each function documents its
+#: own unit of work: bytes, tokens, sequences or milliseconds.
 Progress = Callable[[int, int, str], None]

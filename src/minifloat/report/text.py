@@ -1,7 +1,8 @@
-"""Names, text and sizes as a reader sees them, wherever they are shown: in HTML, in Markdown or on a terminal.
+"""Names, text and sizes for readers: in HTML, in Markdown and on a terminal.
 
-What a model writes, and what a file is called, may hold anything: escape sequences that move a terminal's cursor, marks
-that turn the direction of the text after them, letters that cannot be seen. `visible` shows those instead of obeying.
+The output of a model and the name of a file may hold anything: escape sequences that move a terminal's cursor, marks
+that change the direction of the text after them, invisible letters. `visible` shows such characters as symbols, so that
+they have no effect.
 """
 
 from __future__ import annotations
@@ -12,26 +13,26 @@ from collections.abc import Sequence
 
 _NEWLINE, _SPACE = "↵", "␣"
 _CONTROL_PICTURES, _DELETE = 0x2400, 0x7F
-#: Zero-width joiner and non-joiner, which words of many scripts need.
+#: Zero-width joiner and non-joiner: words of many scripts need them, so they stay.
 _JOINERS = "\u200c\u200d"
-#: Controls, what has no glyph, halves of surrogate pairs, separators of lines and paragraphs.
+#: Unicode categories: controls, formats, surrogates, separators of lines and paragraphs.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _NONCHARACTERS = frozenset({0xFFFE, 0xFFFF})
 _KIBI = 1 << 10
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    """Text of which every character can be seen, and none does anything else.
+    """Return the text with symbols in place of invisible characters and characters that control a terminal.
 
     Args:
-        text: Anything.
-        lines: Leave line breaks and tabs as they are; otherwise they are shown too, and the text is one line.
+        text: Any text.
+        lines: Keep line breaks and tabs; otherwise they become symbols too, and the result is one line.
     """
     return "".join(char if lines and char in "\n\t" else _visible(char) for char in text)
 
 
 def token_text(token: str) -> str:
-    """A token of a model: `visible`, with the spaces that it begins or ends with; a name for one that is empty."""
+    """Return a token as `visible` text, with symbols for spaces at its ends; ``(empty)`` for an empty token."""
     shown = visible(token)
     inner = shown.strip(" ")
     before = len(shown) - len(shown.lstrip(" "))
@@ -52,22 +53,22 @@ def _visible(char: str) -> str:
 
 
 def layer_pattern(name: str) -> str:
-    """A name with its layer and expert numbers as ``*``: one row stands for all layers."""
+    """Return a tensor or module name with ``*`` for its layer and expert numbers, so one row can stand for all."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """The last parts of paths, as many as it takes to tell them apart; `visible`."""
-    parts = [[part for part in path.split("/") if part] or [path] for path in paths]
-    for count in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(one[-count:]) for one in parts]
+    """Return the last parts of each path, as many as needed to tell the paths apart, as `visible` text."""
+    parts_by_path = [[part for part in path.split("/") if part] or [path] for path in paths]
+    for count in range(1, max(map(len, parts_by_path), default=0) + 1):
+        names = ["/".join(parts[-count:]) for parts in parts_by_path]
         if len(set(names)) == len(set(paths)):
             return [visible(name) for name in names]
     return [visible(path) for path in paths]
 
 
 def size_text(nbytes: float) -> str:
-    """Bytes in the unit that fits: ``3.5 KiB``, ``1,023.25 MiB``, ``14.96 GiB``."""
+    """Return a number of bytes in the unit that fits: ``3.5 KiB``, ``1,023.25 MiB``, ``14.96 GiB``."""
     if nbytes < _KIBI**2:
         return f"{nbytes / _KIBI:.1f} KiB"
     if nbytes < _KIBI**3 * 10:

@@ -11,9 +11,10 @@ from minifloat.compare.generation import GreedyDivergence
 from minifloat.compare.pages.numbers import increase, number, percent, with_interval
 from minifloat.compare.result import CandidateResult
 from minifloat.compare.verdict import Tolerance
-from minifloat.report import figure
 from minifloat.report.axes import Axis
-from minifloat.report.svg import COLORS, Bar, Dot, Series, bar_chart, dot_chart, line_chart
+from minifloat.report.charts import Bar, Dot, Series, bar_chart, dot_chart, line_chart
+from minifloat.report.page import figure
+from minifloat.report.svg import COLORS
 from minifloat.report.text import visible
 
 _WORST_MODULES = 15

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from minifloat.compare.generation import GreedyDivergence, Sample
 from minifloat.compare.pages.numbers import number
 from minifloat.compare.result import CandidateResult, Choice, WorstToken
-from minifloat.report import beside, folded, remark, subsection
-from minifloat.report.svg import escape, meter
+from minifloat.report.charts import meter
+from minifloat.report.page import beside, folded, remark, subsection
+from minifloat.report.svg import escape
 from minifloat.report.text import token_text, visible
 
 _SHOWN = 5

@@ -42,7 +42,7 @@ from minifloat.compare.result import CandidateResult, Comparison, ModelRecord
 from minifloat.compare.statistics import Estimate
 from minifloat.compare.summary import Summary
 from minifloat.compare.verdict import Outcome
-from minifloat.report import (
+from minifloat.report.page import (
     Cell,
     Markup,
     box,

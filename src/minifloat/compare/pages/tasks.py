@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from minifloat.compare.pages.charts import dot_figure
 from minifloat.compare.pages.numbers import interval_parts, number
 from minifloat.compare.tasks import TaskDifference, TaskScore
-from minifloat.report import Cell, paragraph, section, stacked, table
 from minifloat.report.axes import Axis
-from minifloat.report.svg import Dot
+from minifloat.report.charts import Dot
+from minifloat.report.page import Cell, paragraph, section, stacked, table
 from minifloat.report.text import visible
 
 

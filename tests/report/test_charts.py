@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minifloat.report.axes import Axis, format_number, log_ticks, nice_ticks
-from minifloat.report.svg import Bar, Dot, Series, bar_chart, dot_chart, escape, line_chart, meter
+from minifloat.report.charts import Bar, Dot, Series, bar_chart, dot_chart, line_chart, meter
+from minifloat.report.svg import escape
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAN, INF = math.nan, math.inf
@@ -30,7 +31,7 @@ def chart(*series: Series, y: Axis = Y, **options: object) -> ElementTree.Elemen
 
 
 def lines(root: ElementTree.Element) -> list[list[tuple[float, float]]]:
-    """The corners of every line, in pixels; the samples of the legend are relative and left out."""
+    """Return the corners of every line in pixels, without the samples of the legend, whose paths are relative."""
     paths = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("fill") == "none"]
     found = [[float(number) for number in NUMBER.findall(path)] for path in paths if "h" not in path]
     return [list(zip(numbers[::2], numbers[1::2], strict=True)) for numbers in found]
@@ -58,7 +59,7 @@ def test_linear_ticks_are_round_numbers(low: float, high: float, expected: list[
     assert nice_ticks(low, high) == expected
 
 
-def test_ticks_of_counted_things_are_whole() -> None:
+def test_ticks_of_a_whole_axis_are_integers() -> None:
     assert nice_ticks(0, 2, whole=True) == [0, 1, 2]
 
 
@@ -77,7 +78,7 @@ def test_logarithmic_ticks_have_the_density_that_fits(low: float, high: float, e
 
 
 @given(st.floats(1e-30, 1e30), st.floats(1.001, 1e20), st.integers(2, 12))
-def test_there_are_ticks_but_not_too_many_and_within_the_range(low: float, ratio: float, count: int) -> None:
+def test_any_range_has_a_few_ticks_and_none_outside(low: float, ratio: float, count: int) -> None:
     high = low * ratio
     for ticks in (nice_ticks(low, high, count), log_ticks(low, high, count)):
         assert 2 <= len(ticks) <= count + 3
@@ -132,7 +133,7 @@ def test_zero_is_a_gap_on_a_log_axis_alone() -> None:
     assert len(lines(chart(Series("a", points)))[0]) == 2
 
 
-def test_a_point_that_stands_alone_is_marked_even_without_markers() -> None:
+def test_a_point_without_neighbours_is_marked_even_without_markers() -> None:
     def hints(markers: bool) -> list[str | None]:
         root = chart(Series("a", [(0, 1), (1, NAN), (2, 3), (3, 4)]), markers=markers)
         return [title.text for title in root.iter(f"{SVG}title")]
@@ -184,7 +185,7 @@ def test_a_band_is_an_area_from_its_low_to_its_high_edge() -> None:
 
 
 @pytest.mark.parametrize("series", [[], [Series("a", [])], [Series("a", [(0, NAN)])]])
-def test_a_chart_of_nothing_says_so(series: list[Series]) -> None:
+def test_a_chart_without_points_says_that_there_is_nothing_to_show(series: list[Series]) -> None:
     assert "nothing to show" in texts(chart(*series))
 
 
@@ -198,7 +199,7 @@ def test_one_point_can_be_drawn(y: Axis, value: float) -> None:
     st.lists(st.tuples(st.integers(0, 99), st.floats(0, 2.0**127, width=32, allow_subnormal=False)), max_size=20),
     st.booleans(),
 )
-def test_any_activations_can_be_drawn(points: list[tuple[float, float]], log: bool) -> None:
+def test_any_float32_values_can_be_drawn(points: list[tuple[float, float]], log: bool) -> None:
     chart(Series("a", points), y=Axis("amax", log=log))
 
 
@@ -217,25 +218,25 @@ def test_the_length_of_a_bar_is_proportional_to_its_value(width: int) -> None:
     assert lengths[0] > 10
 
 
-def test_bars_of_nothing_but_zeros_have_no_length() -> None:
+def test_bars_of_zeros_have_no_length() -> None:
     assert [float(rect.get("width", "")) for rect in bars([0, 0]).iter(f"{SVG}rect")] == [0, 0]
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -1.0])
-def test_what_has_no_length_has_no_bar(value: float) -> None:
+def test_a_value_that_is_not_finite_or_negative_has_no_bar(value: float) -> None:
     lengths = [float(rect.get("width", "")) for rect in bars([value, 2]).iter(f"{SVG}rect")]
     assert lengths[0] == 0
     assert lengths[1] > 10
 
 
-def test_a_mark_beyond_all_bars_is_within_the_chart() -> None:
+def test_a_reference_line_beyond_all_bars_is_within_the_chart() -> None:
     root = bars([1, 2], mark=(64, "floor"))
     (mark,) = (line for line in root.iter(f"{SVG}line") if line.get("stroke-dasharray"))
     assert float(mark.get("x1", "")) < float(root.get("width", ""))
     assert "floor" in texts(root)
 
 
-def test_no_bars_say_so() -> None:
+def test_a_chart_without_bars_says_that_there_is_nothing_to_show() -> None:
     assert "nothing to show" in texts(bars([]))
 
 
@@ -275,28 +276,28 @@ def test_a_dot_lies_within_its_interval_and_rows_follow_each_other(width: int) -
     assert {"first", "second", "1%", "3%", "a", "b"} <= set(texts(root))
 
 
-def test_a_dot_without_an_interval_has_no_span_and_one_without_a_value_only_its_text() -> None:
+def test_a_dot_without_an_interval_has_no_line_and_a_dot_without_a_value_only_its_text() -> None:
     root = dots([("a", [Dot(0.5, "50%")]), ("b", [Dot(INF, "endless")])], ["one"])
     assert len(markers(root)) == 1
     assert not any("H" in path.get("d", "") for path in root.iter(f"{SVG}path"))
     assert "endless" in texts(root)
 
 
-def test_a_percent_axis_says_so() -> None:
+def test_a_percent_axis_writes_fractions_as_percentages() -> None:
     assert "2%" in texts(dots([("a", [Dot(0.01, ""), Dot(0.03, "")])], ["a", "b"]))
 
 
-def test_dots_that_cannot_be_drawn_say_so() -> None:
+def test_a_chart_without_finite_dots_says_that_there_is_nothing_to_show() -> None:
     assert "nothing to show" in texts(dots([("a", [Dot(NAN, "-")])], ["one"]))
 
 
-def test_a_mark_of_dots_is_where_its_value_is() -> None:
+def test_the_reference_line_of_dots_is_at_its_value() -> None:
     root = dots([("a", [Dot(0.02, "2%"), Dot(0.05, "5%")])], ["a", "b"], mark=(0.02, "bound"))
     (mark,) = (line for line in root.iter(f"{SVG}line") if line.get("stroke-dasharray"))
     assert float(mark.get("x1", "")) == markers(root)[0][0]
 
 
-def test_an_axis_ends_where_it_is_told_to_even_if_all_values_lie_there() -> None:
+def test_an_axis_ends_at_its_high_end_even_if_all_values_lie_there() -> None:
     axis = Axis("agreement", percent=True, high=1.0)
     found = texts(parse(dot_chart([("a", [Dot(1.0, "all")])], ["one"], title="t", axis=axis)))
     assert "100%" in found
@@ -328,7 +329,7 @@ def test_text_that_xml_can_hold_is_kept() -> None:
     assert escape("ä\t中\U0001f600") == "ä\t中\U0001f600"
 
 
-def test_equal_input_gives_equal_bytes_and_asks_for_nothing() -> None:
+def test_equal_input_gives_equal_bytes_without_links_to_other_files() -> None:
     series = [Series("a", [(0, 1), (1, 2)])]
     svg = line_chart(series, title="t", x=X, y=Y)
     assert svg == line_chart(series, title="t", x=X, y=Y)
