@@ -1,16 +1,78 @@
-"""Tiny models with random weights, made on the spot: no network, no files from elsewhere."""
+"""The option --full, and tiny models with random weights, made on the spot: no network, no files from elsewhere."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import covering_pairs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+#: Set by --full for the pytest processes that tests start.
+_FULL_VARIABLE = "MINIFLOAT_TESTS_FULL"
+#: Parameters whose values are instruction sets of this machine.
+_ISA_PARAMETERS = ("kernels", "isa")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full",
+        action="store_true",
+        default=os.environ.get(_FULL_VARIABLE) == "1",
+        help="run every case: those marked `full`, and the kernels' whole matrices on every instruction set",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("full"):
+        os.environ[_FULL_VARIABLE] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what only --full runs, unless the command line names single tests (``file.py::test``)."""
+    if config.getoption("full") or any("::" in argument for argument in config.args):
+        return
+    left_out = _beside_covering_pairs(items) | {item for item in items if item.get_closest_marker("full")}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _beside_covering_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases of instruction sets between the best and the portable one that covering pairs do without."""
+    cases_by_test: dict[str, list[tuple[pytest.Item, dict[str, Any]]]] = defaultdict(list)
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        name = next((name for name in _ISA_PARAMETERS if callspec and name in callspec.params), None)
+        if callspec and name and callspec.params[name] in _middle_isas():
+            # Indices stand for values, which need not be hashable.
+            cases_by_test[item.nodeid.partition("[")[0]].append((item, dict(callspec.indices)))
+    left_out: set[pytest.Item] = set()
+    for cases in cases_by_test.values():
+        kept = set(covering_pairs([case for _, case in cases]))
+        left_out.update(item for index, (item, _) in enumerate(cases) if index not in kept)
+    return left_out
+
+
+@functools.cache
+def _middle_isas() -> tuple[str, ...]:
+    from minifloat.kernels import native
+
+    library = native.load()
+    return () if library is None else library.isas[1:-1]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the thousands of collected tests out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
+
 
 #: ``make_llama(folder, dtype="float32", **config) -> folder``, and the same for the other architectures.
 MakeModel = Callable[..., Path]

@@ -9,7 +9,9 @@ that it decodes.
 from __future__ import annotations
 
 import collections
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,15 +45,20 @@ class Compiled:
         registers: Of a thread.
         stack: Bytes of a thread that live in memory.
         shared_bytes: Of a CTA.
-        loop: How often each instruction stands in the main loop; empty where there is none.
+        sass: Returns the machine code, disassembled.
         weights: That a thread decodes in one pass through it.
     """
 
     registers: int
     stack: int
     shared_bytes: int
-    loop: collections.Counter[str]
+    sass: Callable[[], str]
     weights: float
+
+    @functools.cached_property
+    def loop(self) -> collections.Counter[str]:
+        """How often each instruction stands in the main loop; empty where there is none."""
+        return collections.Counter(_main_loop(self.sass()))
 
     @property
     def per_weight(self) -> float:
@@ -113,8 +120,7 @@ def _target(device: Device) -> int:
 
 
 def _counted(compiled: triton_cases.Compiled, weights: float) -> Compiled:
-    loop = collections.Counter(_main_loop(compiled.sass))
-    return Compiled(compiled.registers, compiled.stack, compiled.shared, loop, weights)
+    return Compiled(compiled.registers, compiled.stack, compiled.shared, lambda: compiled.sass, weights)
 
 
 def _main_loop(sass: str) -> list[str]:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,22 @@ class Compiled:
 
     Attributes:
         ptx: Its assembly.
-        sass: Its machine code, disassembled; empty where there is no disassembler.
+        cubin: Its machine code.
         stack: Bytes of stack and local memory that a thread needs.
         registers: Registers of a thread.
         shared: Bytes of shared memory.
     """
 
     ptx: str
-    sass: str
+    cubin: bytes
     stack: int
     registers: int
     shared: int
+
+    @cached_property
+    def sass(self) -> str:
+        """The machine code disassembled, which takes half a second; empty where there is no disassembler."""
+        return _tool("nvdisasm", self.cubin, "-c")
 
     def opcodes(self, pattern: str) -> list[str]:
         """The PTX instructions that match, without their operands."""
@@ -96,7 +102,7 @@ def compile_ahead(
     usage = _resources(compiled.asm["cubin"])
     return Compiled(
         ptx=compiled.asm["ptx"],
-        sass=_tool("nvdisasm", compiled.asm["cubin"], "-c"),
+        cubin=compiled.asm["cubin"],
         stack=usage.get("STACK", 0) + usage.get("LOCAL", 0),
         registers=usage.get("REG", 0),
         shared=compiled.metadata.shared,

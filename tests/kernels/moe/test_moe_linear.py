@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
@@ -60,7 +58,6 @@ def poison() -> None:
     """Leave NaN where torch's allocator will put the next results."""
     blocks = [torch.full((size,), torch.nan) for size in (ROWS, 10 * ROWS, 60 * ROWS, 100 * ROWS) for _ in range(4)]
     del blocks
-    gc.collect()
 
 
 @pytest.mark.parametrize("impl", IMPLS)

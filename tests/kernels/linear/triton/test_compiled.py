@@ -25,6 +25,7 @@ MOST = {Form.FP8: 2.6, Form.FP8_BLOCK: 2.9, Form.MXFP8: 3.1, Form.MXFP4: 2.9, Fo
 MORE_BEFORE_3_7 = 0.25
 MOST_OF_ANY = 5.6  #: with more rows of x, fewer of the weight, or blocks
 MANY = SHAPES[1]
+OTHER_DEVICES = (A100, L40S, B200)
 
 forms = pytest.mark.parametrize("form", Form)
 
@@ -54,7 +55,9 @@ def test_few_instructions_per_weight_on_hopper(form: Form) -> None:
 
 
 @forms
-@pytest.mark.parametrize("rows", [32, 64, 128])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(32, marks=pytest.mark.full), 64, pytest.param(128, marks=pytest.mark.full)]
+)
 def test_more_rows_of_x_on_hopper(form: Form, rows: int) -> None:
     assert compiled(form, MANY, rows, torch.bfloat16, H200).per_weight <= MOST_OF_ANY
 
@@ -71,8 +74,16 @@ def test_other_dtypes_of_x_on_hopper(form: Form, dtype: torch.dtype) -> None:
         compiled(form, MANY, rows, dtype, H200)
 
 
-@forms
-@pytest.mark.parametrize("device", [A100, L40S, B200], ids=lambda device: device.name)
+@pytest.mark.parametrize(
+    ("form", "device"),
+    [
+        # In the everyday run one device for each form, and each device for some form.
+        pytest.param(form, device, marks=[] if form_index % 3 == device_index else pytest.mark.full)
+        for form_index, form in enumerate(Form)
+        for device_index, device in enumerate(OTHER_DEVICES)
+    ],
+    ids=lambda value: value.name,
+)
 def test_other_devices(form: Form, device: Device) -> None:
     for rows in (16, 64):
         compiled(form, MANY, rows, torch.bfloat16, device)
