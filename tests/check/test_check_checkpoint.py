@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from minifloat.check import CheckReport, Target, Verdict, check_checkpoint
+from minifloat.check import CheckReport, LoadVerdict, Target, check_checkpoint
 from minifloat.commands.main import main
 from minifloat.errors import AlreadyQuantizedError, UnknownNameError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
@@ -33,19 +33,19 @@ def rules(report: CheckReport) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "target", "verdict", "rule"),
     [
-        ("llmc-fp8-block", "vllm:cpu", Verdict.REFUSED, "blocks-128"),
-        ("llmc-fp8-w8a16", "vllm:cpu", Verdict.REFUSED, "vllm-weight-only-fp8"),
-        ("llmc-fp8-static", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-static"),
-        ("vllm-fp8-static", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-static"),
-        ("modelopt-nvfp4", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-small-formats"),
-        ("modelopt-mxfp8", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-small-formats"),
-        ("deepseek-block32-ue8m0", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-block-size"),
-        ("gpt-oss-mxfp4", "minifloat:cpu", Verdict.DEGRADED, "minifloat-not-native"),
-        ("llmc-mxfp4", "vllm:cpu", Verdict.REFUSED, "vllm-cpu-mxfp4"),
-        ("modelopt-fp8-kv", "transformers:cpu", Verdict.WRONG, "transformers-modelopt-fp8"),
+        ("llmc-fp8-block", "vllm:cpu", LoadVerdict.REFUSED, "blocks-128"),
+        ("llmc-fp8-w8a16", "vllm:cpu", LoadVerdict.REFUSED, "vllm-weight-only-fp8"),
+        ("llmc-fp8-static", "vllm:cpu", LoadVerdict.REFUSED, "vllm-cpu-static"),
+        ("vllm-fp8-static", "vllm:cpu", LoadVerdict.REFUSED, "vllm-cpu-static"),
+        ("modelopt-nvfp4", "vllm:cpu", LoadVerdict.REFUSED, "vllm-cpu-small-formats"),
+        ("modelopt-mxfp8", "vllm:cpu", LoadVerdict.REFUSED, "vllm-cpu-small-formats"),
+        ("deepseek-block32-ue8m0", "vllm:cpu", LoadVerdict.REFUSED, "vllm-cpu-block-size"),
+        ("gpt-oss-mxfp4", "minifloat:cpu", LoadVerdict.DEGRADED, "minifloat-not-native"),
+        ("llmc-mxfp4", "vllm:cpu", LoadVerdict.REFUSED, "vllm-cpu-mxfp4"),
+        ("modelopt-fp8-kv", "transformers:cpu", LoadVerdict.WRONG, "transformers-modelopt-fp8"),
     ],
 )
-def test_checkpoints_of_other_tools(folder: str, target: str, verdict: Verdict, rule: str) -> None:
+def test_checkpoints_of_other_tools(folder: str, target: str, verdict: LoadVerdict, rule: str) -> None:
     """Those for vllm:cpu were started in a real vLLM 0.32.0: each was refused."""
     report = check_checkpoint(INTEROP / folder, target)
     assert report.verdict is verdict
@@ -100,7 +100,7 @@ def test_a_head_that_only_the_class_of_linears_stands_for_is_refused_until_it_is
 
 def test_a_scheme_that_quantize_itself_refuses_will_not_load() -> None:
     report = check_checkpoint(INTEROP / "base-llama", "transformers:cpu", scheme="fp8-block", layout="fp8")
-    assert report.verdict is Verdict.REFUSED
+    assert report.verdict is LoadVerdict.REFUSED
     assert "whole 128x128 blocks" in report.findings[0].problem
 
 
@@ -171,7 +171,7 @@ def test_static_scales_that_are_not_calibrated_are_judged_as_weight_only(tmp_pat
 
 def test_a_dense_model_that_calls_itself_mxfp4_is_judged_not_misread(tmp_path: Path) -> None:
     folder = dense_mxfp4(tmp_path / "dense")
-    for target, verdict in (("vllm:h100", Verdict.REFUSED), ("transformers:cpu", Verdict.WRONG)):
+    for target, verdict in (("vllm:h100", LoadVerdict.REFUSED), ("transformers:cpu", LoadVerdict.WRONG)):
         assert check_checkpoint(folder, target).verdict is verdict
 
 

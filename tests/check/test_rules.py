@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from minifloat.check.hardware import HARDWARE
+from minifloat.check.engine_kernels import kernel_for
 from minifloat.check.judge import judge
-from minifloat.check.kernels import kernel_for
+from minifloat.check.loading_rule import Case, LoadVerdict, apply_rules
 from minifloat.check.rules import RULES
 from minifloat.check.subject import Kind, Subject, Weight, kind_of
-from minifloat.check.verdict import ENGINES, Case, Target, Verdict, apply_rules
+from minifloat.check.target import ENGINES, Target
 from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.granularity import GROUP_16, TENSOR, block_granularity
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec, KVSpec, Scheme, WeightSpec, weight_only
+from minifloat.plan.hardware import ENGINE_HARDWARE
 
 #: One layer of a model whose sizes suit every scheme on one process, and 128x128 blocks on two.
 SHAPES = {
@@ -212,13 +213,19 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
 }
 
 
+#: Every rule once: some are in the tables of several engines.
+ALL_RULES = list(dict.fromkeys(rule for rules in RULES.values() for rule in rules))
+
+
 def applied(case: tuple[Subject, str]) -> dict[str, tuple[str, ...]]:
-    found = apply_rules(RULES, Case(case[0], Target.parse(case[1])))
-    return {finding.rule: finding.evidence for finding in found}
+    """Return the evidence of each rule that applies to a model and a target."""
+    target = Target.parse(case[1])
+    return {finding.rule: finding.evidence for finding in apply_rules(RULES[target.engine], Case(case[0], target))}
 
 
 def test_every_rule_has_a_case_here_and_a_name_of_its_own() -> None:
-    assert sorted(rule.name for rule in RULES) == sorted(CASES)
+    assert sorted(rule.name for rule in ALL_RULES) == sorted(CASES)
+    assert set(RULES) == set(ENGINES)
 
 
 @pytest.mark.parametrize("rule", CASES)
@@ -228,13 +235,12 @@ def test_a_rule_applies_to_its_case_and_not_to_its_neighbour(rule: str) -> None:
     assert rule not in applied(leaves)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.name)
 def test_a_rule_that_stops_a_model_names_a_cure_and_where_it_is_known_from(rule: Any) -> None:
     assert rule.source
     assert rule.problem
     assert rule.cure or not rule.verdict.is_failure
-    assert set(rule.engines) <= set(ENGINES)
-    assert set(rule.hardware) <= set(HARDWARE)
+    assert set(rule.hardware) <= set(ENGINE_HARDWARE)
 
 
 def test_the_known_case_of_192_rows_on_a_gpu_is_named_with_its_remainder() -> None:
@@ -258,14 +264,14 @@ def test_heads_that_are_copied_keep_whole_blocks_of_keys() -> None:
     assert not any("k_proj" in line for line in applied((wide, "vllm:h100:tp8"))["blocks-128"])
 
 
-@pytest.mark.parametrize("hardware", HARDWARE)
+@pytest.mark.parametrize("hardware", ENGINE_HARDWARE)
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 @pytest.mark.parametrize("scheme", [*SCHEMES, "nvfp4-w4a4"])
 def test_what_a_scheme_becomes_is_known_on_all_hardware(scheme: str, engine: str, hardware: str) -> None:
     """Either a rule refuses it, or the kernel is named."""
     chosen = NVFP4_W4A4 if scheme == "nvfp4-w4a4" else SCHEMES[scheme]
     report = judge("model", None, Case(subject(chosen), Target.of(engine, hardware)))
-    assert report.verdict is not Verdict.UNKNOWN
+    assert report.verdict is not LoadVerdict.UNKNOWN
     assert bool(report.failures) != bool(report.kernels)
 
 
@@ -288,13 +294,13 @@ def test_the_size_of_heads_is_that_of_the_config_or_what_it_divides_to() -> None
 def test_what_nobody_has_read_is_said_not_to_be_known() -> None:
     case = Case(subject("fp8-block", "fp8"), Target.of("sglang", "h100"))
     assert kernel_for(case, Kind.FP8_BLOCK) is None
-    assert judge("model", None, case).verdict is Verdict.UNKNOWN
+    assert judge("model", None, case).verdict is LoadVerdict.UNKNOWN
 
 
 def test_a_model_that_is_not_quantized_loads_everywhere() -> None:
     plain = subject("fp8", None, plain=tuple(name.rsplit(".", 1)[-1] for name in SHAPES))
     for engine in ENGINES:
-        assert judge("model", None, Case(plain, Target.of(engine, "cpu"))).verdict is Verdict.LOADS
+        assert judge("model", None, Case(plain, Target.of(engine, "cpu"))).verdict is LoadVerdict.LOADS
 
 
 def test_the_kind_of_every_scheme() -> None:

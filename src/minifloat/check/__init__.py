@@ -1,28 +1,30 @@
-"""Will an engine load a checkpoint: asked before anything is downloaded, quantized or started.
+"""Whether an engine will load a checkpoint, answered before anything is downloaded, quantized or started.
 
-    rules.py      the table: what each engine does to which checkpoints, since which version, and the cure
-    kernels.py    what multiplies which weights where
-    finding.py    the predicates of the rules;  subject.py  what they look at;  hardware.py  where it runs
-    judge.py      check_checkpoint, and what quantize --target asks
+    judge.py           check_checkpoint, and the check that quantize --target makes
+    rules/             what each engine does to which checkpoints, since which version, and the cure: one table each
+    engine_kernels.py  which kernel of an engine multiplies which weights on which machine
+    loading_rule.py    a row of the rules and how it is applied;  conditions.py  the conditions that rows name
+    subject.py         what is judged: a checkpoint or a plan, reduced to names, shapes and formats
+    target.py          where it is to run: engine, machine, number of GPUs
 
-No torch is imported, and no engine.
+Neither torch nor an engine is imported.
 """
 
 from __future__ import annotations
 
-from minifloat.check.hardware import HARDWARE, Hardware
 from minifloat.check.judge import CheckReport, check_checkpoint, require_loadable
-from minifloat.check.verdict import ENGINES, Finding, Rule, Target, Verdict
+from minifloat.check.loading_rule import Finding, LoadingRule, LoadVerdict
+from minifloat.check.target import ENGINES, Target
+from minifloat.plan.hardware import ENGINE_HARDWARE
 
 __all__ = [
     "ENGINES",
-    "HARDWARE",
+    "ENGINE_HARDWARE",
     "CheckReport",
     "Finding",
-    "Hardware",
-    "Rule",
+    "LoadVerdict",
+    "LoadingRule",
     "Target",
-    "Verdict",
     "check_checkpoint",
     "require_loadable",
 ]

@@ -1,6 +1,6 @@
-"""The deployment section of a model card: which engine loads this checkpoint where, and with what command.
+"""The deployment section of a model card: which engines load the checkpoint on which machines, with which commands.
 
-The answers are those of `minifloat check`, from the same tables; an engine that loads it nowhere gets no command.
+The answers are those of `minifloat check`, from the same tables; an engine that loads it on no machine gets no command.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import re
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
-from minifloat.check import ENGINES, HARDWARE, CheckReport, Target, Verdict
+from minifloat.check import ENGINE_HARDWARE, ENGINES, CheckReport, LoadVerdict, Target
 from minifloat.check.judge import judge
+from minifloat.check.loading_rule import Case
 from minifloat.check.subject import Subject, Weight
-from minifloat.check.verdict import Case
 from minifloat.report.card import markdown, markers
 from minifloat.report.text import layer_pattern
 
 BEGIN, END = markers("deployment")
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
-#: In the table; the reasons are beside it.
+#: Texts of the table's cells; `_degradations` lists the reasons below the table.
 _CELLS = {
-    Verdict.LOADS: "yes",
-    Verdict.DEGRADED: "yes, but",
-    Verdict.UNKNOWN: "not known",
-    Verdict.WRONG: "no",
-    Verdict.REFUSED: "no",
+    LoadVerdict.LOADS: "yes",
+    LoadVerdict.DEGRADED: "yes, but",
+    LoadVerdict.UNKNOWN: "not known",
+    LoadVerdict.WRONG: "no",
+    LoadVerdict.REFUSED: "no",
 }
 _COMMANDS = {
     "vllm": ("bash", "vllm serve {model}"),
@@ -42,53 +42,56 @@ Reports = Mapping[str, Mapping[str, CheckReport]]
 
 
 def check_everywhere(subject: Subject, model: str) -> dict[str, dict[str, CheckReport]]:
-    """What `check` says of every engine on every hardware that it knows, on one device."""
-    subject = _layers_once(subject)
+    """Return the report of every engine on one device of every machine: engine -> machine -> report."""
+    subject = _distinct_layers(subject)
     return {
         engine: {
-            name: judge(model, None, Case(subject, Target(engine, hardware))) for name, hardware in HARDWARE.items()
+            name: judge(model, None, Case(subject, Target(engine, hardware)))
+            for name, hardware in ENGINE_HARDWARE.items()
         }
         for engine in ENGINES
     }
 
 
-def _layers_once(subject: Subject) -> Subject:
-    """A model without the layers that are as an earlier one: rules look into layers, and so many need not be seen."""
+def _distinct_layers(subject: Subject) -> Subject:
+    """Return the model without layers that equal an earlier one, so that the rules have fewer weights to look at."""
     layers: dict[str, list[Weight]] = {}
     for weight in subject.weights:
         match = _LAYER.match(weight.module)
         layers.setdefault(match[0] if match else weight.module, []).append(weight)
     first: dict[Hashable, list[Weight]] = {}
     for name, weights in layers.items():
-        inner = tuple((one.module.removeprefix(name), one.shape, one.spec, one.activation) for one in weights)
+        inner = tuple(
+            (weight.module.removeprefix(name), weight.shape, weight.spec, weight.activation) for weight in weights
+        )
         first.setdefault((layer_pattern(name), inner), weights)
     return replace(subject, weights=tuple(weight for weights in first.values() for weight in weights))
 
 
 def loads_in(reports: Mapping[str, CheckReport]) -> list[str]:
-    """The hardware on which an engine loads it, perhaps with less than it promises."""
-    return [name for name, report in reports.items() if report.verdict in (Verdict.LOADS, Verdict.DEGRADED)]
+    """Return the machines on which an engine loads the checkpoint, including those where it is degraded."""
+    return [name for name, report in reports.items() if report.verdict in (LoadVerdict.LOADS, LoadVerdict.DEGRADED)]
 
 
 def deployment_section(reports: Reports, model: str) -> str:
-    """The section as Markdown, with the markers around it.
+    """Return the section as Markdown, with its markers.
 
     Args:
-        reports: Of `check_everywhere`.
-        model: What the commands call it.
+        reports: Result of `check_everywhere`.
+        model: Name of the model in the commands.
     """
     lines = [
         BEGIN,
         "## Deployment",
         "",
-        f"| loads in | {' | '.join(HARDWARE)} |",
-        f"|---|{'---|' * len(HARDWARE)}",
+        f"| loads in | {' | '.join(ENGINE_HARDWARE)} |",
+        f"|---|{'---|' * len(ENGINE_HARDWARE)}",
         *(
-            f"| {ENGINES[engine]} | {' | '.join(_CELLS[report.verdict] for report in found.values())} |"
-            for engine, found in reports.items()
+            f"| {ENGINES[engine]} | {' | '.join(_CELLS[report.verdict] for report in by_machine.values())} |"
+            for engine, by_machine in reports.items()
         ),
         "",
-        *_buts(reports),
+        *_degradations(reports),
         *_commands(reports, model),
         "The table is for one device of each, by",
         f"`minifloat check {model} --engine ENGINE --hardware HARDWARE`, which gives reasons and sources.",
@@ -97,24 +100,24 @@ def deployment_section(reports: Reports, model: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _buts(reports: Reports) -> Iterator[str]:
-    """Where it loads with less than it promises: what is less."""
-    where: dict[str, dict[str, list[str]]] = {}
-    for engine, found in reports.items():
-        for hardware, report in found.items():
-            for finding in report.findings if report.verdict is Verdict.DEGRADED else ():
+def _degradations(reports: Reports) -> Iterator[str]:
+    """Yield a line for each problem of machines on which the checkpoint loads degraded."""
+    places_by_text: dict[str, dict[str, list[str]]] = {}
+    for engine, by_machine in reports.items():
+        for hardware, report in by_machine.items():
+            for finding in report.findings if report.verdict is LoadVerdict.DEGRADED else ():
                 text = f"{finding.problem}; {finding.cure}" if finding.cure else finding.problem
-                where.setdefault(text, {}).setdefault(engine, []).append(hardware)
-    for text, places in where.items():
+                places_by_text.setdefault(text, {}).setdefault(engine, []).append(hardware)
+    for text, places in places_by_text.items():
         names = "; ".join(f"{engine} on {', '.join(hardware)}" for engine, hardware in places.items())
         yield f"- {names}: {markdown(text)}"
-    if where:
+    if places_by_text:
         yield ""
 
 
 def _commands(reports: Reports, model: str) -> Iterator[str]:
-    for engine, found in reports.items():
-        hardware = loads_in(found)
+    for engine, by_machine in reports.items():
+        hardware = loads_in(by_machine)
         if not hardware:
             continue
         language, command = _COMMANDS[engine]

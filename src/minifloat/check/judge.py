@@ -1,7 +1,7 @@
-"""`check_checkpoint`: will this engine load this checkpoint there, what will it run, and what goes wrong.
+"""`check_checkpoint`: whether an engine will load a checkpoint on a machine, with which kernels, and what goes wrong.
 
-Headers and config are read, nothing else, and no engine is asked: the answer takes as long as opening the files. For a
-model that is not quantized yet, what `quantize` would make of it is judged, from the same plan.
+Only headers and config are read and no engine is started, so the answer takes as long as opening the files. For a model
+that is not quantized yet, the checkpoint that `quantize` would write is judged, from the same plan.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minifloat.check.kernels import Kernel, kernel_for
+from minifloat.check.engine_kernels import EngineKernel, kernel_for
+from minifloat.check.loading_rule import Case, Finding, LoadVerdict, apply_rules
 from minifloat.check.rules import RULES
 from minifloat.check.subject import Kind, Subject
-from minifloat.check.verdict import ENGINES, Case, Finding, Target, Verdict, apply_rules
+from minifloat.check.target import ENGINES, Target
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ShapeError, UsageError
 from minifloat.hub import open_headers
@@ -22,20 +23,21 @@ from minifloat.layouts import compressed_tensors, get_writer, gpt_oss
 from minifloat.numerics.scheme import get_scheme
 from minifloat.plan.quantization import Override, Plan, make_plan
 
-_UNPLANNED = "quantize-refuses"
-_UNKNOWN = "kernel-not-known"
+#: Names of the findings that no row of the rules stands for.
+_QUANTIZE_REFUSES = "quantize-refuses"
+_KERNEL_NOT_KNOWN = "kernel-not-known"
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The answer.
+    """Whether an engine will load a checkpoint, and why.
 
     Attributes:
-        model: The folder, or the model of the hub, as it was given.
-        scheme: What it would be quantized to; None: it was judged as it is.
+        model: The folder, or the model of the hub, as the caller named it.
+        scheme: The scheme that the model would be quantized to; None: the checkpoint was judged as it is.
         target: Where it is to run.
-        layout: As it is, or would be, stored; None where nothing is quantized.
-        kernels: What will multiply each kind of weight, as far as it is known.
+        layout: The layout in which it is, or would be, stored; None where nothing is quantized.
+        kernels: The kernel that will multiply each kind of weight, as far as it is known.
         findings: The rules that apply, the worst first.
     """
 
@@ -43,43 +45,45 @@ class CheckReport:
     scheme: str | None
     target: Target
     layout: str | None
-    kernels: tuple[tuple[Kind, Kernel], ...]
+    kernels: tuple[tuple[Kind, EngineKernel], ...]
     findings: tuple[Finding, ...]
 
     @property
-    def verdict(self) -> Verdict:
-        """The worst of what was found."""
-        return max((finding.verdict for finding in self.findings), key=lambda one: one.rank, default=Verdict.LOADS)
+    def verdict(self) -> LoadVerdict:
+        """The worst verdict of the findings."""
+        return max(
+            (finding.verdict for finding in self.findings), key=lambda verdict: verdict.rank, default=LoadVerdict.LOADS
+        )
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """What keeps it from loading, or from answering rightly."""
+        """The findings that keep the checkpoint from loading, or the model from answering correctly."""
         return tuple(finding for finding in self.findings if finding.verdict.is_failure)
 
     def require_loadable(self) -> tuple[str, ...]:
-        """Refuse what would not load, or would answer wrongly.
+        """Raise an error if the engine would refuse the checkpoint or answer wrongly.
 
         Returns:
-            Notes on what is less than it promises there.
+            Notes on findings that degrade the checkpoint or whose effect is not known.
 
         Raises:
-            UsageError: It would; the message names the rule, the modules and the cure.
+            UsageError: The report has failures; the message names the rule, the modules and the cure.
         """
         if self.failures:
-            first, more = self.failures[0], len(self.failures) - 1
-            at = f" ({first.evidence[0]})" if first.evidence else ""
+            first, num_more = self.failures[0], len(self.failures) - 1
+            evidence = f" ({first.evidence[0]})" if first.evidence else ""
             raise UsageError(
-                f"{self.target}: {first.verdict.value}: {first.problem}{at}; {first.cure} [rule {first.rule}]"
-                + (f"; and {more} more, see minifloat check" if more else "")
+                f"{self.target}: {first.verdict.value}: {first.problem}{evidence}; {first.cure} [rule {first.rule}]"
+                + (f"; and {num_more} more, see minifloat check" if num_more else "")
             )
         return tuple(
             f"{self.target}: {finding.problem}"
             for finding in self.findings
-            if finding.verdict in (Verdict.DEGRADED, Verdict.UNKNOWN)
+            if finding.verdict in (LoadVerdict.DEGRADED, LoadVerdict.UNKNOWN)
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the report as JSON values."""
         return {
             "model": self.model,
             "scheme": self.scheme,
@@ -116,12 +120,12 @@ def check_checkpoint(
     overrides: Sequence[str | Override] = (),
     revision: str | None = None,
 ) -> CheckReport:
-    """Judge a checkpoint, or what `quantize` would make of it.
+    """Judge a checkpoint, or the one that `quantize` would write.
 
     Args:
         model: A folder in Hugging Face layout, or a model of the hub, whose weights stay there.
         target: ``"vllm:h100:tp4"``, or a `Target`.
-        scheme: For a model that is not quantized: what to quantize it to. Static scales are taken for granted.
+        scheme: For a model that is not quantized: the scheme to quantize it to, with calibrated static scales.
         layout: With `scheme`: a name of `layouts.WRITERS`.
         overrides: With `scheme`: as in `quantize_checkpoint`.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
@@ -130,71 +134,74 @@ def check_checkpoint(
         The verdict, with its reasons.
 
     Raises:
-        UsageError: The request is wrong; `scheme` names nothing.
-        AlreadyQuantizedError: `scheme` for a model that is quantized.
-        CheckpointError: The files are not what they claim to be.
+        UsageError: The target or the scheme is unknown, or `overrides` come without `scheme`.
+        AlreadyQuantizedError: `scheme` is given and the model is already quantized.
+        CheckpointError: The files are damaged, or are no checkpoint.
         HubError: The hub has no such model, refuses it, or cannot be reached.
-        TensorError: Codes and scales do not belong together.
+        TensorError: The shapes of codes and scales do not match.
     """
-    wanted = Target.parse(target) if isinstance(target, str) else target
+    parsed_target = Target.parse(target) if isinstance(target, str) else target
     with open_headers(model, revision=revision) as checkpoint:
         if scheme is None:
             if overrides:
-                raise UsageError("overrides go with a scheme: they change what quantize would make")
-            return judge(str(model), None, Case(Subject.of_checkpoint(checkpoint), wanted))
-        chosen, writer = get_scheme(scheme), get_writer(layout)
-        parsed = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
+                raise UsageError("overrides need a scheme: they change what quantize would write")
+            return judge(str(model), None, Case(Subject.of_checkpoint(checkpoint), parsed_target))
+        chosen_scheme, writer = get_scheme(scheme), get_writer(layout)
+        parsed_overrides = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
         try:
-            writer.check(chosen)
-            plan = make_plan(checkpoint, chosen, writer, parsed)
+            writer.check(chosen_scheme)
+            plan = make_plan(checkpoint, chosen_scheme, writer, parsed_overrides)
         except (ShapeError, UsageError) as error:
             finding = Finding(
-                _UNPLANNED, Verdict.REFUSED, f"minifloat quantize refuses: {error}", "", "this version", ()
+                _QUANTIZE_REFUSES, LoadVerdict.REFUSED, f"minifloat quantize refuses: {error}", "", "this version", ()
             )
-            return CheckReport(str(model), scheme, wanted, layout, (), (finding,))
-        return judge(str(model), scheme, Case(Subject.of_plan(checkpoint, plan), wanted))
+            return CheckReport(str(model), scheme, parsed_target, layout, (), (finding,))
+        return judge(str(model), scheme, Case(Subject.of_plan(checkpoint, plan), parsed_target))
 
 
 def require_loadable(checkpoint: Checkpoint, plan: Plan, target: str | Target) -> tuple[str, ...]:
-    """Refuse a plan whose output would not load, or would answer wrongly.
+    """Raise an error if the target's engine would refuse the output of a plan or answer wrongly.
 
     Returns:
-        Notes on what is less than it promises there.
+        Notes on findings that degrade the checkpoint or whose effect is not known.
 
     Raises:
         UsageError: It would; the message names the rule, the modules and the cure.
     """
-    wanted = Target.parse(target) if isinstance(target, str) else target
+    parsed_target = Target.parse(target) if isinstance(target, str) else target
     return judge(
-        str(checkpoint.path), plan.scheme.name, Case(Subject.of_plan(checkpoint, plan), wanted)
+        str(checkpoint.path), plan.scheme.name, Case(Subject.of_plan(checkpoint, plan), parsed_target)
     ).require_loadable()
 
 
 def judge(model: str, scheme: str | None, case: Case) -> CheckReport:
-    """Apply the rules, and name the kernels."""
-    findings = list(apply_rules(RULES, case))
-    chosen = {kind: kernel_for(case, kind) for kind in case.subject.kinds}
+    """Apply the rules of the case's engine, and name its kernels."""
+    findings = list(apply_rules(RULES[case.target.engine], case))
+    kernel_by_kind = {kind: kernel_for(case, kind) for kind in case.subject.kinds}
     refused = any(finding.verdict.is_failure for finding in findings)
-    unknown = [kind for kind, kernel in chosen.items() if kernel is None]
+    unknown = [kind for kind, kernel in kernel_by_kind.items() if kernel is None]
     if unknown and not refused:
         findings.append(_not_known(case, unknown))
-    kernels = () if refused else tuple(_told(case, chosen))
+    kernels = () if refused else tuple(_reported_kernels(case, kernel_by_kind))
     findings.sort(key=lambda finding: -finding.verdict.rank)
     return CheckReport(model, scheme, case.target, case.subject.layout, kernels, tuple(findings))
 
 
-def _told(case: Case, chosen: Mapping[Kind, Kernel | None]) -> Iterator[tuple[Kind, Kernel]]:
-    """The kernels of linears; of experts only where the row is about them."""
+def _reported_kernels(
+    case: Case, kernel_by_kind: Mapping[Kind, EngineKernel | None]
+) -> Iterator[tuple[Kind, EngineKernel]]:
+    """Yield the kernels of linears; those of experts only from rows about gpt-oss' experts."""
     linears = {weight.kind for weight in case.weights(experts=False)}
-    for kind, kernel in chosen.items():
+    for kind, kernel in kernel_by_kind.items():
         if kernel is not None and (kind in linears or kernel.layout == gpt_oss.NAME):
             yield kind, kernel
 
 
 def _not_known(case: Case, kinds: Sequence[Kind]) -> Finding:
+    """Return the finding that the kernels of these kinds are not known."""
     return Finding(
-        _UNKNOWN,
-        Verdict.UNKNOWN,
+        _KERNEL_NOT_KNOWN,
+        LoadVerdict.UNKNOWN,
         f"nothing is known here of {case.target.engine} on {case.target.hardware.name} with "
         f"{' and '.join(kind.value for kind in kinds)} in layout {case.subject.layout}",
         "try it with a small model",

@@ -1,7 +1,7 @@
-"""What the rules look at: a checkpoint, or a plan to make one, reduced to what decides whether an engine loads it.
+"""The input of the rules: a checkpoint, or a plan to write one, reduced to what decides whether an engine loads it.
 
-Made from headers and config alone. A dense model that calls itself `mxfp4` is described too: our own reader refuses it,
-and here it must be judged.
+It is read from headers and config alone. A dense model that declares quant_method `mxfp4` is described too: our own
+reader refuses it, but `check` must judge it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEAD = "lm_head"
 
 
 class Kind(enum.Enum):
-    """How weights and inputs are quantized, as far as engines tell them apart; the value is how reports name it."""
+    """How weights and inputs are quantized, as far as engines distinguish it; the value is the text in reports."""
 
     FP8_STATIC = "FP8 per tensor, static inputs"
     FP8_DYNAMIC = "FP8 per channel or tensor, inputs per token"
@@ -40,7 +40,7 @@ class Kind(enum.Enum):
 
 
 def kind_of(spec: WeightSpec, activation: ActivationSpec | None) -> Kind:
-    """The kind of a quantized weight."""
+    """Return the kind of a quantized weight."""
     if (spec.element, spec.scale, spec.granularity) == (E4M3, E8M0, GROUP_32):
         return Kind.MXFP8
     if (spec.element, spec.scale, spec.granularity) == (E2M1, E8M0, GROUP_32):
@@ -63,10 +63,10 @@ class Weight:
     """A linear or an expert.
 
     Attributes:
-        module: Its name.
+        module: Module name.
         shape: ``(N, K)``.
-        spec: How it is quantized; None: it is not.
-        activation: How its inputs are.
+        spec: How the weight is quantized; None: it is not quantized.
+        activation: How its inputs are quantized; None: they are not quantized.
     """
 
     module: str
@@ -76,34 +76,34 @@ class Weight:
 
     @property
     def kind(self) -> Kind | None:
-        """None where it is not quantized."""
+        """Kind of the quantized weight; None where it is not quantized."""
         return None if self.spec is None else kind_of(self.spec, self.activation)
 
     @property
     def leaf(self) -> str:
-        """The last part of its name; of experts that gpt-oss fuses, without their number."""
+        """Last part of the module name that is no number; gpt-oss' fused experts end in the number of the expert."""
         return next(part for part in reversed(self.module.split(".")) if not part.isdecimal())
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is one of the experts of a layer."""
+        """Whether the weight belongs to an expert of a layer."""
         return expert_group(self.module) is not None
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged.
+    """A checkpoint that is judged.
 
     Attributes:
-        layout: As `minifloat.layouts.describe` names it; None for a model that is not quantized.
+        layout: Name by `minifloat.layouts.describe`; None for a model that is not quantized.
         model_type: From the config.
-        heads: Attention heads, 0 where the config does not say.
-        kv_heads: Heads of keys and values, 0 where it does not say.
+        heads: Number of attention heads, 0 where the config does not say.
+        kv_heads: Number of key-value heads, 0 where the config does not say.
         config: The language model's part of config.json.
-        weights: Linears and experts of the decoder layers and a head that is not tied, quantized or not.
-        kv: How the checkpoint says that the KV cache is quantized.
-        kv_scales: Whether it brings scales for that.
-        misnamed: Whether it says `mxfp4` and has none of gpt-oss' fused experts.
+        weights: Linears and experts of the decoder layers, and an untied lm_head, quantized or not.
+        kv: How the checkpoint declares the KV cache to be quantized; None: it does not.
+        kv_scales: Whether the checkpoint has scales for the KV cache.
+        misnamed: Whether it declares quant_method `mxfp4` and has none of gpt-oss' fused experts.
         head_named: Whether a config group of compressed-tensors targets lm_head by name or pattern, not by class alone.
     """
 
@@ -120,29 +120,29 @@ class Subject:
 
     @property
     def quantized(self) -> tuple[Weight, ...]:
-        """The weights that are quantized."""
+        """The quantized weights."""
         return tuple(weight for weight in self.weights if weight.spec is not None)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What its weights are quantized to, in the order in which they come."""
+        """The kinds of its quantized weights, in the order of their first weight."""
         return tuple(dict.fromkeys(weight.kind for weight in self.weights if weight.kind is not None))
 
     @property
     def head_size(self) -> int:
-        """Of queries and keys; 0 where the config does not say, or attention is latent (MLA)."""
+        """Elements of a head of queries and keys; 0 where the config does not say, or attention is latent (MLA)."""
         if _count(self.config, "kv_lora_rank"):
             return 0
-        given = _count(self.config, "head_dim")
-        return given or (_count(self.config, "hidden_size") // self.heads if self.heads else 0)
+        head_dim = _count(self.config, "head_dim")
+        return head_dim or (_count(self.config, "hidden_size") // self.heads if self.heads else 0)
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint) -> Subject:
-        """Describe what lies on disk.
+        """Describe a checkpoint on disk.
 
         Raises:
             CheckpointError: The quantization_config cannot be understood.
-            TensorError: Codes and scales do not belong together.
+            TensorError: The shapes of codes and scales do not match.
         """
         method = (checkpoint.quantization_config or {}).get("quant_method")
         if method == "mxfp4" and not any(name.endswith("_blocks") for name in checkpoint.tensors):
@@ -154,36 +154,36 @@ class Subject:
         )
         used = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
         has_scales = any(kv_scale_of(name) is not None for name in description.auxiliary)
-        plain = _plain(checkpoint, {name.removesuffix(".weight") for name in used})
+        plain = _unquantized_linears(checkpoint, {name.removesuffix(".weight") for name in used})
         subject = _subject(checkpoint, description.layout, (*quantized, *plain), description.kv, has_scales)
         return replace(subject, head_named=_names_head(checkpoint.quantization_config or {}))
 
     @classmethod
     def of_plan(cls, checkpoint: Checkpoint, plan: Plan) -> Subject:
-        """Describe what `minifloat.quantize.job.quantize_checkpoint` would write."""
+        """Describe the checkpoint that `minifloat.quantize.job.quantize_checkpoint` would write."""
         parts = [part for tensor in plan.tensors for part in tensor.parts]
         quantized = tuple(Weight(part.module, part.shape, part.scheme.weight, part.scheme.activation) for part in parts)
         planned = {tensor.source.name.removesuffix(".weight") for tensor in plan.tensors if tensor.parts}
-        plain = _plain(checkpoint, planned)
+        plain = _unquantized_linears(checkpoint, planned)
         subject = _subject(checkpoint, plan.layout.name, (*quantized, *plain), plan.kv, plan.kv is not None)
         config = plan.layout.quantization_config(plan.modules, plan.kept, plan.kv)
         return replace(subject, head_named=_names_head(config))
 
 
 def _names_head(config: Mapping[str, Any]) -> bool:
-    """Whether a config group targets lm_head itself."""
+    """Return whether a config group targets lm_head by name or pattern."""
     groups = config.get("config_groups") or {}
     targets = [str(target) for group in groups.values() for target in group.get("targets") or ()]
     patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
     return _HEAD in targets or any(re.match(pattern, _HEAD) for pattern in patterns)
 
 
-def _plain(checkpoint: Checkpoint, known: set[str]) -> tuple[Weight, ...]:
-    """The linears that are not quantized; fused experts as one of their matrices."""
+def _unquantized_linears(checkpoint: Checkpoint, quantized_modules: set[str]) -> tuple[Weight, ...]:
+    """Return the linears that are not quantized; fused experts as one of their matrices."""
     weights = []
     for info in checkpoint.tensors.values():
         module, role = info.name.removesuffix(".weight"), role_of(info)
-        if role in (Role.LINEAR, Role.LM_HEAD) and module not in known:
+        if role in (Role.LINEAR, Role.LM_HEAD) and module not in quantized_modules:
             weights.append(Weight(module, (info.shape[0], info.shape[1])))
     return tuple(weights)
 
@@ -212,5 +212,6 @@ def _subject(
 
 
 def _count(config: Mapping[str, Any], key: str) -> int:
+    """Return a positive integer of the config; 0 where it is missing."""
     value = config.get(key)
     return value if isinstance(value, int) and value > 0 else 0

@@ -47,7 +47,7 @@ def check(params: CheckParams) -> None:
     Reads headers and config; starts nothing. With --scheme, the checkpoint that `quantize` would make of MODEL is
     checked. Exit status 0: the engine loads it; 1: it does not, or its answers would be wrong; 3: not known.
     """
-    from minifloat.check import Target, Verdict, check_checkpoint
+    from minifloat.check import LoadVerdict, Target, check_checkpoint
     from minifloat.commands.display.check import print_check
 
     report = check_checkpoint(
@@ -64,5 +64,5 @@ def check(params: CheckParams) -> None:
         print_check(report)
     if report.failures:
         sys.exit(1)
-    if report.verdict is Verdict.UNKNOWN:
+    if report.verdict is LoadVerdict.UNKNOWN:
         sys.exit(3)

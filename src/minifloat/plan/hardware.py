@@ -1,8 +1,8 @@
-"""What hardware offers: memory, bandwidth, and operations per second in each format that it multiplies in.
+"""The machines that `plan` and `check` know: memory, bandwidth and peaks, and what decides which kernels engines have.
 
-The figures are those of the vendors' data sheets, for dense matrices: sheets print twice as much with structured
-sparsity, which no layout here has. Nobody reaches a peak; as a bound it errs on the fast side. Memory is counted in
-10^9 bytes, as sheets do; some devices have a few percent more. Links between devices are left out.
+Memory, bandwidth and peaks are those of the vendors' data sheets, for dense matrices: sheets print twice as much with
+structured sparsity, which no layout here has. No kernel reaches a peak, so a bound from peaks is on the fast side.
+Memory is counted in 10^9 bytes, as sheets do; some devices have a few percent more. Links between devices are left out.
 """
 
 from __future__ import annotations
@@ -20,32 +20,66 @@ from minifloat.kernels.bandwidth import read_bandwidth
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, ElementFormat
 
 _GIGA, _TERA = 10**9, 10**12
-#: Read once to measure this machine: larger than any last-level cache, small enough to take a moment.
+#: Bytes that are read to measure this machine's bandwidth (more than any last-level cache), and how often.
 _PROBE_BYTES, _PROBE_ROUNDS = 1 << 30, 3
 
 CPU = "cpu"
+_NO_PEAKS: Mapping[ElementFormat, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation of processors: what decides whether an engine has a kernel for a format.
+
+    Attributes:
+        name: Vendor and architecture.
+        vendor: ``"cpu"``, ``"nvidia"`` or ``"amd"``.
+        capability: CUDA's compute capability as engines write it (90 is 9.0); of AMD the digits of gfx94x; 0 of a CPU.
+        arithmetic: Quantized formats that it multiplies; weights in other formats are converted to 16 bits first.
+        amx: Whether it is a CPU that multiplies tiles (Intel's AMX: Xeon since Sapphire Rapids; no AMD).
+        fnuz: Whether its E4M3 is the variant with bias 8 and no negative zero, half of OCP's E4M3 for the same code:
+            engines convert codes and scales when they load.
+    """
+
+    name: str
+    vendor: str
+    capability: int = 0
+    arithmetic: tuple[ElementFormat, ...] = ()
+    amx: bool = False
+    fnuz: bool = False
+
+
+_UNKNOWN = Generation("unknown", "")
+_AMPERE = Generation("NVIDIA Ampere", "nvidia", 80)
+_ADA = Generation("NVIDIA Ada", "nvidia", 89, (E4M3,))
+_HOPPER = Generation("NVIDIA Hopper", "nvidia", 90, (E4M3,))
+_BLACKWELL = Generation("NVIDIA Blackwell", "nvidia", 100, (E4M3, E2M1))
+_CDNA_3 = Generation("AMD CDNA 3", "amd", 94, (E4M3,), fnuz=True)
+_CDNA_4 = Generation("AMD CDNA 4", "amd", 95, (E4M3, E2M1))
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device.
+    """One device of a kind of machine.
 
     Attributes:
         name: Name on the command line.
-        title: What it is.
-        memory: Bytes.
-        bandwidth: Bytes per second that memory is read with.
+        title: Product, memory and architecture.
+        memory: Bytes; 0: unknown.
+        bandwidth: Bytes per second that memory is read with; 0: unknown.
         peaks: Format -> operations per second (a multiplication and an addition are two), dense, accumulated in
             float32; formats that it does not multiply are missing. Empty: unknown, so that nothing bounds arithmetic.
-        source: Where the figures come from.
+        source: Where memory, bandwidth and peaks come from.
+        generation: What decides which kernels engines have for it.
     """
 
     name: str
     title: str
-    memory: int
-    bandwidth: float
-    peaks: Mapping[ElementFormat, float] = field(hash=False)
-    source: str
+    memory: int = 0
+    bandwidth: float = 0.0
+    peaks: Mapping[ElementFormat, float] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    source: str = ""
+    generation: Generation = _UNKNOWN
 
     @property
     def ridges(self) -> dict[ElementFormat, float]:
@@ -53,7 +87,7 @@ class Hardware:
         return {element: peak / self.bandwidth for element, peak in self.peaks.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the name and the speeds as JSON values."""
         return {
             "name": self.name,
             "title": self.title,
@@ -66,70 +100,86 @@ class Hardware:
 
 
 def _gpu(
-    name: str, title: str, memory: int, bandwidth: float, bf16: float, fp8: float = 0, fp4: float = 0, *, source: str
+    name: str, title: str, generation: Generation, memory: int, bandwidth: float, peaks: tuple[float, ...], source: str
 ) -> Hardware:
-    """A row of the table: GB, GB/s, TFLOP/s; 0 where the device does not multiply the format."""
-    known = ((BFLOAT16, bf16), (E4M3, fp8), (E2M1, fp4))
-    peaks = MappingProxyType({element: peak * _TERA for element, peak in known if peak})
-    return Hardware(name, title, memory * _GIGA, bandwidth * _GIGA, peaks, source)
+    """Return a row with the figures of a data sheet: GB, GB/s, and TFLOP/s of BF16 and of each format it multiplies."""
+    elements = (BFLOAT16, *generation.arithmetic)
+    by_element = MappingProxyType({element: peak * _TERA for element, peak in zip(elements, peaks, strict=True)})
+    return Hardware(name, title, memory * _GIGA, bandwidth * _GIGA, by_element, source, generation)
 
 
-_GPUS = (
+_ROWS = (
+    Hardware(CPU, "x86 with AMX", generation=Generation("x86 with AMX", "cpu", amx=True)),
+    Hardware("cpu-no-amx", "x86 without AMX", generation=Generation("x86 without AMX", "cpu")),
+    Hardware("a100", "NVIDIA A100 (Ampere)", generation=_AMPERE),
+    Hardware("mi300", "AMD MI300 (CDNA 3)", generation=_CDNA_3),
     # Sheets with one column of "with sparsity" figures: half of them is dense.
-    _gpu("a100-40", "NVIDIA A100 40 GB (Ampere)", 40, 1555, 312, source="NVIDIA A100 data sheet, SXM4 and PCIe"),
-    _gpu("a100-80", "NVIDIA A100 80 GB (Ampere)", 80, 2039, 312, source="NVIDIA A100 data sheet, SXM4"),
-    _gpu("l40s", "NVIDIA L40S (Ada)", 48, 864, 362.05, 733, source="NVIDIA L40S data sheet"),
+    _gpu("a100-40", "NVIDIA A100 40 GB (Ampere)", _AMPERE, 40, 1555, (312,), "NVIDIA A100 data sheet, SXM4 and PCIe"),
+    _gpu("a100-80", "NVIDIA A100 80 GB (Ampere)", _AMPERE, 80, 2039, (312,), "NVIDIA A100 data sheet, SXM4"),
+    _gpu("l40s", "NVIDIA L40S (Ada)", _ADA, 48, 864, (362.05, 733), "NVIDIA L40S data sheet"),
     # GeForce: the rates with float32 accumulation, half of those with float16 accumulation.
-    _gpu("rtx4090", "NVIDIA RTX 4090 (Ada)", 24, 1008, 165.2, 330.3, source="NVIDIA Ada GPU architecture, appendix A"),
-    _gpu("h100", "NVIDIA H100 SXM (Hopper)", 80, 3350, 989.5, 1979, source="NVIDIA H100 data sheet, SXM5"),
-    _gpu("h200", "NVIDIA H200 SXM (Hopper)", 141, 4800, 989.5, 1979, source="NVIDIA H200 data sheet, SXM5"),
-    _gpu("b200", "NVIDIA B200 (Blackwell)", 180, 8000, 2250, 4500, 9000, source="NVIDIA DGX B200 data sheet, one of 8"),
-    # E4M3 of this generation is the FNUZ variant: engines convert codes and scales when they load.
-    _gpu("mi300x", "AMD MI300X (CDNA 3)", 192, 5325, 1307.4, 2614.9, source="AMD Instinct MI300X data sheet"),
-    _gpu("mi325x", "AMD MI325X (CDNA 3)", 256, 6000, 1307.4, 2614.9, source="AMD Instinct MI325X data sheet"),
-    _gpu("mi355x", "AMD MI355X (CDNA 4)", 288, 8000, 2516.6, 5033.2, 10066.3, source="AMD Instinct MI355X data sheet"),
+    _gpu("rtx4090", "NVIDIA RTX 4090 (Ada)", _ADA, 24, 1008, (165.2, 330.3), "NVIDIA Ada GPU architecture, appendix A"),
+    _gpu("h100", "NVIDIA H100 SXM (Hopper)", _HOPPER, 80, 3350, (989.5, 1979), "NVIDIA H100 data sheet, SXM5"),
+    _gpu("h200", "NVIDIA H200 SXM (Hopper)", _HOPPER, 141, 4800, (989.5, 1979), "NVIDIA H200 data sheet, SXM5"),
+    _gpu(
+        "b200",
+        "NVIDIA B200 (Blackwell)",
+        _BLACKWELL,
+        180,
+        8000,
+        (2250, 4500, 9000),
+        "NVIDIA DGX B200 data sheet, one of 8",
+    ),
+    _gpu("mi300x", "AMD MI300X (CDNA 3)", _CDNA_3, 192, 5325, (1307.4, 2614.9), "AMD Instinct MI300X data sheet"),
+    _gpu("mi325x", "AMD MI325X (CDNA 3)", _CDNA_3, 256, 6000, (1307.4, 2614.9), "AMD Instinct MI325X data sheet"),
+    _gpu(
+        "mi355x", "AMD MI355X (CDNA 4)", _CDNA_4, 288, 8000, (2516.6, 5033.2, 10066.3), "AMD Instinct MI355X data sheet"
+    ),
 )
+_TABLE = {machine.name: machine for machine in _ROWS}
 
-#: By the name on the command line; ``cpu`` is the machine that asks.
-HARDWARE: dict[str, Hardware | None] = {CPU: None, **{gpu.name: gpu for gpu in _GPUS}}
+#: Machines that `plan` accepts, by the name on the command line; ``cpu`` is this machine, measured by `get_hardware`.
+PLANNED_HARDWARE = {name: machine for name, machine in _TABLE.items() if machine.peaks or name == CPU}
+#: Machines that the rules of `check` were read for, by the name on the command line.
+ENGINE_HARDWARE = {name: _TABLE[name] for name in (CPU, "cpu-no-amx", "a100", "l40s", "h100", "h200", "b200", "mi300")}
 
 
 def get_hardware(name: str, *, bandwidth: float | None = None, peak: float | None = None) -> Hardware:
-    """The device of that name.
+    """Return the device of a name.
 
     Args:
-        name: A name of `HARDWARE`. For ``cpu`` the memory is this machine's, and so is the bandwidth, which is
+        name: A name of `PLANNED_HARDWARE`. For ``cpu`` the memory is this machine's, and so is the bandwidth, which is
             measured (half a second) unless it is given.
         bandwidth: Bytes per second in place of the data sheet's or the measured figure.
         peak: BF16 operations per second in place of the data sheet's; other formats keep their ratio to it.
 
     Raises:
-        UnknownNameError: No such device; the message lists the names.
-        UsageError: A figure that is not positive.
+        UnknownNameError: The name is unknown; the message lists the known names.
+        UsageError: `bandwidth` or `peak` is not positive.
         KernelUnavailable: ``cpu`` without a bandwidth, and no native library to measure it with.
     """
     for option, value in (("bandwidth", bandwidth), ("peak", peak)):
         if value is not None and not value > 0:
             raise UsageError(f"{option}: expected a positive number, got {value}")
-    found = lookup("hardware", name, HARDWARE)
-    if found is None:
+    device = lookup("hardware", name, PLANNED_HARDWARE)
+    if device.name == CPU:
         return _this_machine(bandwidth, peak)
     if bandwidth is not None:
-        found = replace(found, bandwidth=bandwidth, source=f"{found.source}; bandwidth as given")
+        device = replace(device, bandwidth=bandwidth, source=f"{device.source}; bandwidth as given")
     if peak is not None:
-        factor = peak / found.peaks[BFLOAT16]
-        peaks = MappingProxyType({element: value * factor for element, value in found.peaks.items()})
-        found = replace(found, peaks=peaks, source=f"{found.source}; peak as given")
-    return found
+        factor = peak / device.peaks[BFLOAT16]
+        peaks = MappingProxyType({element: value * factor for element, value in device.peaks.items()})
+        device = replace(device, peaks=peaks, source=f"{device.source}; peak as given")
+    return device
 
 
 def _this_machine(bandwidth: float | None, peak: float | None) -> Hardware:
-    """Our CPU kernels decode weights to BF16 or float32, so there is no other arithmetic."""
+    """Return this machine; its only peak is that of BF16, because our CPU kernels decode weights to BF16 or float32."""
     threads = processors.available()
-    how = "bandwidth as given"
+    source = "bandwidth as given"
     if bandwidth is None:
         bandwidth = read_bandwidth(_PROBE_BYTES, threads, _PROBE_ROUNDS).median
-        how = f"bandwidth measured with {threads} threads"
+        source = f"bandwidth measured with {threads} threads"
     peaks = MappingProxyType({} if peak is None else {BFLOAT16: peak})
     memory = int(psutil.virtual_memory().total)
-    return Hardware(CPU, f"this machine, {threads} cores", memory, bandwidth, peaks, how)
+    return Hardware(CPU, f"this machine, {threads} cores", memory, bandwidth, peaks, source)

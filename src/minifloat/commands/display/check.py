@@ -15,10 +15,8 @@ def print_check(report: CheckReport) -> None:
     made = f" as {report.scheme}" if report.scheme else ""
     gpus = f" x{target.tp}" if target.tp > 1 else ""
     console.print(f"{report.model}{made}, {report.layout or 'not quantized'}", soft_wrap=True)
-    console.print(
-        f"{ENGINES[target.engine]} on {target.hardware.name}{gpus} ({target.hardware.summary}): {report.verdict.value}",
-        style="bold",
-    )
+    machine = f"{target.hardware.name}{gpus} ({target.hardware.generation.name})"
+    console.print(f"{ENGINES[target.engine]} on {machine}: {report.verdict.value}", style="bold")
     if report.kernels:
         table = make_table("weights", "kernel of linears", "computes with")
         for kind, kernel in report.kernels:

@@ -67,7 +67,7 @@ class VllmOptions:
         node_rank: Which of them this is; 0 is the head, which has the API.
         master_addr: The head's address, where there are several.
         multi_node: ``"vllm"`` (torch.distributed) or ``"ray"``.
-        hardware: A name of `minifloat.check.HARDWARE`; None: found out.
+        hardware: A name of `minifloat.check.ENGINE_HARDWARE`; None: found out.
         settings: Options of vLLM with their values; None for a flag.
         arguments: More arguments, passed on as they are.
         startup_timeout: Seconds until it must answer.

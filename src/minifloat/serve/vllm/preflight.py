@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from minifloat.check import ENGINES, HARDWARE, CheckReport, Target, check_checkpoint
+from minifloat.check import ENGINE_HARDWARE, ENGINES, CheckReport, Target, check_checkpoint
 from minifloat.errors import UsageError
 from minifloat.serve.vllm.options import VllmOptions
 
@@ -70,10 +70,12 @@ def note_version(version: str) -> None:
 
 
 def find_hardware(version: str) -> str | None:
-    """The name in `HARDWARE` of what this vLLM runs on; None: it is not known here."""
+    """The name in `ENGINE_HARDWARE` of what this vLLM runs on; None: it is not known here."""
     if "cpu" in version:
         amx = _has_amx()
-        return next(one.name for one in HARDWARE.values() if one.vendor == "cpu" and one.amx == amx)
+        return next(
+            one.name for one in ENGINE_HARDWARE.values() if one.generation.vendor == "cpu" and one.generation.amx == amx
+        )
     try:
         answer = _run(_NVIDIA_SMI)
     except (OSError, subprocess.TimeoutExpired):
@@ -83,11 +85,11 @@ def find_hardware(version: str) -> str | None:
 
 
 def parse_gpu(line: str) -> str | None:
-    """The name in `HARDWARE` of a line such as ``NVIDIA H100 80GB HBM3, 9.0``."""
+    """The name in `ENGINE_HARDWARE` of a line such as ``NVIDIA H100 80GB HBM3, 9.0``."""
     model, _, capability = line.rpartition(",")
     words = re.split(r"[\s-]+", model.lower())
-    for hardware in HARDWARE.values():
-        if hardware.name in words and capability.strip().replace(".", "") == str(hardware.capability):
+    for hardware in ENGINE_HARDWARE.values():
+        if hardware.name in words and capability.strip().replace(".", "") == str(hardware.generation.capability):
             return hardware.name
     return None
 
@@ -100,7 +102,7 @@ def require_loadable(options: VllmOptions, hardware: str | None) -> CheckReport 
         CheckpointError: The folder is not a checkpoint.
     """
     if hardware is None:
-        known = ", ".join(HARDWARE)
+        known = ", ".join(ENGINE_HARDWARE)
         _LOG.warning("not checked whether vLLM loads this: unknown hardware; --hardware is one of %s", known)
         return None
     target = Target.of("vllm", hardware, options.tensor_parallel_size)

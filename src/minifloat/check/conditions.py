@@ -1,6 +1,7 @@
-"""What rules look for: the predicates of the table, over names, shapes and formats.
+"""The conditions of rules, over names, shapes and formats of weights.
 
-Each returns lines that say what was found, one for all layers alike; none where its rule does not apply.
+Each condition yields the evidence that its rule applies, as lines: a weight that all layers have takes one line. It
+yields nothing where the rule does not apply. Each docstring says what the condition finds.
 """
 
 from __future__ import annotations
@@ -9,43 +10,49 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 
 from minifloat.architecture.groups import expert_group, fused_group
+from minifloat.check.loading_rule import Case, Condition
 from minifloat.check.subject import Kind, Weight
-from minifloat.check.verdict import Case, Find
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
 from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.granularity import BLOCK_128
 from minifloat.report.text import layer_pattern
 
-#: Linears whose columns are shared out by tensor parallelism; of all others it is the rows.
+#: Linears whose columns tensor parallelism divides among GPUs; of all other linears it divides the rows.
 _ROW_PARALLEL = frozenset({"o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h", "fc2", "c_proj"})
-#: Linears that every GPU holds whole.
+#: Linears that every GPU holds a whole copy of.
 _REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
 _KEY_VALUE = frozenset({"k_proj", "v_proj"})
-#: The parts of fused layers that come last, after which a block may be partial.
+#: The last parts of fused layers: only their last block may be partial.
 _LAST_PARTS = frozenset({"v_proj", "value", "up_proj", "w3", "kv_a_proj_with_mqa"})
 _HEAD = "lm_head"
 _BLOCK_ROWS, _BLOCK_COLS = BLOCK_128.block((1, 1))
 
 
 def named(weights: Iterable[Weight], text: str = "") -> Iterator[str]:
-    """One line for the same weight of all layers."""
+    """Yield a line per weight, with `text` after it; the layer number is a pattern, so that layers give equal lines."""
     for weight in weights:
         rows, cols = weight.shape
         yield f"{layer_pattern(weight.module)} ({rows}x{cols}){text}"
 
 
-def kinds(*wanted: Kind, layout: str | None = None, experts: bool | None = None) -> Find:
-    """Weights of these kinds, in any layout or in one."""
+def kinds(*selected: Kind, layout: str | None = None, experts: bool | None = None) -> Condition:
+    """Return the condition that finds weights of these kinds.
+
+    Args:
+        *selected: The kinds.
+        layout: The only layout in which the condition holds; None: every layout.
+        experts: True: experts only; False: linears only; None: both.
+    """
 
     def find(case: Case) -> Iterator[str]:
         if layout in (None, case.subject.layout):
-            yield from named(case.weights(*wanted, experts=experts))
+            yield from named(case.weights(*selected, experts=experts))
 
     return find
 
 
-def has_layout(*layouts: str) -> Find:
-    """Quantized weights in one of these layouts."""
+def has_layout(*layouts: str) -> Condition:
+    """Return the condition that finds quantized weights in one of these layouts."""
 
     def find(case: Case) -> Iterator[str]:
         if case.subject.layout in layouts and case.subject.quantized:
@@ -55,12 +62,12 @@ def has_layout(*layouts: str) -> Find:
 
 
 def is_row_parallel(weight: Weight) -> bool:
-    """Whether its columns are shared out, not its rows."""
+    """Return whether tensor parallelism divides the columns of a weight, not its rows."""
     return weight.leaf in _ROW_PARALLEL
 
 
 def rows_per_gpu(case: Case, weight: Weight) -> int:
-    """Rows of a weight on one GPU; keys and values are not divided below one head."""
+    """Return the rows of a weight on one GPU; key and value projections are not divided below one head."""
     if is_row_parallel(weight) or weight.leaf in _REPLICATED:
         return weight.shape[0]
     parts = min(case.tp, case.subject.kv_heads or case.tp) if weight.leaf in _KEY_VALUE else case.tp
@@ -68,32 +75,32 @@ def rows_per_gpu(case: Case, weight: Weight) -> int:
 
 
 def cols_per_gpu(case: Case, weight: Weight) -> int:
-    """Columns of a weight on one GPU."""
+    """Return the columns of a weight on one GPU."""
     return weight.shape[1] // case.tp if is_row_parallel(weight) else weight.shape[1]
 
 
 def uneven_heads(case: Case) -> Iterator[str]:
-    """Attention heads that the GPUs cannot share out."""
+    """A number of attention heads that is no multiple of the number of GPUs."""
     if case.subject.heads % case.tp:
         yield f"{case.subject.heads} attention heads over {case.tp} GPUs"
 
 
 def uneven_kv_heads(case: Case) -> Iterator[str]:
-    """Heads of keys and values that can neither be shared out nor be copied evenly."""
+    """A number of key-value heads that neither divides the number of GPUs nor is a multiple of it."""
     heads = case.subject.kv_heads
     if heads and heads % case.tp and case.tp % heads:
         yield f"{heads} heads of keys and values over {case.tp} GPUs"
 
 
 def copied_kv_heads(case: Case) -> Iterator[str]:
-    """Fewer heads of keys and values than GPUs."""
+    """Fewer key-value heads than GPUs, so that several GPUs hold copies of one head."""
     heads = case.subject.kv_heads
     if heads and heads < case.tp and case.tp % heads == 0:
         yield f"{heads} heads of keys and values: each is on {case.tp // heads} of {case.tp} GPUs"
 
 
 def uneven_matrices(case: Case) -> Iterator[str]:
-    """Matrices whose shared side is no multiple of the number of GPUs."""
+    """Matrices whose divided side is no multiple of the number of GPUs."""
     for weight in case.subject.weights:
         side = weight.shape[1] if is_row_parallel(weight) else weight.shape[0]
         if weight.leaf not in (*_KEY_VALUE, *_REPLICATED, _HEAD) and side % case.tp:
@@ -101,7 +108,7 @@ def uneven_matrices(case: Case) -> Iterator[str]:
 
 
 def uneven_anything(case: Case) -> Iterator[str]:
-    """Heads or matrices that cannot be shared out evenly."""
+    """Heads or matrices that the GPUs cannot share evenly."""
     yield from uneven_heads(case)
     yield from uneven_kv_heads(case)
     yield from uneven_matrices(case)
@@ -122,7 +129,7 @@ def broken_blocks(case: Case) -> Iterator[str]:
 
 
 def broken_expert_blocks(case: Case) -> Iterator[str]:
-    """Experts whose inner size on a GPU is not made of whole blocks."""
+    """Experts whose inner size on a GPU is no multiple of the block size."""
     for weight in case.weights(experts=True):
         if weight.spec is None or weight.spec.granularity != BLOCK_128:
             continue
@@ -132,7 +139,7 @@ def broken_expert_blocks(case: Case) -> Iterator[str]:
 
 
 def broken_groups(case: Case) -> Iterator[str]:
-    """Groups of 32 or 16 columns that end on another GPU."""
+    """Groups of 32 or 16 columns that two GPUs would share."""
     for weight in case.weights(Kind.MXFP4, Kind.MXFP8, Kind.NVFP4, Kind.NVFP4_W4A4):
         if weight.spec is None or case.tp == 1 or not is_row_parallel(weight):
             continue
@@ -148,18 +155,21 @@ def mixed_fused(case: Case) -> Iterator[str]:
     for weight in case.subject.weights:
         groups.setdefault(expert_group(weight.module) or fused_group(weight.module), []).append(weight)
     for name, members in groups.items():
-        found = {(weight.spec and weight.kind): layer_pattern(weight.module) for weight in members}
-        if len(found) > 1:
-            words = ", ".join(f"{at} {kind.value if kind else 'BF16'}" for kind, at in found.items())
-            yield f"{layer_pattern(name)}: {words}"
+        module_by_kind = {(weight.spec and weight.kind): layer_pattern(weight.module) for weight in members}
+        if len(module_by_kind) > 1:
+            parts = ", ".join(f"{module} {kind.value if kind else 'BF16'}" for kind, module in module_by_kind.items())
+            yield f"{layer_pattern(name)}: {parts}"
 
 
 def partial_blocks(case: Case, *, divisible: bool) -> Iterator[str]:
-    """Weights of the `fp8` layout with blocks that are not whole.
+    """Weights of the `fp8` layout whose last blocks are partial, where transformers would derive a wrong block size.
+
+    transformers divides the shape of a weight by that of its grid of scales.
 
     Args:
         case: The case.
-        divisible: Those whose grid of scales divides them evenly, so that the wrong block size is taken; else the rest.
+        divisible: True: weights whose shape the grid divides evenly, so that a wrong block size is used; False: weights
+            whose shape the grid does not divide.
     """
     if case.subject.layout != fp8.NAME:
         return
@@ -177,7 +187,7 @@ def partial_blocks(case: Case, *, divisible: bool) -> Iterator[str]:
 
 
 def ragged_inputs(case: Case) -> Iterator[str]:
-    """Inputs in groups that do not divide the columns of their weight."""
+    """Weights whose columns are no multiple of the group size of their inputs."""
     for weight in case.weights():
         group = None if weight.activation is None else weight.activation.granularity.cols
         if group and weight.shape[1] % group:
@@ -192,44 +202,44 @@ def not_whole_blocks_of_128_columns(case: Case) -> Iterator[str]:
 
 
 def quantized_head(case: Case, *, layout: str) -> Iterator[str]:
-    """A head that is quantized, in one layout."""
+    """A quantized lm_head in one layout."""
     if case.subject.layout == layout:
         yield from named(weight for weight in case.subject.quantized if weight.leaf == _HEAD)
 
 
 def head_in_blocks(case: Case) -> Iterator[str]:
-    """A head in blocks of 128x128, in compressed-tensors."""
+    """An lm_head in blocks of 128x128, in compressed-tensors."""
     heads = (weight for weight in case.weights(Kind.FP8_BLOCK) if weight.leaf == _HEAD)
     if case.subject.layout == compressed_tensors.NAME:
         yield from named(heads)
 
 
 def head_not_named(case: Case) -> Iterator[str]:
-    """A quantized head that only the class of linears stands for, in compressed-tensors."""
+    """A quantized lm_head in compressed-tensors that config groups target by the class "Linear", not by name."""
     if not case.subject.head_named:
         yield from quantized_head(case, layout=compressed_tensors.NAME)
 
 
 def plain_head(case: Case) -> Iterator[str]:
-    """A head with weights of its own that is not quantized, beside others that are."""
+    """An unquantized lm_head with weights of its own, in a model whose other weights are quantized."""
     if case.subject.quantized:
         yield from named(w for w in case.subject.weights if w.leaf == _HEAD and w.spec is None)
 
 
 def kv_without_scales(case: Case) -> Iterator[str]:
-    """An FP8 KV cache that is declared and has no scales."""
+    """An FP8 KV cache that the checkpoint declares without scales."""
     if case.subject.kv is not None and not case.subject.kv_scales:
         yield f"KV cache {case.subject.kv.element.name}, no k_scale or v_scale"
 
 
 def kv_declared(case: Case) -> Iterator[str]:
-    """A quantized KV cache."""
+    """A KV cache that the checkpoint declares as quantized."""
     if case.subject.kv is not None:
         yield f"KV cache {case.subject.kv.element.name}"
 
 
 def dense_mxfp4(case: Case) -> Iterator[str]:
-    """A dense model under gpt-oss' name for its fused experts."""
+    """A dense model that declares gpt-oss' quant_method mxfp4, which is for fused experts."""
     if case.subject.misnamed:
         yield "quant_method mxfp4 without *_blocks tensors"
 
@@ -237,35 +247,35 @@ def dense_mxfp4(case: Case) -> Iterator[str]:
 def modelopt_fp8(case: Case) -> Iterator[str]:
     """ModelOpt's 8-bit codes."""
     if case.subject.layout == modelopt.NAME:
-        yield from named(w for w in case.weights() if w.spec is not None and w.spec.element is E4M3)
+        yield from named(weight for weight in case.weights() if weight.spec is not None and weight.spec.element is E4M3)
 
 
 def modelopt_fp4(case: Case) -> Iterator[str]:
     """ModelOpt's packed 4-bit codes."""
     if case.subject.layout == modelopt.NAME:
-        yield from named(w for w in case.weights() if w.spec is not None and w.spec.element is E2M1)
+        yield from named(weight for weight in case.weights() if weight.spec is not None and weight.spec.element is E2M1)
 
 
 def fp8_per_tensor(case: Case) -> Iterator[str]:
-    """The `fp8` layout without blocks."""
+    """Weights in the `fp8` layout without blocks."""
     if case.subject.layout == fp8.NAME:
         yield from named(case.weights(Kind.FP8_STATIC, Kind.FP8_DYNAMIC))
 
 
 def weight_only_blocks(case: Case) -> Iterator[str]:
-    """E4M3 in blocks, inputs in 16 bits."""
+    """E4M3 weights in blocks of 128x128 with inputs in 16 bits."""
     yield from named(w for w in case.weights(Kind.FP8_WEIGHT_ONLY) if w.spec and w.spec.granularity == BLOCK_128)
 
 
-def _experts_that_transformers_fuses(case: Case) -> Iterator[Weight]:
-    """Experts whose weights transformers stacks while it loads them; Llama 4's it keeps as linears."""
+def _experts_fused_by_transformers(case: Case) -> Iterator[Weight]:
+    """Yield the experts whose weights transformers stacks while it loads them; it keeps those of Llama 4 as linears."""
     if case.subject.layout == compressed_tensors.NAME and not case.subject.model_type.startswith("llama4"):
         yield from (weight for weight in case.subject.quantized if weight.is_expert)
 
 
 def experts_in_blocks(case: Case) -> Iterator[str]:
     """E4M3 experts whose scales are neither one per tensor nor one per channel."""
-    for weight in _experts_that_transformers_fuses(case):
+    for weight in _experts_fused_by_transformers(case):
         assert weight.spec is not None
         grid = weight.spec.granularity.scale_shape(weight.shape)
         if weight.spec.element is E4M3 and any(n not in (1, size) for n, size in zip(grid, weight.shape, strict=True)):
@@ -274,24 +284,24 @@ def experts_in_blocks(case: Case) -> Iterator[str]:
 
 def experts_with_global_scale(case: Case) -> Iterator[str]:
     """NVFP4 experts."""
-    yield from named(w for w in _experts_that_transformers_fuses(case) if w.spec and w.spec.has_global_scale)
+    yield from named(w for w in _experts_fused_by_transformers(case) if w.spec and w.spec.has_global_scale)
 
 
 def experts_of_several_elements(case: Case) -> Iterator[str]:
-    """Experts of which some have 4 bits and others 8."""
-    experts = list(_experts_that_transformers_fuses(case))
+    """Experts in several element formats, such as 4 and 8 bits."""
+    experts = list(_experts_fused_by_transformers(case))
     if len({weight.spec.element for weight in experts if weight.spec is not None}) > 1:
         yield from named(experts)
 
 
 def needs_amx(case: Case) -> Iterator[str]:
-    """What vLLM multiplies with AMX on a CPU: E4M3 in blocks, and experts as gpt-oss stores them."""
+    """Weights that vLLM multiplies with AMX on a CPU: E4M3 in blocks, and experts as gpt-oss stores them."""
     yield from named(case.weights(Kind.FP8_BLOCK))
     yield from fused_experts(case)
 
 
 def head_size_not_in(case: Case, *, sizes: Collection[int]) -> Iterator[str]:
-    """Attention heads of another size than these."""
+    """Attention heads whose size is not in `sizes`."""
     size = case.subject.head_size
     if size and size not in sizes:
         yield f"heads of {size}"
@@ -315,13 +325,13 @@ def anything(case: Case) -> Iterator[str]:
 
 
 def not_native(case: Case) -> Iterator[str]:
-    """Models that the native decoder, or that of GPUs, does not cover."""
+    """Models that neither the native decoder nor the GPU decoder covers."""
     from minifloat.architecture.decoder_families import why_not_family
 
     config = case.subject.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    experts = case.target.hardware.vendor == "cpu"
+    experts = case.target.hardware.generation.vendor == "cpu"
     reason = why_not_family(case.subject.model_type, str(config.get("hidden_act")), str(kind), experts=experts)
     if reason:
         yield re.sub(r"^(its|it is) ", "", reason)

@@ -1,0 +1,123 @@
+"""`LoadingRule`: a row of the tables in `check.rules`, and how such rows are applied to a checkpoint and a target."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from minifloat.check.subject import Kind, Subject, Weight
+from minifloat.check.target import Target
+
+
+class LoadVerdict(enum.Enum):
+    """What happens when an engine loads a checkpoint, from good to bad; the value is the text in reports."""
+
+    LOADS = "loads"
+    DEGRADED = "loads, with less than it promises"
+    UNKNOWN = "not known"
+    WRONG = "loads, and answers wrongly"
+    REFUSED = "will not load"
+
+    @property
+    def rank(self) -> int:
+        """Position in the order from good to bad, from 0."""
+        return list(LoadVerdict).index(self)
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the engine cannot serve the checkpoint: it refuses it or answers wrongly."""
+        return self in (LoadVerdict.WRONG, LoadVerdict.REFUSED)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint and the target it is to run on: the input of every rule."""
+
+    subject: Subject
+    target: Target
+
+    @property
+    def tp(self) -> int:
+        """GPUs that share every matrix."""
+        return self.target.tp
+
+    def weights(self, *kinds: Kind, experts: bool | None = None) -> tuple[Weight, ...]:
+        """Return the quantized weights of these kinds.
+
+        Args:
+            *kinds: Kinds to select; none: all kinds.
+            experts: True: experts only; False: linears only; None: both.
+        """
+        return tuple(
+            weight
+            for weight in self.subject.quantized
+            if (not kinds or weight.kind in kinds) and experts in (None, weight.is_expert)
+        )
+
+
+#: Returns the evidence that a rule applies, as lines; no lines where the rule does not apply.
+Condition = Callable[[Case], Iterable[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingRule:
+    """What an engine does to checkpoints that meet a condition.
+
+    Attributes:
+        name: Unique name.
+        hardware: Names in `plan.hardware.ENGINE_HARDWARE`.
+        verdict: What happens.
+        condition: Decides whether the rule applies, and names the weights or settings at fault.
+        problem: What goes wrong, for the user.
+        cure: What to do instead; empty where nothing need be done.
+        source: File and function of the engine's version in `ENGINES`, or a thread, that the rule was read from.
+        seen: How the behaviour was confirmed by loading such a checkpoint; empty where it was only read.
+    """
+
+    name: str
+    hardware: tuple[str, ...]
+    verdict: LoadVerdict
+    condition: Condition
+    problem: str
+    cure: str = ""
+    source: str
+    seen: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that applies to a case.
+
+    Attributes:
+        rule: Name of the rule.
+        verdict: What happens.
+        problem: What goes wrong.
+        cure: What to do instead; empty where nothing need be done.
+        source: Where the rule was read, and how it was confirmed.
+        evidence: The modules, sizes or settings that the rule applies to.
+    """
+
+    rule: str
+    verdict: LoadVerdict
+    problem: str
+    cure: str
+    source: str
+    evidence: tuple[str, ...]
+
+
+def apply_rules(rules: Iterable[LoadingRule], case: Case) -> Iterator[Finding]:
+    """Yield a finding for each rule that applies to a case, in the order of the rules.
+
+    Args:
+        rules: The rules of the case's engine.
+        case: The checkpoint and its target.
+    """
+    for rule in rules:
+        if case.target.hardware.name not in rule.hardware:
+            continue
+        evidence = tuple(dict.fromkeys(rule.condition(case)))
+        if evidence:
+            seen = f"; seen with {rule.seen}" if rule.seen else ""
+            source = f"{rule.source}{seen}"
+            yield Finding(rule.name, rule.verdict, rule.problem, rule.cure, source, evidence)

@@ -1,0 +1,64 @@
+"""Where a checkpoint is to run: an engine, a kind of machine and a number of GPUs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from minifloat._version import __version__
+from minifloat.errors import UsageError, lookup
+from minifloat.plan.hardware import ENGINE_HARDWARE, Hardware
+
+#: Engine -> the version whose code the rules were read from.
+ENGINES = {
+    "vllm": "vLLM 0.32.0",
+    "sglang": "SGLang, main branch at 0104cc50",
+    "transformers": "transformers 5.23.0 with compressed-tensors 0.20.0",
+    "minifloat": f"minifloat {__version__}",
+}
+
+_TARGET = re.compile(r"(?P<engine>[a-z]+):(?P<hardware>[a-z0-9-]+)(:tp(?P<tp>[1-9]\d*))?")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint is to run.
+
+    Attributes:
+        engine: A name in `ENGINES`.
+        hardware: The machine.
+        tp: GPUs that share every matrix (tensor parallelism).
+    """
+
+    engine: str
+    hardware: Hardware
+    tp: int = 1
+
+    @classmethod
+    def of(cls, engine: str, hardware: str, tp: int = 1) -> Target:
+        """Return the target of these names.
+
+        Raises:
+            UnknownNameError: The engine or the hardware is unknown.
+            UsageError: `tp` is below 1.
+        """
+        lookup("engine", engine, ENGINES)
+        if tp < 1:
+            raise UsageError(f"tp is at least 1, got {tp}")
+        return cls(engine, lookup("hardware", hardware, ENGINE_HARDWARE), tp)
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Read ``ENGINE:HARDWARE`` or ``ENGINE:HARDWARE:tpN``.
+
+        Raises:
+            UsageError: The text has another form, or names an unknown engine or hardware.
+        """
+        match = _TARGET.fullmatch(text)
+        if match is None:
+            raise UsageError(f"a target is ENGINE:HARDWARE or ENGINE:HARDWARE:tpN, as in vllm:h100:tp4; got {text!r}")
+        return cls.of(match["engine"], match["hardware"], int(match["tp"] or 1))
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        return f"{self.engine}:{self.hardware.name}" + (f":tp{self.tp}" if self.tp > 1 else "")
