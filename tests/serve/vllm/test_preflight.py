@@ -112,7 +112,7 @@ def test_a_checkpoint_that_would_not_load_is_refused_before_vllm_starts(
 
 
 def test_heads_that_gpus_cannot_share_are_refused(served_folder: Path) -> None:
-    with pytest.raises(UsageError, match="vllm:h100:tp3: will not load: the attention heads"):
+    with pytest.raises(UsageError, match="vllm:h100:tp3: will not load: the GPUs cannot share the attention heads"):
         require_loadable(VllmOptions(str(served_folder), tensor_parallel_size=3), "h100")
 
 
