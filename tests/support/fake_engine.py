@@ -1,7 +1,7 @@
-"""An engine without a model, for tests of what lies around one: it can be slow, full, and fail on purpose.
+"""An engine without a model, for tests of the server around it: it can be slow, held, full, and fail on purpose.
 
-It stands in for `minifloat.serve.engine.Engine` under the real `AsyncEngine`. What it "generates" is its prompt, token
-by token, over and over, so that every answer can be foretold.
+It stands in for `minifloat.serve.engine.Engine` under the real `AsyncEngine`. It "generates" its prompt over and over,
+token by token, so that a test knows every answer beforehand.
 """
 
 from __future__ import annotations
@@ -52,9 +52,14 @@ class FakeEngine:
 
     Args:
         tokenizer: Turns tokens into text.
-        seconds: How long a step takes.
-        fails: The message of the error of a request that fails, by its request; None: it does not.
-        defaults: As those of a generation_config.json.
+        seconds: Duration of a step.
+        fails: Function from a request to the message of its error; None: the request does not fail.
+        defaults: Sampling defaults, as those of a generation_config.json.
+
+    Attributes:
+        held: While True, requests are admitted and cancelled, but no token is generated: a test that needs requests at
+            work holds the engine, and does not depend on the speed of the machine.
+        broken: Exception that the next step raises, which ends the engine's thread.
     """
 
     def __init__(
@@ -69,7 +74,8 @@ class FakeEngine:
         self.seconds, self.fails = seconds, fails
         self.observer: Observer | None = None
         self.seen: list[Request] = []
-        self.broken: Exception | None = None  #: raised by the next step, which ends the engine's thread
+        self.held = False
+        self.broken: Exception | None = None
         self._at_work: dict[str, _Work] = {}
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -111,10 +117,13 @@ class FakeEngine:
         time.sleep(self.seconds)
         if self.broken is not None:
             raise self.broken
+        if self.held:
+            time.sleep(0.001)
+            return []
         works = list(self._at_work.values())[: self.info.max_num_seqs]
         deliveries = [self._deliver(work) for work in works]
         if self.observer is not None:
-            read = sum(len(work.request.prompt) for work in works if work.made == 1)
+            read = sum(len(work.request.prompt) for work in works if work.num_generated == 1)
             self.observer.step(
                 StepStats(self.running, self.waiting, self.running / 8, read, len(works), self.seconds, 0, 900, 0, 0)
             )
@@ -125,13 +134,13 @@ class FakeEngine:
         problem = self.fails(work.request)
         if problem is not None:
             return self._finish(work, Delivery(name), "error", problem)
-        of_prompt = None
-        if params.prompt_logprobs is not None and not work.made:
-            of_prompt = (None, *(_logprob(token, params.prompt_logprobs) for token in prompt[1:]))
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None and not work.num_generated:
+            prompt_logprobs = (None, *(_logprob(token, params.prompt_logprobs) for token in prompt[1:]))
         if params.max_tokens == 0:
-            return self._finish(work, Delivery(name, prompt_logprobs=of_prompt), "length")
-        token = prompt[work.made % len(prompt)]
-        work.made += 1
+            return self._finish(work, Delivery(name, prompt_logprobs=prompt_logprobs), "length")
+        token = prompt[work.num_generated % len(prompt)]
+        work.num_generated += 1
         if work.timings.first_token is None:
             work.timings.scheduled = work.timings.first_token = time.monotonic()
             if self.observer is not None:
@@ -140,17 +149,21 @@ class FakeEngine:
             self.observer.token(0.001)
         text, stop = work.text.add(token)
         logprobs = None if params.logprobs is None else (_logprob(token, params.logprobs),)
-        delivery = Delivery(name, (token,), text, logprobs, stop_reason=stop, prompt_logprobs=of_prompt)
+        delivery = Delivery(name, (token,), text, logprobs, stop_reason=stop, prompt_logprobs=prompt_logprobs)
         if stop is not None:
             return self._finish(work, delivery, "stop")
         room = self.info.max_model_len - len(prompt)
-        return self._finish(work, delivery, "length") if work.made >= min(params.max_tokens or room, room) else delivery
+        return (
+            self._finish(work, delivery, "length")
+            if work.num_generated >= min(params.max_tokens or room, room)
+            else delivery
+        )
 
     def _finish(self, work: _Work, delivery: Delivery, reason: str, error: str | None = None) -> Delivery:
         del self._at_work[work.request.request_id]
         work.timings.finished = time.monotonic()
         rest = "" if delivery.stop_reason is not None else work.text.finish()[0]
-        usage = Usage(len(work.request.prompt), work.made, 0)
+        usage = Usage(len(work.request.prompt), work.num_generated, 0)
         if self.observer is not None:
             self.observer.finished(reason, work.timings, usage)
         return delivery + Delivery(
@@ -165,12 +178,12 @@ class FakeEngine:
 
 
 def _logprob(token: int, alternatives: int) -> TokenLogprob:
-    one = TokenLogprob(token, chr(token % 96 + 32), bytes([token % 96 + 32]), -0.5)
-    return TokenLogprob(token, one.text, one.raw, -0.5, (one,) * alternatives)
+    alternative = TokenLogprob(token, chr(token % 96 + 32), bytes([token % 96 + 32]), -0.5)
+    return TokenLogprob(token, alternative.text, alternative.raw, -0.5, (alternative,) * alternatives)
 
 
 class _Work:
     def __init__(self, request: Request, tokenizer: Any) -> None:
-        self.request, self.made = request, 0
+        self.request, self.num_generated = request, 0
         self.text = TextStream(tokenizer, request.prompt, request.params.stop, request.params.include_stop)
         self.timings = Timings(time.monotonic())

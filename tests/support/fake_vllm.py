@@ -1,9 +1,17 @@
-"""Stands for vLLM: a program that answers --version, serves /health, and misbehaves as its environment says.
+"""A stand-in for vLLM: a program that answers --version, serves /health, and misbehaves on request.
 
-Variables: FAKE_DIR (a folder for what it saw: argv.json, environment.json, pids), FAKE_VERSION, FAKE_LOG (a file whose
-text goes into its log), FAKE_NOISE (how many MB of what else), FAKE_NOISE_KIND (``lines``, ``endless`` or ``binary``),
-FAKE_DELAY (seconds before /health answers), FAKE_EXIT (status with which it dies at the start), FAKE_STUBBORN (SIGTERM
-is ignored), FAKE_DRAIN (seconds between SIGTERM and the end), FAKE_LAST_STATUS (with which it then ends).
+Environment variables:
+
+    FAKE_DIR          folder for the files it writes: argv.json, environment.json, pids, drained
+    FAKE_VERSION      version that --version prints
+    FAKE_LOG          file whose text goes into its log
+    FAKE_NOISE        megabytes of noise in its log
+    FAKE_NOISE_KIND   ``lines``, ``endless`` (one line) or ``binary``
+    FAKE_DELAY        seconds before /health answers
+    FAKE_EXIT         status with which it ends at the start
+    FAKE_STUBBORN     set: SIGTERM is ignored
+    FAKE_DRAIN        seconds between SIGTERM and the end
+    FAKE_LAST_STATUS  exit status after SIGTERM
 """
 
 from __future__ import annotations
@@ -23,7 +31,7 @@ FOLDER = Path(os.environ.get("FAKE_DIR", "."))
 
 
 def write(name: str, text: str) -> None:
-    """Whole or not at all, for a test waits for it."""
+    """Write a file whole or not at all, since a test may be waiting for it."""
     FOLDER.joinpath(f"{name}.part").write_text(text)
     FOLDER.joinpath(f"{name}.part").rename(FOLDER / name)
 
@@ -53,7 +61,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def stop(number: int, frame: object) -> None:
-    with contextlib.suppress(OSError):  # nobody may be left to read it
+    with contextlib.suppress(OSError):  # the reader may have gone
         print(f"[shutdown] draining after signal {number}", flush=True)
     time.sleep(float(os.environ.get("FAKE_DRAIN", 0)))
     write("drained", "")

@@ -1,4 +1,4 @@
-"""A server in a thread of the test, behind a real socket, and a way to talk to it."""
+"""A server in a thread of the test process, behind a real socket, and a client for it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from minifloat.serve.server import ServerSettings, create_app, listen
 from minifloat.serve.server.connection import Server
 
 MODEL = "tiny"
+#: Seconds to wait for an event that must come: long enough for a machine whose processors are busy with other work.
+PATIENCE = 120.0
 SETTINGS = ServerSettings(model_name=MODEL, port=0, shutdown_timeout=5.0)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """An HTTP response."""
 
     status: int
     headers: dict[str, str]
@@ -60,13 +62,13 @@ class Client:
         return f"http://127.0.0.1:{self.port}"
 
     def send(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = 60.0
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = PATIENCE
     ) -> Answer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         try:
-            sent = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-            given = ({} if body is None else {"Content-Type": "application/json"}) | (headers or {})
-            connection.request(method, path, sent, given)
+            data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+            content_type = {} if body is None else {"Content-Type": "application/json"}
+            connection.request(method, path, data, content_type | (headers or {}))
             response = connection.getresponse()
             return Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
         finally:
@@ -86,31 +88,31 @@ class Client:
         return self.post("/v1/chat/completions", {"model": MODEL, "messages": messages} | fields)
 
     def connect(self) -> socket.socket:
-        """A bare connection."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        """Open a connection without sending anything."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
 
     def open_stream(self, **fields: Any) -> socket.socket:
-        """A connection on which the first event of a streamed completion has arrived."""
+        """Return a connection on which the first event of a streamed completion has arrived."""
         body = json.dumps({"model": MODEL, "prompt": "abc", "stream": True, "ignore_eos": True} | fields).encode()
         connection = self.connect()
         lines = ("POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json")
         head = "\r\n".join((*lines, f"Content-Length: {len(body)}", "", ""))
         connection.sendall(head.encode() + body)
-        seen = b""
-        while b"data: " not in seen:
-            received = connection.recv(65536)
-            assert received, seen
-            seen += received
+        received = b""
+        while b"data: " not in received:
+            piece = connection.recv(65536)
+            assert piece, received
+            received += piece
         return connection
 
-    def idle(self, seconds: float = 10.0) -> bool:
-        """Whether nothing is at work, now or soon."""
-        return wait_for(lambda: self.engine.running == 0 and self.engine.waiting == 0, seconds)
+    def idle(self) -> bool:
+        """Wait until no request runs or waits. Return False if some still do after `PATIENCE` seconds."""
+        return wait_for(lambda: self.engine.running == 0 and self.engine.waiting == 0)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether something becomes true in time."""
-    end = time.monotonic() + seconds
+def wait_for(condition: Callable[[], bool]) -> bool:
+    """Wait until a condition is true. Return False if it is not after `PATIENCE` seconds."""
+    end = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > end:
             return False
@@ -122,7 +124,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 def running(
     engine: Any, settings: ServerSettings = SETTINGS, *, max_queue: int = 256, **changes: Any
 ) -> Iterator[Client]:
-    """A server of an engine, until the end of the block."""
+    """Run a server of an engine until the end of the block."""
     settings = replace(settings, **changes)
     listening = listen(settings)
     served = AsyncEngine(engine, max_queue)
@@ -143,6 +145,6 @@ def running(
         yield Client(port, served, server)
     finally:
         server.should_exit = True
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), "the server did not stop"
         assert not failures, failures

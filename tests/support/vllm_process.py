@@ -1,8 +1,7 @@
-"""`minifloat serve --engine vllm` as a process of its own, and a way to watch it."""
+"""Starts `minifloat serve --engine vllm` as a process and watches it."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -16,12 +15,13 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parents[2]
-#: For what should take a moment, on a machine that does much else.
+#: Seconds to wait for an event that must come: long enough for a machine whose processors are busy with other work.
 PATIENCE = 120.0
+_KEPT_CHARACTERS = 1 << 17
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    """The first true value of a condition."""
+    """Wait until a condition is true and return its value."""
     deadline = time.monotonic() + PATIENCE
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited in vain for {what}"
@@ -30,10 +30,28 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
 
 
 class Serving:
-    """`minifloat serve --engine vllm` as a process of its own, with what it writes."""
+    """A process of `minifloat serve --engine vllm`, with its output.
 
-    def __init__(self, folder: Path, port: int, program: tuple[str, ...], options: list[str], env: dict[str, str]):
-        self.folder, self.port, self._text = folder, port, ""
+    Args:
+        folder: Where the fake vLLM writes its files.
+        port: TCP port to serve on.
+        program: Arguments of Python that run the command line.
+        options: Options of `minifloat serve`.
+        env: Environment variables to add.
+        leaves_at: Text at which this test stops reading the output and closes the pipe; None: it reads to the end.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        port: int,
+        program: tuple[str, ...],
+        options: list[str],
+        env: dict[str, str],
+        leaves_at: str | None = None,
+    ) -> None:
+        self.folder, self.port, self._leaves_at = folder, port, leaves_at
+        self._head, self._tail = "", ""
         self.process = subprocess.Popen(
             [sys.executable, *program, "serve", "--engine", "vllm", "--port", str(port), *options],
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "FAKE_DIR": str(folder), **env},
@@ -44,33 +62,45 @@ class Serving:
         self._reader.start()
 
     def _read(self) -> None:
+        # Only this thread reads and closes the pipe: closing it elsewhere would race with os.read.
         assert self.process.stdout is not None
-        with contextlib.suppress(ValueError):  # a test has closed it
-            while chunk := os.read(self.process.stdout.fileno(), 1 << 16):
-                self._text = (self._text + chunk.decode(errors="replace"))[-(1 << 17) :]
+        with self.process.stdout as pipe:
+            while chunk := os.read(pipe.fileno(), 1 << 16):
+                text = self._tail + chunk.decode(errors="replace")
+                room = _KEPT_CHARACTERS - len(self._head)
+                self._head, self._tail = self._head + text[:room], text[room:][-_KEPT_CHARACTERS:]
+                if self._leaves_at is not None and self._leaves_at in self.output:
+                    return
 
     @property
     def output(self) -> str:
-        """The last of what it wrote."""
-        return self._text
+        """The output so far; of more than 256 KB, the first and the last 128 KB."""
+        return self._head + self._tail
 
     def until(self, text: str) -> None:
-        """Wait for a line."""
-        wait_for(lambda: text in self._text or self.process.poll() is not None, text)
-        assert text in self._text, self._text
+        """Wait until the output holds a text that stands near its beginning or its present end."""
+        wait_for(lambda: text in self.output or self.process.poll() is not None, text)
+        if self.process.poll() is not None:
+            self._reader.join(PATIENCE)
+        assert text in self.output, self.output
 
-    def saw(self, name: str) -> Any:
-        """What the fake noted."""
+    def wait_until_left(self) -> None:
+        """Wait until the output is no longer read: `leaves_at` was seen, or the output has ended."""
+        self._reader.join(PATIENCE)
+        assert not self._reader.is_alive(), f"waited in vain for {self._leaves_at}"
+
+    def noted(self, name: str) -> Any:
+        """Wait for a JSON file of the fake vLLM and return its content."""
         return json.loads(wait_for((self.folder / name).exists, name) and (self.folder / name).read_text())
 
     @property
     def pids(self) -> list[int]:
-        """The fake and its worker."""
+        """Process ids of the fake vLLM and its worker."""
         wait_for((self.folder / "pids").exists, "the fake")
         return [int(pid) for pid in (self.folder / "pids").read_text().split()]
 
     def end(self) -> int:
-        """The exit status, and nothing left behind."""
+        """Wait for the end of the process and of its children. Return the exit status."""
         status = self.process.wait(PATIENCE)
         self._reader.join(PATIENCE)
         if (self.folder / "pids").exists():

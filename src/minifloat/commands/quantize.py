@@ -127,7 +127,7 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
             raise UsageError("--max-saturation needs --stats or --calibration")
         return None
     if params.stats is not None and params.sources:
-        raise UsageError("--stats and --calibration both give activation statistics; give only one of them")
+        raise UsageError("--stats and --calibration both give activation statistics; give one of them")
     from minifloat.calibration.rules import HistogramRule, parse_rule
     from minifloat.calibration.session import Collected, collect
     from minifloat.quantize.calibrated import Calibration

@@ -11,7 +11,7 @@ from serving import Client, running
 from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.serve.engine import Engine
 
-#: As small as chat templates get, with a control token of the tokenizer.
+#: A minimal chat template, with a control token of the tokenizer.
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}{{ '</s>' }}{% endfor %}"
     "{% if enable_thinking is defined %}[thinking {{ enable_thinking }}]{% endif %}"
@@ -21,17 +21,17 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tokenizer(llama_folder: Path) -> Any:
-    """One token per byte, with a chat template."""
-    made = load_tokenizer(llama_folder)
-    made.chat_template = TEMPLATE
-    return made
+    """A tokenizer with one token per byte and a chat template."""
+    loaded = load_tokenizer(llama_folder)
+    loaded.chat_template = TEMPLATE
+    return loaded
 
 
 @pytest.fixture(scope="module")
 def client(tokenizer: Any) -> Iterator[Client]:
-    """A server that repeats prompts."""
-    with running(FakeEngine(tokenizer)) as made:
-        yield made
+    """A client of a server whose engine repeats prompts."""
+    with running(FakeEngine(tokenizer)) as running_client:
+        yield running_client
 
 
 @pytest.fixture(scope="session")
@@ -46,5 +46,5 @@ def tiny_folder(make_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def tiny(tiny_folder: Path) -> Engine:
-    """The real engine, on a model of no meaning."""
+    """The real engine, with a model of random weights."""
     return Engine(tiny_folder, dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=16, max_num_batched_tokens=128)

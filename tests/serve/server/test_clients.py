@@ -1,4 +1,4 @@
-"""The clients that people have: the `openai` package, Prometheus, our own chat; and a server of a real, tiny model."""
+"""The server with the clients that users have: the `openai` package, Prometheus, curl and `minifloat chat`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import openai
 import pytest
 from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
-from serving import MODEL, Client, running, wait_for
+from serving import MODEL, PATIENCE, Client, running, wait_for
 
 from minifloat.serve.client import ChatClient, ServerError, converse
 from minifloat.serve.engine import Engine, SamplingParams
@@ -31,7 +30,7 @@ KEY = "a-key-for-tests"
 
 @pytest.fixture(scope="module")
 def real(tiny_folder: Path) -> Iterator[Client]:
-    """The real engine behind a key."""
+    """A server of the real engine, with an API key."""
     engine = Engine(tiny_folder, dtype="float32", kv_cache_memory=8 << 20, max_num_seqs=16, max_num_batched_tokens=128)
     with running(engine, api_keys=read_api_keys([KEY])) as client:
         yield client
@@ -51,7 +50,7 @@ def test_openai_lists_the_model(sdk: openai.OpenAI) -> None:
     assert sdk.models.retrieve(MODEL).id == MODEL
 
 
-def test_openai_completes_what_the_engine_completes(sdk: openai.OpenAI, tiny: Engine) -> None:
+def test_openai_gets_the_completion_of_the_engine(sdk: openai.OpenAI, tiny: Engine) -> None:
     answer = sdk.completions.create(model=MODEL, prompt="hello", max_tokens=20, temperature=0, logprobs=2)
     (expected,) = tiny.generate("hello", SamplingParams(max_tokens=20, temperature=0, logprobs=2))
     assert answer.choices[0].text == expected.text
@@ -59,7 +58,7 @@ def test_openai_completes_what_the_engine_completes(sdk: openai.OpenAI, tiny: En
     assert answer.usage.completion_tokens == expected.usage.completion_tokens
     assert answer.choices[0].logprobs is not None
     assert expected.logprobs is not None
-    ours = [one.logprob for one in expected.logprobs]
+    ours = [token.logprob for token in expected.logprobs]
     assert answer.choices[0].logprobs.token_logprobs == pytest.approx(ours, abs=1e-4)
 
 
@@ -78,14 +77,15 @@ def test_the_openai_client_gets_the_log_probabilities_of_a_prompt(
     assert logprobs is not None
     assert logprobs.token_logprobs is not None
     assert logprobs.token_logprobs[0] is None
-    ours = [one.logprob for one in (*expected.prompt_logprobs[1:], *(expected.logprobs or ())) if one is not None]
+    tokens_with_logprobs = (*expected.prompt_logprobs[1:], *(expected.logprobs or ()))
+    ours = [token.logprob for token in tokens_with_logprobs if token is not None]
     assert logprobs.token_logprobs[1:] == pytest.approx(ours, abs=1e-4)
     assert len(logprobs.token_logprobs) == len(tokens) + length
     assert "".join(logprobs.tokens or ()) == answer.choices[0].text
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_openai_streams_the_same_chat_that_it_gets_at_once(sdk: openai.OpenAI) -> None:
+def test_openai_streams_the_same_chat_that_it_gets_without_streaming(sdk: openai.OpenAI) -> None:
     fields: Any = {"model": MODEL, "messages": USER, "max_tokens": 25, "seed": 7, "temperature": 1.0}
     whole = sdk.chat.completions.create(**fields)
     stream = sdk.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
@@ -122,7 +122,7 @@ def test_openai_gets_json_that_follows_a_schema(sdk: openai.OpenAI) -> None:
             max_tokens=300,
             response_format={"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}},
         )
-        if answer.choices[0].finish_reason == "stop":  # a random model may fill its context with blanks
+        if answer.choices[0].finish_reason == "stop":  # a model with random weights may fill its context with blanks
             assert set(json.loads(answer.choices[0].message.content or "")) == {"ok", "size"}
 
 
@@ -150,7 +150,7 @@ def test_openai_raises_the_error_of_a_stream_that_fails(tokenizer: Any) -> None:
         list(client.completions.create(model=MODEL, prompt="x", stream=True))
 
 
-def test_openai_asks_many_things_at_once_and_gets_what_each_gets_alone(real: Client, sdk: openai.OpenAI) -> None:
+def test_openai_gets_the_same_answers_concurrently_and_one_by_one(real: Client, sdk: openai.OpenAI) -> None:
     prompts = [f"question {number}" for number in range(24)]
     fields: Any = {"model": MODEL, "max_tokens": 12, "temperature": 0}
 
@@ -178,11 +178,11 @@ def test_openai_cancels_by_closing_a_stream(real: Client, sdk: openai.OpenAI) ->
     assert real.idle()
 
 
-def test_curl_works(real: Client) -> None:
+def test_curl_streams_a_completion(real: Client) -> None:
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 3, "stream": True})
     command = ["curl", "-sN", f"{real.url}/v1/completions", "-H", f"Authorization: Bearer {KEY}"]
     try:
-        done = subprocess.run([*command, "--json", body], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([*command, "--json", body], capture_output=True, text=True, timeout=PATIENCE, check=True)
     except FileNotFoundError:
         pytest.skip("no curl here")
     assert done.stdout.endswith("data: [DONE]\n\n")
@@ -191,7 +191,7 @@ def test_curl_works(real: Client) -> None:
 # ------------------------------------------------------------------------------------------------- metrics
 
 
-def test_prometheus_reads_metrics_under_vllms_names_and_they_add_up(tiny: Engine) -> None:
+def test_prometheus_reads_metrics_with_vllms_names_that_add_up(tiny: Engine) -> None:
     with running(tiny) as client:
         usage = [client.complete(f"prompt {i}", max_tokens=9, ignore_eos=True).json["usage"] for i in range(5)]
         assert client.complete("y", max_tokens=2, stop="nothing").status == 200
@@ -220,7 +220,7 @@ def test_prometheus_reads_metrics_under_vllms_names_and_they_add_up(tiny: Engine
         samples = families[f"minifloat_{name}"].samples
         return sum(sample.value for sample in samples if sample.name.endswith(suffix))
 
-    assert total("generation_tokens") == sum(one["completion_tokens"] for one in usage) + 2
+    assert total("generation_tokens") == sum(answer["completion_tokens"] for answer in usage) + 2
     assert total("request_success") == 6
     assert total("e2e_request_latency_seconds", "_count") == 6
     assert total("time_to_first_token_seconds", "_count") == 6
@@ -236,9 +236,11 @@ def test_prometheus_reads_metrics_under_vllms_names_and_they_add_up(tiny: Engine
 # ------------------------------------------------------------------------------------------------- load
 
 
-def test_beyond_the_queue_clients_are_told_to_come_back_and_the_others_are_served(tokenizer: Any) -> None:
+def test_requests_beyond_the_queue_get_503_and_the_others_are_served(tokenizer: Any) -> None:
     answers: list[Any] = []
-    with running(FakeEngine(tokenizer, seconds=0.005), max_queue=4) as client:
+    engine = FakeEngine(tokenizer)
+    engine.held = True  # until all requests have come
+    with running(engine, max_queue=4) as client:
 
         def ask(index: int) -> None:
             answers.append(client.complete(f"{index:03}", max_tokens=30, stream=index % 2 == 0))
@@ -246,15 +248,16 @@ def test_beyond_the_queue_clients_are_told_to_come_back_and_the_others_are_serve
         threads = [threading.Thread(target=ask, args=(index,)) for index in range(60)]
         for thread in threads:
             thread.start()
+        assert wait_for(lambda: len(answers) == 48)
+        engine.held = False
         for thread in threads:
             thread.join()
         assert client.idle()
         metrics = client.get("/metrics").body.decode()
     refused = [answer for answer in answers if answer.status == 503]
     served = [answer for answer in answers if answer.status == 200]
-    assert len(refused) + len(served) == 60
-    assert len(served) >= 12
-    assert refused
+    assert len(refused) == 48
+    assert len(served) == 12, "8 run and 4 wait"
     assert all(answer.headers["retry-after"] == "1" and answer.error["code"] == "queue_full" for answer in refused)
     assert f'admission_rejections_total{{reason="queue_full"}} {len(refused)}.0' in metrics
     for answer in served:
@@ -263,20 +266,25 @@ def test_beyond_the_queue_clients_are_told_to_come_back_and_the_others_are_serve
         assert text == text[:3] * 10
 
 
-def test_an_answer_of_many_choices_is_admitted_whole_or_not_at_all(tokenizer: Any) -> None:
-    with running(FakeEngine(tokenizer, seconds=0.002), max_queue=4) as client:
+def test_all_choices_of_an_answer_are_admitted_or_none(tokenizer: Any) -> None:
+    engine = FakeEngine(tokenizer, seconds=0.05)
+    with running(engine, max_queue=4) as client:
         never = client.complete(["a", "b"], n=8, max_tokens=2)
         assert (never.status, never.error["param"]) == (400, "n")
-        with client.open_stream(max_tokens=400, n=8):
+        with client.open_stream(max_tokens=500, n=8):
+            engine.held = True  # the stream does not end before the next request
             assert client.complete(n=8, max_tokens=2).status == 503
         assert client.idle()
+        engine.held = False
         assert client.complete(n=8, max_tokens=2).status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_stops_finishes_what_was_admitted_and_takes_no_more(tokenizer: Any, stream: bool) -> None:
+def test_a_stopping_server_finishes_admitted_requests_and_admits_no_more(tokenizer: Any, stream: bool) -> None:
     answers: list[Any] = []
-    with running(FakeEngine(tokenizer, seconds=0.01)) as client:
+    engine = FakeEngine(tokenizer)
+    engine.held = True
+    with running(engine, shutdown_timeout=PATIENCE) as client:
         threads = [
             threading.Thread(target=lambda: answers.append(client.complete("ab", max_tokens=60, stream=stream)))
             for _ in range(12)
@@ -288,6 +296,7 @@ def test_a_server_that_stops_finishes_what_was_admitted_and_takes_no_more(tokeni
         assert wait_for(lambda: client.engine.draining)
         with pytest.raises(OSError, match="refused"):
             client.complete()
+        engine.held = False
         for thread in threads:
             thread.join()
     assert [answer.status for answer in answers] == [200] * 12
@@ -296,32 +305,34 @@ def test_a_server_that_stops_finishes_what_was_admitted_and_takes_no_more(tokeni
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_does_not_finish_in_time_is_told_so(tokenizer: Any, stream: bool) -> None:
+def test_a_request_unfinished_at_the_shutdown_timeout_gets_an_error(tokenizer: Any, stream: bool) -> None:
     answers: list[Any] = []
-    with running(FakeEngine(tokenizer, seconds=0.05), shutdown_timeout=0.3) as client:
+    engine = FakeEngine(tokenizer)
+    engine.held = True  # it never finishes
+    with running(engine, shutdown_timeout=0.3) as client:
         thread = threading.Thread(target=lambda: answers.append(client.complete(max_tokens=500, stream=stream)))
         thread.start()
         assert wait_for(lambda: client.engine.running == 1)
         client.server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE)
     (answer,) = answers
     error = answer.events[-1]["error"] if stream else answer.error
     assert error["code"] == "stopping"
 
 
-def test_a_second_signal_ends_at_once(tokenizer: Any) -> None:
-    with running(FakeEngine(tokenizer, seconds=0.05), shutdown_timeout=60) as client:
+def test_a_second_signal_ends_the_server_before_its_requests(tokenizer: Any) -> None:
+    engine = FakeEngine(tokenizer, seconds=0.05)
+    with running(engine, shutdown_timeout=10 * PATIENCE) as client:
         stream = client.open_stream(max_tokens=500)
-        began = time.monotonic()
+        engine.held = True  # the request does not end by itself
         client.server.handle_exit(signal.SIGTERM, None)
         assert wait_for(lambda: client.engine.draining)
         client.server.handle_exit(signal.SIGTERM, None)
         assert wait_for(lambda: not client.engine.alive)
-        assert time.monotonic() - began < 10
         stream.close()
 
 
-def test_connections_beyond_the_limit_are_told_to_come_back(tokenizer: Any) -> None:
+def test_connections_beyond_the_limit_get_503(tokenizer: Any) -> None:
     with running(FakeEngine(tokenizer), max_connections=3) as client:
         held = [client.connect() for _ in range(3)]
         assert wait_for(lambda: len(client.server.server_state.connections) == 3)
@@ -344,7 +355,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def served(tiny_folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """`minifloat serve`, told by arguments and by the environment."""
+    """A process of `minifloat serve`, with options from its arguments and its environment."""
     port = free_port()
     environment = os.environ | {
         "MINIFLOAT_API_KEY": KEY,
@@ -356,7 +367,7 @@ def served(tiny_folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen
     command = [sys.executable, "-m", "minifloat", "serve", str(tiny_folder), "--port", str(port), "--dtype", "float32"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        assert wait_for(lambda: answers(port) or process.poll() is not None, 60)
+        assert wait_for(lambda: answers(port) or process.poll() is not None)
         assert process.poll() is None, process.communicate()
         yield process, port
     finally:
@@ -371,12 +382,11 @@ def answers(port: int) -> bool:
         return False
 
 
-@pytest.mark.timeout(180)
 def test_serve_drains_at_sigterm_and_ends_with_status_0(served: tuple[subprocess.Popen[str], int]) -> None:
     process, port = served
     client = Client(port, None, None)  # type: ignore[arg-type]
     results: list[Any] = []
-    body = {"model": "from-the-environment", "prompt": "x", "max_tokens": 100, "ignore_eos": True}
+    body = {"model": "from-the-environment", "prompt": "x", "max_tokens": 400, "ignore_eos": True}
 
     def ask() -> None:
         results.append(client.post("/v1/completions", body, Authorization=f"Bearer {KEY}"))
@@ -385,36 +395,37 @@ def test_serve_drains_at_sigterm_and_ends_with_status_0(served: tuple[subprocess
     for thread in threads:
         thread.start()
 
-    def at_work() -> int:
+    def admitted() -> int:
+        finished = len(results)  # before the others are counted, so that no request counts twice
         now = client.get("/status", Authorization=f"Bearer {KEY}").json["now"]
-        return int(now["running"] + now["waiting"])
+        return finished + int(now["running"] + now["waiting"])
 
-    assert wait_for(lambda: at_work() == 10 or len(results) > 0)
+    assert wait_for(lambda: admitted() == 10)
     process.send_signal(signal.SIGTERM)
     for thread in threads:
         thread.join()
     assert [answer.status for answer in results] == [200] * 10
-    assert all(answer.json["usage"]["completion_tokens"] == 100 for answer in results)
-    _, log = process.communicate(timeout=30)
+    assert all(answer.json["usage"]["completion_tokens"] == 400 for answer in results)
+    _, log = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, log
     assert "stopping: finishing what was admitted" in log
     assert "Traceback" not in log
 
 
-def test_serve_says_at_once_that_an_address_is_taken(tiny_folder: Path) -> None:
+def test_serve_refuses_an_address_in_use(tiny_folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "minifloat", "serve", str(tiny_folder), "--port", port]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 2
     assert "cannot listen there" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 class Terminal:
-    """Types lines and keeps what is shown."""
+    """A terminal that types the given lines and keeps the text shown."""
 
     def __init__(self, *lines: str) -> None:
         self.lines, self.shown = list(lines), ""
@@ -429,23 +440,23 @@ class Terminal:
         self.shown += text
 
 
-def test_chat_remembers_forgets_and_is_instructed(tokenizer: Any) -> None:
+def test_chat_keeps_the_conversation_and_obeys_reset_and_system(tokenizer: Any) -> None:
     engine = FakeEngine(tokenizer)
     terminal = Terminal("one", "two", "/reset", "three", "/system be brief", "four", "/nonsense", "", "/quit", "five")
     with running(engine) as server:
         client = ChatClient(server.url, sampling={"max_tokens": 4})
         converse(client, system="first", stats=True, read=terminal.read, write=terminal.write)
-    asked = [tokenizer.decode(request.prompt) for request in engine.seen]
-    assert len(asked) == 4
-    assert asked[0] == "<s>system: first</s>user: one</s>assistant: "
-    assert asked[1].count("user: ") == 2
-    assert asked[2] == "<s>system: first</s>user: three</s>assistant: "
-    assert asked[3] == "<s>system: be brief</s>user: four</s>assistant: "
+    prompts = [tokenizer.decode(request.prompt) for request in engine.seen]
+    assert len(prompts) == 4
+    assert prompts[0] == "<s>system: first</s>user: one</s>assistant: "
+    assert prompts[1].count("user: ") == 2
+    assert prompts[2] == "<s>system: first</s>user: three</s>assistant: "
+    assert prompts[3] == "<s>system: be brief</s>user: four</s>assistant: "
     assert "unknown command /nonsense" in terminal.shown
     assert "to the first token" in terminal.shown
 
 
-def test_chat_goes_on_after_an_error_and_shows_it(tokenizer: Any) -> None:
+def test_chat_shows_an_error_and_continues(tokenizer: Any) -> None:
     engine = FakeEngine(tokenizer, fails=lambda request: "no" if "bad" in tokenizer.decode(request.prompt) else None)
     terminal = Terminal("bad", "good")
     with running(engine, api_keys=read_api_keys([KEY])) as server:
@@ -465,11 +476,11 @@ def test_chat_stops_an_answer_at_ctrl_c(tokenizer: Any) -> None:
     def write(text: str) -> None:
         terminal.write(text)
         if "assistant" in terminal.shown:
+            engine.held = True  # the answer does not end by itself
             raise KeyboardInterrupt
 
-    with running(FakeEngine(tokenizer, seconds=0.01)) as server:
-        began = time.monotonic()
+    engine = FakeEngine(tokenizer, seconds=0.05)
+    with running(engine) as server:
         with pytest.raises(KeyboardInterrupt):
             converse(ChatClient(server.url), read=terminal.read, write=write)
-        assert server.idle(3)
-        assert time.monotonic() - began < 10
+        assert server.idle()

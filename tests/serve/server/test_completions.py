@@ -1,4 +1,4 @@
-"""The two routes that generate, against an engine that repeats its prompt, through a real socket."""
+"""The two routes that generate, through a real socket, with an engine that repeats its prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving import MODEL, Client, running
 
 from minifloat.serve.engine import TokenLogprob
 from minifloat.serve.server.answers import completion_logprobs
-from minifloat.serve.server.writers import Head, prompt_logprobs
+from minifloat.serve.server.writers import EchoedPrompt, prompt_logprobs
 
 
 def test_a_completion_has_the_fields_of_openais_api(client: Client) -> None:
@@ -42,7 +42,7 @@ def test_a_completion_has_the_fields_of_openais_api(client: Client) -> None:
     ],
     ids=["text", "texts", "tokens", "lists of tokens"],
 )
-def test_prompts_come_as_text_or_tokens_one_or_many(client: Client, prompt: Any, texts: list[str] | None) -> None:
+def test_a_prompt_is_a_text_or_tokens_or_a_list_of_either(client: Client, prompt: Any, texts: list[str] | None) -> None:
     if texts is None:
         lists = prompt if isinstance(prompt[0], list) else [prompt]
         texts = [
@@ -60,7 +60,7 @@ def test_n_answers_to_each_prompt_share_its_tokens_in_the_usage(client: Client) 
     assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (6, 12)
 
 
-def test_answers_to_one_prompt_have_seeds_of_their_own_and_the_same_each_time(tokenizer: Any) -> None:
+def test_each_choice_of_a_prompt_has_its_own_reproducible_seed(tokenizer: Any) -> None:
     engine = FakeEngine(tokenizer)
     with running(engine) as client:
         for _ in range(2):
@@ -78,7 +78,7 @@ def test_echo_begins_with_the_prompt_streamed_or_not(client: Client) -> None:
     assert "".join(event["choices"][0]["text"] for event in events) == "abcab"
 
 
-def test_a_stream_is_the_same_text_and_ends_with_the_usage_if_asked(client: Client) -> None:
+def test_a_stream_has_the_same_text_and_ends_with_the_usage_if_requested(client: Client) -> None:
     answer = client.complete("abc", max_tokens=7, stream=True, stream_options={"include_usage": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
     *chunks, last = answer.events
@@ -135,11 +135,11 @@ def test_log_probabilities_begin_with_those_of_the_prompt_where_it_is_echoed(cli
     assert texts[0].startswith("abca")  # a slow reader gets the next token with it
     assert "".join(texts) == "abcab"
     for name, whole in logprobs.items():
-        assert [one for event in streamed for one in event["choices"][0]["logprobs"][name]] == whole
+        assert [value for event in streamed for value in event["choices"][0]["logprobs"][name]] == whole
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_token_follows_the_prompt_where_none_is_asked_for(client: Client, stream: bool) -> None:
+def test_echo_with_max_tokens_0_returns_the_prompt_alone(client: Client, stream: bool) -> None:
     fields = {"echo": True, "max_tokens": 0, "stream": stream}
     answer = client.complete(["abc", "x"], logprobs=1, **fields)
     choices = [choice for piece in (answer.events if stream else [answer.json]) for choice in piece["choices"]]
@@ -156,20 +156,20 @@ def test_no_token_follows_the_prompt_where_none_is_asked_for(client: Client, str
         assert answer.json["usage"]["completion_tokens"] == plain.json["usage"]["completion_tokens"] == 0
 
 
-def test_answers_to_one_prompt_have_its_log_probabilities_each(client: Client) -> None:
+def test_every_choice_of_a_prompt_has_the_log_probabilities_of_the_prompt(client: Client) -> None:
     choices = client.complete([[1, 2, 3], [4]], n=2, echo=True, logprobs=0, max_tokens=1).json["choices"]
     assert [len(choice["logprobs"]["token_logprobs"]) for choice in choices] == [4, 4, 2, 2]
     assert [choice["logprobs"]["token_logprobs"][0] for choice in choices] == [None] * 4
 
 
-def test_a_prompt_is_not_answered_with_nothing(client: Client) -> None:
+def test_max_tokens_0_without_echo_is_refused(client: Client) -> None:
     answer = client.complete("abc", max_tokens=0)
     assert (answer.status, answer.error["param"]) == (400, "max_tokens")
     assert "echo" in answer.error["message"]
     assert client.chat("abc", max_tokens=0).status == 400
 
 
-def test_a_token_counts_as_the_most_probable_one_only_if_it_is() -> None:
+def test_the_largest_top_logprob_of_a_text_is_that_of_its_most_probable_token() -> None:
     """Parts of characters have the same text; lm-evaluation-harness compares a token's value with the largest."""
     likely, other = (TokenLogprob(token, "\ufffd", b"\x80", logprob) for token, logprob in ((1, -0.1), (2, -3.0)))
     (top,) = completion_logprobs([replace(other, top=(likely,))], 0).top_logprobs
@@ -178,12 +178,12 @@ def test_a_token_counts_as_the_most_probable_one_only_if_it_is() -> None:
     assert top == {"\ufffd": -0.1}
 
 
-def test_a_first_token_that_the_text_does_not_begin_with_takes_no_room_in_it() -> None:
+def test_a_first_token_added_by_the_tokenizer_takes_no_characters_of_the_text() -> None:
     following = [TokenLogprob(token, text, text.encode(), -1.0) for token, text in ((1, "ab"), (2, "c"))]
-    made = prompt_logprobs(Head("abc", "<s>"), [None, *following])
-    assert (made.tokens, made.text_offset) == (["<s>", "ab", "c"], [0, 0, 2])
-    made = prompt_logprobs(Head("<s>abc", "<s>"), [None, *following])
-    assert (made.tokens, made.text_offset) == (["<s>", "ab", "c"], [0, 3, 5])
+    logprobs = prompt_logprobs(EchoedPrompt("abc", "<s>"), [None, *following])
+    assert (logprobs.tokens, logprobs.text_offset) == (["<s>", "ab", "c"], [0, 0, 2])
+    logprobs = prompt_logprobs(EchoedPrompt("<s>abc", "<s>"), [None, *following])
+    assert (logprobs.tokens, logprobs.text_offset) == (["<s>", "ab", "c"], [0, 3, 5])
 
 
 def test_a_chat_answer_has_the_fields_of_openais_api(client: Client) -> None:
@@ -222,7 +222,7 @@ def test_messages_go_through_the_template_with_parts_and_developers(client: Clie
     assert text == "<s>system: be brief</s>user: ab</s>assistant: "
 
 
-def test_control_tokens_that_a_user_writes_are_plain_text(client: Client) -> None:
+def test_control_tokens_in_a_message_are_plain_text(client: Client) -> None:
     def tokens(content: str) -> list[int]:
         answer = client.post("/tokenize", {"messages": [{"role": "user", "content": content}]})
         return list(answer.json["tokens"])
@@ -238,21 +238,21 @@ def test_max_completion_tokens_is_max_tokens(client: Client) -> None:
     assert (refused.status, refused.error["param"]) == (400, "max_completion_tokens")
 
 
-def test_thinking_can_be_switched_for_templates_that_know_it(tokenizer: Any) -> None:
+def test_enable_thinking_reaches_the_template(tokenizer: Any) -> None:
     engine = FakeEngine(tokenizer)
     with running(engine) as client:
         assert client.chat("x", max_tokens=1, chat_template_kwargs={"enable_thinking": False}).status == 200
     assert "[thinking False]" in tokenizer.decode(engine.seen[0].prompt)
 
 
-def test_what_is_not_said_comes_from_the_models_generation_config(tokenizer: Any) -> None:
+def test_sampling_defaults_come_from_the_generation_config(tokenizer: Any) -> None:
     engine = FakeEngine(tokenizer, defaults={"temperature": 0.6, "top_k": 20})
     with running(engine) as client:
         assert client.complete(max_tokens=1).status == 200
         assert client.complete(max_tokens=1, temperature=0, top_k=-1, min_p=0.1).status == 200
-    said, asked = (request.params for request in engine.seen)
-    assert (said.temperature, said.top_k, said.top_p) == (0.6, 20, 1.0)
-    assert (asked.temperature, asked.top_k, asked.min_p) == (0.0, 0, 0.1)
+    defaults, stated = (request.params for request in engine.seen)
+    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 1.0)
+    assert (stated.temperature, stated.top_k, stated.min_p) == (0.0, 0, 0.1)
 
 
 def test_every_sampling_field_reaches_the_engine(tokenizer: Any) -> None:
@@ -303,7 +303,7 @@ def test_every_sampling_field_reaches_the_engine(tokenizer: Any) -> None:
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_is_a_400_that_names_the_field(
+def test_an_invalid_field_is_a_400_that_names_the_field(
     client: Client, route: str, fields: dict[str, Any], param: str, word: str
 ) -> None:
     prompt = {"messages": [{"role": "user", "content": "x"}]} if "chat" in route else {"prompt": "x"}
@@ -325,13 +325,13 @@ def test_a_missing_field_is_named(client: Client) -> None:
     assert client.post("/v1/chat/completions", {"messages": []}).error["param"] == "model"
 
 
-def test_a_prompt_longer_than_the_context_says_so(client: Client) -> None:
+def test_a_prompt_longer_than_the_context_is_refused(client: Client) -> None:
     answer = client.complete("x" * 512)
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert client.complete("x" * 511, max_tokens=1).status == 200
 
 
-def test_a_chat_without_a_template_says_what_to_do(llama_folder: Any) -> None:
+def test_a_chat_without_a_template_is_refused_with_the_option_to_use(llama_folder: Any) -> None:
     from minifloat.runtime.tokenizer import load_tokenizer
 
     with running(FakeEngine(load_tokenizer(llama_folder))) as client:
@@ -343,7 +343,7 @@ def test_a_chat_without_a_template_says_what_to_do(llama_folder: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_takes_too_long_ends_with_a_timeout_and_leaves_nothing(tokenizer: Any, stream: bool) -> None:
+def test_a_request_beyond_the_time_limit_ends_with_a_timeout_error(tokenizer: Any, stream: bool) -> None:
     with running(FakeEngine(tokenizer, seconds=0.01), request_timeout=0.2) as client:
         answer = client.complete(max_tokens=500, stream=stream)
         if stream:
@@ -355,7 +355,7 @@ def test_a_request_that_takes_too_long_ends_with_a_timeout_and_leaves_nothing(to
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_the_engine_fails_on_is_a_500_of_its_own(tokenizer: Any, stream: bool) -> None:
+def test_a_request_that_the_engine_fails_on_is_a_500(tokenizer: Any, stream: bool) -> None:
     engine = FakeEngine(tokenizer, fails=lambda request: "kernel exploded" if request.params.seed == 13 else None)
     with running(engine) as client:
         answer = client.complete(n=1, seed=13, stream=stream)

@@ -1,4 +1,4 @@
-"""A stream to a client that does not read."""
+"""Streams to clients that do not read, or have disconnected."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def _events() -> AsyncGenerator[Version, None]:
         yield Version(version="x")
 
 
-def test_a_client_that_does_not_read_is_given_up_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_to_a_client_that_does_not_read_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minifloat.serve.server.sse._LAST_WORDS", 0.05)
     stream: Any = _Stream()
     sent: list[Any] = []
@@ -42,10 +42,10 @@ def test_a_client_that_does_not_read_is_given_up_at_the_time_limit(monkeypatch: 
     answer = EventStream(_events(), Generation([stream]), 0.1)
     asyncio.run(asyncio.wait_for(answer({"type": "http"}, _never, send), 10))
     assert stream.cancelled
-    assert len(sent) == 5, "two events, one that was not taken, and the last words"
+    assert len(sent) == 5, "the start, two events, one that was not taken, and the error"
 
 
-def test_a_client_that_has_left_before_the_first_event_leaves_nothing_behind() -> None:
+def test_a_client_that_disconnects_before_the_first_event_cancels_its_request() -> None:
     stream: Any = _Stream()
 
     async def gone() -> Any:

@@ -1,9 +1,9 @@
-"""What others have been attacked with, and a test for each, through a real socket.
+"""Attacks that other servers have suffered, each with a test through a real socket.
 
-Known cases are named by the vulnerabilities of other servers. Threats that come with the files of a model have their
-tests where files are read: shards outside of the folder, links and NUL bytes (`tests/checkpoint/test_reader.py`),
-pickled weights (the same), headers that lie (`tests/checkpoint/test_header.py`, `test_fuzz.py`), code and kernels that
-a config.json names (`tests/runtime/test_load.py`), scales that are NaN, zero or of the wrong shape
+Docstrings name the vulnerability of the other server. Attacks through the files of a model are tested where the files
+are read: shards outside of the folder, links, NUL bytes and pickled weights (`tests/checkpoint/test_reader.py`), false
+headers (`tests/checkpoint/test_header.py`, `test_fuzz.py`), code and kernels that a config.json names
+(`tests/runtime/test_load.py`), scales that are NaN, zero or of the wrong shape
 (`tests/runtime/test_load_other_tools.py`).
 """
 
@@ -15,7 +15,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 from fake_engine import FakeEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import MODEL, Client, running, wait_for
+from serving import MODEL, PATIENCE, Client, running, wait_for
 
 from minifloat.errors import StorageError, UsageError
 from minifloat.serve.engine import Engine
@@ -35,16 +34,15 @@ KEY, OTHER_KEY = "the-first-key", "the-other-key"
 JSON = "Content-Type: application/json"
 
 
-def raw(client: Client, *lines: str, body: bytes = b"", chunks: Iterable[bytes] = (), wait: float = 10) -> bytes:
-    """What the server answers to bytes of our own making, until it closes or has answered."""
+def raw(client: Client, *lines: str, body: bytes = b"", chunks: Iterable[bytes] = ()) -> bytes:
+    """Send raw bytes and return the answer of the server, or what came of it before the connection closed."""
     with client.connect() as connection:
-        connection.settimeout(wait)
         connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         try:
             for chunk in chunks:
                 connection.sendall(chunk)
         except OSError:
-            pass  # it closed in the middle: its answer is still to be read
+            pass  # the server closed the connection in the middle; its answer is still to be read
         received = b""
         try:
             while b"\r\n\r\n" not in received or not received.partition(b"\r\n\r\n")[2]:
@@ -89,13 +87,11 @@ def test_a_template_that_reaches_out_of_its_sandbox_or_breaks_is_a_400(tokenizer
         "{{ range(99999)|map('string')|map('length')|sum }}" * 500,
     ],
 )
-def test_a_template_that_runs_forever_is_stopped_and_others_go_on(tokenizer: Any, template: str) -> None:
+def test_a_template_that_runs_forever_is_stopped_and_other_requests_are_answered(tokenizer: Any, template: str) -> None:
     with running(FakeEngine(tokenizer), chat_template=template, render_seconds=0.3) as client:
-        began = time.monotonic()
         answer = client.chat("x")
         assert (answer.status, answer.error["param"]) == (400, "messages")
         assert "ran for more than" in answer.error["message"]
-        assert time.monotonic() - began < 10
         assert client.complete(max_tokens=2).status == 200
 
 
@@ -121,8 +117,8 @@ def test_a_request_sets_only_the_template_variables_of_the_list(client: Client, 
 # ------------------------------------------------------------------------------------------------- sizes
 
 
-class _Untouched:
-    """A tokenizer that must not be used."""
+class _UnusableTokenizer:
+    """A tokenizer that fails when it is used."""
 
     chat_template = "x"
 
@@ -155,17 +151,15 @@ class _Untouched:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_what_is_out_of_bounds_is_refused_before_anything_is_tokenized(fields: dict[str, Any]) -> None:
+def test_a_value_out_of_bounds_is_refused_before_anything_is_tokenized(fields: dict[str, Any]) -> None:
     """CVE-2024-8939."""
-    with running(FakeEngine(_Untouched())) as client:
-        began = time.monotonic()
+    with running(FakeEngine(_UnusableTokenizer())) as client:
         answer = client.complete(**{"prompt": "x", **fields})
         assert (answer.status, answer.error["param"]) == (400, next(iter(fields)))
-        assert time.monotonic() - began < 5
 
 
 def test_too_many_messages_or_parts_are_refused_before_anything_is_tokenized() -> None:
-    with running(FakeEngine(_Untouched())) as client:
+    with running(FakeEngine(_UnusableTokenizer())) as client:
         message = {"role": "user", "content": "x"}
         for messages in ([], [message] * 5_000, [{"role": "user", "content": "x" * 200_000}]):
             answer = client.post("/v1/chat/completions", {"model": MODEL, "messages": messages})
@@ -175,7 +169,7 @@ def test_too_many_messages_or_parts_are_refused_before_anything_is_tokenized() -
 
 
 def test_a_body_of_100_megabytes_is_refused_while_it_is_read(client: Client) -> None:
-    """CVE-2024-8768: sent in chunks, so that no header tells its size; and with a header that does."""
+    """CVE-2024-8768: in chunks, without a header that states the size; and with such a header."""
     sent = 0
 
     def chunks() -> Iterator[bytes]:
@@ -187,20 +181,20 @@ def test_a_body_of_100_megabytes_is_refused_while_it_is_read(client: Client) -> 
     head = ("POST /v1/completions HTTP/1.1", "Host: localhost", JSON)
     answer = raw(client, *head, "Transfer-Encoding: chunked", chunks=chunks())
     assert answer.startswith(b"HTTP/1.1 413"), answer[:200]
-    assert sent < 50, "it went on reading"
+    assert sent < 50, "the server went on reading"
     answer = raw(client, *head, f"Content-Length: {100 << 20}")
     assert answer.startswith(b"HTTP/1.1 413")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
     assert client.complete(max_tokens=1).status == 200
 
 
-def test_a_length_that_lies_or_is_no_number_is_refused(client: Client) -> None:
+def test_a_content_length_that_is_no_number_or_too_large_is_refused(client: Client) -> None:
     head = ("POST /v1/completions HTTP/1.1", "Host: localhost", JSON)
     for length in ("-1", "1e9", "0x10", "9" * 100):
-        assert raw(client, *head, f"Content-Length: {length}", wait=2).startswith((b"HTTP/1.1 400", b"HTTP/1.1 413"))
+        assert raw(client, *head, f"Content-Length: {length}").startswith((b"HTTP/1.1 400", b"HTTP/1.1 413"))
 
 
-def test_headers_without_end_are_refused(client: Client) -> None:
+def test_endless_headers_are_refused(client: Client) -> None:
     """CVE-2025-48956: in one piece, and in pieces that never end."""
     many = [f"X-{i}: {'x' * 1000}" for i in range(100)]
     assert raw(client, "GET /health HTTP/1.1", "Host: localhost", *many).startswith(b"HTTP/1.1 431")
@@ -208,30 +202,29 @@ def test_headers_without_end_are_refused(client: Client) -> None:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
         sent = 0
         try:
-            while sent < 10_000_000:
+            while sent < 100_000_000:  # far more than the buffers of both sockets hold
                 sent += connection.send(b"X-Line: " + b"x" * 1000 + b"\r\n")
-                time.sleep(0.001)
         except OSError:
-            pass  # it has closed the connection
-    assert sent < 10_000_000
+            pass  # the server has closed the connection
+    assert sent < 100_000_000
     assert client.get("/health").status == 200
 
 
-def test_a_slow_body_and_a_silent_connection_are_given_up(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_with_a_slow_body_or_no_request_are_closed(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minifloat.serve.server.connection._KEEP_ALIVE_SECONDS", 0.3)
     with running(FakeEngine(tokenizer), read_timeout=0.3) as client:
         head = ("POST /v1/completions HTTP/1.1", "Host: localhost", JSON, "Content-Length: 100")
         assert raw(client, *head, body=b"{").startswith(b"HTTP/1.1 408")
         with client.connect() as silent:
-            silent.settimeout(5)
+            silent.settimeout(PATIENCE)
             assert silent.recv(1) == b""
         with client.connect() as half:
-            half.settimeout(5)
+            half.settimeout(PATIENCE)
             half.sendall(b"GET /hea")
             assert half.recv(1) == b""
 
 
-def test_an_empty_list_and_a_prompt_too_long_are_refused_and_the_longest_is_not(client: Client) -> None:
+def test_empty_and_too_long_prompts_are_refused_and_the_longest_is_accepted(client: Client) -> None:
     assert client.complete("", max_tokens=1).json["usage"]["prompt_tokens"] == 1, "the token that begins a text"
     for empty in ([], [[]], [""] * 0):
         assert client.complete(empty).error["param"] == "prompt"
@@ -264,19 +257,19 @@ SCHEMA_BOMBS: list[Any] = [
 ]
 
 
-def test_a_bad_schema_ends_its_own_request_only(tiny: Engine) -> None:
-    """CVE-2025-48942, -48943, -48944, CVE-2025-58446. Some of them are grammars that are merely slow to begin."""
-    with running(tiny, request_timeout=20) as client:
+def test_a_bad_schema_fails_only_its_own_request(tiny: Engine) -> None:
+    """CVE-2025-48942, -48943, -48944, CVE-2025-58446. Some of them are valid grammars that only start slowly."""
+    with running(tiny) as client:
         for schema in SCHEMA_BOMBS:
-            wanted = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": schema}}
-            answer = client.complete("x", max_tokens=2, response_format=wanted)
+            response_format = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": schema}}
+            answer = client.complete("x", max_tokens=2, response_format=response_format)
             assert answer.status in (200, 400), (schema, answer.body)
             if answer.status == 400:
                 assert answer.error["param"].startswith("response_format"), (schema, answer.body)
             assert client.complete("x", max_tokens=2).status == 200
         for schema in SCHEMA_BOMBS[:5]:
-            wanted = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": schema}}
-            assert client.complete("x", max_tokens=2, response_format=wanted).status == 400, schema
+            response_format = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": schema}}
+            assert client.complete("x", max_tokens=2, response_format=response_format).status == 400, schema
 
 
 # ------------------------------------------------------------------------------------------------- keys
@@ -288,8 +281,8 @@ def locked(tokenizer: Any) -> Iterator[Client]:
         yield client
 
 
-def test_every_route_but_health_and_the_empty_page_wants_a_key(locked: Client) -> None:
-    """CVE-2025-59425. Routes that do not exist are not told from others."""
+def test_every_route_but_health_and_the_empty_page_needs_a_key(locked: Client) -> None:
+    """CVE-2025-59425. Without a key, a route that does not exist gives the same answer as any other."""
     document = locked.get("/openapi.json", Authorization=f"Bearer {KEY}").json
     routes = [(method.upper(), path) for path, item in document["paths"].items() for method in item]
     assert len(routes) >= 10
@@ -318,36 +311,36 @@ def test_every_route_but_health_and_the_empty_page_wants_a_key(locked: Client) -
         "Bearer " + "x" * 10_000,
     ],
 )
-def test_a_key_that_is_not_one_of_them_is_a_401(locked: Client, authorization: str) -> None:
+def test_an_unknown_key_is_a_401(locked: Client, authorization: str) -> None:
     lines = ("GET /v1/models HTTP/1.1", "Host: localhost", f"Authorization: {authorization}")
     assert raw(locked, *lines).startswith(b"HTTP/1.1 401")
 
 
-def test_any_of_the_keys_opens(locked: Client) -> None:
+def test_each_of_the_keys_is_accepted(locked: Client) -> None:
     for key in (KEY, OTHER_KEY):
         assert locked.get("/v1/models", Authorization=f"Bearer {key}").status == 200
         assert locked.get("/v1/models", Authorization=f"bearer {key}").status == 200
 
 
-def test_keys_are_compared_as_hashes_in_constant_time_and_all_of_them(
+def test_a_key_is_compared_with_all_keys_as_hashes_in_constant_time(
     locked: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[bytes, bytes]] = []
-    compare = hmac.compare_digest
+    compared: list[tuple[bytes, bytes]] = []
+    compare_digest = hmac.compare_digest
 
-    def spy(one: bytes, other: bytes) -> bool:
-        seen.append((one, other))
-        return compare(one, other)
+    def spy(left: bytes, right: bytes) -> bool:
+        compared.append((left, right))
+        return compare_digest(left, right)
 
     monkeypatch.setattr(hmac, "compare_digest", spy)
     for key in (KEY, "x"):
-        seen.clear()
+        compared.clear()
         locked.get("/v1/models", Authorization=f"Bearer {key}")
-        assert len(seen) == 2
-        assert {len(value) for pair in seen for value in pair} == {32}
+        assert len(compared) == 2
+        assert {len(value) for pair in compared for value in pair} == {32}
 
 
-def test_weak_keys_are_refused_at_the_start(tmp_path: Any) -> None:
+def test_weak_keys_are_refused(tmp_path: Any) -> None:
     for key in ("short", "with a space in it", "nicht-äscii-schlüssel", ""):
         with pytest.raises(UsageError, match="API key 1"):
             read_api_keys([key])
@@ -358,20 +351,20 @@ def test_weak_keys_are_refused_at_the_start(tmp_path: Any) -> None:
         read_api_keys(file=tmp_path / "missing")
 
 
-# ------------------------------------------------------------------------------------------------- one for all
+# ------------------------------------------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("a kernel failed"), MemoryError("out of memory"), None], ids=["kernel", "memory", "NaN"]
 )
-def test_one_request_that_breaks_a_step_fails_alone(tiny: Engine, error: Exception | None) -> None:
-    """CVE-2026-44223, CVE-2026-22773: a kernel error, no memory, and logits that are not numbers."""
+def test_a_request_that_breaks_a_step_fails_alone(tiny: Engine, error: Exception | None) -> None:
+    """CVE-2026-44223, CVE-2026-22773: a kernel error, no memory, and NaN logits."""
     run = tiny._runner.run
 
     def breaking(works: Any) -> torch.Tensor:
         logits: torch.Tensor = run(works)
-        chosen = [work for work in works if work.samples]
-        for row, work in enumerate(chosen):
+        sampled = [work for work in works if work.samples]
+        for row, work in enumerate(sampled):
             if work.sequence.request.params.seed == 666:
                 if error is not None:
                     raise error
@@ -400,7 +393,7 @@ def test_one_request_that_breaks_a_step_fails_alone(tiny: Engine, error: Excepti
         assert client.idle()
 
 
-def test_an_engine_that_dies_is_told_by_health_and_to_those_who_wait(tokenizer: Any) -> None:
+def test_a_dead_engine_fails_health_and_the_running_requests(tokenizer: Any) -> None:
     engine = FakeEngine(tokenizer, seconds=0.01)
     with running(engine) as client:
         stream = client.open_stream(max_tokens=400)
@@ -417,7 +410,9 @@ def test_an_engine_that_dies_is_told_by_health_and_to_those_who_wait(tokenizer: 
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}], ids=["plain", "grammar"])
-def test_who_hands_in_a_request_while_the_engine_dies_is_told(tokenizer: Any, fields: dict[str, Any]) -> None:
+def test_a_request_submitted_while_the_engine_dies_is_answered_with_an_error(
+    tokenizer: Any, fields: dict[str, Any]
+) -> None:
     engine = FakeEngine(tokenizer, seconds=0.3)
     answers: list[Any] = []
     with running(engine) as client:
@@ -425,7 +420,7 @@ def test_who_hands_in_a_request_while_the_engine_dies_is_told(tokenizer: Any, fi
         engine.broken = RuntimeError("a bug")
         ask = threading.Thread(target=lambda: answers.append(client.complete(max_tokens=5, **fields)))
         ask.start()
-        ask.join(10)
+        ask.join(PATIENCE)
         assert [answer.status for answer in answers] in ([503], [500]), answers
         stream.close()
 
@@ -469,8 +464,8 @@ NUMBERS = (
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(NUMBERS), value=ODD)
-def test_odd_numbers_are_either_taken_or_refused_by_name(client: Client, name: str, value: Any) -> None:
-    """CVE-2026-21869: whatever a field holds, the answer is 200 or 400, and 400 names the field."""
+def test_odd_values_are_accepted_or_refused_by_name(client: Client, name: str, value: Any) -> None:
+    """CVE-2026-21869: whatever the value of a field, the answer is 200 or 400, and 400 names the field."""
     answer = client.complete(**{"prompt": "abc", "max_tokens": 2, name: value})
     assert answer.status in (200, 400), answer.body
     if answer.status == 400 and answer.error["param"] is not None:
@@ -480,7 +475,7 @@ def test_odd_numbers_are_either_taken_or_refused_by_name(client: Client, name: s
 
 
 def test_log_probabilities_of_prompts_are_bounded_over_all_answers(client: Client) -> None:
-    """They are of every token of every prompt, and come at once."""
+    """They are computed for every token of every prompt and held in memory together."""
     fields: dict[str, Any] = {"echo": True, "logprobs": 20, "max_tokens": 1}
     refused = client.complete([[1] * 500] * 32, n=2, **fields)
     assert (refused.status, refused.error["param"]) == (400, "logprobs")
@@ -490,15 +485,15 @@ def test_log_probabilities_of_prompts_are_bounded_over_all_answers(client: Clien
 
 @pytest.mark.parametrize("value", [True, "1", [1], 10**400, -1.5])
 @pytest.mark.parametrize("name", ["temperature", "n", "seed", "max_tokens", "top_k"])
-def test_nothing_is_converted_to_a_number(client: Client, name: str, value: Any) -> None:
+def test_no_other_type_is_converted_to_a_number(client: Client, name: str, value: Any) -> None:
     assert client.complete(**{name: value}).status == 400
 
 
 # ------------------------------------------------------------------------------------------------- the prefix cache
 
 
-def test_a_cached_prefix_is_shared_only_by_those_with_the_same_key_and_salt(tiny: Engine) -> None:
-    """CVE-2025-46570: how long a first token takes must not tell what others have asked."""
+def test_a_cached_prefix_is_shared_only_by_requests_with_the_same_key_and_salt(tiny: Engine) -> None:
+    """CVE-2025-46570: the time to first token must not reveal the prompts of other clients."""
     prompt = "a prompt of several blocks of the cache, which is long enough to be shared with others " * 2
 
     def cached(client: Client, key: str, **fields: Any) -> int:
@@ -517,12 +512,12 @@ def test_a_cached_prefix_is_shared_only_by_those_with_the_same_key_and_salt(tiny
 # ------------------------------------------------------------------------------------------------- the network
 
 
-def test_nothing_fetches_an_address_of_a_request(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_url_in_a_request_is_fetched(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """CVE-2025-6242."""
-    asked: list[Any] = []
+    resolved: list[Any] = []
     resolve = socket.getaddrinfo
     monkeypatch.setattr(
-        socket, "getaddrinfo", lambda host, *rest, **more: asked.append(host) or resolve(host, *rest, **more)
+        socket, "getaddrinfo", lambda host, *rest, **more: resolved.append(host) or resolve(host, *rest, **more)
     )
     for part in (
         {"type": "image_url", "image_url": {"url": "http://attacker.example/x.png"}},
@@ -533,7 +528,7 @@ def test_nothing_fetches_an_address_of_a_request(client: Client, monkeypatch: py
         answer = client.chat([part])
         assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
         assert answer.error["param"].startswith("messages[0].content")
-    assert set(asked) <= {"127.0.0.1"}
+    assert set(resolved) <= {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(
@@ -551,21 +546,21 @@ def test_nothing_fetches_an_address_of_a_request(client: Client, monkeypatch: py
         ("", 403),
     ],
 )
-def test_on_loopback_only_the_names_of_this_machine_are_answered_to(client: Client, host: str, status: int) -> None:
+def test_on_loopback_only_host_names_of_this_machine_are_accepted(client: Client, host: str, status: int) -> None:
     """DNS rebinding, CVE-2024-37032."""
     assert raw(client, "GET /health HTTP/1.1", f"Host: {host}").startswith(f"HTTP/1.1 {status}".encode())
 
 
-def test_names_can_be_allowed(tokenizer: Any) -> None:
+def test_more_host_names_can_be_allowed(tokenizer: Any) -> None:
     with running(FakeEngine(tokenizer), allowed_hosts=("llm.example",)) as client:
         for host, status in (("llm.example", 200), ("localhost", 200), ("other.example", 403)):
             assert raw(client, "GET /health HTTP/1.1", f"Host: {host}").startswith(f"HTTP/1.1 {status}".encode())
 
 
-def test_other_pages_are_given_nothing(client: Client) -> None:
-    """No CORS, and no body that a foreign page's form could send without asking first."""
-    asked = {"Origin": "https://attacker.example", "Access-Control-Request-Method": "POST"}
-    preflight = client.send("OPTIONS", "/v1/completions", headers=asked)
+def test_pages_of_other_origins_get_no_answer(client: Client) -> None:
+    """No CORS headers, and no content type that a foreign page's form can send without a preflight."""
+    headers = {"Origin": "https://attacker.example", "Access-Control-Request-Method": "POST"}
+    preflight = client.send("OPTIONS", "/v1/completions", headers=headers)
     assert preflight.status == 405
     plain = client.complete(max_tokens=1)
     for answer in (preflight, plain):
@@ -576,7 +571,7 @@ def test_other_pages_are_given_nothing(client: Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["other", "../tiny", "/etc/passwd", "tiny/../tiny", "TINY", "http://x.example/m", ""])
-def test_the_model_is_the_one_that_is_served_and_never_a_path(client: Client, name: str) -> None:
+def test_another_model_name_or_a_path_is_a_404(client: Client, name: str) -> None:
     answer = client.complete(model=name)
     assert (answer.status, answer.error["code"]) == (404, "model_not_found")
     assert client.post("/tokenize", {"model": name, "prompt": "x"}).status == 404
@@ -612,14 +607,14 @@ def test_prompts_and_keys_are_never_logged(
     assert KEY not in logged
 
 
-def test_ids_of_clients_are_echoed_if_they_cannot_forge_a_log(client: Client) -> None:
+def test_request_ids_of_clients_are_echoed_if_they_cannot_forge_a_log_line(client: Client) -> None:
     assert client.get("/health", X_Request_Id="trace-01.a:b_C").headers["x-request-id"] == "trace-01.a:b_C"
     for odd in ("a b", "x" * 200, "é", "a\tb", "<script>"):
         echoed = client.send("GET", "/health", headers={"X-Request-Id": odd.encode("latin-1").decode("latin-1")})
         assert echoed.headers["x-request-id"] != odd
 
 
-def test_an_exception_tells_nothing_of_the_inside(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_to_an_unexpected_exception_has_no_details(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any) -> bytes:
         raise RuntimeError("/secret/path")
 
@@ -630,16 +625,15 @@ def test_an_exception_tells_nothing_of_the_inside(tokenizer: Any, monkeypatch: p
         assert b"secret" not in answer.body
 
 
-# ------------------------------------------------------------------------------------------------- leaving
+# ------------------------------------------------------------------------------------------------- disconnects
 
 
 def _descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.mark.timeout(300)
-def test_a_thousand_clients_that_leave_take_everything_with_them(tiny: Engine) -> None:
-    """CVE-2026-9540: streams that are broken off leave no request, no task, no descriptor and no block of the cache."""
+def test_a_thousand_clients_that_disconnect_leave_nothing_behind(tiny: Engine) -> None:
+    """CVE-2026-9540: aborted streams leave no request, no task, no file descriptor and no block of the cache."""
     with running(tiny, max_queue=64) as client:
 
         def leave(times: int) -> None:
@@ -659,8 +653,8 @@ def test_a_thousand_clients_that_leave_take_everything_with_them(tiny: Engine) -
         assert wait_for(lambda: tiny.kv_usage == 0.0)
         assert wait_for(lambda: not client.server.server_state.tasks)
         assert wait_for(lambda: _descriptors() <= descriptors)
-        assert threading.active_count() == threads
-        assert not client.engine._streams
+        assert wait_for(lambda: threading.active_count() == threads)
+        assert wait_for(lambda: not client.engine._streams)
         counts = client.get("/metrics").body.decode()
         cancelled = next(
             line for line in counts.splitlines() if 'request_success_total{finished_reason="cancelled"}' in line
@@ -669,8 +663,9 @@ def test_a_thousand_clients_that_leave_take_everything_with_them(tiny: Engine) -
         assert client.complete(max_tokens=5).status == 200
 
 
-def test_who_leaves_without_streaming_is_noticed_too(tokenizer: Any) -> None:
-    engine = FakeEngine(tokenizer, seconds=0.01)
+def test_a_client_that_disconnects_without_streaming_is_noticed(tokenizer: Any) -> None:
+    engine = FakeEngine(tokenizer)
+    engine.held = True  # no request ends by itself
     with running(engine) as client:
         body = json.dumps({"model": MODEL, "prompt": "abc", "max_tokens": 500, "n": 4}).encode()
         for _ in range(20):
@@ -680,4 +675,4 @@ def test_who_leaves_without_streaming_is_noticed_too(tokenizer: Any) -> None:
                 )
                 connection.sendall(head.encode() + body)
                 assert wait_for(lambda: client.engine.running > 0)
-            assert client.idle(3)
+            assert client.idle()

@@ -1,4 +1,4 @@
-"""`minifloat serve --engine vllm` as a process of its own, with a fake vLLM below it."""
+"""`minifloat serve --engine vllm` as a process, with a fake vLLM as its child."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fp8_folder(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_vllm_and_leaves_nothing(serving: Start, number: int) -> None:
+def test_a_signal_drains_vllm_and_leaves_no_process(serving: Start, number: int) -> None:
     server = serving(FAKE_DRAIN="0.3", FAKE_DELAY="0.5")
     server.until("vLLM: ready after")
     server.process.send_signal(number)
@@ -46,7 +46,7 @@ def test_a_signal_while_vllm_starts_stops_it(serving: Start) -> None:
     server = serving(FAKE_DELAY="600")
     server.until("the fake starts")
     server.process.send_signal(signal.SIGTERM)
-    # the fake sleeps with its handler installed: it ends as asked
+    # the fake sleeps with its SIGTERM handler installed, so it ends with status 0
     assert server.end() == 0
     assert "ready" not in server.output
 
@@ -68,27 +68,27 @@ def test_a_second_signal_kills_vllm_and_its_workers(serving: Start) -> None:
     assert "killing vLLM: asked a second time" in server.output
 
 
-def test_vllm_that_does_not_stop_is_killed_after_the_time_it_has(serving: Start) -> None:
-    hasty = (
+def test_vllm_that_does_not_stop_is_killed_after_the_shutdown_timeout(serving: Start) -> None:
+    short_grace = (
         "from minifloat.serve.vllm import launch; launch._GRACE_SECONDS = 0.5;"
         "from minifloat.commands.main import main; main()"
     )
-    server = serving("--shutdown-timeout", "0.5", program=("-c", hasty), FAKE_STUBBORN="1")
+    server = serving("--shutdown-timeout", "0.5", program=("-c", short_grace), FAKE_STUBBORN="1")
     server.until("ready after")
     server.process.terminate()
     assert server.end() == 128 + signal.SIGKILL
     assert "did not end in time" in server.output
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
-def test_vllm_is_told_to_stop_where_we_are_killed(serving: Start) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl of Linux")
+def test_vllm_stops_if_minifloat_is_killed(serving: Start) -> None:
     server = serving()
     server.until("ready after")
     leader, worker = server.pids
     server.process.kill()
     wait_for(lambda: not is_alive(leader), "the end of vLLM")
     assert (server.folder / "drained").exists()
-    os.kill(worker, signal.SIGKILL)  # of a real vLLM, the leader ends its workers
+    os.kill(worker, signal.SIGKILL)  # a real vLLM ends its workers itself
 
 
 def test_a_failed_start_shows_the_status_the_last_lines_and_the_first_error(serving: Start, tmp_path: Path) -> None:
@@ -97,17 +97,31 @@ def test_a_failed_start_shows_the_status_the_last_lines_and_the_first_error(serv
     )
     server = serving(FAKE_EXIT="3", FAKE_LOG=str(tmp_path / "log"), FAKE_DELAY="600")
     assert server.end() == 3
-    told = server.output.partition("vLLM ended by itself: exit status 3. The last of its log:")[2]
-    assert "    line 99" in told
-    assert "    RuntimeError: Engine core initialization failed." in told
-    assert "line 51\n" in told
-    assert "line 50\n" not in told
-    assert told.splitlines()[1].endswith("ValueError: Failed to find a kernel")
+    shown = server.output.partition("vLLM ended by itself: exit status 3. The last of its log:")[2]
+    assert "    line 99" in shown
+    assert "    RuntimeError: Engine core initialization failed." in shown
+    assert "line 51\n" in shown
+    assert "line 50\n" not in shown
+    assert shown.splitlines()[1].endswith("ValueError: Failed to find a kernel")
     assert "Traceback" not in server.output
 
 
-def test_no_answer_in_time_is_a_failure(serving: Start) -> None:
-    server = serving("--startup-timeout", "1", FAKE_DELAY="600")
+def test_no_answer_within_the_startup_timeout_is_a_failure(serving: Start) -> None:
+    # However slow the machine is, the time is judged only once the fake has written its first line.
+    patched = (
+        "import time\n"
+        "from minifloat.commands.main import main\n"
+        "from minifloat.serve.vllm import launch\n"
+        "start = launch._Run._start\n"
+        "def start_and_wait(self, command):\n"
+        "    child = start(self, command)\n"
+        "    while not child.log.last:\n"
+        "        time.sleep(0.01)\n"
+        "    return child\n"
+        "launch._Run._start = start_and_wait\n"
+        "main()"
+    )
+    server = serving("--startup-timeout", "1", program=("-c", patched), FAKE_DELAY="600")
     assert server.end() == 1
     assert "no answer within 1 s (--startup-timeout). The last of its log:\n    INFO" in server.output
 
@@ -120,12 +134,14 @@ def test_a_crash_under_load_is_reported_and_passed_on(serving: Start) -> None:
         connection.request("GET", "/crash")
         connection.getresponse()
     assert server.end() == 128 + signal.SIGSEGV
-    told = server.output.partition("ended by itself: killed by signal 11. The last of its log:")[2]
-    assert "ValueError: crashed under load" in told
+    shown = server.output.partition("ended by itself: killed by signal 11. The last of its log:")[2]
+    assert "ValueError: crashed under load" in shown
 
 
 @pytest.mark.parametrize(("kind", "megabytes"), [("lines", "30"), ("endless", "100"), ("binary", "100")])
-def test_a_flood_of_log_neither_blocks_nor_grows(serving: Start, kind: str, megabytes: str) -> None:
+def test_a_flood_of_log_neither_blocks_the_server_nor_fills_its_memory(
+    serving: Start, kind: str, megabytes: str
+) -> None:
     server = serving(FAKE_NOISE=megabytes, FAKE_NOISE_KIND=kind)
     server.until("ready after")
     assert psutil.Process(server.process.pid).memory_info().rss < 300 * 2**20
@@ -134,10 +150,9 @@ def test_a_flood_of_log_neither_blocks_nor_grows(serving: Start, kind: str, mega
 
 
 def test_a_reader_that_goes_away_does_not_stop_the_server(serving: Start) -> None:
-    server = serving(FAKE_NOISE="4", FAKE_DELAY="1")
-    server.until("the fake starts")
-    assert server.process.stdout is not None
-    server.process.stdout.close()
+    # 4 MB of noise follow the line at which the reader leaves: more than pipes hold, so that writes must fail
+    server = serving(FAKE_NOISE="4", leaves_at="the fake starts")
+    server.wait_until_left()
     wait_for(lambda: answers(server.port), "an answer")
     server.process.terminate()
     assert server.process.wait(PATIENCE) == 0
@@ -162,14 +177,16 @@ def test_a_quantized_kernel_in_the_log_is_confirmed(serving: Start, fp8_folder: 
     assert server.end() == 0
 
 
-def test_a_log_that_says_nothing_of_kernels_is_a_warning(serving: Start, fp8_folder: Path) -> None:
+def test_a_log_without_the_names_of_kernels_is_a_warning(serving: Start, fp8_folder: Path) -> None:
     server = serving(model=fp8_folder)
     server.until("could not be confirmed")
     server.process.terminate()
     assert server.end() == 0
 
 
-def test_weights_that_run_unquantized_end_it(serving: Start, fp8_folder: Path, tmp_path: Path) -> None:
+def test_quantized_weights_that_run_unquantized_end_the_server(
+    serving: Start, fp8_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "log").write_text(f"{CONFIG}model='m', quantization=None, quantization_config=None, seed=0\n")
     server = serving(model=fp8_folder, FAKE_LOG=str(tmp_path / "log"), FAKE_DELAY="600")
     assert server.end() == 1
@@ -189,11 +206,11 @@ def test_a_model_that_is_not_quantized_may_run_unquantized(serving: Start, tmp_p
     assert "confirmed" not in server.output
 
 
-def test_the_key_reaches_vllm_and_nobody_else(serving: Start, tmp_path: Path) -> None:
+def test_the_key_reaches_vllm_and_no_command_line(serving: Start, tmp_path: Path) -> None:
     (tmp_path / "key").write_text(f"{KEY}\n")
     server = serving("--api-key-file", str(tmp_path / "key"))
     server.until("ready after")
-    assert server.saw("environment.json")["VLLM_API_KEY"] == KEY
+    assert server.noted("environment.json")["VLLM_API_KEY"] == KEY
     for process in (server.process.pid, *server.pids):
         assert KEY not in " ".join(psutil.Process(process).cmdline())
     server.process.terminate()
@@ -203,7 +220,7 @@ def test_the_key_reaches_vllm_and_nobody_else(serving: Start, tmp_path: Path) ->
     assert "vLLM asks for the key below /v1, /v2 and /inference only" in server.output
 
 
-def test_what_is_printed_is_what_vllm_gets(serving: Start, tmp_path: Path) -> None:
+def test_the_printed_command_is_the_one_that_runs(serving: Start, tmp_path: Path) -> None:
     options = (
         "--max-model-len",
         "512",
@@ -221,8 +238,8 @@ def test_what_is_printed_is_what_vllm_gets(serving: Start, tmp_path: Path) -> No
     assert title == "# this node"
     server = serving(*options, *more)
     server.until("ready after")
-    assert server.saw("argv.json") == shlex.split(line)
-    assert server.saw("argv.json")[-3:] == list(more[1:])
+    assert server.noted("argv.json") == shlex.split(line)
+    assert server.noted("argv.json")[-3:] == list(more[1:])
     server.process.terminate()
     assert server.end() == 0
 
@@ -230,7 +247,7 @@ def test_what_is_printed_is_what_vllm_gets(serving: Start, tmp_path: Path) -> No
 def test_a_node_without_the_api_runs_until_it_is_stopped(serving: Start) -> None:
     cluster = ("--nodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--pipeline-parallel-size", "2")
     server = serving(*cluster)
-    assert server.saw("argv.json")[-1] == "--headless"
+    assert server.noted("argv.json")[-1] == "--headless"
     server.until("the fake starts")
     server.process.terminate()
     assert server.end() == 0
@@ -260,17 +277,17 @@ def test_the_head_of_a_ray_cluster_starts_ray_before_vllm_and_ends_both(serving:
     server = serving(*cluster)
     server.until("vLLM: ready after")
     assert "Ray: ready after" in server.output
-    assert server.saw("environment.json")["RAY_ADDRESS"] == "127.0.0.27:6379"
-    assert server.saw("argv.json")[-2:] == ["--distributed-executor-backend", "ray"]
+    assert server.noted("environment.json")["RAY_ADDRESS"] == "127.0.0.27:6379"
+    assert server.noted("argv.json")[-2:] == ["--distributed-executor-backend", "ray"]
     server.process.terminate()
     assert server.end() == 0
     assert "ray stops" in server.output
 
 
-def test_quiet_shows_only_what_matters(serving: Start) -> None:
+def test_quiet_shows_neither_the_command_nor_vllms_log(serving: Start) -> None:
     server = serving("--quiet")
     wait_for(lambda: answers(server.port), "an answer")
     server.process.terminate()
     assert server.end() == 0
     assert "the fake starts" not in server.output
-    assert subprocess.list2cmdline(server.saw("argv.json")) not in server.output
+    assert subprocess.list2cmdline(server.noted("argv.json")) not in server.output

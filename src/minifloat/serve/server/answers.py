@@ -1,4 +1,4 @@
-"""The bodies of answers, named and shaped as in OpenAI's API; what vLLM adds to them is here under vLLM's names."""
+"""The bodies of answers, named and shaped as in OpenAI's API. Fields that vLLM adds have vLLM's names."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pydantic import BaseModel
 from minifloat.serve.engine import TokenLogprob
 from minifloat.serve.engine import Usage as EngineUsage
 
-#: JSON has no infinity: the log-probability of a token that cannot be.
+#: Log-probability of an impossible token, since JSON has no infinity.
 _IMPOSSIBLE = -9999.0
 
 FinishReason = Literal["stop", "length"]
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the tokens of the prompt."""
+    """How many tokens of the prompt came from the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(BaseModel):
-    """Tokens."""
+    """Numbers of tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -32,12 +32,21 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, choices: Sequence[EngineUsage], per_prompt: int) -> Usage:
-        """The sum over choices, where each `per_prompt` in a row share a prompt, which counts once."""
+        """Return the sum over choices.
+
+        Args:
+            choices: Usage of each choice, the choices of one prompt in a row.
+            per_prompt: Choices per prompt. Their prompt counts once.
+        """
         prompts = choices[::per_prompt]
-        made = sum(choice.completion_tokens for choice in choices)
-        read = sum(prompt.prompt_tokens for prompt in prompts)
-        cached = PromptTokensDetails(cached_tokens=sum(prompt.cached_tokens for prompt in prompts))
-        return cls(prompt_tokens=read, completion_tokens=made, total_tokens=read + made, prompt_tokens_details=cached)
+        completion_tokens = sum(choice.completion_tokens for choice in choices)
+        prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
+        return cls(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(prompt.cached_tokens for prompt in prompts)),
+        )
 
 
 class CompletionLogprobs(BaseModel):
@@ -49,7 +58,7 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None]
 
     def __add__(self, later: CompletionLogprobs) -> CompletionLogprobs:
-        """Those of a text, and of what follows it."""
+        """Return the log-probabilities of this text followed by those of a later one."""
         return CompletionLogprobs(
             text_offset=self.text_offset + later.text_offset,
             token_logprobs=self.token_logprobs + later.token_logprobs,
@@ -58,8 +67,18 @@ class CompletionLogprobs(BaseModel):
         )
 
 
+class _Answer(BaseModel):
+    """The fields that all answers begin with, in this order."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 class CompletionChoice(BaseModel):
-    """One answer."""
+    """One of the texts of a completion."""
 
     index: int
     text: str
@@ -68,14 +87,10 @@ class CompletionChoice(BaseModel):
     stop_reason: str | int | None = None
 
 
-class Completion(BaseModel):
-    """Answer, and chunk of a streamed answer, of ``/v1/completions``."""
+class TextCompletion(_Answer):
+    """Answer of ``/v1/completions``, and chunk of a streamed answer."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -89,7 +104,7 @@ class TopLogprob(BaseModel):
 
 
 class ChatLogprob(TopLogprob):
-    """A chosen token, and what might have been chosen."""
+    """The chosen token and its most probable alternatives."""
 
     top_logprobs: list[TopLogprob]
 
@@ -101,7 +116,7 @@ class ChatLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model says."""
+    """The model's message."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -109,7 +124,7 @@ class AssistantMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """One of the messages of a chat completion."""
 
     index: int
     message: AssistantMessage
@@ -118,27 +133,23 @@ class ChatChoice(BaseModel):
     stop_reason: str | int | None = None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(_Answer):
     """Answer of ``/v1/chat/completions``."""
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
 
 
 class Delta(BaseModel):
-    """What is new; what is not set is left out."""
+    """The new part of a message; fields that are not set are left out."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(BaseModel):
-    """What is new in one answer."""
+    """The new part of one choice."""
 
     index: int
     delta: Delta
@@ -147,14 +158,10 @@ class ChatChunkChoice(BaseModel):
     stop_reason: str | int | None = None
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(_Answer):
     """Chunk of a streamed answer of ``/v1/chat/completions``."""
 
-    id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
@@ -170,26 +177,26 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """``/v1/models``."""
+    """Answer of ``/v1/models``."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class Health(BaseModel):
-    """``/health`` and ``/ready``."""
+    """Answer of ``/health`` and ``/ready``."""
 
     status: Literal["ok"] = "ok"
 
 
 class Version(BaseModel):
-    """``/version``."""
+    """Answer of ``/version``."""
 
     version: str
 
 
 class Tokens(BaseModel):
-    """``/tokenize``."""
+    """Answer of ``/tokenize``."""
 
     count: int
     max_model_len: int
@@ -198,44 +205,51 @@ class Tokens(BaseModel):
 
 
 class Text(BaseModel):
-    """``/detokenize``."""
+    """Answer of ``/detokenize``."""
 
     prompt: str
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
-    """Of new tokens."""
+    """Return the log-probabilities of new tokens for ``/v1/chat/completions``."""
     return ChatLogprobs(
         content=[
             ChatLogprob(
-                token=one.text, logprob=_finite(one.logprob), bytes=list(one.raw), top_logprobs=list(map(_top, one.top))
+                token=token.text,
+                logprob=_finite(token.logprob),
+                bytes=list(token.raw),
+                top_logprobs=list(map(_top_logprob, token.top)),
             )
-            for one in logprobs
+            for token in logprobs
         ]
     )
 
 
 def completion_logprobs(logprobs: Iterable[TokenLogprob], offset: int) -> CompletionLogprobs:
-    """Of new tokens, of which the first begins at the character `offset` of the text.
+    """Return the log-probabilities of new tokens for ``/v1/completions``.
 
-    Several tokens may have the same text, such as parts of characters: the most probable one is told of then, so that
-    a token is the most probable one where none of `top_logprobs` is above its own.
+    Several tokens may have the same text, such as parts of one character. `top_logprobs` then holds the most probable
+    of them, so that a token is the most probable one exactly if no entry of `top_logprobs` exceeds its own.
+
+    Args:
+        logprobs: The tokens.
+        offset: Character of the text at which the first token begins.
     """
-    made = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-    for one in logprobs:
-        made.text_offset.append(offset)
-        made.tokens.append(one.text)
-        made.token_logprobs.append(_finite(one.logprob))
-        most: dict[str, float] = {}
-        for top in (*one.top, one):
-            most.setdefault(top.text, _finite(top.logprob))
-        made.top_logprobs.append(most)
-        offset += len(one.text)
-    return made
+    lists = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for token in logprobs:
+        lists.text_offset.append(offset)
+        lists.tokens.append(token.text)
+        lists.token_logprobs.append(_finite(token.logprob))
+        logprob_by_text: dict[str, float] = {}
+        for candidate in (*token.top, token):  # the most probable first
+            logprob_by_text.setdefault(candidate.text, _finite(candidate.logprob))
+        lists.top_logprobs.append(logprob_by_text)
+        offset += len(token.text)
+    return lists
 
 
-def _top(one: TokenLogprob) -> TopLogprob:
-    return TopLogprob(token=one.text, logprob=_finite(one.logprob), bytes=list(one.raw))
+def _top_logprob(token: TokenLogprob) -> TopLogprob:
+    return TopLogprob(token=token.text, logprob=_finite(token.logprob), bytes=list(token.raw))
 
 
 def _finite(logprob: float) -> float:

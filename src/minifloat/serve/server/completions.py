@@ -1,7 +1,7 @@
 """``POST /v1/completions`` and ``POST /v1/chat/completions``.
 
-Both have their choices admitted before they answer, so that a full queue is a 503 and not a broken stream; then they
-join what comes, or pass it on.
+Both answer only once the engine has admitted all choices, so that a full queue is a 503 and not a broken stream. Then
+they collect the deliveries into one answer, or stream them.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from fastapi import Request as HTTPRequest
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
-from minifloat.serve.server.answers import ChatChunk, ChatCompletion, Completion, Usage
+from minifloat.serve.server.answers import ChatChunk, ChatCompletion, TextCompletion, Usage
 from minifloat.serve.server.errors import APIError
 from minifloat.serve.server.generation import Disconnected, Generation, unless_disconnected
 from minifloat.serve.server.openapi import streamed
 from minifloat.serve.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from minifloat.serve.server.service import Service, require_json
-from minifloat.serve.server.sse import EventStream, out_of_time
-from minifloat.serve.server.writers import ChatWriter, Collected, Head, TextWriter, Writer
+from minifloat.serve.server.sse import EventStream, timeout_error
+from minifloat.serve.server.writers import ChatWriter, CollectedChoice, EchoedPrompt, TextWriter, Writer
 
 router = APIRouter(tags=["OpenAI"], dependencies=[Depends(require_json)])
 
 
-@router.post("/v1/completions", response_model=None, responses=streamed(Completion, Completion))
+@router.post("/v1/completions", response_model=None, responses=streamed(TextCompletion, TextCompletion))
 async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Response:
     """Continue one or several texts."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    given = body.prompts()
-    prompts = [await service.prompts.encode(one, add_special_tokens=body.add_special_tokens) for one in given]
-    heads = [Head()] * len(given)
+    texts = body.prompts()
+    prompts = [await service.prompts.encode(text, add_special_tokens=body.add_special_tokens) for text in texts]
+    echoed = [EchoedPrompt()] * len(texts)
     if body.echo:
-        heads = [
-            Head(
-                one if isinstance(one, str) else await service.prompts.decode(one),
+        echoed = [
+            EchoedPrompt(
+                text if isinstance(text, str) else await service.prompts.decode(text),
                 await service.prompts.decode(prompt[:1]),
             )
-            for one, prompt in zip(given, prompts, strict=True)
+            for text, prompt in zip(texts, prompts, strict=True)
         ]
-    of_prompt = body.logprobs if body.echo else None
-    name, generation = await service.submit(prompts, body, body.logprobs, request, prompt_logprobs=of_prompt)
+    prompt_logprobs = body.logprobs if body.echo else None
+    name, generation = await service.submit(prompts, body, body.logprobs, request, prompt_logprobs=prompt_logprobs)
     writer = TextWriter(
         f"cmpl-{name}",
         service.settings.model_name,
-        [head for head in heads for _ in range(body.n)],
+        [prompt for prompt in echoed for _ in range(body.n)],
         logprobs=body.logprobs is not None,
         with_usage=_wants_usage(body),
     )
@@ -78,52 +78,57 @@ def _wants_usage(body: SamplingRequest) -> bool:
 
 
 async def _respond(
-    service: Service, body: SamplingRequest, request: HTTPRequest, generation: Generation, writer: Writer, choices: int
+    service: Service,
+    body: SamplingRequest,
+    request: HTTPRequest,
+    generation: Generation,
+    writer: Writer,
+    num_choices: int,
 ) -> Response:
-    """Join what the engine makes, or pass it on."""
-    collected = [Collected() for _ in range(choices)]
+    """Return the whole answer, or a stream of it."""
+    choices = [CollectedChoice() for _ in range(num_choices)]
     seconds = service.settings.request_timeout
     if body.stream:
-        return EventStream(_events(body, generation, writer, collected), generation, seconds)
+        return EventStream(_events(body, generation, writer, choices), generation, seconds)
     try:
         async with asyncio.timeout(seconds):
-            await unless_disconnected(request.receive, _collect(generation, collected))
+            await unless_disconnected(request.receive, _collect(generation, choices))
     except TimeoutError:
-        raise out_of_time(seconds) from None
+        raise timeout_error(seconds) from None
     except Disconnected:
-        return Response(status_code=499)  # nobody reads it; the log does
+        return Response(status_code=499)  # no client reads it; the status is for the log
     finally:
         generation.cancel()
-    return JSONResponse(writer.whole(collected, _usage(collected, body.n)).model_dump())
+    return JSONResponse(writer.whole(choices, _usage(choices, body.n)).model_dump())
 
 
-async def _collect(generation: Generation, collected: list[Collected]) -> None:
+async def _collect(generation: Generation, choices: list[CollectedChoice]) -> None:
     async with contextlib.aclosing(generation.deliveries()) as deliveries:
         async for index, delivery in deliveries:
-            collected[index].add(delivery)
-    _check_ended(collected)
+            choices[index].add(delivery)
+    _check_ended(choices)
 
 
 async def _events(
-    body: SamplingRequest, generation: Generation, writer: Writer, collected: list[Collected]
+    body: SamplingRequest, generation: Generation, writer: Writer, choices: list[CollectedChoice]
 ) -> AsyncGenerator[BaseModel, None]:
     for chunk in writer.opening():
         yield chunk
     async with contextlib.aclosing(generation.deliveries()) as deliveries:
         async for index, delivery in deliveries:
             if delivery.finish_reason is not None:
-                collected[index].add(delivery)
+                choices[index].add(delivery)
             if delivery.text or delivery.logprobs or delivery.prompt_logprobs or delivery.finish_reason is not None:
                 yield writer.chunk(index, delivery)
-    _check_ended(collected)
+    _check_ended(choices)
     if _wants_usage(body):
-        yield writer.last(_usage(collected, body.n))
+        yield writer.last(_usage(choices, body.n))
 
 
-def _usage(collected: list[Collected], per_prompt: int) -> Usage:
-    return Usage.of([one.usage for one in collected], per_prompt)
+def _usage(choices: list[CollectedChoice], per_prompt: int) -> Usage:
+    return Usage.of([choice.usage for choice in choices], per_prompt)
 
 
-def _check_ended(collected: list[Collected]) -> None:
-    if any(one.finish_reason is None for one in collected):
-        raise APIError(500, "the engine ended without saying why", code="engine_error")
+def _check_ended(choices: list[CollectedChoice]) -> None:
+    if any(choice.finish_reason is None for choice in choices):
+        raise APIError(500, "the engine ended without a finish reason", code="engine_error")

@@ -59,7 +59,7 @@ class EventStream(Response):
                 await send(_body(DONE))
         except Exception as error:
             self._generation.cancel()
-            last = _event(_told(error, self._seconds).body) + DONE
+            last = _event(_api_error(error, self._seconds).body) + DONE
             try:
                 async with asyncio.timeout(_LAST_WORDS):
                     await send(_body(last))
@@ -68,18 +68,18 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _told(error: Exception, seconds: float) -> APIError:
+def _api_error(error: Exception, seconds: float) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, MinifloatError):
         return from_minifloat(error)
     if isinstance(error, TimeoutError):
-        return out_of_time(seconds)
+        return timeout_error(seconds)
     _LOG.error("a streamed answer failed", exc_info=error)
     return APIError(500, "internal server error")
 
 
-def out_of_time(seconds: float) -> APIError:
+def timeout_error(seconds: float) -> APIError:
     """The answer to a request that took too long."""
     return APIError(504, f"not finished within {seconds:g} s; ask for fewer tokens", code="timeout")
 

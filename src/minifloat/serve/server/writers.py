@@ -1,11 +1,11 @@
-"""From what the engine delivers to the bodies of answers: at once, or chunk by chunk."""
+"""Turn the engine's deliveries into the bodies of answers: a whole answer, or chunk by chunk."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
 
@@ -19,11 +19,11 @@ from minifloat.serve.server.answers import (
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
-    Completion,
     CompletionChoice,
     CompletionLogprobs,
     Delta,
     FinishReason,
+    TextCompletion,
     Usage,
     chat_logprobs,
     completion_logprobs,
@@ -32,8 +32,8 @@ from minifloat.serve.server.answers import (
 FINGERPRINT = f"minifloat-{__version__}"
 
 
-class Collected:
-    """All deliveries of one choice."""
+class CollectedChoice:
+    """All deliveries of one choice, joined."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -44,7 +44,7 @@ class Collected:
         self.usage = EngineUsage(0, 0, 0)
 
     def add(self, delivery: Delivery) -> None:
-        """Take the next one."""
+        """Add the next delivery."""
         self._pieces.append(delivery.text)
         self.logprobs += delivery.logprobs or ()
         self.prompt_logprobs = delivery.prompt_logprobs or self.prompt_logprobs
@@ -54,12 +54,12 @@ class Collected:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The text so far."""
         return "".join(self._pieces)
 
 
 def reason(delivery: Delivery) -> FinishReason | None:
-    """Why a choice ended; those that failed do not come here."""
+    """Return the reason why a choice ended. `Generation` raises for choices that failed or were cancelled."""
     return cast(FinishReason | None, delivery.finish_reason)
 
 
@@ -67,20 +67,20 @@ class Writer(Protocol):
     """Writes one kind of answer."""
 
     def opening(self) -> list[BaseModel]:
-        """Chunks before the first token."""
+        """Return the chunks before the first token."""
 
     def chunk(self, index: int, delivery: Delivery) -> BaseModel:
-        """The chunk of a delivery to the choice `index`."""
+        """Return the chunk of a delivery to the choice `index`."""
 
     def last(self, usage: Usage) -> BaseModel:
-        """The chunk with the usage."""
+        """Return the chunk with the usage, which has no text."""
 
-    def whole(self, choices: Sequence[Collected], usage: Usage) -> BaseModel:
-        """The answer at once."""
+    def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
+        """Return the whole answer."""
 
 
-class _Head:
-    """What every body begins with.
+class _CommonFields:
+    """The fields that every body begins with.
 
     Args:
         name: Id of the answer.
@@ -89,157 +89,168 @@ class _Head:
     """
 
     def __init__(self, name: str, model: str, *, with_usage: bool) -> None:
-        self.fields: dict[str, Any] = {
+        self.of_answer: dict[str, Any] = {
             "id": name,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": FINGERPRINT,
         }
-        self.chunk_fields = self.fields | ({"usage": None} if with_usage else {})
+        self.of_chunk = self.of_answer | ({"usage": None} if with_usage else {})
 
 
 @dataclass(frozen=True)
-class Head:
-    """What a text begins with where its prompt is asked for: the prompt, and the text of its first token."""
+class EchoedPrompt:
+    """A prompt that the text of a choice begins with (``echo``). Empty if no echo is requested.
+
+    Attributes:
+        text: The prompt.
+        first_token: Text of its first token.
+    """
 
     text: str = ""
-    first: str = ""
+    first_token: str = ""
 
 
 class TextWriter:
-    """``/v1/completions``.
+    """Writes answers of ``/v1/completions``.
 
     Args:
         name: Id of the answer.
         model: Name of the model.
-        heads: What the text of each choice begins with.
-        logprobs: Whether log-probabilities are asked for.
+        prompts: Prompt to echo for each choice.
+        logprobs: Whether the answer has log-probabilities.
         with_usage: Whether chunks have the field `usage`.
     """
 
-    def __init__(self, name: str, model: str, heads: Sequence[Head], *, logprobs: bool, with_usage: bool) -> None:
-        self._head = _Head(name, model, with_usage=with_usage)
-        self._heads, self._logprobs = heads, logprobs
-        self._offsets = [len(head.text) for head in heads]
+    def __init__(
+        self, name: str, model: str, prompts: Sequence[EchoedPrompt], *, logprobs: bool, with_usage: bool
+    ) -> None:
+        self._fields = _CommonFields(name, model, with_usage=with_usage)
+        self._prompts, self._logprobs = prompts, logprobs
+        self._offsets = [len(prompt.text) for prompt in prompts]
 
     def opening(self) -> list[BaseModel]:
-        """The prompts, where they are asked for; those with log-probabilities come with the first delivery."""
+        """Return chunks with the echoed prompts; with log-probabilities they come with the first delivery instead."""
         if self._logprobs:
             return []
         return [
             self._chunk(
-                CompletionChoice(index=index, text=head.text, logprobs=None, finish_reason=None, stop_reason=None)
+                CompletionChoice(index=index, text=prompt.text, logprobs=None, finish_reason=None, stop_reason=None)
             )
-            for index, head in enumerate(self._heads)
-            if head.text
+            for index, prompt in enumerate(self._prompts)
+            if prompt.text
         ]
 
     def chunk(self, index: int, delivery: Delivery) -> BaseModel:
-        """New text."""
+        """Return a chunk of new text."""
         return self._chunk(
             CompletionChoice(
                 index=index,
-                text=(self._heads[index].text if delivery.prompt_logprobs else "") + delivery.text,
-                logprobs=self._of(index, delivery.prompt_logprobs, delivery.logprobs or ()),
+                text=(self._prompts[index].text if delivery.prompt_logprobs else "") + delivery.text,
+                logprobs=self._logprobs_of(index, delivery.prompt_logprobs, delivery.logprobs or ()),
                 finish_reason=reason(delivery),
                 stop_reason=delivery.stop_reason,
             )
         )
 
     def last(self, usage: Usage) -> BaseModel:
-        """No text."""
-        return Completion(object="text_completion", choices=[], **self._head.fields, usage=usage)
+        """Return the chunk with the usage, which has no text."""
+        return TextCompletion(object="text_completion", choices=[], **self._fields.of_answer, usage=usage)
 
-    def whole(self, choices: Sequence[Collected], usage: Usage) -> BaseModel:
-        """All texts."""
-        made = [
+    def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
+        """Return the answer with all texts."""
+        bodies = [
             CompletionChoice(
                 index=index,
-                text=self._heads[index].text + one.text,
-                logprobs=self._of(index, one.prompt_logprobs, one.logprobs),
-                finish_reason=one.finish_reason,
-                stop_reason=one.stop_reason,
+                text=self._prompts[index].text + choice.text,
+                logprobs=self._logprobs_of(index, choice.prompt_logprobs, choice.logprobs),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
             )
-            for index, one in enumerate(choices)
+            for index, choice in enumerate(choices)
         ]
-        return Completion(object="text_completion", choices=made, usage=usage, **self._head.fields)
+        return TextCompletion(object="text_completion", choices=bodies, usage=usage, **self._fields.of_answer)
 
-    def _chunk(self, choice: CompletionChoice) -> Completion:
-        return Completion(object="text_completion", choices=[choice], **self._head.chunk_fields)
+    def _chunk(self, choice: CompletionChoice) -> TextCompletion:
+        return TextCompletion(object="text_completion", choices=[choice], **self._fields.of_chunk)
 
-    def _of(
-        self, index: int, of_prompt: Sequence[TokenLogprob | None] | None, logprobs: Sequence[TokenLogprob]
+    def _logprobs_of(
+        self, index: int, of_prompt: Sequence[TokenLogprob | None] | None, of_new: Sequence[TokenLogprob]
     ) -> CompletionLogprobs | None:
+        """Return the log-probabilities of new tokens of a choice, after those of its prompt if there are any."""
         if not self._logprobs:
             return None
         offset = self._offsets[index]
-        self._offsets[index] += sum(len(one.text) for one in logprobs)
-        made = completion_logprobs(logprobs, offset)
-        return made if of_prompt is None else prompt_logprobs(self._heads[index], of_prompt) + made
+        self._offsets[index] += sum(len(token.text) for token in of_new)
+        logprobs = completion_logprobs(of_new, offset)
+        return logprobs if of_prompt is None else prompt_logprobs(self._prompts[index], of_prompt) + logprobs
 
 
-def prompt_logprobs(head: Head, logprobs: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
-    """Of the tokens of a prompt; a first one that its text does not begin with (the tokenizer's own) takes no room."""
-    room = len(head.first) if head.text.startswith(head.first) else 0
-    first = CompletionLogprobs(text_offset=[0], token_logprobs=[None], tokens=[head.first], top_logprobs=[None])
-    return first + completion_logprobs([one for one in logprobs if one is not None], room)
+def prompt_logprobs(prompt: EchoedPrompt, logprobs: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
+    """Return the log-probabilities of the tokens of a prompt.
+
+    A first token that the tokenizer added, which the prompt's text does not begin with, takes no characters.
+    """
+    first_length = len(prompt.first_token) if prompt.text.startswith(prompt.first_token) else 0
+    first = CompletionLogprobs(text_offset=[0], token_logprobs=[None], tokens=[prompt.first_token], top_logprobs=[None])
+    return first + completion_logprobs([token for token in logprobs if token is not None], first_length)
 
 
 class ChatWriter:
-    """``/v1/chat/completions``.
+    """Writes answers of ``/v1/chat/completions``.
 
     Args:
         name: Id of the answer.
         model: Name of the model.
-        choices: How many answers.
-        logprobs: Whether log-probabilities are asked for.
+        choices: Number of choices.
+        logprobs: Whether the answer has log-probabilities.
         with_usage: Whether chunks have the field `usage`.
     """
 
     def __init__(self, name: str, model: str, choices: int, *, logprobs: bool, with_usage: bool) -> None:
-        self._head = _Head(name, model, with_usage=with_usage)
+        self._fields = _CommonFields(name, model, with_usage=with_usage)
         self._choices, self._logprobs = choices, logprobs
 
     def opening(self) -> list[BaseModel]:
-        """Who speaks."""
+        """Return a chunk with the role for each choice."""
         return [self._chunk(index, Delta(role="assistant", content="")) for index in range(self._choices)]
 
     def chunk(self, index: int, delivery: Delivery) -> BaseModel:
-        """New text."""
-        logprobs = self._of(delivery.logprobs or ())
+        """Return a chunk of new text."""
+        logprobs = self._logprobs_of(delivery.logprobs or ())
         delta = Delta(content=delivery.text) if delivery.text or delivery.finish_reason is None else Delta()
         return self._chunk(index, delta, logprobs, reason(delivery), delivery.stop_reason)
 
     def last(self, usage: Usage) -> BaseModel:
-        """No text."""
-        return ChatChunk(object="chat.completion.chunk", choices=[], **self._head.fields, usage=usage)
+        """Return the chunk with the usage, which has no text."""
+        return ChatChunk(object="chat.completion.chunk", choices=[], **self._fields.of_answer, usage=usage)
 
-    def whole(self, choices: Sequence[Collected], usage: Usage) -> BaseModel:
-        """All messages."""
-        made = [
+    def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
+        """Return the answer with all messages."""
+        bodies = [
             ChatChoice(
                 index=index,
-                message=AssistantMessage(role="assistant", content=one.text, refusal=None),
-                logprobs=self._of(one.logprobs),
-                finish_reason=one.finish_reason or "stop",
-                stop_reason=one.stop_reason,
+                message=AssistantMessage(role="assistant", content=choice.text, refusal=None),
+                logprobs=self._logprobs_of(choice.logprobs),
+                finish_reason=choice.finish_reason or "stop",
+                stop_reason=choice.stop_reason,
             )
-            for index, one in enumerate(choices)
+            for index, choice in enumerate(choices)
         ]
-        return ChatCompletion(object="chat.completion", choices=made, usage=usage, **self._head.fields)
+        return ChatCompletion(object="chat.completion", choices=bodies, usage=usage, **self._fields.of_answer)
 
     def _chunk(
         self,
         index: int,
         delta: Delta,
         logprobs: ChatLogprobs | None = None,
-        finish_reason: Literal["stop", "length"] | None = None,
+        finish_reason: FinishReason | None = None,
         stop_reason: str | int | None = None,
     ) -> ChatChunk:
         choice = ChatChunkChoice(
             index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason, stop_reason=stop_reason
         )
-        return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head.chunk_fields)
+        return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._fields.of_chunk)
 
-    def _of(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+    def _logprobs_of(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         return chat_logprobs(logprobs) if self._logprobs else None
