@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 from covering import covering_pairs
+from modes import FULL_VARIABLE, is_full
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-#: Set by --full for the pytest processes that tests start.
-_FULL_VARIABLE = "MINIFLOAT_TESTS_FULL"
 #: Parameters whose values are instruction sets of this machine.
 _ISA_PARAMETERS = ("kernels", "isa")
 
@@ -25,14 +24,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full",
         action="store_true",
-        default=os.environ.get(_FULL_VARIABLE) == "1",
+        default=is_full(),
         help="run every case: those marked `full`, and the kernels' whole matrices on every instruction set",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("full"):
-        os.environ[_FULL_VARIABLE] = "1"
+        os.environ[FULL_VARIABLE] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,13 +45,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _beside_covering_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
     """The cases of instruction sets between the best and the portable one that covering pairs do without."""
-    cases_by_test: dict[str, list[tuple[pytest.Item, dict[str, Any]]]] = defaultdict(list)
+    cases_by_test: dict[str, list[tuple[pytest.Item, dict[str, int]]]] = defaultdict(list)
     for item in items:
         callspec = getattr(item, "callspec", None)
         name = next((name for name in _ISA_PARAMETERS if callspec and name in callspec.params), None)
         if callspec and name and callspec.params[name] in _middle_isas():
-            # Indices stand for values, which need not be hashable.
-            cases_by_test[item.nodeid.partition("[")[0]].append((item, dict(callspec.indices)))
+            # Values need not be hashable: all cases of a test share them, so that their identity serves.
+            values = {name: id(value) for name, value in callspec.params.items()}
+            cases_by_test[item.nodeid.partition("[")[0]].append((item, values))
     left_out: set[pytest.Item] = set()
     for cases in cases_by_test.values():
         kept = set(covering_pairs([case for _, case in cases]))

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 from covering import covering_pairs
+from modes import each_value
 
 
 def cases_of(*sizes: int) -> list[dict[str, int]]:
@@ -43,3 +44,12 @@ def test_pairs_that_occur_in_no_case_are_not_asked_for() -> None:
 
 def test_equal_cases_give_an_equal_choice() -> None:
     assert covering_pairs(cases_of(7, 5, 3)) == covering_pairs(cases_of(7, 5, 3))
+
+
+def test_the_everyday_run_has_each_value_of_each_list_and_the_full_run_every_case() -> None:
+    cases = each_value(["a", "b", "c"], [1, 2])
+    assert sorted(case.values for case in cases) == list(itertools.product("abc", (1, 2)))
+    everyday = [case.values for case in cases if not case.marks]
+    assert len(everyday) == 3
+    assert {letter for letter, _ in everyday} == {"a", "b", "c"}
+    assert {number for _, number in everyday} == {1, 2}

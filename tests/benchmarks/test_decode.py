@@ -64,6 +64,7 @@ def test_every_tensor_of_the_shape_has_a_name_in_llama_cpp(monkeypatch: pytest.M
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.full
 def test_a_server_is_measured_through_its_socket(tmp_path: Path, llama_folder: Path) -> None:
     out = tmp_path / "serve.json"
     sizes = (

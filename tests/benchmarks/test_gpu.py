@@ -37,6 +37,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_a_dry_run_goes_through_every_section_and_says_that_it_is_none(tmp_path: Path) -> None:
     sections = "environment,ceilings,checks,products,quantizers,model,more-rows,peers"
     result = run("--out", str(tmp_path), "--dry-run", "--minutes", "20", "--only", sections)

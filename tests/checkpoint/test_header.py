@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import struct
-import time
+import sys
 
 import numpy as np
 import pytest
@@ -136,18 +136,25 @@ def test_tensors_come_in_the_order_of_their_bytes_and_empty_ones_take_none(model
         assert checkpoint.read("none").shape == (0,)
 
 
-def test_the_headers_of_a_thousand_tensors_are_read_fast(tmp_path):
+def test_reading_a_header_takes_a_few_calls_per_tensor(tmp_path):
     tensors = [OutputTensor(f"model.layers.{i}.mlp.down_proj.weight", "BF16", (4, 8)) for i in range(1000)]
     prefix, spans = encode_header(tensors, {"format": "pt"})
     path = tmp_path / "model.safetensors"
     path.write_bytes(prefix + bytes(sum(size for _, size in spans.values())))
-    durations = []
-    for _ in range(5):
-        begin = time.perf_counter()
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
         header, _ = read_header(path)
-        durations.append(time.perf_counter() - begin)
+    finally:
+        sys.setprofile(before)
     assert len(header.tensors) == 1000
-    assert min(durations) < 0.05
+    assert calls < 40 * len(tensors)  # 22 each: a thousand tensors take milliseconds
 
 
 def test_the_encoded_header_has_these_bytes():

@@ -10,7 +10,6 @@ import contextlib
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +40,7 @@ CALLS = [
 ]
 
 
-def run(destination, *, overwrite=False, pause=0.0):
+def run(destination, *, overwrite=False, between_writes=lambda: None):
     """A whole run: what a quantizer does, with bytes that depend on the names alone."""
     with CheckpointWriter(destination, fingerprint="f", total_bytes=1, overwrite=overwrite) as writer:
         for name, tensors in SHARDS.items():
@@ -52,7 +51,7 @@ def run(destination, *, overwrite=False, pause=0.0):
                 data = np.random.default_rng(list(tensor.name.encode())).integers(0, 256, tensor.nbytes, dtype=np.uint8)
                 half = tensor.nbytes // 2
                 shard.write(tensor.name, data[half:], half)
-                time.sleep(pause)
+                between_writes()
                 shard.write(tensor.name, data[:half])
             shard.commit({"name": name})
         writer.write_file("model.safetensors.index.json", encode_index(SHARDS))
@@ -207,18 +206,32 @@ def test_killed_while_overwriting_the_old_checkpoint_or_the_new_one_is_there_aft
 
 
 def test_killed_at_random_moments_and_resumed_the_result_is_bit_identical(tmp_path, expected):
+    """Half of the kills hit a writer that waits between two writes of a tensor, half of them one that has gone on."""
     rng = random.Random(2026)
     killed_runs = 0
     for case in range(20):
         destination = tmp_path / str(case) / "out"
         destination.parent.mkdir()
-        child = in_child(lambda destination=destination: run(destination, pause=0.004))
-        deadline = time.monotonic() + rng.uniform(0.0, 0.06)
-        while time.monotonic() < deadline:
-            if destination.exists():
-                assert contents(destination) == expected  # it never exists in part
+        at_write, write_reached = os.pipe()
+        go_on, parent_answer = os.pipe()
+
+        def between_writes(write_reached=write_reached, go_on=go_on):
+            os.write(write_reached, b".")
+            os.read(go_on, 1)
+
+        child = in_child(lambda destination=destination, wait=between_writes: run(destination, between_writes=wait))
+        os.close(write_reached)
+        for _ in range(rng.randrange(2 * len(SHARDS))):
+            assert os.read(at_write, 1) == b"."
+            assert not destination.exists()
+            os.write(parent_answer, b".")
+        assert os.read(at_write, 1) == b"."
+        if case % 2:
+            os.write(parent_answer, b"." * 2 * len(SHARDS))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
+        for descriptor in (at_write, go_on, parent_answer):
+            os.close(descriptor)
         killed_runs += killed(status)
         check_nothing_partial_loads(destination, expected)
         if not destination.exists():

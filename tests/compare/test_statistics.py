@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from modes import full
 
 from minifloat.compare.statistics import (
     FEWEST_UNITS,
@@ -36,7 +37,7 @@ def agreements(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.nda
     return rng.binomial(sizes, np.clip(0.97 + rng.normal(0, 0.01, count), 0, 1)) * 1.0, sizes * 1.0
 
 
-@pytest.mark.parametrize("draw", [kl_of_documents, changes_of_likelihood, agreements])
+@pytest.mark.parametrize("draw", [kl_of_documents, full(changes_of_likelihood), full(agreements)])
 def test_95_of_100_intervals_of_a_mean_hold_the_truth(draw: Draw) -> None:
     rng = np.random.default_rng(1)
     sums, sizes = draw(rng, 100_000)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import TOKEN, FakeHub, commit_of
+from modes import each_value
 
 from minifloat.quantize.job import quantize_checkpoint
 
@@ -139,21 +140,21 @@ def test_plan_needs_no_weights(hub: FakeHub, home: Path, tmp_path: Path) -> None
     assert json.loads(result.stdout)["estimated"] is True
 
 
-@pytest.mark.parametrize(
-    ("model", "variables", "message"),
-    [
-        ("org/none", {}, "org/none: no such folder, and no such model at http://127.0.0.1:"),
-        ("org/none", {"HF_TOKEN": TOKEN}, "if it is private, set HF_TOKEN or run `hf auth login`"),
-        ("org/gated", {}, "accept its conditions at http://127.0.0.1:"),
-        ("org/storybook@v9", {}, "org/storybook: no revision 'v9'; http://127.0.0.1:"),
-        ("org/storybook", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set: unset it"),
-        ("org/storybook", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached: "),
-    ],
-)
-@pytest.mark.parametrize("command", [["quantize", "{}", "out"], ["inspect", "{}"]])
+REFUSALS = [
+    ("org/none", {}, "org/none: no such folder, and no such model at http://127.0.0.1:"),
+    ("org/none", {"HF_TOKEN": TOKEN}, "if it is private, set HF_TOKEN or run `hf auth login`"),
+    ("org/gated", {}, "accept its conditions at http://127.0.0.1:"),
+    ("org/storybook@v9", {}, "org/storybook: no revision 'v9'; http://127.0.0.1:"),
+    ("org/storybook", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set: unset it"),
+    ("org/storybook", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached: "),
+]
+
+
+@pytest.mark.parametrize(("refusal", "command"), each_value(REFUSALS, [["quantize", "{}", "out"], ["inspect", "{}"]]))
 def test_what_the_hub_refuses_is_one_line_with_the_cure_and_status_2(
-    hub: FakeHub, home: Path, command: list[str], model: str, variables: dict[str, str], message: str
+    hub: FakeHub, home: Path, command: list[str], refusal: tuple[str, dict[str, str], str]
 ) -> None:
+    model, variables, message = refusal
     hub.add("org/storybook", STORYBOOK)
     hub.add("org/gated", STORYBOOK, gated=True)
     result = hub.run(home, *(part.format(model) for part in command), **variables)
@@ -179,6 +180,7 @@ def test_what_was_inspected_only_is_not_whole_in_the_cache(hub: FakeHub, home: P
     assert "not, or not whole, in the cache" in result.stderr
 
 
+@pytest.mark.full
 def test_models_of_the_hub_are_calibrated_and_compared_by_their_ids(hub: FakeHub, home: Path) -> None:
     hub.add("org/storybook", STORYBOOK)
     (home / "text.txt").write_text("Once upon a time there was a little girl. " * 60)

@@ -9,8 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,32 +23,61 @@ from minifloat.quantize.job import quantize_checkpoint
 
 Make = Callable[..., Path]
 
-# The child slows every slab down, so that a kill lands inside the work and not before or after it.
-CHILD = """
-import sys, time
+# Importing takes seconds: a process does it once and forks for every destination on its standard input. The child says
+# its id and then a dot for every slab that it begins, so that a kill lands inside the work on any machine.
+SERVER = """
+import os, sys
 from minifloat.quantize import stream
 from minifloat.quantize.job import quantize_checkpoint
-def slow(function):
+source, scheme = sys.argv[1:]
+def reporting(function):
     def call(*args, **kwargs):
-        time.sleep(0.004)
+        os.write(1, b".")
         return function(*args, **kwargs)
     return call
-stream.quantize_rows = slow(stream.quantize_rows)
+stream.quantize_rows = reporting(stream.quantize_rows)
 stream.SLAB_BYTES = 4096
-print("started", flush=True)
-quantize_checkpoint(sys.argv[1], sys.argv[2], sys.argv[3], workers=2)
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        os.write(1, f"{os.getpid()}\\n".encode())
+        quantize_checkpoint(source, line.strip(), scheme, workers=2)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.write(1, f"\\n{status}\\n".encode())
 """
 
 
-def start_child(source: Path, destination: Path, scheme: str) -> subprocess.Popen[bytes]:
-    """A slowed run in a process of its own; returns when it has imported everything and begins."""
+@contextmanager
+def forking_server(source: Path, scheme: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that quantizes `source` in a child of its own for every destination that it is sent."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", CHILD, str(source), str(destination), scheme]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
-    assert child.stdout is not None
-    with child.stdout as output:
-        output.readline()
-    return child
+    command = [sys.executable, "-c", SERVER, str(source), scheme]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+    with subprocess.Popen(command, env=environment, **pipes) as server:  # type: ignore[call-overload]
+        yield server
+
+
+def quantize_in_child(
+    server: subprocess.Popen[bytes], destination: Path, kill_after: int | None = None
+) -> tuple[int, int]:
+    """Quantize in a child of the server, and kill it when it has begun that many slabs.
+
+    Returns:
+        How many slabs it had begun, and its exit status.
+    """
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(f"{destination}\n".encode())
+    child, slabs = int(server.stdout.readline()), 0
+    while True:
+        if slabs == kill_after:
+            with suppress(ProcessLookupError):  # it may just have ended
+                os.kill(child, signal.SIGKILL)
+        if server.stdout.read(1) != b".":
+            break
+        slabs += 1
+    return slabs, int(server.stdout.readline())
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -80,31 +109,26 @@ def test_killed_at_twenty_random_moments_and_resumed_the_result_is_bit_identical
     whole.parent.mkdir()
     quantize_checkpoint(source, whole, scheme)
     expected = digests(whole)
-    undisturbed = start_child(source, tmp_path / "timed", scheme)
-    started = time.perf_counter()
-    assert undisturbed.wait() == 0
-    duration = time.perf_counter() - started
     moments = random.Random(2026)
     destination = tmp_path / "out"
-    kills = finished_early = resumed = 0
-    while kills < 20:
-        child = start_child(source, destination, scheme)
-        time.sleep(moments.uniform(0.0, duration))
-        child.send_signal(signal.SIGKILL)
-        if child.wait() == 0:
-            finished_early += 1
-        kills += 1
-        work = tmp_path / "out.minifloat-work"
-        if destination.exists():
-            assert digests(destination) == expected
-            shutil.rmtree(destination)
-        else:
-            resumed += len(list((work / "output").glob("*"))) if work.exists() else 0
-            assert no_checkpoint_below(work)
+    finished_early = resumed = 0
+    with forking_server(source, scheme) as server:
+        slabs, status = quantize_in_child(server, tmp_path / "undisturbed")
+        assert status == 0
+        for _ in range(20):
+            _, status = quantize_in_child(server, destination, moments.randint(0, slabs))
+            finished_early += status == 0
+            work = tmp_path / "out.minifloat-work"
+            if destination.exists():
+                assert digests(destination) == expected
+                shutil.rmtree(destination)
+            else:
+                resumed += len(list((work / "output").glob("*"))) if work.exists() else 0
+                assert no_checkpoint_below(work)
     report = quantize_checkpoint(source, destination, scheme)
     assert digests(destination) == expected
     assert finished_early < 20
-    assert resumed or report.resumed_shards, "no kill left finished work: the delays are wrong for this machine"
+    assert resumed or report.resumed_shards, "no kill left finished work"
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> None:

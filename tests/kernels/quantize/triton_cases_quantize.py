@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from modes import each_value
 from triton_cases import device
 
 from minifloat.kernels.quantize import QuantizedRows, amax, quantize_rows
@@ -84,8 +85,7 @@ def test_ragged_shapes(name: str) -> None:
         assert_matches(gaussian(shape, torch.bfloat16, seed), SPECS[name])
 
 
-@kinds
-@pytest.mark.parametrize("dtype", ["F16", "F32"])
+@pytest.mark.parametrize(("name", "dtype"), each_value(KINDS, ["F16", "F32"]))
 def test_other_source_dtypes(name: str, dtype: str) -> None:
     assert_matches(gaussian((40, 260), DTYPES[dtype]), SPECS[name])
 
@@ -124,8 +124,7 @@ def test_ties_and_their_neighbours(element: ElementFormat, scale: float) -> None
     assert_matches(w, WeightSpec(element, TENSOR), tensor_amax=element.max * scale)
 
 
-@kinds
-@pytest.mark.parametrize("factor", [1e-42, 1e-36, 1e37])
+@pytest.mark.parametrize(("name", "factor"), each_value(KINDS, [1e-42, 1e-36, 1e37]))
 def test_the_ends_of_float32(name: str, factor: float) -> None:
     assert_matches(gaussian((17, 200)) * factor, SPECS[name])
 
@@ -162,8 +161,7 @@ def test_the_tensor_amax_that_is_given_counts(name: str, tensor_amax: float) -> 
     assert_matches(gaussian((5, 300), torch.bfloat16), SPECS[name], tensor_amax)
 
 
-@kinds
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "dtype"), each_value(KINDS, list(DTYPES)))
 def test_nan_and_inf_are_counted(name: str, dtype: str) -> None:
     w = gaussian((131, 140), DTYPES[dtype])
     w[0, 0], w[3, 139], w[130, 77], w[130, 78] = torch.nan, torch.inf, -torch.inf, -torch.nan

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modes import is_full
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -68,7 +69,7 @@ def kept(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return scores[0].double().softmax(-1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if is_full() else 12, deadline=None)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([50, 3000]),

@@ -7,6 +7,7 @@ from typing import Any
 import schemathesis
 from fake_engine import INFO
 from hypothesis import HealthCheck, given, settings
+from modes import is_full
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -36,7 +37,12 @@ def test_the_server_does_what_its_document_says(client: Client) -> None:
         modes = [GenerationMode.POSITIVE, *([GenerationMode.NEGATIVE] if operation.body else [])]
         for mode in modes:
 
-            @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+            @settings(
+                max_examples=20 if is_full() else 5,
+                deadline=None,
+                derandomize=True,
+                suppress_health_check=list(HealthCheck),
+            )
             @given(case=operation.as_strategy(generation_mode=mode))
             def check(case: Any) -> None:
                 case.call_and_validate(checks=CHECKS)

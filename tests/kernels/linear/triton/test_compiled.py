@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 import triton
 from gpu_compile import A100, B200, H200, L40S, SHAPES, Compiled, compile_dequantize, compile_product
+from modes import each_value, full
 
 from minifloat.kernels.linear.triton.config import Device, by_arithmetic
 from minifloat.kernels.linear.triton.layout import Form
@@ -25,15 +26,8 @@ MOST = {Form.FP8: 2.6, Form.FP8_BLOCK: 2.9, Form.MXFP8: 3.1, Form.MXFP4: 2.9, Fo
 MORE_BEFORE_3_7 = 0.25
 MOST_OF_ANY = 5.6  #: with more rows of x, fewer of the weight, or blocks
 MANY = SHAPES[1]
-OTHER_DEVICES = (A100, L40S, B200)
 
 forms = pytest.mark.parametrize("form", Form)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
 
 
 def compiled(form: Form, shape: tuple[int, int], rows: int, dtype: torch.dtype, device: Device) -> Compiled:
@@ -55,9 +49,7 @@ def test_few_instructions_per_weight_on_hopper(form: Form) -> None:
 
 
 @forms
-@pytest.mark.parametrize(
-    "rows", [pytest.param(32, marks=pytest.mark.full), 64, pytest.param(128, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("rows", [full(32), 64, full(128)])
 def test_more_rows_of_x_on_hopper(form: Form, rows: int) -> None:
     assert compiled(form, MANY, rows, torch.bfloat16, H200).per_weight <= MOST_OF_ANY
 
@@ -67,23 +59,15 @@ def test_weights_of_few_rows_on_hopper(form: Form) -> None:
     assert compiled(form, SHAPES[0], 16, torch.bfloat16, H200).per_weight <= 4.0
 
 
-@pytest.mark.parametrize("form", [Form.FP8_BLOCK, Form.MXFP4])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("form", "dtype"), each_value([Form.FP8_BLOCK, Form.MXFP4], [torch.float16, torch.float32]), ids=str
+)
 def test_other_dtypes_of_x_on_hopper(form: Form, dtype: torch.dtype) -> None:
     for rows in (1, 64):
         compiled(form, MANY, rows, dtype, H200)
 
 
-@pytest.mark.parametrize(
-    ("form", "device"),
-    [
-        # In the everyday run one device for each form, and each device for some form.
-        pytest.param(form, device, marks=[] if form_index % 3 == device_index else pytest.mark.full)
-        for form_index, form in enumerate(Form)
-        for device_index, device in enumerate(OTHER_DEVICES)
-    ],
-    ids=lambda value: value.name,
-)
+@pytest.mark.parametrize(("form", "device"), each_value(list(Form), [A100, L40S, B200]), ids=lambda value: value.name)
 def test_other_devices(form: Form, device: Device) -> None:
     for rows in (16, 64):
         compiled(form, MANY, rows, torch.bfloat16, device)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from gpu_cases import GPU_KINDS, case, quantized
 from kernel_cases import assert_close, finite_codes, garbage, make, product, written
+from modes import each_value
 
 from minifloat.kernels.linear.triton.config import Config
 from minifloat.kernels.linear.triton.kernels import parts_of
@@ -68,8 +69,7 @@ def test_the_product_is_that_in_float64(kind: str, order: Order, rows: int, cols
     assert_close(run(inputs(17, cols), packed, SMALL), product(inputs(17, cols), values), inputs(17, cols), values)
 
 
-@pytest.mark.parametrize("kind", ["fp8-block-128", "mxfp4"])
-@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+@pytest.mark.parametrize(("kind", "parts"), each_value(["fp8-block-128", "mxfp4"], [1, 2, 3, 4]))
 def test_parts_of_k_are_added_up_in_their_order(kind: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = torch.zeros(64, dtype=torch.int32)
     monkeypatch.setattr("minifloat.kernels.linear.triton.counters.take", lambda *_: counts)
