@@ -18,7 +18,7 @@ import click
 from minifloat import compare_models, quantize_checkpoint
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.session import collect
-from minifloat.quantize.calibrated import Calibration
+from minifloat.quantize.static_scales import Calibration
 
 RULES = ("max", "most-recent", "delayed", "moving-average", "percentile:percentile=99.99", "mse")
 

@@ -19,8 +19,8 @@ from minifloat.calibration.session import collect
 from minifloat.compare import Outcome, Tolerance, corpus, journal, models, scoring
 from minifloat.compare.evaluate import compare_models as compare_with_generation
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, StorageError, UsageError
-from minifloat.quantize.calibrated import Calibration
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.static_scales import Calibration
 from minifloat.runtime.load import load
 
 MakeModel = Callable[..., Path]

@@ -41,8 +41,8 @@ def refused(source: Path, tmp_path: Path, layout: str | None, problem: str, kind
         ("llmc-nvfp4", "modelopt", r"weight_global_scale: .* reciprocal .* no float32; --allow-rounding"),
         ("modelopt-nvfp4", "compressed-tensors", r"weight_scale_2: .* reciprocal .* no float32; --allow-rounding"),
         ("gpt-oss-mxfp4", "compressed-tensors", "no engine reads them from another layout .* use --dequantize"),
-        ("gpt-oss-mxfp4", "gpt-oss", "nothing is converted to gpt-oss' layout"),
-        ("llmc-mxfp4", "gpt-oss", "vLLM runs any other model that is stored so unquantized"),
+        ("gpt-oss-mxfp4", "gpt-oss", "does not convert to gpt-oss' layout"),
+        ("llmc-mxfp4", "gpt-oss", "vLLM runs any other model in this layout unquantized"),
     ],
 )
 def test_a_layout_that_cannot_say_it_is_refused_with_the_reason(
@@ -117,7 +117,7 @@ def test_declared_static_inputs_without_a_scale_are_refused(tmp_path: Path) -> N
         tmp_path / "model",
         tensors=lambda before: {name: one for name, one in before.items() if name != f"{PROJ}.input_scale"},
     )
-    refused(source, tmp_path, "modelopt", rf"{PROJ}: its inputs are declared .* there is none", ConversionError)
+    refused(source, tmp_path, "modelopt", rf"{PROJ}: its inputs are declared .* which is missing", ConversionError)
 
 
 def test_scales_of_inputs_that_are_not_quantized_with_them_are_dropped_and_named(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_what_is_asked_must_be_one_thing(tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "out")
     with pytest.raises(UsageError, match="either a layout to convert to, or dequantize"):
         convert_checkpoint(source, tmp_path / "out", "mxfp8", dequantize=True)
-    with pytest.raises(UsageError, match="a dtype goes with dequantize"):
+    with pytest.raises(UsageError, match="dtype needs dequantize"):
         convert_checkpoint(source, tmp_path / "out", "mxfp8", dtype="bfloat16")
     with pytest.raises(UnknownNameError, match="valid: compressed-tensors, fp8, modelopt, mxfp8"):
         convert_checkpoint(source, tmp_path / "out", "gguf")

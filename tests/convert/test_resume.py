@@ -6,27 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from converting import INTEROP, sharded, stored
+from converting import INTEROP, interrupt_after, sharded, stored
 from safetensors.torch import load_file, save_file
 
-from minifloat.checkpoint.shard import ShardWriter
 from minifloat.convert import convert_checkpoint
 from minifloat.errors import StorageError
 
 OPTIONS = [{"layout": "compressed-tensors"}, {"dequantize": True}]
-
-
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
-    """Let that many shards finish, then fail like a full disk."""
-    plain, done = ShardWriter.commit, [0]
-
-    def commit(self: ShardWriter, record: dict[str, object]) -> None:
-        if done[0] == shards:
-            raise StorageError("disk full")
-        plain(self, record)
-        done[0] += 1
-
-    monkeypatch.setattr(ShardWriter, "commit", commit)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

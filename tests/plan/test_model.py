@@ -17,8 +17,8 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError, NotACheckpointError, ShapeError, UnknownNameError, UsageError
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.plan import ModelPlan, SchemePlan, plan_model
-from minifloat.quantize.calibrated import Calibration
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.static_scales import Calibration
 
 ROOT = Path(__file__).parents[2]
 STORYBOOK = ROOT / "examples" / "storybook-4m"

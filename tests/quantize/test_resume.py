@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from converting import interrupt_after
 
 from minifloat.checkpoint import Checkpoint, rewrite
 from minifloat.errors import CheckpointError, StorageError
-from minifloat.quantize import job, stream
+from minifloat.quantize import stream
 from minifloat.quantize.job import quantize_checkpoint
 
 Make = Callable[..., Path]
@@ -129,20 +130,6 @@ def test_killed_at_twenty_random_moments_and_resumed_the_result_is_bit_identical
     assert digests(destination) == expected
     assert finished_early < 20
     assert resumed or report.resumed_shards, "no kill left finished work"
-
-
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
-    """Let that many shards finish, then fail like a full disk."""
-    plain = job._Job._finish
-    done = [0]
-
-    def finish(self: job._Job, shard: job._OpenShard) -> None:
-        if done[0] == shards:
-            raise StorageError("disk full")
-        plain(self, shard)
-        done[0] += 1
-
-    monkeypatch.setattr(job._Job, "_finish", finish)
 
 
 def test_a_run_that_failed_is_continued_and_says_so(

@@ -1,4 +1,4 @@
-"""What the tests of `convert` share: a checkpoint as plain values, edits, shards."""
+"""Helpers of the tests of `convert` and `quantize`: a checkpoint as plain values, edits, shards, interruptions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,31 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.shard import ShardWriter
+from minifloat.errors import StorageError
 from minifloat.layouts import describe, read_weight
 
 INTEROP = Path(__file__).parents[1] / "data" / "interop"
 FIXTURES = sorted(path.parent.name for path in INTEROP.glob("*/expected.json"))
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
+    """Let a number of shards be written, then fail as on a full disk."""
+    plain, done = ShardWriter.commit, [0]
+
+    def commit(self: ShardWriter, record: dict[str, object]) -> None:
+        if done[0] == shards:
+            raise StorageError("disk full")
+        plain(self, record)
+        done[0] += 1
+
+    monkeypatch.setattr(ShardWriter, "commit", commit)
 
 
 def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

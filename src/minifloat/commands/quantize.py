@@ -23,7 +23,7 @@ from minifloat.errors import UsageError
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES
 
 if TYPE_CHECKING:
-    from minifloat.quantize.calibrated import Calibration
+    from minifloat.quantize.static_scales import Calibration
     from minifloat.report.progress import Progress
 
 
@@ -130,7 +130,7 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
         raise UsageError("--stats and --calibration both give activation statistics; give one of them")
     from minifloat.calibration.rules import HistogramRule, parse_rule
     from minifloat.calibration.session import Collected, collect
-    from minifloat.quantize.calibrated import Calibration
+    from minifloat.quantize.static_scales import Calibration
 
     rule = parse_rule(params.rule)
     if params.stats is not None:

@@ -1,9 +1,9 @@
 """`convert`: a quantized checkpoint in another layout, or in 16 bits again.
 
-plan.py      what becomes of every tensor, or why it cannot be; from headers, config and single scales
-refusal.py   what a config says that no layout here can carry
-run.py       the run: tensors stream into a new folder as one transaction, and an interrupted run continues
-report.py    what was done to every tensor
+plan.py, layout_plan.py, dequantize_plan.py  what becomes of every tensor; from headers, config and single scales
+refusal.py                                   quantization that no layout here can hold
+job.py, stream.py, values.py                 the run: tensors stream into a new folder; an interrupted run continues
+report.py, card.py                           the report on every tensor, and the model card
 """
 
 from minifloat.convert.job import convert_checkpoint

@@ -1,4 +1,4 @@
-"""The model card of a converted checkpoint: that of the source, and a section that says what was done."""
+"""The model card of a converted checkpoint: the card of the source, with a section about the conversion."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from minifloat.layouts import TARGETS
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.report.card import read_metadata, replace_metadata, without_section
 
-_MAKER = "minifloat"  #: a tag that stays true
+_MAKER = "minifloat"  #: a tag that stays true after a conversion
 _FORMATS = {part for name in SCHEMES for part in (name, name.partition("-")[0])}
 
 
 def model_card(checkpoint: Checkpoint, report: ConvertReport) -> str:
-    """The card as Markdown. Metadata of the source (base_model, licence, ...) stays where it is still true.
+    """Return the card as Markdown. Metadata of the source (base_model, licence, ...) stays where it is still true.
 
     Args:
         checkpoint: The source.
-        report: What was done.
+        report: The report of the conversion.
     """
     card = checkpoint.path / CARD_FILE
     name = model_name(checkpoint.path)
-    before = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else f"# {name}\n"
+    source_card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else f"# {name}\n"
     if report.layout is None:
-        what = f"dequantized from layout `{report.source_layout}` to {report.dtype}"
+        conversion = f"dequantized from layout `{report.source_layout}` to {report.dtype}"
     else:
-        exactly = "up to the rounding of some scales" if report.rounding.scales else "with the same codes and scales"
-        what = f"converted from layout `{report.source_layout}` to `{report.layout}`, {exactly}"
+        precision = "up to the rounding of some scales" if report.rounding.scales else "with the same codes and scales"
+        conversion = f"converted from layout `{report.source_layout}` to `{report.layout}`, {precision}"
     return "\n".join(
         [
-            without_section(_with_true_metadata(before, report.layout), "deployment").rstrip(),
+            without_section(_with_true_metadata(source_card, report.layout), "deployment").rstrip(),
             "",
             "## Converted",
             "",
-            f"This is {name}, {what}:",
+            f"This is {name}, {conversion}:",
             "",
             f"    {report.provenance['command']}",
             "",
@@ -51,7 +51,7 @@ def model_card(checkpoint: Checkpoint, report: ConvertReport) -> str:
 
 
 def _with_true_metadata(card: str, layout: str | None) -> str:
-    """The card without tags of the former layout and of the engines that loaded it; a plain model is not quantized."""
+    """Return the card without tags that are no longer true: the former layout, its engines, and quantization."""
     try:
         before = read_metadata(card)
     except ValueError:

@@ -1,8 +1,8 @@
-"""`convert_checkpoint`: the same weights in another layout, or in 16 bits, without ever holding the model.
+"""`convert_checkpoint`: write the same weights in another layout, or decoded, with a few slabs in memory at a time.
 
-The plan is made first, and all that stands in the way is refused there. Then tensors stream through a pool of threads,
-shard by shard; each shard is synced and recorded, and the folder is renamed into place at the very end. An interrupted
-run is taken up from its last complete shard, after the source tensors of the finished ones were hashed again.
+The plan is made first, and refuses whatever cannot be converted. Then tensors go to a pool of threads, shard by shard;
+each shard is synced and recorded, and the folder is renamed into place at the very end. An interrupted run continues
+after its last complete shard, once the source tensors of the finished shards have been hashed again.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from minifloat._version import __version__
-from minifloat.checkpoint import CONFIG_FILE, Checkpoint, CheckpointWriter, OutputTensor
-from minifloat.checkpoint.digest import combine
+from minifloat.checkpoint import CONFIG_FILE, Checkpoint, CheckpointWriter, OutputTensor, TensorInfo
+from minifloat.checkpoint.job import RewriteJob
 from minifloat.checkpoint.rewrite import (
     CARD_FILE,
     REPORT_FILE,
     encode_json,
     fingerprint,
-    keep_what_stands,
     refuse_inside,
     restart_notes,
     worker_pool,
@@ -32,12 +31,15 @@ from minifloat.checkpoint.rewrite import (
 )
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.convert.card import model_card
-from minifloat.convert.plan import Change, ConvertPlan, Step, make_dequantize_plan, make_layout_plan
+from minifloat.convert.dequantize_plan import make_dequantize_plan
+from minifloat.convert.layout_plan import make_layout_plan
+from minifloat.convert.plan import Change, Conversion, ConvertPlan
 from minifloat.convert.report import ConvertedTensor, ConvertReport
-from minifloat.convert.stream import run_step
+from minifloat.convert.stream import run_conversion
 from minifloat.errors import UsageError
-from minifloat.hub import model_folder, model_name, origin_of
+from minifloat.hub import model_folder
 from minifloat.kernels import processors
+from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import copy_digest
 from minifloat.report.progress import Progress
 
@@ -66,30 +68,31 @@ def convert_checkpoint(
         source: A folder or a model of the hub, in any layout that `layouts.describe` reads.
         destination: A folder that does not exist yet, in one that does.
         layout: A name of `layouts.TARGETS`.
-        dequantize: Write plain weights instead.
+        dequantize: Write decoded weights in place of codes and scales.
         dtype: With `dequantize`: "bfloat16", "float16" or "float32"; by default that of config.json.
-        allow_rounding: Round scales of NVFP4 whose reciprocal, which the other layout stores, is no float32.
+        allow_rounding: Round the reciprocals of global scales of NVFP4, which some layouts store, where float32 cannot
+            hold them exactly.
         overwrite: Replace an existing destination, at the end.
         workers: Threads; by default one per core that this process may use, at most 8.
         progress: Called from this thread as work completes.
-        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
+        revision: Branch, tag or commit of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
-        What became of every tensor.
+        The report on every tensor.
 
     Raises:
-        UsageError: The request is wrong; nothing was written.
-        ConversionError: The layout cannot hold this without loss; nothing was written.
-        CheckpointError: The source is not what it claims to be.
+        UsageError: An argument is wrong; nothing was written.
+        ConversionError: The layout cannot hold the checkpoint without loss; nothing was written.
+        CheckpointError: The source is damaged, or is no checkpoint.
         HubError: The hub has no such source, refuses it, or cannot be reached.
         TensorError: A tensor holds NaN or Inf; it is named and nothing is left behind.
-        StorageError: The system refused; the work folder stays, and the same call continues.
+        StorageError: The system refused to read or write; the work folder stays, and the same call continues.
     """
     started = time.perf_counter()
     if (layout is None) != dequantize:
         raise UsageError("give either a layout to convert to, or dequantize")
     if dtype is not None and not dequantize:
-        raise UsageError("a dtype goes with dequantize: codes keep theirs")
+        raise UsageError("dtype needs dequantize: codes and scales keep their formats")
     threads = processors.workers(workers)
     with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
@@ -97,23 +100,26 @@ def convert_checkpoint(
             plan = make_dequantize_plan(checkpoint, dtype)
         else:
             plan = make_layout_plan(checkpoint, layout, allow_rounding=allow_rounding)
-        asked = {"convert": layout, "dtype": plan.dtype, "rounding": asdict(plan.rounding)}
+        options = {"convert": layout, "dtype": plan.dtype, "rounding": asdict(plan.rounding)}
         with CheckpointWriter(
             destination,
-            fingerprint=fingerprint(checkpoint, asked),
+            fingerprint=fingerprint(checkpoint, options),
             total_bytes=plan.output_bytes,
             overwrite=overwrite,
         ) as writer:
             with worker_pool(threads, writer) as pool:
-                job = _Job(checkpoint, plan, writer, pool, progress)
-                tensors = job.run()
+                metadata = {"format": "pt", "minifloat": __version__}
+                job = ConvertJob(checkpoint, writer, pool, dict(plan.by_shard()), metadata, progress)
+                tensors = _in_order_of_source(checkpoint, job.run())
             report = ConvertReport(
                 source=str(source),
                 destination=str(destination),
                 source_layout=plan.source_layout,
                 layout=layout,
                 dtype=plan.dtype,
-                provenance=_provenance(checkpoint, plan, tensors),
+                provenance=provenance(
+                    checkpoint, "convert", _command_options(plan), tensors, source_layout=plan.source_layout
+                ),
                 tensors=tensors,
                 rounding=plan.rounding,
                 notes=(*plan.notes, *restart_notes(writer)),
@@ -125,29 +131,23 @@ def convert_checkpoint(
     return report
 
 
-def _provenance(checkpoint: Checkpoint, plan: ConvertPlan, tensors: Sequence[ConvertedTensor]) -> dict[str, Any]:
-    """What the output was made from and with; the same for the same weights, however they were sharded."""
+def _command_options(plan: ConvertPlan) -> str:
     target = f"--dequantize --dtype {plan.dtype}" if plan.layout is None else f"--layout {plan.layout.name}"
-    rounding = " --allow-rounding" if plan.rounding.scales else ""
-    origin = origin_of(checkpoint.path)
-    source = checkpoint.path.name if origin is None else str(origin)
-    return {
-        "minifloat": __version__,
-        "command": f"minifloat convert {source} OUT {target}{rounding}",
-        "source": model_name(checkpoint.path),
-        "source_revision": None if origin is None else origin.revision,
-        "source_layout": plan.source_layout,
-        "source_digest": combine((tensor.name, tensor.source_digest) for tensor in tensors),
-    }
+    return f"{target}{' --allow-rounding' if plan.rounding.scales else ''}"
+
+
+def _in_order_of_source(checkpoint: Checkpoint, entries: Sequence[dict[str, Any]]) -> tuple[ConvertedTensor, ...]:
+    entry_by_name = {entry["name"]: entry for entry in entries}
+    return tuple(ConvertedTensor(**entry_by_name[name]) for name in checkpoint.tensors)
 
 
 def _write_small_files(
     checkpoint: Checkpoint, plan: ConvertPlan, writer: CheckpointWriter, report: ConvertReport
 ) -> None:
-    """Everything that is not a shard."""
+    """Write every file that is not a shard: sidecars, index, files of the layout, report, model card and config."""
     write_sidecars(checkpoint, writer)
     if len(checkpoint.shards) > 1:
-        shards = {shard: _outputs(steps) for shard, steps in plan.by_shard()}
+        shards = {shard: _outputs(conversions) for shard, conversions in plan.by_shard()}
         write_index(writer, {shard: outputs for shard, outputs in shards.items() if outputs})
     for name, content in plan.files.items():
         writer.write_file(name, encode_json(content))
@@ -156,80 +156,47 @@ def _write_small_files(
     writer.write_file(CONFIG_FILE, encode_json(plan.config))
 
 
-def _outputs(steps: Sequence[Step]) -> list[OutputTensor]:
-    return [step.output for step in steps if step.output is not None]
-
-
 @dataclass
-class _Job:
-    """One run over all shards."""
+class ConvertJob(RewriteJob[Conversion]):
+    """One run of `convert_checkpoint` over all shards."""
 
-    checkpoint: Checkpoint
-    plan: ConvertPlan
-    writer: CheckpointWriter
-    pool: ThreadPoolExecutor
-    progress: Progress | None
-    resumed: int = 0
-    done_bytes: int = 0
+    def sources(self, item: Conversion) -> Sequence[TensorInfo]:
+        """Return the source tensors."""
+        return item.sources
 
-    def run(self) -> tuple[ConvertedTensor, ...]:
-        """Write every shard that is not finished; the reports of all tensors, in order."""
-        shards = list(self.plan.by_shard())
-        finished = ((shard, steps) for shard, steps in shards if shard in self.writer.finished)
-        keep_what_stands(
-            self.writer,
-            {
-                shard: [self.pool.submit(copy_digest, self.checkpoint, info) for step in steps for info in step.sources]
-                for shard, steps in finished
-            },
-        )
-        self.resumed = len(self.writer.finished)
-        reports: dict[str, ConvertedTensor] = {}
-        for name, steps in shards:
-            outputs = _outputs(steps)
-            if name in self.writer.finished:
-                self._advance(steps)
-            elif outputs:
-                shard = self.writer.shard(name, outputs, {"format": "pt", "minifloat": __version__})
-                done = self._do(steps, shard)
-                shard.commit({"tensors": [asdict(one) for one in done]})
-            else:
-                reports |= {one.name: one for one in self._do(steps, None)}
-        for record in self.writer.finished.values():
-            reports |= {entry["name"]: ConvertedTensor(**entry) for entry in record["tensors"]}
-        return tuple(reports[name] for name in self.checkpoint.tensors)
+    def outputs(self, item: Conversion) -> Sequence[OutputTensor]:
+        """Return the output tensor, if there is one."""
+        return _outputs([item])
 
-    def _do(self, steps: Sequence[Step], shard: ShardWriter | None) -> list[ConvertedTensor]:
-        """Run the steps of one shard; the report of every tensor that they read."""
-        pending = [(step, self.pool.submit(run_step, self.checkpoint, step, shard)) for step in steps]
-        done = []
-        for step, future in pending:
-            done += _reports(step, future)
-            self._advance([step])
-        return done
+    def digests(self, item: Conversion) -> list[Future[str]]:
+        """Hash each source tensor."""
+        return [self.pool.submit(copy_digest, self.checkpoint, info) for info in item.sources]
 
-    def _advance(self, steps: Sequence[Step]) -> None:
-        for step in steps:
-            self.done_bytes += sum(info.nbytes for info in step.sources)
-            if self.progress is not None:
-                self.progress(self.done_bytes, self.plan.source_bytes, step.sources[0].name)
+    def submit(self, item: Conversion, shard: ShardWriter | None) -> list[Future[Any]]:
+        """Hand the conversion to the pool."""
+        return [self.pool.submit(run_conversion, self.checkpoint, item, shard)]
 
-
-def _reports(step: Step, future: Future[list[str]]) -> list[ConvertedTensor]:
-    action = _ACTIONS.get(step.change, "converted")
-    changes = () if step.change in (Change.KEEP, Change.DROP, Change.MOVE) else (step.change.value,)
-    reports = []
-    for index, (info, digest) in enumerate(zip(step.sources, future.result(), strict=True)):
-        output = step.output if index == 0 else None
-        reports.append(
-            ConvertedTensor(
-                name=info.name,
-                action=action,
-                detail=", ".join((step.detail if index == 0 else "scale", *changes)),
-                becomes=None if output is None else output.name,
-                source_bytes=info.nbytes,
-                output_bytes=0 if output is None else output.nbytes,
-                source_digest=digest,
+    def entries(self, item: Conversion, results: list[Any]) -> list[dict[str, Any]]:
+        """Return a row for each source tensor; the output is counted with the first."""
+        (digests,) = results
+        action = _ACTIONS.get(item.change, "converted")
+        changes = () if item.change in (Change.KEEP, Change.DROP, Change.MOVE) else (item.change.value,)
+        reports = []
+        for index, (info, digest) in enumerate(zip(item.sources, digests, strict=True)):
+            output = item.output if index == 0 else None
+            reports.append(
+                ConvertedTensor(
+                    name=info.name,
+                    action=action,
+                    detail=", ".join((item.detail if index == 0 else "scale", *changes)),
+                    becomes=None if output is None else output.name,
+                    source_bytes=info.nbytes,
+                    output_bytes=0 if output is None else output.nbytes,
+                    source_digest=digest,
+                )
             )
-        )
-    return reports
+        return [asdict(report) for report in reports]
+
+
+def _outputs(conversions: Sequence[Conversion]) -> list[OutputTensor]:
+    return [conversion.output for conversion in conversions if conversion.output is not None]

@@ -1,7 +1,7 @@
-"""What a config or a tensor's name says about a checkpoint that its codes and scales alone do not carry.
+"""Refusal of checkpoints whose quantization has parts other than codes and scales.
 
-A rotation of the inputs, a scale of smoothing, a format that our reader knows only in part: converted without it, the
-model would be another one. All of it is refused by name.
+Such a part is, for example, a rotation of the inputs, a smoothing scale, or a format that our reader knows only partly.
+Without it, the converted model would compute something else. Each is refused by name.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from minifloat.layouts import Description, modelopt
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import TENSOR
 
-#: Algorithms of ModelOpt that are read as what they are; FP8_BLOCK_SCALES is an early name of FP8_PB_WO.
+#: Algorithms of ModelOpt that our reader knows; FP8_BLOCK_SCALES is an early name of FP8_PB_WO.
 _KNOWN_ALGORITHMS = frozenset({*modelopt.ALGORITHMS, "FP8_BLOCK_SCALES", ""})
-#: What a quantized linear may have beside codes and scales.
+#: Tensors that a quantized linear may have beside codes and scales.
 _PARAMETERS = frozenset({"weight", "bias"})
 
 
-def refuse_what_is_not_carried(checkpoint: Checkpoint, description: Description) -> None:
-    """Raise where there is more to the quantization than `description` says.
+def refuse_unknown_quantization(checkpoint: Checkpoint, description: Description) -> None:
+    """Raise an error if the quantization has parts that `description` does not hold.
 
     Raises:
-        ConversionError: It is named.
+        ConversionError: It has; the message names the part.
     """
     config = checkpoint.quantization_config or {}
     _refuse_config(config)
@@ -36,10 +36,10 @@ def refuse_what_is_not_carried(checkpoint: Checkpoint, description: Description)
 
 
 def refuse_kv(description: Description) -> None:
-    """Raise unless a quantized KV cache is FP8 with a scale per tensor, the one kind that two layouts announce.
+    """Refuse a quantized KV cache unless it is FP8 with a scale per tensor, the only kind that two layouts declare.
 
     Raises:
-        ConversionError: It is another.
+        ConversionError: The KV cache is quantized in another way.
     """
     kv = description.kv
     if kv is not None and (kv.element, kv.granularity) != (E4M3, TENSOR):
@@ -52,9 +52,7 @@ def refuse_kv(description: Description) -> None:
 def _refuse_config(config: Mapping[str, Any]) -> None:
     for key in ("transform_config", "sparsity_config"):
         if config.get(key):
-            raise ConversionError(
-                f"quantization_config has a {key}, which is more than codes and scales: not converted"
-            )
+            raise ConversionError(f"quantization_config has a {key}, which no layout here can hold: not converted")
     groups = config.get("config_groups")
     for name, group in groups.items() if isinstance(groups, dict) else ():
         if isinstance(group, dict) and group.get("output_activations"):
@@ -70,7 +68,7 @@ def _refuse_algorithms(quantization: Mapping[str, Any], description: Description
 
 
 def _refuse_companions(checkpoint: Checkpoint, description: Description) -> None:
-    """Tensors beside the weight of a quantized linear that mean something we do not know; codes of no known weight."""
+    """Refuse unknown tensors of quantized linears, and codes that belong to no known weight."""
     known = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
     for name, info in checkpoint.tensors.items():
         if name in known:
@@ -78,8 +76,8 @@ def _refuse_companions(checkpoint: Checkpoint, description: Description) -> None
         module, _, leaf = name.rpartition(".")
         if module in description.weights and leaf not in _PARAMETERS:
             raise ConversionError(
-                f"{name}: a tensor of a quantized linear that no layout here has a place for; without it the model "
-                "would be another one"
+                f"{name}: a tensor of a quantized linear that no layout here can hold; without it the model would "
+                "compute something else"
             )
         if leaf in ("weight", "weight_packed") and len(info.shape) > 1 and not is_dense_float(info):
             raise ConversionError(f"{name}: {info.dtype} codes that belong to no weight of layout {description.layout}")

@@ -1,11 +1,12 @@
-"""What `convert` did to every tensor: printed, and saved beside the weights."""
+"""The report of `convert` on every tensor, which is printed and saved beside the weights."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SCHEMA_VERSION = 1  #: of the JSON that `ConvertReport.to_dict` gives
+#: Version of the JSON that `ConvertReport.to_dict` returns.
+SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -13,12 +14,12 @@ class ConvertedTensor:
     """One tensor of the source.
 
     Attributes:
-        name: Its name there.
+        name: Name in the source.
         action: ``"converted"``, ``"copied"`` or ``"dropped"``.
-        detail: How, or why.
-        becomes: The tensor of the output that holds it; None where it was dropped, or decoded into another one's place.
-        source_bytes: Before.
-        output_bytes: After.
+        detail: How it was converted, or why it was copied or dropped.
+        becomes: The tensor of the output that holds it; None where it was dropped or merged.
+        source_bytes: Bytes in the source.
+        output_bytes: Bytes in the output.
         source_digest: Content hash of the source's bytes, with its algorithm.
     """
 
@@ -33,11 +34,11 @@ class ConvertedTensor:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Scales whose reciprocal is no float32.
+    """Scales whose reciprocal is no float32 number.
 
     Attributes:
-        scales: How many were rounded.
-        largest: Largest relative change of one.
+        scales: Number of rounded reciprocals.
+        largest: Largest relative change.
     """
 
     scales: int = 0
@@ -49,15 +50,15 @@ class ConvertReport:
     """The result of `convert_checkpoint`.
 
     Attributes:
-        source: Path of the source, as given.
+        source: Path of the source, as the caller gave it.
         destination: Path of the output.
-        source_layout: As `layouts.describe` names it.
+        source_layout: Name of the source's layout, by `layouts.describe`.
         layout: Name of the layout that was written; None where the weights were dequantized.
-        dtype: What they were dequantized to; None where a layout was written.
-        provenance: What it was made from and with: hashes, versions, command.
+        dtype: Dtype of dequantized weights; None where a layout was written.
+        provenance: Source, hashes, versions and command.
         tensors: One entry per tensor of the source, in its order.
-        rounding: What could not be carried over exactly; nothing unless it was allowed.
-        notes: What a user should know, in sentences.
+        rounding: Scales whose values changed; none unless rounding was allowed.
+        notes: Sentences for the user.
         seconds: Wall time of this run.
         resumed_shards: Shards that an earlier, interrupted run had finished.
     """
@@ -76,20 +77,20 @@ class ConvertReport:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of all tensors before."""
+        """Bytes of all tensors in the source."""
         return sum(tensor.source_bytes for tensor in self.tensors)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of all tensors after."""
+        """Bytes of all tensors in the output."""
         return sum(tensor.output_bytes for tensor in self.tensors)
 
     def count(self, action: str) -> int:
-        """How many tensors were ``"converted"``, ``"copied"`` or ``"dropped"``."""
+        """Return the number of tensors with an action: ``"converted"``, ``"copied"`` or ``"dropped"``."""
         return sum(tensor.action == action for tensor in self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values: what is saved beside the weights. No times in it, so that equal runs write equal files."""
+        """Return the JSON values that are saved beside the weights; without times, equal runs write equal files."""
         return {
             "schema_version": SCHEMA_VERSION,
             "recipe": {"source_layout": self.source_layout, "layout": self.layout, "dtype": self.dtype},

@@ -1,4 +1,4 @@
-"""Moving the bytes of one step: a chunk, or the rows of one weight, at a time."""
+"""The bytes of a conversion: read, changed and written a chunk, or some rows of one weight, at a time."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ import numpy as np
 from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.checkpoint.digest import name_digest, new_hasher
 from minifloat.checkpoint.shard import ShardWriter
-from minifloat.convert.plan import Change, Step
+from minifloat.convert.plan import Change, Conversion
 from minifloat.convert.values import reciprocal, widen
 from minifloat.errors import NonFiniteError
 from minifloat.layouts import StoredWeight, read_weight
 from minifloat.quantize.stream import SLAB_BYTES, chunks, copy_digest, copy_tensor
 
 
-def run_step(checkpoint: Checkpoint, step: Step, shard: ShardWriter | None) -> list[str]:
-    """Write the output of a step.
+def run_conversion(checkpoint: Checkpoint, conversion: Conversion, shard: ShardWriter | None) -> list[str]:
+    """Write the output of a conversion.
 
     Args:
-        checkpoint: Where the sources are read from.
-        step: What is done.
-        shard: Where the output goes; None where no step of its shard writes anything.
+        checkpoint: The source.
+        conversion: Source tensors, and what they become.
+        shard: Where the output is written; None where no conversion of its shard has an output.
 
     Returns:
-        The digest of each source.
+        The digest of each source tensor.
 
     Raises:
         NonFiniteError: NaN or Inf in a tensor that is copied or decoded, or in a scale.
     """
-    info = step.sources[0]
-    if shard is None or step.output is None:
-        return [copy_digest(checkpoint, source) for source in step.sources]
-    if step.change is Change.KEEP:
+    info = conversion.sources[0]
+    if shard is None or conversion.output is None:
+        return [copy_digest(checkpoint, source) for source in conversion.sources]
+    if conversion.change is Change.KEEP:
         return [copy_tensor(checkpoint, info, shard)]
-    if step.change is Change.DECODE:
-        digests = [copy_digest(checkpoint, source) for source in step.sources]
-        _decode(checkpoint, step, shard)
+    if conversion.change is Change.DECODE:
+        digests = [copy_digest(checkpoint, source) for source in conversion.sources]
+        _decode(checkpoint, conversion, shard)
         return digests
-    if step.change is Change.INVERT:
-        shard.write(step.output.name, reciprocal(checkpoint, info).value.reshape(1))
+    if conversion.change is Change.INVERT:
+        shard.write(conversion.output.name, reciprocal(checkpoint, info).value.reshape(1))
         return [copy_digest(checkpoint, info)]
-    return [_move(checkpoint, info, step.output.name, shard, widened=step.change is Change.WIDEN)]
+    return [_move(checkpoint, info, conversion.output.name, shard, widened=conversion.change is Change.WIDEN)]
 
 
 def _move(checkpoint: Checkpoint, info: TensorInfo, name: str, shard: ShardWriter, *, widened: bool) -> str:
-    """Write the bytes of a tensor under another name, as float32 where `widened`; returns their digest."""
+    """Write the bytes of a tensor under another name, as float32 where `widened`; return the digest of the source."""
     hasher, end = new_hasher(), 0
     for _, chunk in chunks(checkpoint, info):
         hasher.update(chunk)
@@ -60,32 +60,34 @@ def _move(checkpoint: Checkpoint, info: TensorInfo, name: str, shard: ShardWrite
     return name_digest(hasher)
 
 
-def _decode(checkpoint: Checkpoint, step: Step, shard: ShardWriter) -> None:
-    """Write one dequantized weight, or the fused weights of all experts, each transposed."""
+def _decode(checkpoint: Checkpoint, conversion: Conversion, shard: ShardWriter) -> None:
+    """Write one decoded weight, or the fused weights of all experts, each transposed."""
     start = 0
-    for weight in step.weights:
-        start += _decode_rows(checkpoint, weight, step, shard, start)
+    for weight in conversion.weights:
+        start += _decode_rows(checkpoint, weight, conversion, shard, start)
 
 
-def _decode_rows(checkpoint: Checkpoint, stored: StoredWeight, step: Step, shard: ShardWriter, start: int) -> int:
-    """Write one matrix from byte `start` of the output on; returns its bytes."""
+def _decode_rows(
+    checkpoint: Checkpoint, stored: StoredWeight, conversion: Conversion, shard: ShardWriter, start: int
+) -> int:
+    """Write one decoded matrix from byte `start` of the output on; return the number of bytes."""
     import torch
 
-    assert step.output is not None
-    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[step.output.dtype]
+    assert conversion.output is not None
+    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[conversion.output.dtype]
     weight = read_weight(checkpoint, stored)
     rows, cols = stored.shape
     multiple = stored.spec.granularity.row_multiple or 1
     slab = max(SLAB_BYTES // (cols * torch.float32.itemsize) // multiple, 1) * multiple
     if stored.expert is not None:
-        slab = rows  # it is turned, and one expert is small
+        slab = rows  # the matrix is transposed as a whole; one expert is small
     written = 0
     for first in range(0, rows, slab):
         part = weight.dequantize(dtype, slice(first, min(first + slab, rows)))
         if not part.isfinite().all():
-            raise NonFiniteError(stored.codes, f"NaN, or values beyond the range of {step.output.dtype}")
+            raise NonFiniteError(stored.codes, f"NaN, or values beyond the range of {conversion.output.dtype}")
         part = (part.T if stored.expert is not None else part).contiguous()
         data = part.view(torch.uint8).reshape(-1).numpy()
-        shard.write(step.output.name, data, start + written)
+        shard.write(conversion.output.name, data, start + written)
         written += data.nbytes
     return written

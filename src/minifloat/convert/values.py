@@ -1,4 +1,4 @@
-"""The arithmetic of a conversion: widening and reciprocals, exact or known not to be."""
+"""The arithmetic of a conversion: exact widening, and reciprocals with their rounding error."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.errors import ConversionError, NonFiniteError
 from minifloat.numerics.formats import E8M0
 
-_E8M0_VALUES = np.array(E8M0.values, np.float32)  # all are float32 numbers, the smallest a subnormal one
-_HALF_BITS = 16  # what a bfloat16 lacks of a float32
+_E8M0_VALUES = np.array(E8M0.values, np.float32)  # all are float32 numbers, the smallest a subnormal number
+_HALF_BITS = 16  # low bits of a float32 that a bfloat16 lacks
 
 
 class Reciprocal(NamedTuple):
-    """A float32 and how it differs from the true reciprocal.
+    """The float32 nearest to a reciprocal, and its error.
 
     Attributes:
         value: The nearest float32.
-        change: Its relative difference; 0 where it is exact.
+        change: Relative difference from the true reciprocal; 0 where `value` is exact.
     """
 
     value: np.float32
@@ -28,11 +28,11 @@ class Reciprocal(NamedTuple):
 
 
 def widen(data: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32]:
-    """Scales as float32, which holds every value of these formats.
+    """Return scales as float32, which holds every value of their formats.
 
     Args:
-        data: The bytes of whole elements.
-        dtype: Their safetensors dtype.
+        data: Bytes of whole elements.
+        dtype: Safetensors dtype of the elements.
     """
     if dtype == "F32":
         return data.view(np.float32)
@@ -45,11 +45,11 @@ def widen(data: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32]:
 
 
 def reciprocal(checkpoint: Checkpoint, info: TensorInfo) -> Reciprocal:
-    """The reciprocal of a stored scalar.
+    """Return the reciprocal of a stored scalar.
 
     Raises:
         NonFiniteError: The scalar is NaN or Inf.
-        ConversionError: It has no finite, normal reciprocal.
+        ConversionError: The scalar has no finite, normal reciprocal in float32.
     """
     value = widen(checkpoint.read(info.name), info.dtype)[0]
     if not np.isfinite(value):

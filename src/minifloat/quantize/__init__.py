@@ -1,1 +1,1 @@
-"""BF16 weights to quantized weights: the numerics, the plan and the streaming writer."""
+"""`quantize`: static scales, the streaming cast of weights, the run, the report and the model card."""

@@ -1,7 +1,6 @@
-"""The model card (README.md) that is written beside the weights: what this is, how it was made, how to run it.
+"""The model card (README.md) that is written beside the weights: what the model is, how it was made, how to run it.
 
-What was measured comes later, by those who measure: `compare --update-card` and `bench --update-card` put sections of
-their own into it. Until then the card has none, and no place for them.
+Measurements come later: `compare --update-card` and `bench --update-card` insert sections of their own.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from minifloat.hub import model_name, origin_of
 from minifloat.quantize.report import QuantizeReport, TensorReport, worst
 from minifloat.report.card import metadata_head, read_card, read_metadata
 
-#: What the commands of a card call its model until `push` knows its id.
+#: Name of the model in the card's commands until `push` knows its id.
 MODEL = "MODEL"
 _WORST_SHOWN = 10
 _CARRIED_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
 def model_card(checkpoint: Checkpoint, report: QuantizeReport, subject: Subject, base_model: str | None = None) -> str:
-    """The card as Markdown with a Hugging Face metadata header.
+    """Return the card as Markdown with a Hugging Face metadata header.
 
     Args:
-        checkpoint: The source; licence, language and task are carried over from its own card.
-        report: What was done.
-        subject: What was made of it, for the engines that load it.
-        base_model: Id of the source; by default that of the hub where it comes from there, and none otherwise. What
-            the source's own card calls its base is one generation too far.
+        checkpoint: The source; licence, language and task come from its own card.
+        report: The report of the run.
+        subject: The output, as `check` judges it.
+        base_model: Id of the source; by default its id on the hub if it comes from there, and none otherwise. The base
+            that the source's own card names is one generation too far.
     """
     origin = origin_of(checkpoint.path)
     base = base_model or (None if origin is None else origin.repo_id)
@@ -78,7 +77,7 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport, subject: Subject,
 
 
 def _metadata(checkpoint: Checkpoint, recipe: dict[str, Any], base: str | None, engines: list[str]) -> dict[str, Any]:
-    """The head of the card, as hubs read it."""
+    """Return the metadata of the card, as hubs read it."""
     relation = {} if base is None else {"base_model": base, "base_model_relation": "quantized"}
     tags = [recipe["scheme"].partition("-")[0], recipe["scheme"], recipe["layout"], *engines, "minifloat"]
     return {
@@ -100,10 +99,10 @@ def _row(tensor: TensorReport) -> str:
 
 
 def _carried_metadata(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the head of the source's card says that stays true for the quantized model; nothing if it is no YAML."""
+    """Return the metadata of the source's card that is true of the quantized model too; nothing if it is no YAML."""
     try:
-        found = read_metadata(read_card(checkpoint.path).decode("utf-8", errors="replace"))
+        source_metadata = read_metadata(read_card(checkpoint.path).decode("utf-8", errors="replace"))
     except (FileNotFoundError, ValueError):
-        found = {}
-    carried = {key: found[key] for key in _CARRIED_KEYS if found.get(key)}
+        source_metadata = {}
+    carried = {key: source_metadata[key] for key in _CARRIED_KEYS if source_metadata.get(key)}
     return carried | {"pipeline_tag": carried.get("pipeline_tag", "text-generation")}

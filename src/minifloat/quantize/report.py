@@ -1,4 +1,4 @@
-"""What was done to every tensor: the record that `quantize` prints, saves and puts on the model card."""
+"""The report of `quantize` on every tensor, which is printed, saved and summed up on the model card."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.plan.quantization import Part, TensorPlan
-from minifloat.quantize.calibrated import ActivationReport
+from minifloat.quantize.static_scales import ActivationReport
 
-#: Version of the JSON that `QuantizeReport.to_dict` gives.
+#: Version of the JSON that `QuantizeReport.to_dict` returns.
 SCHEMA_VERSION = 1
 
 
@@ -20,12 +20,12 @@ class TensorReport:
     """One source tensor, or one weight of a tensor that was split.
 
     Attributes:
-        name: Tensor of the source, or module of the output where it was split.
+        name: Tensor of the source; where it was split, module of the output.
         action: ``"quantized"`` or ``"copied"``.
         detail: Name of the scheme, or why it was copied.
-        shape: Of the weight.
-        source_bytes: Before.
-        output_bytes: After, scales included.
+        shape: Shape of the weight.
+        source_bytes: Bytes in the source.
+        output_bytes: Bytes in the output, scales included.
         source_digest: Content hash of the source's bytes, with its algorithm.
         stats: Error of the cast; None for a copy.
     """
@@ -41,14 +41,14 @@ class TensorReport:
 
     @classmethod
     def copied(cls, plan: TensorPlan, digest: str) -> TensorReport:
-        """The report of a tensor that was copied."""
+        """Return the report of a tensor that was copied."""
         info = plan.source
         output_bytes = sum(tensor.nbytes for tensor in plan.outputs)
         return cls(info.name, "copied", plan.reason, info.shape, info.nbytes, output_bytes, digest)
 
     @classmethod
     def quantized(cls, plan: TensorPlan, part: Part, stats: CastStats, digest: str) -> TensorReport:
-        """The report of one quantized weight."""
+        """Return the report of one quantized weight."""
         info = plan.source
         name = info.name if len(plan.parts) == 1 else part.module
         elements = part.shape[0] * part.shape[1]
@@ -60,12 +60,12 @@ class TensorReport:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TensorReport:
-        """The inverse of `to_dict`."""
+        """Return the report that `to_dict` was called on."""
         stats = data.get("stats")
         return cls(**{**data, "shape": tuple(data["shape"]), "stats": CastStats(**stats) if stats else None})
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the report as JSON values."""
         return asdict(self)
 
 
@@ -74,13 +74,13 @@ class QuantizeReport:
     """The result of `quantize_checkpoint`.
 
     Attributes:
-        source: Path of the source, as given.
+        source: Path of the source, as the caller gave it.
         destination: Path of the output.
-        recipe: What was asked: scheme, layout, overrides, scale rule.
-        provenance: What it was made from and with: hashes, versions, command.
+        recipe: The arguments: scheme, layout, overrides, scale rule.
+        provenance: Source, hashes, versions and command.
         tensors: One entry per tensor, in the source's order.
-        activations: Static scales of inputs and of the KV cache, with what they would do to held-out text.
-        notes: What a user should know, in sentences.
+        activations: Static scales of inputs and of the KV cache, with their saturation on held-out text.
+        notes: Sentences for the user.
         seconds: Wall time of this run.
         resumed_shards: Shards that an earlier, interrupted run had finished.
     """
@@ -97,17 +97,17 @@ class QuantizeReport:
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of all tensors before."""
+        """Bytes of all tensors in the source."""
         return sum(tensor.source_bytes for tensor in self.tensors)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of all tensors after."""
+        """Bytes of all tensors in the output."""
         return sum(tensor.output_bytes for tensor in self.tensors)
 
     @property
     def quantized(self) -> tuple[TensorReport, ...]:
-        """The tensors that were quantized."""
+        """The reports of quantized tensors."""
         return tuple(tensor for tensor in self.tensors if tensor.stats is not None)
 
     @property
@@ -116,7 +116,7 @@ class QuantizeReport:
         return sum((tensor.stats for tensor in self.tensors if tensor.stats is not None), CastStats())
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values: what is saved beside the weights. No times in it, so that equal runs write equal files."""
+        """Return the JSON values that are saved beside the weights; without times, equal runs write equal files."""
         return {
             "schema_version": SCHEMA_VERSION,
             "recipe": self.recipe,
@@ -137,11 +137,11 @@ def _with_sqnr(tensor: TensorReport) -> dict[str, Any]:
 
 
 def finite_or_none(value: float) -> float | None:
-    """JSON has no infinity: an exact cast has no finite SQNR."""
+    """Return a rounded number, or None for infinity, which JSON lacks: the SQNR of an exact cast is infinite."""
     return round(value, 3) if math.isfinite(value) else None
 
 
 def worst(tensors: Sequence[TensorReport], count: int) -> list[TensorReport]:
-    """The quantized tensors with the lowest SQNR, lowest first."""
+    """Return the quantized tensors with the lowest SQNR, lowest first."""
     with_stats = [(tensor.stats.sqnr_db, tensor) for tensor in tensors if tensor.stats is not None]
     return [tensor for _, tensor in sorted(with_stats, key=lambda pair: pair[0])[:count]]

@@ -1,10 +1,10 @@
-"""Moving one tensor from the source to the output: read a slab of rows, quantize it, write it, forget it.
+"""The streaming cast of one tensor: read a slab of rows, quantize it and write it, then read the next slab.
 
 Memory is a slab per thread, whatever the size of the tensor. Slabs are cut at multiples of the scheme's block rows, so
-cutting never changes a bit of the result; a scheme with one scale per tensor learns its amax in a pass of its own.
+the cuts never change a bit of the result. A scheme with one scale per tensor measures the amax in a pass of its own.
 
 On a GPU a thread does the same with larger slabs, from and to pinned memory on a stream of its own, and waits for its
-slab. Disk, copies and kernel overlap because the threads are at different steps: none of them needs two slabs at once.
+slab. Disk, copies and kernel overlap because the threads are at different steps: no thread needs two slabs at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from minifloat.plan.quantization import Part
 
 #: Bytes of source that a thread holds at a time: small enough for its L2 cache, large enough to hide system calls.
 SLAB_BYTES = 2 << 20
-#: The same where a GPU casts: a launch and two copies have to be little beside reading the slab.
+#: The same where a GPU casts: a launch and two copies must take little time beside reading the slab.
 DEVICE_SLAB_BYTES = 16 << 20
 
 Bytes = npt.NDArray[np.uint8]
@@ -41,11 +41,11 @@ _scratch = threading.local()
 
 @dataclass(frozen=True)
 class Caster:
-    """Who casts slabs, and in which memory of the host they wait for it.
+    """The implementation and the device that cast slabs, with the host memory that holds them.
 
     Attributes:
         impl: Implementation of `minifloat.kernels.quantize`.
-        device: Where ``"triton"`` casts.
+        device: Device on which ``"triton"`` casts.
     """
 
     impl: str = "auto"
@@ -53,10 +53,10 @@ class Caster:
 
     @classmethod
     def of(cls, device: str, impl: str = "auto") -> Caster:
-        """Who casts on a device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
+        """Return the caster of a device: ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
 
         Raises:
-            UsageError: There is no such kind of device, or `impl` does not run on it.
+            UsageError: The kind of device is unknown, or `impl` does not run on it.
         """
         kind, colon, index = device.partition(":")
         if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and index.isdecimal())):
@@ -66,10 +66,10 @@ class Caster:
         return cls("triton" if kind == "cuda" else impl, device)
 
     def require(self, schemes: Iterable[Scheme]) -> None:
-        """See that a GPU can cast to all of these, before anything is written.
+        """Raise an error if a GPU cannot cast to one of these schemes, before anything is written.
 
         Raises:
-            KernelUnavailable: It cannot.
+            KernelUnavailable: The device cannot cast to a scheme.
         """
         for scheme in schemes if self.impl == "triton" else ():
             reason = why_not(self.impl, scheme.weight, self.device)
@@ -78,11 +78,11 @@ class Caster:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of source that a thread holds at a time, about."""
+        """Approximate bytes of source that a thread holds at a time."""
         return DEVICE_SLAB_BYTES if self.impl == "triton" else SLAB_BYTES
 
     def buffer(self, name: str, nbytes: int) -> Bytes:
-        """This thread's reusable memory: fresh pages for every slab would cost more than the cast."""
+        """Return reusable memory of this thread: fresh pages for every slab would cost more than the cast."""
         buffer: Bytes | None = getattr(_scratch, f"{self.device} {name}", None)
         if buffer is None or buffer.nbytes < nbytes:
             buffer = self._allocate(nbytes)
@@ -97,12 +97,12 @@ class Caster:
         return triton.host_buffer(nbytes, self.device)
 
 
-#: Who casts, or only checks, where nobody asked for a GPU.
+#: The caster for copies, digests and casts without a GPU.
 CPU = Caster()
 
 
 def _slabs(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster) -> Iterator[tuple[int, int, Bytes]]:
-    """The rows of a part as ``(first, last + 1, bytes)``; the bytes are valid until the next step."""
+    """Yield the rows of a part as ``(first, last + 1, bytes)``; the bytes are valid until the next slab."""
     rows, cols = part.shape
     row_bytes = cols * _itemsize(info)
     step = part.scheme.weight.granularity.row_multiple or 1
@@ -120,7 +120,7 @@ def _slabs(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster)
 
 
 def _transposed_matrix(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster) -> npt.NDArray[Any]:
-    """The rows of a part whose source stores ``[K, all rows]``: one expert's matrix is read whole and turned."""
+    """Return the rows of a part whose source stores ``[K, all rows]``: one expert's matrix, transposed."""
     _, inputs, outputs = info.shape
     itemsize = _itemsize(info)
     nbytes = inputs * outputs * itemsize
@@ -135,10 +135,10 @@ def _itemsize(info: TensorInfo) -> int:
 
 
 def part_amax(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster) -> float:
-    """The amax of a weight.
+    """Return the amax of a weight.
 
     Raises:
-        NonFiniteError: NaN or Inf in it.
+        NonFiniteError: The weight has NaN or Inf.
     """
     largest = 0.0
     for start, stop, slab in _slabs(checkpoint, info, part, caster):
@@ -150,7 +150,7 @@ def part_amax(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Cast
 
 
 def part_digest(checkpoint: Checkpoint, info: TensorInfo, part: Part) -> str:
-    """The digest of a weight's source, without doing anything else: what `quantize_part` returns."""
+    """Return the digest of a weight's source that `quantize_part` returns, without quantizing it."""
     hasher = new_hasher()
     for _, _, slab in _slabs(checkpoint, info, part, CPU):
         hasher.update(slab)
@@ -158,7 +158,7 @@ def part_digest(checkpoint: Checkpoint, info: TensorInfo, part: Part) -> str:
 
 
 def copy_digest(checkpoint: Checkpoint, info: TensorInfo) -> str:
-    """The digest of a tensor, without doing anything else: what `copy_tensor` returns."""
+    """Return the digest of a tensor that `copy_tensor` returns, without copying it."""
     hasher = new_hasher()
     for _, slab in chunks(checkpoint, info):
         hasher.update(slab)
@@ -171,18 +171,18 @@ def quantize_part(
     """Quantize one weight into a shard.
 
     Args:
-        checkpoint: Where `info` is read from.
+        checkpoint: The source.
         info: The source tensor.
-        part: Which weight of it, and what it becomes.
-        amax: The amax of the tensor's group, where the scheme needs one.
+        part: The weight in it, and what the weight becomes.
+        amax: Amax of the weight's group, if the scheme needs it.
         shard: Where the codes and scales are written.
-        caster: Who casts.
+        caster: Implementation and device of the cast.
 
     Returns:
-        The error of the cast, and the digest of the bytes that were read.
+        The error of the cast, and the digest of the source bytes.
 
     Raises:
-        NonFiniteError: NaN or Inf in the weight.
+        NonFiniteError: The weight has NaN or Inf.
     """
     spec = part.scheme.weight
     cols = part.shape[1]
@@ -215,10 +215,10 @@ def quantize_part(
 
 
 def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, caster: Caster = CPU) -> str:
-    """Copy a tensor bit for bit; a floating-point one is checked on the way. Returns the digest of its bytes.
+    """Copy a tensor bit for bit and return the digest of its bytes.
 
     Raises:
-        NonFiniteError: NaN or Inf in it.
+        NonFiniteError: A floating-point tensor has NaN or Inf.
     """
     hasher = new_hasher()
     for start, slab in chunks(checkpoint, info, caster):
@@ -233,7 +233,7 @@ def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, ca
 
 
 def chunks(checkpoint: Checkpoint, info: TensorInfo, caster: Caster = CPU) -> Iterator[tuple[int, Bytes]]:
-    """A tensor as ``(first byte, bytes)``; the bytes are valid until the next step."""
+    """Yield a tensor as ``(first byte, bytes)``; the bytes are valid until the next chunk."""
     for start in range(0, info.nbytes, caster.slab_bytes):
         slab = caster.buffer("source", min(caster.slab_bytes, info.nbytes - start))
         checkpoint.read_into(info, slab, start)

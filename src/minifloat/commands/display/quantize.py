@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from minifloat.commands.display.console import make_console, make_table, print_outcome, shape_text
-from minifloat.quantize.calibrated import ActivationReport
 from minifloat.quantize.report import QuantizeReport, TensorReport
+from minifloat.quantize.static_scales import ActivationReport
 from minifloat.report.text import layer_pattern, size_text
 
 

@@ -1,7 +1,7 @@
 """Static scales in a plan: from activation statistics to the constants that are written beside the weights.
 
-What a static scale would have done to text that it was not made from is measured here too, from the histograms of a
-held-out run: saturation that stays is how static quantization fails in silence.
+How many activations of held-out text each static scale would saturate is measured here too, from the histograms of a
+held-out run: saturation of unseen text is a failure of static quantization that no error reports.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ KV_FP8 = KVSpec(E4M3, TENSOR)
 
 @dataclass(frozen=True)
 class ActivationReport:
-    """The static scale of one input.
+    """The static scale of the inputs of a linear, or of keys or values.
 
     Attributes:
         module: Name of the linear, or of the attention with ``.k`` or ``.v``.
-        amax: What the largest value of the format stands for.
-        scale: float32 that multiplies to dequantize.
-        tokens: Tokens of calibration text that the module saw; None for keys and values.
-        saturated: Fraction of held-out elements that would saturate; None where nothing was held out.
-        flushed: Fraction of held-out elements that would become zero; None where nothing was held out.
-        note: Why the scale is not the module's own, if it is not.
+        amax: The activation that the largest value of the format represents.
+        scale: float32 factor from a code's value to the activation.
+        tokens: Tokens of calibration text that the module processed; None for keys and values.
+        saturated: Fraction of held-out elements that would saturate; None without held-out text.
+        flushed: Fraction of held-out elements that would become zero; None without held-out text.
+        note: Why the scale comes from another module; empty where it is the module's own.
     """
 
     module: str
@@ -47,18 +47,18 @@ class ActivationReport:
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the report as JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `quantize_checkpoint` is told about activations.
+    """Activation statistics, and how `quantize_checkpoint` turns them into static scales.
 
     Attributes:
-        stats: What calibration saw.
-        rule: Statistics to amax.
-        held_out: What a run over other text saw, with histograms; None: nothing was held out.
+        stats: Statistics of the calibration set.
+        rule: Computes the amax of a module from its statistics.
+        held_out: Statistics of other text, with histograms; None: there is no held-out text.
         max_saturation: Largest fraction of held-out elements of any module that may saturate; None: no limit.
     """
 
@@ -68,7 +68,7 @@ class Calibration:
     max_saturation: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values: what the scales were made from, and by which rule."""
+        """Return the rule and the calibration set as JSON values."""
         return {
             "rule": str(self.rule),
             "data": dict(self.stats.data),
@@ -81,29 +81,30 @@ class Calibration:
 def apply_calibration(
     plan: Plan, checkpoint: Checkpoint, calibration: Calibration | None, *, kv_cache: bool
 ) -> tuple[Plan, tuple[ActivationReport, ...], tuple[str, ...]]:
-    """Give a plan its static scales.
+    """Add static scales to a plan.
 
-    Without calibration, weights whose scheme wants static scales are written for weight-only use, and a note says so.
+    Without calibration, weights whose scheme needs static scales are written for weight-only use, and a note says so.
 
     Args:
         plan: What becomes of every tensor.
-        checkpoint: The source; the statistics must be of it.
-        calibration: None: there is none.
-        kv_cache: Whether scales of an FP8 KV cache are written.
+        checkpoint: The source, which the statistics must come from.
+        calibration: Statistics and their rule; None: the model was not calibrated.
+        kv_cache: Whether to write scales of an FP8 KV cache.
 
     Returns:
-        The plan, a report per scale, and notes for the user.
+        The plan with scales, a report per scale, and notes for the user.
 
     Raises:
-        UsageError: KV scales without calibration: scales that are all 1.0 lose accuracy in silence.
-        StatsError: The statistics are of another model.
-        NotCalibratedError: A module was not seen; it is named.
-        SaturationError: More held-out elements saturate than is allowed.
+        UsageError: `kv_cache` without calibration, since scales of 1.0 would lose accuracy without an error; or a limit
+            on saturation without held-out text.
+        StatsError: The statistics come from another model.
+        NotCalibratedError: The statistics lack a module; the message names it.
+        SaturationError: More held-out elements saturate than `calibration.max_saturation` allows.
     """
     if calibration is None:
         if kv_cache:
             raise UsageError("an FP8 KV cache needs calibrated scales: give --calibration DATA or --stats FILE")
-        return _without_static(plan), (), _note(plan)
+        return _weight_only(plan), (), _weight_only_notes(plan)
     calibration.stats.check_model(checkpoint)
     inputs = activation_scales(calibration.stats, calibration.rule, modules=plan.static_modules)
     kv_rule, kv_note = _kv_rule(calibration.rule) if kv_cache else (calibration.rule, ())
@@ -111,20 +112,21 @@ def apply_calibration(
     reports = (*_input_reports(inputs, calibration), *_kv_reports(caches))
     _check_saturation(reports, calibration.max_saturation)
     scales = {module: float(scale) for module, scale in inputs.scales.items()}
-    pairs = {module: (float(one.k), float(one.v)) for module, one in caches.items()}
+    kv_pairs = {module: (float(pair.k), float(pair.v)) for module, pair in caches.items()}
     notes = (*kv_note, *(f"{module}: {reason}." for module, reason in inputs.fallbacks.items()))
-    return plan.with_scales(scales, KV_FP8 if kv_cache else None, pairs), reports, notes
+    return plan.with_scales(scales, KV_FP8 if kv_cache else None, kv_pairs), reports, notes
 
 
 def _kv_rule(rule: Rule) -> tuple[Rule, tuple[str, ...]]:
-    """The rule for keys and values, of which no histograms are kept, and a note where it is another than for inputs."""
-    possible = history_rule(rule)
-    if possible is rule:
+    """Return the rule for keys and values, which have no histograms, and a note if it is not the rule for inputs."""
+    kv_rule = history_rule(rule)
+    if kv_rule is rule:
         return rule, ()
-    return possible, (f"Scales of the KV cache are made by the rule {possible}: {rule} needs histograms.",)
+    return kv_rule, (f"Scales of the KV cache are made by the rule {kv_rule}: {rule} needs histograms.",)
 
 
-def _without_static(plan: Plan) -> Plan:
+def _weight_only(plan: Plan) -> Plan:
+    """Return the plan with weight-only schemes in place of static ones."""
     static = set(plan.static_modules)
     tensors = tuple(
         replace(
@@ -139,7 +141,7 @@ def _without_static(plan: Plan) -> Plan:
     return replace(plan, tensors=tensors)
 
 
-def _note(plan: Plan) -> tuple[str, ...]:
+def _weight_only_notes(plan: Plan) -> tuple[str, ...]:
     if not plan.static_modules:
         return ()
     return (
@@ -152,8 +154,8 @@ def _input_reports(inputs: StaticScales, calibration: Calibration) -> list[Activ
     held_out = {} if calibration.held_out is None else calibration.held_out.inputs
     reports = []
     for module, scale in inputs.scales.items():
-        seen = held_out.get(module)
-        lost = None if seen is None else saturation(seen, float(scale))
+        stats = held_out.get(module)
+        lost = None if stats is None else saturation(stats, float(scale))
         reports.append(
             ActivationReport(
                 module=module,
@@ -190,5 +192,5 @@ def _check_saturation(reports: Sequence[ActivationReport], limit: float | None) 
         shown = ", ".join(f"{report.module} {report.saturated:.2e}" for report in over[:4])
         raise SaturationError(
             f"{len(over)} of {len(measured)} inputs saturate on held-out text more often than {limit:g}: {shown}; "
-            "calibrate on more or other text, or choose the rule max"
+            "calibrate on more or other text, or use the rule max"
         )

@@ -18,8 +18,8 @@ from minifloat.layouts import describe
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.histogram import count_magnitudes
-from minifloat.quantize.calibrated import Calibration
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.static_scales import Calibration
 
 Make = Callable[..., Path]
 LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]

@@ -1,0 +1,73 @@
+"""The recipe and the provenance in the reports of `quantize` and `convert`: arguments, source, versions and command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from minifloat._version import __version__
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.digest import combine
+from minifloat.hub import model_name, origin_of
+from minifloat.layouts import compressed_tensors
+from minifloat.plan.quantization import Plan
+from minifloat.quantize.static_scales import Calibration
+
+
+class _TensorEntry(Protocol):
+    """A row of a report: a source tensor and the digest of its bytes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source_digest(self) -> str: ...
+
+
+def describe_recipe(plan: Plan, calibration: Calibration | None) -> dict[str, Any]:
+    """Return the arguments that determine the output of `quantize`, as JSON values."""
+    weight = plan.scheme.weight
+    return {
+        "scheme": plan.scheme.name,
+        "calibration": None if calibration is None else calibration.to_dict(),
+        "kv_cache": None if plan.kv is None else plan.kv.element.name,
+        "layout": plan.layout.name,
+        "element": weight.element.name,
+        "granularity": str(weight.granularity),
+        "scale": weight.scale.name,
+        "scale_rule": weight.rule.value,
+        "overrides": [str(override) for override in plan.overrides],
+    }
+
+
+def quantize_options(recipe: dict[str, Any]) -> str:
+    """Return the options of `minifloat quantize` that a recipe stands for."""
+    overrides = "".join(f" --override '{override}'" for override in recipe["overrides"])
+    layout = "" if recipe["layout"] == compressed_tensors.NAME else f" --layout {recipe['layout']}"
+    calibration = "" if recipe["calibration"] is None else f" --stats STATS --rule {recipe['calibration']['rule']}"
+    kv_cache = " --kv-cache fp8" if recipe["kv_cache"] else ""
+    return f"--scheme {recipe['scheme']}{layout}{overrides}{calibration}{kv_cache}"
+
+
+def provenance(
+    checkpoint: Checkpoint, command: str, options: str, tensors: Iterable[_TensorEntry], **facts: Any
+) -> dict[str, Any]:
+    """Return what an output was made from and with; the same for the same weights, however they were sharded.
+
+    Args:
+        checkpoint: The source.
+        command: ``"quantize"`` or ``"convert"``.
+        options: Options of the command.
+        tensors: The report of every tensor.
+        **facts: Further entries, as JSON values.
+    """
+    origin = origin_of(checkpoint.path)
+    source = checkpoint.path.name if origin is None else str(origin)
+    return {
+        "minifloat": __version__,
+        "command": f"minifloat {command} {source} OUT {options}",
+        "source": model_name(checkpoint.path),
+        "source_revision": None if origin is None else origin.revision,
+        **facts,
+        "source_digest": combine((tensor.name, tensor.source_digest) for tensor in tensors),
+    }
