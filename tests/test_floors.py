@@ -7,6 +7,7 @@ so do those for type checkers alone.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,7 @@ FLOORS = (
 ROOT_FILES = {"__init__.py", "__main__.py", "_version.py", "errors.py", "py.typed"}
 
 
+@functools.cache
 def modules(package: Path) -> dict[str, Path]:
     """Every module of a package by its dotted name; a package by its own name."""
     named = {}
