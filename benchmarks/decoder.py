@@ -31,7 +31,7 @@ from minifloat.kernels.bandwidth import read_bandwidth
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minifloat.kernels.decoder import Batch, Decoder, KVCache
+    from minifloat.kernels.decoder import Decoder, KVCache, StepBatch
     from minifloat.kernels.pack import PackedWeight
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 2048, 32, 4, 64, 5632, 32000
@@ -108,17 +108,17 @@ def weight_bytes(decoder: Decoder) -> int:
     return total
 
 
-def batch_of(sequences: int, new: int, context: int) -> Batch:
+def batch_of(sequences: int, new: int, context: int) -> StepBatch:
     """`new` tokens for each sequence, `context` keys after them; the last token's logits."""
     import torch
 
-    from minifloat.kernels.decoder import BLOCK_TOKENS, Batch
+    from minifloat.kernels.decoder import BLOCK_TOKENS, StepBatch
 
     def int32(values: Any) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32).contiguous()
 
     columns = -(-context // BLOCK_TOKENS)
-    return Batch(
+    return StepBatch(
         tokens=int32(torch.randint(VOCAB, (sequences * new,))),
         positions=int32(torch.arange(context - new, context).repeat(sequences)),
         starts=int32(torch.arange(sequences + 1) * new),
@@ -173,7 +173,7 @@ class Case:
         return text
 
 
-def case_of(label: str, decoder: Decoder, cache: KVCache, batch: Batch, nbytes: int) -> Case:
+def case_of(label: str, decoder: Decoder, cache: KVCache, batch: StepBatch, nbytes: int) -> Case:
     """A step of ours, with the checks that every step has."""
     from minifloat.kernels.decoder import cpu
     from minifloat.kernels.decoder.check import check

@@ -20,7 +20,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.compare import kv_cache
 from minifloat.compare.kv_cache import kv_cache_factory, round_to_cache
 from minifloat.errors import CheckpointError, UnsupportedTensorError, UsageError
-from minifloat.kernels.decoder import BLOCK_TOKENS, Batch, KVCache, step
+from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache, StepBatch, step
 from minifloat.numerics.formats import E4M3
 from minifloat.runtime.kv_scales import KVScales, kv_scales
 from minifloat.runtime.load import load
@@ -154,7 +154,7 @@ def test_a_window_is_scored_as_our_own_decoder_with_an_fp8_cache_scores_it(
     found = model(input_ids=tokens, past_key_values=kv_cache_factory(model, scales)(), use_cache=True).logits[0]
     decoder = decoder_of(model, scales)
     blocks, positions = -(-TOKENS // BLOCK_TOKENS), torch.arange(TOKENS, dtype=torch.int32)
-    batch = Batch(
+    batch = StepBatch(
         tokens=tokens[0].int(),
         positions=positions,
         starts=torch.tensor([0, TOKENS], dtype=torch.int32),

@@ -45,7 +45,7 @@ def assert_equal(weight: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_outcome", native.Outcome(None, MISSING))
+    monkeypatch.setattr(native, "_result", native.LoadResult(None, MISSING))
 
 
 # ----------------------------------------------------------------------------------------------------- one module

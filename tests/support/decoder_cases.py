@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from minifloat.kernels.decoder import BLOCK_TOKENS, Attention, Batch, Decoder, Experts, KVCache, Layer, Mlp, step
+from minifloat.kernels.decoder import BLOCK_TOKENS, Attention, Decoder, Experts, KVCache, Layer, Mlp, StepBatch, step
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
 
@@ -164,7 +164,7 @@ class Session:
         order = torch.randperm(self.cache.blocks, generator=torch.Generator().manual_seed(3))
         self._free = order.tolist()
 
-    def batch(self, new: Mapping[str, Sequence[int]], logits: Sequence[int] | None = None) -> Batch:
+    def batch(self, new: Mapping[str, Sequence[int]], logits: Sequence[int] | None = None) -> StepBatch:
         """New tokens of some sequences, blocks found for them; by default the logits of all."""
         positions: list[int] = []
         for name, tokens in new.items():
@@ -179,7 +179,7 @@ class Session:
         starts = [0]
         for tokens in new.values():
             starts.append(starts[-1] + len(tokens))
-        return Batch(
+        return StepBatch(
             tokens=_int32(flat),
             positions=_int32(positions),
             starts=_int32(starts),

@@ -20,7 +20,7 @@ import triton_cases
 
 from minifloat.kernels.linear.triton.config import Config, Device, by_arithmetic
 from minifloat.kernels.linear.triton.kernels import dequantize_kernel, product_kernel
-from minifloat.kernels.linear.triton.layout import TILE_COLS, Form, Order
+from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order
 from minifloat.kernels.linear.triton.product import PARTS, constants
 
 #: Data sheets: multiprocessors, and the shared memory that one CTA may have.
@@ -76,7 +76,9 @@ class Compiled:
         return sum(count for name, count in self.loop.items() if _is_tensor_core(name))
 
 
-def compile_product(form: Form, config: Config, dtype: torch.dtype, device: Device, *, bias: bool = False) -> Compiled:
+def compile_product(
+    form: GpuForm, config: Config, dtype: torch.dtype, device: Device, *, bias: bool = False
+) -> Compiled:
     """`product_kernel` as `multiply` would launch it on aligned tensors."""
     names = ["x", "codes", "factors", "blocks", "rows", "bias", "y", "sums", "counts"]
     kinds = (_TYPES[dtype], "*i16", "*i32", "*fp32", "*fp32", "*fp32", _TYPES[dtype], "*fp32", "*i32")
@@ -101,7 +103,7 @@ def compile_product(form: Form, config: Config, dtype: torch.dtype, device: Devi
     return _counted(compiled, weights)
 
 
-def compile_dequantize(form: Form, dtype: torch.dtype, device: Device) -> Compiled:
+def compile_dequantize(form: GpuForm, dtype: torch.dtype, device: Device) -> Compiled:
     """`dequantize_kernel`."""
     names = ["codes", "factors", "blocks", "rows", "y"]
     kinds = ("*i16", "*i32", "*fp32", "*fp32", _TYPES[dtype])
@@ -149,7 +151,7 @@ def main() -> None:
     print(f"triton {triton.__version__}, N x K = {shape[0]}x{shape[1]}, bfloat16 x\n")
     print("| form | M | " + " | ".join(device.name for device in devices) + " |")
     print("|---" * (2 + len(devices)) + "|")
-    for form in Form:
+    for form in GpuForm:
         for rows in (16, 64, 128):
             cells = []
             for device in devices:

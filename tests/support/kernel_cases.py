@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from minifloat.kernels import native
+from minifloat.kernels.native import structs
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ActivationSpec
@@ -211,10 +212,10 @@ class Kernels:
         assert LIBRARY is not None
         self.library = LIBRARY.with_isa(isa)
 
-    def pack_args(self, stored: Stored, codes: torch.Tensor, scales: torch.Tensor | None) -> native.PackArgs:
+    def pack_args(self, stored: Stored, codes: torch.Tensor, scales: torch.Tensor | None) -> structs.PackArgs:
         """The struct for a weight, without its destination; it points into `codes` and `scales`."""
         (rows, cols), (block_rows, block_cols) = stored.shape, stored.block
-        return native.PackArgs(
+        return structs.PackArgs(
             codes=codes.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
             rows=rows,
@@ -256,12 +257,12 @@ class Kernels:
         biases: Sequence[torch.Tensor | None] | None,
         y: torch.Tensor,
         threads: int,
-    ) -> native.LinearArgs:
+    ) -> structs.LinearArgs:
         """The struct for a call; it points into the tensors, and keeps alive only the lists of pointers."""
         pointers = _pointers([weight.blob for weight in weights])
         bias_pointers = None if biases is None else _pointers(biases)
         bias_dtypes = {bias.dtype for bias in biases or () if bias is not None}
-        return native.LinearArgs(
+        return structs.LinearArgs(
             weights=ctypes.cast(pointers, ctypes.c_void_p),
             biases=None if bias_pointers is None else ctypes.cast(bias_pointers, ctypes.c_void_p),
             x=x.data_ptr(),
@@ -311,7 +312,7 @@ class Kernels:
         buffer = garbage(int(offsets[-1]), width + _PADDING, x.dtype)
         pointers = _pointers([weight.blob for weight in weights])
         bias_pointers = None if biases is None else _pointers(biases)
-        args = native.MoeArgs(
+        args = structs.MoeArgs(
             weights=ctypes.cast(pointers, ctypes.c_void_p),
             biases=ctypes.cast(bias_pointers, ctypes.c_void_p) if bias_pointers is not None else None,
             offsets=offsets.data_ptr(),
@@ -336,7 +337,7 @@ class Kernels:
         dynamic = InputScaling.TENSOR if spec.granularity == TENSOR else InputScaling.BLOCK
         before, after = _PADDING, _VECTOR
         buffer = garbage(1, before + rows * cols + after, torch.float32)[0]
-        args = native.RoundInputsArgs(
+        args = structs.RoundInputsArgs(
             x=x.data_ptr(),
             scale=None if scale is None else scale.data_ptr(),
             y=buffer[before:].data_ptr(),
@@ -344,7 +345,7 @@ class Kernels:
             cols=cols,
             x_stride=x.stride(0),
             block_cols=spec.granularity.block((rows, cols))[1],
-            element=native.Format(element.bits, element.mantissa_bits, element.emin, element.max),
+            element=structs.Format(element.bits, element.mantissa_bits, element.emin, element.max),
             dtype=_CODES[x.dtype],
             scaling=dynamic if scale is None else InputScaling.GIVEN,
             zero_scale=2.0**-FLOAT32.mantissa_bits,

@@ -18,6 +18,7 @@ import numpy as np
 
 from minifloat.errors import KernelUnavailable, UsageError
 from minifloat.kernels import native
+from minifloat.kernels.native import structs
 
 _WORD = np.dtype(np.uint64)
 
@@ -67,7 +68,7 @@ def read_bandwidth(size: int, threads: int, rounds: int = 9) -> ReadBandwidth:
     size -= size % _WORD.itemsize
     words = np.frombuffer(_pages(size), _WORD, size // _WORD.itemsize)
     words.fill(1)  # pages that were never written are all the same one
-    args = native.ReadArgs(data=words.ctypes.data, bytes=size, threads=threads)
+    args = structs.ReadArgs(data=words.ctypes.data, bytes=size, threads=threads)
     samples = []
     for _ in range(rounds + 1):
         start = time.perf_counter()

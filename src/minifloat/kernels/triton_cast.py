@@ -43,6 +43,14 @@ def constants(fmt: ElementFormat, prefix: str) -> dict[str, int]:
 
 
 @triton.jit
+def load_bits(pointer, offsets, mask, BF16: tl.constexpr):
+    """Load elements as bits of float32, zero where `mask` is false; bfloat16 comes as int16 and is shifted."""
+    if BF16:
+        return tl.load(pointer + offsets, mask, 0).to(tl.int32) << 16
+    return bits_of(tl.load(pointer + offsets, mask, 0.0).to(tl.float32))
+
+
+@triton.jit
 def bits_of(x):
     """The bits of a float32, int32."""
     return x.to(tl.int32, bitcast=True)

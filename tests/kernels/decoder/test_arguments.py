@@ -11,7 +11,7 @@ import torch
 from decoder_cases import Session, decoder_of, model_of, prompt
 
 from minifloat.errors import ShapeError, TensorError, UnknownNameError, UnsupportedTensorError
-from minifloat.kernels.decoder import BLOCK_TOKENS, Batch, Decoder, KVCache, step
+from minifloat.kernels.decoder import BLOCK_TOKENS, Decoder, KVCache, StepBatch, step
 
 
 @functools.cache
@@ -19,7 +19,7 @@ def decoder(name: str = "mistral") -> Decoder:
     return decoder_of(model_of(name))
 
 
-def session() -> tuple[Session, Batch]:
+def session() -> tuple[Session, StepBatch]:
     """Two sequences that have run, and a batch of three and one new tokens."""
     running = Session.start(decoder(), "reference")
     running.run({"a": prompt(20), "b": prompt(5)})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernel_cases import DTYPES, KINDS, Guarded, Kernels, Packed, bits, make
 
-from minifloat.kernels import native
+from minifloat.kernels.native import structs
 
 M = (1, 2, 5, 16, 17, 33, 70)
 #: Ragged: neither a multiple of the rows of a panel nor of the columns of a step; and exact multiples of both.
@@ -147,7 +147,7 @@ def test_weights_of_one_call_are_of_one_format_and_width(kernels: Kernels, other
 def test_fields_out_of_range_are_refused(kernels: Kernels, field: str, value: int | None) -> None:
     x, y = torch.ones(1, 100), torch.zeros(1, 47)
     packed = kernels.pack(make("mxfp4", 47, 100))
-    args: native.LinearArgs = kernels.linear_args(x, [packed], None, y, 1)
+    args: structs.LinearArgs = kernels.linear_args(x, [packed], None, y, 1)
     setattr(args, field, value)
     with pytest.raises(ValueError, match="status 2"):
         kernels.library.linear(args)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import ISAS, KINDS, Element, Grid, Guarded, Kernels, Stored, fits, make
 
-from minifloat.kernels import native
+from minifloat.kernels.native import structs
 
 SHAPES = ((1, 2), (1, 1), (31, 32), (32, 64), (33, 65), (47, 100), (130, 258), (64, 129))
 
@@ -219,7 +219,7 @@ def test_memory_that_holds_another_weight_is_not_unpacked(kernels: Kernels) -> N
     packed = kernels.pack(make("mxfp4", 40, 100))
     for other in (make("mxfp4", 41, 100), make("mxfp4", 40, 98), make("nvfp4", 40, 100), make("mxfp8", 40, 100)):
         codes = other.bytes_of_codes()
-        args: native.PackArgs = kernels.pack_args(other, codes, other.scales)
+        args: structs.PackArgs = kernels.pack_args(other, codes, other.scales)
         args.packed = packed.blob.data_ptr()
         with pytest.raises(ValueError, match="status 3"):
             kernels.library.unpack(args)

@@ -156,7 +156,7 @@ def test_another_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     weight = weight_of(SPECS["fp8"], (4, 32))
     with pytest.raises(UnknownNameError, match="triton"):
         pack(weight, impl="triton")
-    monkeypatch.setattr(native, "_outcome", native.Outcome(None, "not built"))
+    monkeypatch.setattr(native, "_result", native.LoadResult(None, "not built"))
     with pytest.raises(KernelUnavailable, match="not built"):
         pack(weight, impl="cpu")
     assert torch.equal(pack(weight).data, pack(weight, impl="reference").data)

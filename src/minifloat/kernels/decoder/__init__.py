@@ -14,14 +14,14 @@ from minifloat.errors import KernelUnavailable, UnknownNameError
 from minifloat.kernels.decoder import cpu, reference
 from minifloat.kernels.decoder.cache import ELEMENTS, KVCache
 from minifloat.kernels.decoder.check import check
-from minifloat.kernels.decoder.types import BLOCK_TOKENS, Attention, Batch, Decoder, Experts, Layer, Mlp
+from minifloat.kernels.decoder.types import BLOCK_TOKENS, Attention, Decoder, Experts, Layer, Mlp, StepBatch
 
 __all__ = [
     "BLOCK_TOKENS",
     "ELEMENTS",
     "IMPLEMENTATIONS",
     "Attention",
-    "Batch",
+    "StepBatch",
     "Decoder",
     "Experts",
     "KVCache",
@@ -33,7 +33,7 @@ __all__ = [
 IMPLEMENTATIONS = ("auto", "reference", "cpu")
 
 
-def step(decoder: Decoder, cache: KVCache, batch: Batch, impl: str = "auto") -> Tensor:
+def step(decoder: Decoder, cache: KVCache, batch: StepBatch, impl: str = "auto") -> Tensor:
     """Put the new tokens of a batch into the cache and compute the logits that are asked for.
 
     Every number is float32 but the inputs and outputs of linears and the queries, which are rounded to
@@ -51,7 +51,7 @@ def step(decoder: Decoder, cache: KVCache, batch: Batch, impl: str = "auto") -> 
         impl: "auto" (the native library where it is loaded, else the reference), "reference" or "cpu".
 
     Returns:
-        float32 ``[R, vocab]``, rows as `Batch.logits` names them.
+        float32 ``[R, vocab]``, rows as `StepBatch.logits` names them.
 
     Raises:
         UnknownNameError: Another `impl`.

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels.decoder.cache import KVCache
-from minifloat.kernels.decoder.types import BLOCK_TOKENS, Batch, Decoder
+from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, StepBatch
 
 _Array = NDArray[np.int32]
 _RANKS = {"tokens": 1, "positions": 1, "starts": 1, "contexts": 1, "blocks": 2, "logits": 1}
 
 
-def check(decoder: Decoder, cache: KVCache, batch: Batch) -> None:
+def check(decoder: Decoder, cache: KVCache, batch: StepBatch) -> None:
     """See that a step may run.
 
     Raises:
@@ -86,7 +86,7 @@ def _check_blocks(cache: KVCache, blocks: _Array, begin: _Array, first: _Array, 
         raise ShapeError("blocks", f"block {written[1:][twice][0]} would be written twice")
 
 
-def _array(batch: Batch, name: str, rank: int) -> _Array:
+def _array(batch: StepBatch, name: str, rank: int) -> _Array:
     tensor = getattr(batch, name)
     if tensor.dtype != torch.int32 or not tensor.is_cpu or not tensor.is_contiguous():
         found = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"

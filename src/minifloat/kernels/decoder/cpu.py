@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native, threads
 from minifloat.kernels.decoder.cache import ELEMENTS, KVCache
-from minifloat.kernels.decoder.types import Batch, Decoder, Experts, Layer, Mlp
+from minifloat.kernels.decoder.types import Decoder, Experts, Layer, Mlp, StepBatch
 from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.native import structs
 from minifloat.kernels.pack import PackedWeight
 
 #: Names of ``enum minifloat_step_part``.
@@ -31,7 +31,7 @@ def why_not() -> str:
     return native.why_unavailable() if native.load() is None else ""
 
 
-def step(decoder: Decoder, cache: KVCache, batch: Batch, nanoseconds: Tensor | None = None) -> Tensor:
+def step(decoder: Decoder, cache: KVCache, batch: StepBatch, nanoseconds: Tensor | None = None) -> Tensor:
     """Arguments, which have been checked, and result as of `minifloat.kernels.decoder.step`.
 
     Args:
@@ -43,15 +43,13 @@ def step(decoder: Decoder, cache: KVCache, batch: Batch, nanoseconds: Tensor | N
     Raises:
         KernelUnavailable: There is no native library.
     """
-    library = native.load()
-    if library is None:
-        raise KernelUnavailable(native.why_unavailable())
+    library = native.require()
     described = _DESCRIBED.get(decoder)
     if described is None:
         described = _DESCRIBED[decoder] = _Described(decoder)
     logits = torch.empty(batch.logits.shape[0], decoder.lm_head.shape[0])
     library.step(
-        native.StepArgs(
+        structs.StepArgs(
             decoder=ctypes.addressof(described.decoder),
             cache=cache.data.data_ptr(),
             tokens=batch.tokens.data_ptr(),
@@ -79,9 +77,9 @@ class _Described:
 
     def __init__(self, decoder: Decoder) -> None:
         self._held: list[object] = []
-        layers = (native.LayerArgs * len(decoder.layers))(*map(self._layer, decoder.layers))
+        layers = (structs.LayerArgs * len(decoder.layers))(*map(self._layer, decoder.layers))
         self._held.append(layers)
-        self.decoder = native.DecoderArgs(
+        self.decoder = structs.DecoderArgs(
             layers=ctypes.addressof(layers),
             inv_freq=decoder.inv_freq.data_ptr(),
             norm=decoder.norm.data_ptr(),
@@ -101,9 +99,9 @@ class _Described:
             scale=decoder.scale,
         )
 
-    def _layer(self, layer: Layer) -> native.LayerArgs:
+    def _layer(self, layer: Layer) -> structs.LayerArgs:
         attention = layer.attention
-        args = native.LayerArgs(
+        args = structs.LayerArgs(
             input_norm=layer.input_norm.data_ptr(),
             mlp_norm=layer.mlp_norm.data_ptr(),
             q_norm=_address(attention.q_norm),
@@ -126,9 +124,9 @@ class _Described:
             args.intermediate = shared.intermediate
         return args
 
-    def _experts(self, experts: Experts) -> native.ExpertsArgs:
+    def _experts(self, experts: Experts) -> structs.ExpertsArgs:
         tables = [part.pointers.address for part in experts.gate_up]
-        return native.ExpertsArgs(
+        return structs.ExpertsArgs(
             router=experts.router.data_ptr(),
             gate=tables[0],
             up=tables[1] if len(tables) > 1 else None,
@@ -141,9 +139,9 @@ class _Described:
             normalize=experts.normalize,
         )
 
-    def _product(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None) -> native.Product:
+    def _product(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None) -> structs.ProductArgs:
         present = [bias for bias in biases or () if bias is not None]
-        return native.Product(
+        return structs.ProductArgs(
             weights=self._table([weight.address for weight in weights]),
             biases=self._table([_address(bias) for bias in biases]) if biases is not None and present else None,
             count=len(weights),

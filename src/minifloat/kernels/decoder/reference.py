@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from minifloat.kernels.decoder.cache import KVCache
-from minifloat.kernels.decoder.types import BLOCK_TOKENS, Attention, Batch, Decoder, Experts, Mlp
+from minifloat.kernels.decoder.types import BLOCK_TOKENS, Attention, Decoder, Experts, Mlp, StepBatch
 from minifloat.kernels.pack import PackedWeight
 
 
-def step(decoder: Decoder, cache: KVCache, batch: Batch) -> Tensor:
+def step(decoder: Decoder, cache: KVCache, batch: StepBatch) -> Tensor:
     """Arguments, which have been checked, and result as of `minifloat.kernels.decoder.step`."""
     x = decoder.embedding[batch.tokens].float()
     angles = batch.positions[:, None].float() * decoder.inv_freq
@@ -36,7 +36,7 @@ def _attention(
     attention: Attention,
     layer: int,
     cache: KVCache,
-    batch: Batch,
+    batch: StepBatch,
     turn: tuple[Tensor, Tensor],
     x: Tensor,
 ) -> Tensor:

@@ -231,7 +231,7 @@ class Decoder:
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class StepBatch:
     """What one step computes: new tokens of one or more sequences. All tensors are int32, contiguous, on the CPU.
 
     Attributes:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native, threads
 from minifloat.kernels.dtypes import DTYPES, has_kernel
+from minifloat.kernels.native import structs
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ActivationSpec
@@ -37,9 +37,7 @@ def why_not(x: Tensor, scale: Tensor | None) -> str:
 
 def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:
     """See `minifloat.kernels.inputs.round_inputs`; `why_not` has found nothing."""
-    library = native.load()
-    if library is None:
-        raise KernelUnavailable(native.why_unavailable())
+    library = native.require()
     y = torch.empty(x.shape, dtype=torch.float32)
     if y.numel() == 0:
         return y
@@ -48,7 +46,7 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tenso
         rows = rows.contiguous()
     given = None if scale is None else scale.detach().to("cpu", torch.float32).reshape(())
     element = spec.element
-    args = native.RoundInputsArgs(
+    args = structs.RoundInputsArgs(
         x=rows.data_ptr(),
         scale=None if given is None else given.data_ptr(),
         y=y.data_ptr(),
@@ -56,7 +54,7 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tenso
         cols=rows.shape[1],
         x_stride=rows.stride(0),
         block_cols=spec.granularity.cols or rows.shape[1],
-        element=native.Format(element.bits, element.mantissa_bits, element.emin, element.max),
+        element=structs.Format(element.bits, element.mantissa_bits, element.emin, element.max),
         dtype=DTYPES[x.dtype],
         scaling=_GIVEN if given is not None else _OF_TENSOR if spec.granularity == TENSOR else _OF_BLOCK,
         zero_scale=2.0**-FLOAT32.mantissa_bits,

@@ -22,6 +22,7 @@ from minifloat.kernels.triton_cast import (
     encode_magnitude,
     float_of,
     float_scales,
+    load_bits,
     sign_of,
 )
 from minifloat.numerics.formats import ElementFormat
@@ -103,7 +104,7 @@ def quantize_groups(
     exists = (index < total)[:, None]
     inside = exists & (row < rows)[:, None]
     chunks = 1 if WHOLE else tl.cdiv(cols, CHUNK)
-    first = _load(x_ptr, row[:, None] * x_stride + col, inside & (col < cols), BF16)
+    first = load_bits(x_ptr, row[:, None] * x_stride + col, inside & (col < cols), BF16)
     if GIVEN:
         scale = tl.zeros([GROUPS], tl.float32) + tl.load(given_ptr)
     else:
@@ -111,7 +112,7 @@ def quantize_groups(
         if not WHOLE:
             for chunk in range(1, chunks):
                 at = col + chunk * CHUNK
-                bits = _load(x_ptr, row[:, None] * x_stride + at, inside & (at < cols), BF16)
+                bits = load_bits(x_ptr, row[:, None] * x_stride + at, inside & (at < cols), BF16)
                 largest = tl.maximum(largest, tl.max(bits & MAGNITUDE, 1))
         # NaN has the largest bits of all, so it wins; so does Inf over numbers.
         scale = float_scales(float_of(largest), LARGEST)
@@ -121,21 +122,13 @@ def quantize_groups(
         at = col + chunk * CHUNK
         bits = first
         if not WHOLE:
-            bits = _load(x_ptr, row[:, None] * x_stride + at, inside & (at < cols), BF16)
+            bits = load_bits(x_ptr, row[:, None] * x_stride + at, inside & (at < cols), BF16)
         quotient = bits_of(tl.div_rn(float_of(bits), full))
         magnitude = quotient & MAGNITUDE
         code = encode_magnitude(magnitude, ELEMENT_MANTISSA, ELEMENT_BIAS, ELEMENT_MAX)
         code |= sign_of(quotient) << ELEMENT_SIGN
         code = tl.where(magnitude > INF_BITS, NAN_CODE, code)
         tl.store(codes_ptr + row[:, None] * cols + at, code.to(tl.uint8), exists & (at < cols))
-
-
-@triton.jit
-def _load(x_ptr, offsets, mask, BF16: tl.constexpr):
-    """Elements as bits of float32, zero where `mask` is not."""
-    if BF16:
-        return tl.load(x_ptr + offsets, mask, 0).to(tl.int32) << 16
-    return bits_of(tl.load(x_ptr + offsets, mask, 0.0).to(tl.float32))
 
 
 def quantize_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:

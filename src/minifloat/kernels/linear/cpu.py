@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
+from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels import native, threads
 from minifloat.kernels.dtypes import DTYPES, has_kernel, unsupported
+from minifloat.kernels.native import structs
 from minifloat.kernels.pack.weight import Pointers
 
-_LINEAR = native.struct_of(native.LinearArgs)
+_LINEAR = structs.struct_of(structs.LinearArgs)
 
 
 def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | None] | None) -> None:
@@ -67,9 +68,7 @@ def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None) -
     Raises:
         KernelUnavailable: There is no native library.
     """
-    library = native.load()
-    if library is None:
-        raise KernelUnavailable(native.why_unavailable())
+    library = native.require()
     shape, rows = x.shape, pointers.total
     if x.is_contiguous():
         stride, m = pointers.cols, x.numel() // pointers.cols

@@ -10,12 +10,12 @@ import ctypes
 
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native, threads
 from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.native import structs
 from minifloat.kernels.pack.weight import Pointers
 
-_MOE = native.struct_of(native.MoeArgs)
+_MOE = structs.struct_of(structs.MoeArgs)
 
 
 def run(x: Tensor, pointers: Pointers, offsets: Tensor, x_rows: Tensor | None, biases: Tensor | None) -> Tensor:
@@ -31,9 +31,7 @@ def run(x: Tensor, pointers: Pointers, offsets: Tensor, x_rows: Tensor | None, b
     Returns:
         ``[T, N]``, the dtype of `x`.
     """
-    library = native.load()
-    if library is None:
-        raise KernelUnavailable(native.why_unavailable())
+    library = native.require()
     matrix = x if x.stride(1) == 1 else x.contiguous()
     rows = pointers.rows[0]
     y = x.new_empty((x.shape[0] if x_rows is None else x_rows.shape[0], rows))

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native
 from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.native import structs
 
 
 def why_not() -> str:
@@ -25,12 +25,10 @@ def why_not() -> str:
 
 def observe(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> tuple[float, int]:
     """See `minifloat.kernels.observe.observe`; `x` is not empty."""
-    library = native.load()
-    if library is None:
-        raise KernelUnavailable(native.why_unavailable())
+    library = native.require()
     data, count, dtype = x.data_ptr(), x.numel(), DTYPES[x.dtype]
-    args = native.AmaxArgs(data=data, count=count, dtype=dtype)
+    args = structs.AmaxArgs(data=data, count=count, dtype=dtype)
     library.amax(args)
     if histogram is not None:
-        library.histogram(native.HistogramArgs(data=data, count=count, dtype=dtype, bins=histogram.ctypes.data))
+        library.histogram(structs.HistogramArgs(data=data, count=count, dtype=dtype, bins=histogram.ctypes.data))
     return args.amax, args.nonfinite

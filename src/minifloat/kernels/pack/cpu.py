@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable
 from minifloat.kernels import native, threads
+from minifloat.kernels.native import structs
 from minifloat.kernels.pack.layout import Form
 
 
@@ -25,20 +25,20 @@ def pack(
     codes: Tensor, scales: Tensor | None, factor: float, form: Form, packed: Tensor, thread_count: int | None
 ) -> None:
     """Fill `packed`, uint8 ``[plan(form).total]``."""
-    _library().pack(_args(codes, scales, factor, form, packed, thread_count))
+    native.require().pack(_args(codes, scales, factor, form, packed, thread_count))
 
 
 def unpack(codes: Tensor, scales: Tensor | None, form: Form, packed: Tensor) -> None:
     """Fill `codes` and `scales`."""
-    _library().unpack(_args(codes, scales, 1.0, form, packed, None))
+    native.require().unpack(_args(codes, scales, 1.0, form, packed, None))
 
 
 def _args(
     codes: Tensor, scales: Tensor | None, factor: float, form: Form, packed: Tensor, thread_count: int | None
-) -> native.PackArgs:
+) -> structs.PackArgs:
     rows, cols = form.shape
     block_rows, block_cols = form.block
-    return native.PackArgs(
+    return structs.PackArgs(
         codes=codes.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),
         rows=rows,
@@ -51,10 +51,3 @@ def _args(
         threads=threads.count() if thread_count is None else thread_count,
         packed=packed.data_ptr(),
     )
-
-
-def _library() -> native.Library:
-    library = native.load()
-    if library is None:
-        raise KernelUnavailable(native.why_unavailable())
-    return library

@@ -1,10 +1,9 @@
-"""The op of the streaming quantizer: a slab of rows in, codes, scales and error statistics out.
+"""Quantizes a slab of rows into codes, scales and error statistics, for the streaming quantizer.
 
-Works on raw bytes as they lie in a checkpoint and on numpy arrays, because the streaming writer has no need of torch
-(and a memory-mapped BF16 tensor has no numpy dtype). One call uses one thread and releases the GIL; the caller runs
-several. Numerics are those of `minifloat.numerics.scale` and `.cast`, bit for bit in every implementation; the float
-sums of the statistics agree to 1e-5 relative. Refusing tensors with NaN or Inf is left to the caller, who knows their
-names and gets the count.
+Takes the raw bytes of a checkpoint and numpy arrays, because the streaming writer does not need torch (and a
+memory-mapped BF16 tensor has no numpy dtype). One call uses one thread and releases the GIL; the caller runs several
+threads. Every implementation gives the bits of `minifloat.numerics.scale` and `.cast`; the float sums of the statistics
+agree to 1e-5 relative. The caller rejects tensors with NaN or Inf: it knows their names and gets the count.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ import numpy.typing as npt
 from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.kernels import triton_runtime
 from minifloat.kernels.quantize import cpu
+from minifloat.kernels.quantize.slab import Slab
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.formats import BFLOAT16, FLOAT16, FLOAT32, ElementFormat
 from minifloat.numerics.scheme import WeightSpec
 
-#: Source dtypes, by their names in safetensors.
+#: Source dtypes by their names in safetensors.
 SOURCE_FORMATS: dict[str, ElementFormat] = {"BF16": BFLOAT16, "F16": FLOAT16, "F32": FLOAT32}
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
@@ -33,13 +33,13 @@ _BYTE_BITS = 8
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """What became of a slab ``[R, K]``.
+    """A quantized slab ``[R, K]``.
 
     Attributes:
         codes: uint8 ``[R, K]``, or ``[R, K / 2]`` where two elements share a byte (even column in the low nibble).
         scales: The grid of ``spec.granularity``: float32 values for FLOAT32 scales, uint8 codes otherwise.
-        stats: What the cast did, summed over the slab; slabs add up.
-        nonfinite: NaN and Inf in the slab. Where it is not 0, everything else is unspecified.
+        stats: Error statistics, summed over the slab; those of several slabs add up.
+        nonfinite: Number of NaN and Inf in the slab. If it is not 0, everything else is unspecified.
     """
 
     codes: npt.NDArray[np.uint8]
@@ -51,24 +51,24 @@ class QuantizedRows:
 def amax(
     data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, int], *, impl: str = "auto", device: str = "cuda"
 ) -> tuple[float, int]:
-    """The largest magnitude of a slab, and whether it holds NaN or Inf.
+    """Return the amax of a slab and the number of NaN and Inf in it.
 
     Args:
         data: uint8, contiguous: the little-endian bytes of the slab, row after row, at any alignment.
         dtype: ``"BF16"``, ``"F16"`` or ``"F32"``.
         shape: ``(R, K)`` of the slab.
-        impl: ``"auto"`` (the native library where it is loaded, else the reference), ``"reference"``, ``"cpu"`` or
+        impl: ``"auto"`` (the native library if it is loaded, else the reference), ``"reference"``, ``"cpu"`` or
             ``"triton"``.
-        device: Where ``"triton"`` computes.
+        device: The device of ``"triton"``.
 
     Returns:
-        The amax over the finite elements (exact; 0.0 where there are none) and the number of NaN and Inf.
+        The amax over the finite elements (exact; 0.0 if there are none) and the number of NaN and Inf.
 
     Raises:
-        ShapeError: `data` does not have the bytes that `dtype` and `shape` ask for.
-        UnsupportedTensorError: Another dtype.
-        UnknownNameError: Another `impl`.
-        KernelUnavailable: `impl` cannot run here.
+        ShapeError: If the size of `data` does not match `dtype` and `shape`.
+        UnsupportedTensorError: If there is no such `dtype`.
+        UnknownNameError: If there is no such `impl`.
+        KernelUnavailable: If `impl` cannot run here.
     """
     _check_source(data, dtype, shape)
     chosen = _choose(impl, None, device)
@@ -99,62 +99,64 @@ def quantize_rows(
 ) -> QuantizedRows:
     """Quantize a slab of rows of a weight.
 
-    Slabs are independent of each other where the caller cuts at multiples of ``spec.granularity.rows`` and passes
-    `tensor_amax`: quantized one by one they give the codes and scales of the whole.
+    If the caller cuts a weight at multiples of ``spec.granularity.rows`` and passes `tensor_amax`, the slabs have the
+    codes and scales of the whole weight.
 
     Args:
         data: uint8, contiguous: the little-endian bytes of the slab, row after row, at any alignment.
         dtype: ``"BF16"``, ``"F16"`` or ``"F32"``.
         shape: ``(R, K)`` of the slab.
-        spec: How the weight is stored. Blocks at the right and bottom edge may be partial.
-        tensor_amax: The amax of the whole tensor (or of all tensors that share it), where
-            ``spec.needs_tensor_amax``; otherwise not used.
-        impl: ``"auto"`` (the native library where it is loaded and covers `spec`, else the reference),
-            ``"reference"``, ``"cpu"`` or ``"triton"``.
-        device: Where ``"triton"`` computes.
-        out_codes: Filled and returned instead of a new array.
-        out_scales: Filled and returned instead of a new array.
+        spec: Format, scales and granularity of the quantized weight. Blocks at the right and bottom edge may be
+            partial.
+        tensor_amax: The amax of the whole tensor (or of all tensors that share a scale), used only if
+            ``spec.needs_tensor_amax``.
+        impl: ``"auto"`` (the native library if it is loaded and covers `spec`, else the reference), ``"reference"``,
+            ``"cpu"`` or ``"triton"``.
+        device: The device of ``"triton"``.
+        out_codes: An array to fill and return instead of a new one.
+        out_scales: An array to fill and return instead of a new one.
 
     Returns:
         Codes, scales and statistics. Rounding is to nearest, ties to even, clamped to the format's largest value.
 
     Raises:
-        ShapeError: `data` does not have the bytes that `dtype` and `shape` ask for, or an odd number of columns is to
-            be packed in pairs.
-        UnsupportedTensorError: Another dtype.
-        UsageError: `tensor_amax` is missing or no finite number >= 0.
-        UnknownNameError: Another `impl`.
-        KernelUnavailable: `impl` cannot run here, or not this `spec`.
-        ValueError: An output array of another shape, dtype or layout, or a `spec` whose scale format and rule do not
-            go together.
+        ShapeError: If the size of `data` does not match `dtype` and `shape`, or two elements share a byte and the
+            number of columns is odd.
+        UnsupportedTensorError: If there is no such `dtype`.
+        UsageError: If `tensor_amax` is missing, or not a finite number >= 0.
+        UnknownNameError: If there is no such `impl`.
+        KernelUnavailable: If `impl` cannot run here or does not cover `spec`.
+        ValueError: If an output array has another shape, dtype or layout, or `spec` combines a scale format and a rule
+            that do not go together.
     """
     _check_source(data, dtype, shape)
     packed = spec.element.bits * 2 == _BYTE_BITS
     rows, cols = shape
     if packed and cols % 2:
         raise ShapeError("weight", f"two {spec.element.name} elements share a byte: expected an even K, got {shape}")
-    needed = _needed_amax(spec, tensor_amax)
+    checked_amax = _checked_amax(spec, tensor_amax)
     codes = _output("out_codes", out_codes, (rows, cols // 2 if packed else cols), np.dtype(np.uint8))
     scale_dtype = np.dtype(np.float32 if spec.scale is FLOAT32 else np.uint8)
     scales = _output("out_scales", out_scales, spec.granularity.scale_shape(shape), scale_dtype)
     chosen = _choose(impl, spec, device)
     if data.size == 0:
         return QuantizedRows(codes, scales, CastStats(), 0)
+    slab = Slab(data, dtype, shape, spec, checked_amax, codes, scales)
     if chosen == "cpu":
-        stats, nonfinite = cpu.quantize_rows(data, dtype, shape, spec, needed, codes, scales)
+        stats, nonfinite = cpu.quantize_rows(slab)
     elif chosen == "triton":
         from minifloat.kernels.quantize import triton  # imports torch and triton
 
-        stats, nonfinite = triton.quantize_rows(data, dtype, shape, spec, needed, codes, scales, device)
+        stats, nonfinite = triton.quantize_rows(slab, device)
     else:
         from minifloat.kernels.quantize import reference  # imports torch
 
-        stats, nonfinite = reference.quantize_rows(data, dtype, shape, spec, needed, codes, scales)
+        stats, nonfinite = reference.quantize_rows(slab)
     return QuantizedRows(codes, scales, stats, nonfinite)
 
 
 def why_not(impl: str, spec: WeightSpec | None = None, device: str = "cuda") -> str:
-    """Why an implementation cannot run here, or not for `spec`; empty where it can."""
+    """Return why an implementation cannot run here or does not cover `spec`; empty if it can."""
     if impl == "cpu":
         return cpu.why_not(spec)
     if impl != "triton":
@@ -168,7 +170,7 @@ def why_not(impl: str, spec: WeightSpec | None = None, device: str = "cuda") -> 
 
 
 def _choose(impl: str, spec: WeightSpec | None, device: str) -> str:
-    """The implementation that runs: the choice of ``auto`` is made here and nowhere else."""
+    """Return the implementation that runs; the only place that resolves ``auto``."""
     if impl not in IMPLEMENTATIONS:
         raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
     if impl == "auto":
@@ -191,7 +193,7 @@ def _check_source(data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, int
         raise ShapeError("weight", f"{shape} of {dtype} are {expected} bytes, got {data.nbytes}")
 
 
-def _needed_amax(spec: WeightSpec, tensor_amax: float | None) -> float | None:
+def _checked_amax(spec: WeightSpec, tensor_amax: float | None) -> float | None:
     if not spec.needs_tensor_amax:
         return None
     if tensor_amax is None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from minifloat.architecture.decoder_families import why_not_family
 from minifloat.errors import MinifloatError
-from minifloat.kernels.decoder import Attention, Batch, Decoder, Experts, KVCache, Layer, Mlp, step
+from minifloat.kernels.decoder import Attention, Decoder, Experts, KVCache, Layer, Mlp, StepBatch, step
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.linear.triton import GpuWeight
 from minifloat.kernels.moe import PackedExperts
@@ -253,7 +253,7 @@ class NativeRunner:
         """Nothing: all is in blocks, which are the scheduler's."""
 
 
-def batch_of(works: Sequences[Work]) -> Batch:
+def batch_of(works: Sequences[Work]) -> StepBatch:
     """What the decoder computes for some works."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -269,7 +269,7 @@ def batch_of(works: Sequences[Work]) -> Batch:
         used = work.sequence.blocks[: blocks_for(work.end)]
         blocks.append(used + [-1] * (width - len(used)))
         logits += range(len(tokens) - work.logits, len(tokens))
-    return Batch(
+    return StepBatch(
         *(torch.tensor(values, dtype=torch.int32) for values in (tokens, positions, starts, contexts, blocks, logits))
     )
 

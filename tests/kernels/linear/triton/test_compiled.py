@@ -17,20 +17,20 @@ from gpu_compile import A100, B200, H200, L40S, SHAPES, Compiled, compile_dequan
 from modes import each_value, full
 
 from minifloat.kernels.linear.triton.config import Device, by_arithmetic
-from minifloat.kernels.linear.triton.layout import Form
+from minifloat.kernels.linear.triton.layout import GpuForm
 from minifloat.kernels.linear.triton.product import PARTS
 
 #: Instructions per weight of up to 16 rows of x and a weight of many rows.
-MOST = {Form.FP8: 2.6, Form.FP8_BLOCK: 2.9, Form.MXFP8: 3.1, Form.MXFP4: 2.9, Form.NVFP4: 3.1}
+MOST = {GpuForm.FP8: 2.6, GpuForm.FP8_BLOCK: 2.9, GpuForm.MXFP8: 3.1, GpuForm.MXFP4: 2.9, GpuForm.NVFP4: 3.1}
 #: What triton 3.6 needs more.
 MORE_BEFORE_3_7 = 0.25
 MOST_OF_ANY = 5.6  #: with more rows of x, fewer of the weight, or blocks
 MANY = SHAPES[1]
 
-forms = pytest.mark.parametrize("form", Form)
+forms = pytest.mark.parametrize("form", GpuForm)
 
 
-def compiled(form: Form, shape: tuple[int, int], rows: int, dtype: torch.dtype, device: Device) -> Compiled:
+def compiled(form: GpuForm, shape: tuple[int, int], rows: int, dtype: torch.dtype, device: Device) -> Compiled:
     config = by_arithmetic(form, shape, rows, PARTS[dtype], device)
     assert not config.is_large
     result = compile_product(form, config, dtype, device, bias=True)
@@ -42,7 +42,7 @@ def compiled(form: Form, shape: tuple[int, int], rows: int, dtype: torch.dtype, 
 
 
 @forms
-def test_few_instructions_per_weight_on_hopper(form: Form) -> None:
+def test_few_instructions_per_weight_on_hopper(form: GpuForm) -> None:
     result = compiled(form, MANY, 16, torch.bfloat16, H200)
     assert result.per_weight <= MOST[form] + (MORE_BEFORE_3_7 if triton.__version__ < "3.7" else 0)
     assert result.shared_bytes <= H200.shared_bytes // 2  # two at a time
@@ -50,36 +50,36 @@ def test_few_instructions_per_weight_on_hopper(form: Form) -> None:
 
 @forms
 @pytest.mark.parametrize("rows", [full(32), 64, full(128)])
-def test_more_rows_of_x_on_hopper(form: Form, rows: int) -> None:
+def test_more_rows_of_x_on_hopper(form: GpuForm, rows: int) -> None:
     assert compiled(form, MANY, rows, torch.bfloat16, H200).per_weight <= MOST_OF_ANY
 
 
 @forms
-def test_weights_of_few_rows_on_hopper(form: Form) -> None:
+def test_weights_of_few_rows_on_hopper(form: GpuForm) -> None:
     assert compiled(form, SHAPES[0], 16, torch.bfloat16, H200).per_weight <= 4.0
 
 
 @pytest.mark.parametrize(
-    ("form", "dtype"), each_value([Form.FP8_BLOCK, Form.MXFP4], [torch.float16, torch.float32]), ids=str
+    ("form", "dtype"), each_value([GpuForm.FP8_BLOCK, GpuForm.MXFP4], [torch.float16, torch.float32]), ids=str
 )
-def test_other_dtypes_of_x_on_hopper(form: Form, dtype: torch.dtype) -> None:
+def test_other_dtypes_of_x_on_hopper(form: GpuForm, dtype: torch.dtype) -> None:
     for rows in (1, 64):
         compiled(form, MANY, rows, dtype, H200)
 
 
-@pytest.mark.parametrize(("form", "device"), each_value(list(Form), [A100, L40S, B200]), ids=lambda value: value.name)
-def test_other_devices(form: Form, device: Device) -> None:
+@pytest.mark.parametrize(("form", "device"), each_value(list(GpuForm), [A100, L40S, B200]), ids=lambda value: value.name)
+def test_other_devices(form: GpuForm, device: Device) -> None:
     for rows in (16, 64):
         compiled(form, MANY, rows, torch.bfloat16, device)
 
 
 @pytest.mark.parametrize("device", [A100, H200, B200], ids=lambda device: device.name)
 def test_decoding_into_memory(device: Device) -> None:
-    for form in Form:
+    for form in GpuForm:
         assert compile_dequantize(form, torch.bfloat16, device).stack == 0
 
 
 def test_a_loop_that_is_not_there_is_not_taken_for_a_short_one() -> None:
-    result = compile_dequantize(Form.FP8, torch.bfloat16, H200)
+    result = compile_dequantize(GpuForm.FP8, torch.bfloat16, H200)
     assert result.tensor_core == 0
     assert not result.loop

@@ -27,7 +27,7 @@ from minifloat.kernels.linear.triton.config import (
     table_path,
     write_table,
 )
-from minifloat.kernels.linear.triton.layout import TILE_COLS, Form, Order
+from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order
 
 A100, L40S = Device((8, 0), 108, 163 << 10), Device((8, 9), 142, 99 << 10)
 H200, B200 = Device((9, 0), 132, 227 << 10, "NVIDIA H200"), Device((10, 0), 148, 227 << 10)
@@ -35,8 +35,8 @@ SHAPES = ((1, 32), (64, 128), (1000, 1000), (4096, 4096), (6144, 4096), (4096, 1
 
 
 @pytest.mark.parametrize("device", [A100, L40S, H200, B200], ids=str)
-@pytest.mark.parametrize("form", Form)
-def test_every_product_has_a_configuration_that_the_kernels_can_run(form: Form, device: Device) -> None:
+@pytest.mark.parametrize("form", GpuForm)
+def test_every_product_has_a_configuration_that_the_kernels_can_run(form: GpuForm, device: Device) -> None:
     for shape in SHAPES:
         for parts in (1, 2, 4):
             for rows in (1, 7, 16, 17, 33, 64, 65, 129, 700, 4000):
@@ -47,14 +47,14 @@ def test_every_product_has_a_configuration_that_the_kernels_can_run(form: Form, 
                 assert shared_bytes(config, form, parts) <= device.shared_bytes
                 assert config.rows_m * parts <= 128
                 assert -(-shape[1] // TILE_COLS) % config.tiles == 0
-                assert config.tiles == 1 or form is not Form.FP8_BLOCK
+                assert config.tiles == 1 or form is not GpuForm.FP8_BLOCK
                 assert 1 <= config.split <= MAX_SPLIT
                 assert config.split <= -(-shape[1] // TILE_COLS) // config.tiles
                 assert config.warps * 16 <= config.rows_n
 
 
-@pytest.mark.parametrize("form", Form)
-def test_few_rows_of_x_fill_the_device(form: Form) -> None:
+@pytest.mark.parametrize("form", GpuForm)
+def test_few_rows_of_x_fill_the_device(form: GpuForm) -> None:
     for shape in ((4096, 4096), (6144, 4096), (4096, 14336), (28672, 4096)):
         config = by_arithmetic(form, shape, 1, 1, H200)
         ctas = -(-shape[0] // config.rows_n) * config.split
@@ -63,8 +63,8 @@ def test_few_rows_of_x_fill_the_device(form: Form) -> None:
 
 
 def test_many_rows_of_x_are_multiplied_by_cublas() -> None:
-    assert by_arithmetic(Form.MXFP4, (4096, 4096), 2048, 1, H200) == LARGE
-    assert not by_arithmetic(Form.MXFP4, (4096, 4096), 512, 1, H200).is_large
+    assert by_arithmetic(GpuForm.MXFP4, (4096, 4096), 2048, 1, H200) == LARGE
+    assert not by_arithmetic(GpuForm.MXFP4, (4096, 4096), 512, 1, H200).is_large
 
 
 def test_the_order_of_columns_follows_from_the_instruction_that_multiplies() -> None:
@@ -92,14 +92,14 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_measured_configuration_goes_before_the_arithmetic(table: Path) -> None:
     measured = Config(16, 64, 1, 4, 3, 5)
-    write_table(table, {(Form.MXFP4, 4096, 4096, 16, 1): measured, (Form.FP8, 4096, 4096, 1024, 1): LARGE})
-    assert read_table(table)[(Form.FP8, 4096, 4096, 1024, 1)] == LARGE
-    assert choose(Form.MXFP4, (4096, 4096), 3, 1, H200) == measured
+    write_table(table, {(GpuForm.MXFP4, 4096, 4096, 16, 1): measured, (GpuForm.FP8, 4096, 4096, 1024, 1): LARGE})
+    assert read_table(table)[(GpuForm.FP8, 4096, 4096, 1024, 1)] == LARGE
+    assert choose(GpuForm.MXFP4, (4096, 4096), 3, 1, H200) == measured
     for form, shape, rows, parts in (
-        (Form.NVFP4, (4096, 4096), 3, 1),
-        (Form.MXFP4, (4096, 4224), 3, 1),
-        (Form.MXFP4, (4096, 4096), 17, 1),
-        (Form.MXFP4, (4096, 4096), 3, 2),
+        (GpuForm.NVFP4, (4096, 4096), 3, 1),
+        (GpuForm.MXFP4, (4096, 4224), 3, 1),
+        (GpuForm.MXFP4, (4096, 4096), 17, 1),
+        (GpuForm.MXFP4, (4096, 4096), 3, 2),
     ):
         assert choose(form, shape, rows, parts, H200) == by_arithmetic(form, shape, rows, parts, H200)
 
@@ -112,7 +112,7 @@ def test_a_damaged_table_is_an_error_that_names_it(table: Path, text: str) -> No
     table.parent.mkdir()
     table.write_text(text)
     with pytest.raises(ConfigError, match=r"table\.json: no table of configurations"):
-        choose(Form.MXFP4, (4096, 4096), 3, 1, H200)
+        choose(GpuForm.MXFP4, (4096, 4096), 3, 1, H200)
 
 
 @pytest.mark.parametrize("change", [{"rows_n": 96}, {"split": 99}, {"tiles": 3}, {"warps": "4"}])

@@ -12,7 +12,7 @@ from kernel_cases import KINDS, Stored, finite_codes, make
 from minifloat.errors import KernelUnavailable, NonFiniteError, UnsupportedTensorError
 from minifloat.kernels.linear import linear
 from minifloat.kernels.linear.triton import pack, why_not
-from minifloat.kernels.linear.triton.layout import Form, Order, form_of
+from minifloat.kernels.linear.triton.layout import GpuForm, Order, form_of
 from minifloat.kernels.linear.triton.weight import GpuWeight, arrange
 from minifloat.numerics.formats import E2M1, E4M3, E8M0
 from minifloat.numerics.tensor import QuantizedTensor
@@ -105,14 +105,14 @@ def test_a_packed_weight_takes_little_more_than_the_checkpoint() -> None:
 
 def test_the_forms_that_there_are_kernels_for() -> None:
     forms = {kind: form_of(case(kind, 256, 256)[0].spec, (256, 256)) for kind in KINDS if kind != "bf16"}
-    assert {kind: form for kind, form in forms.items() if isinstance(form, Form)} == {
-        "fp8-tensor": Form.FP8,
-        "fp8-channel": Form.FP8,
-        "fp8-block-128": Form.FP8_BLOCK,
-        "fp8-group-128": Form.FP8_BLOCK,
-        "mxfp8": Form.MXFP8,
-        "mxfp4": Form.MXFP4,
-        "nvfp4": Form.NVFP4,
+    assert {kind: form for kind, form in forms.items() if isinstance(form, GpuForm)} == {
+        "fp8-tensor": GpuForm.FP8,
+        "fp8-channel": GpuForm.FP8,
+        "fp8-block-128": GpuForm.FP8_BLOCK,
+        "fp8-group-128": GpuForm.FP8_BLOCK,
+        "mxfp8": GpuForm.MXFP8,
+        "mxfp4": GpuForm.MXFP4,
+        "nvfp4": GpuForm.NVFP4,
     }
     assert "E4M3 with FP32 scales per block 64x64" in str(forms["fp8-block-64"])
 

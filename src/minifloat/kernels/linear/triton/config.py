@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from minifloat.errors import ConfigError
-from minifloat.kernels.linear.triton.layout import TILE_COLS, Form
+from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm
 
 #: Set, it names the table; empty: none is read.
 TABLE_VARIABLE = "MINIFLOAT_GPU_TABLE"
@@ -103,7 +103,7 @@ class Config:
 LARGE = Config(0, 0, 0, 0, 0, 0)
 
 
-def choose(form: Form, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
+def choose(form: GpuForm, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
     """The configuration of a product.
 
     Args:
@@ -122,7 +122,7 @@ def bucket(rows: int) -> int:
     return next((most for most in BUCKETS if rows <= most), BUCKETS[-1])
 
 
-def by_arithmetic(form: Form, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
+def by_arithmetic(form: GpuForm, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
     """`choose`, without a table."""
     if rows > large_from(parts, device):
         return LARGE
@@ -133,11 +133,11 @@ def by_arithmetic(form: Form, shape: tuple[int, int], rows: int, parts: int, dev
     else:
         rows_n, warps = 64 if shape[0] <= 6144 or columns > 32 else 128, 4
     even = -(-shape[1] // TILE_COLS) % 2 == 0
-    tiles = 2 if even and columns <= 32 and form is not Form.FP8_BLOCK else 1
+    tiles = 2 if even and columns <= 32 and form is not GpuForm.FP8_BLOCK else 1
     return cut(Config(width, rows_n, tiles, warps, 0, 1), form, shape, rows, parts, device)
 
 
-def cut(config: Config, form: Form, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
+def cut(config: Config, form: GpuForm, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
     """A configuration with as many stages as fit, and K cut so that the device is full."""
     resident = 2 if config.warps == 4 else 1
     room = device.shared_bytes // resident - _RESERVED
@@ -156,12 +156,12 @@ def large_from(parts: int, device: Device) -> int:
     return (512 if device.capability[0] == 9 else 256) // parts
 
 
-def shared_bytes(config: Config, form: Form, parts: int) -> int:
+def shared_bytes(config: Config, form: GpuForm, parts: int) -> int:
     """Shared memory of a CTA: weights of the step at work are in registers; x made of parts lies there once more."""
-    element_bits = 4 if form in (Form.MXFP4, Form.NVFP4) else 8
+    element_bits = 4 if form in (GpuForm.MXFP4, GpuForm.NVFP4) else 8
     cols = config.tiles * TILE_COLS
     weights = config.rows_n * cols * element_bits // 8
-    factors = 0 if form in (Form.FP8, Form.FP8_BLOCK) else config.rows_n * cols // 16
+    factors = 0 if form in (GpuForm.FP8, GpuForm.FP8_BLOCK) else config.rows_n * cols // 16
     x = config.rows_m * cols * max(parts, 2)
     made = 0 if parts == 1 else config.rows_m * cols * parts * 2
     return (config.stages - 1) * (weights + factors) + config.stages * x + made
@@ -194,7 +194,7 @@ def read_table(path: Path) -> dict[tuple[Any, ...], Config]:
     try:
         rows = json.loads(path.read_text())
         return {
-            (Form[row["form"]], row["n"], row["k"], row["rows"], row["parts"]): _checked(Config(**row["config"]))
+            (GpuForm[row["form"]], row["n"], row["k"], row["rows"], row["parts"]): _checked(Config(**row["config"]))
             for row in rows
         }
     except (ValueError, KeyError, TypeError) as error:

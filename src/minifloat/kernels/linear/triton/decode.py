@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minifloat.kernels.linear.triton.layout import Form
+from minifloat.kernels.linear.triton.layout import GpuForm
 
 #: ``x * m + -0`` is ``x * m``, on sm_80 too, which has no product of two pairs alone.
 MINUS_ZERO = tl.constexpr(0x80008000 - (1 << 32))
@@ -52,9 +52,9 @@ or.b32 d, d, e;
 fma.rn.bf16x2 $3, d, $7, $9;
 }""")
 
-FP8_BLOCK = tl.constexpr(int(Form.FP8_BLOCK))
-MXFP8 = tl.constexpr(int(Form.MXFP8))
-NVFP4 = tl.constexpr(int(Form.NVFP4))
+FP8_BLOCK = tl.constexpr(int(GpuForm.FP8_BLOCK))
+MXFP8 = tl.constexpr(int(GpuForm.MXFP8))
+NVFP4 = tl.constexpr(int(GpuForm.NVFP4))
 #: Twice the bfloat16 2**120, with which E4M3 becomes itself.
 E4M3_MULTIPLIER = tl.constexpr(0x7B807B80)
 
@@ -68,7 +68,7 @@ def decode(
     Args:
         pairs: int16 ``[T, P, units]``: T tiles of 128 columns, P half panels of 64 rows.
         words: int32 ``[T, P, words]``, where scales are coded.
-        FORM: `Form`.
+        FORM: `GpuForm`.
         T: As above.
         P: As above.
         WIDE: `Order.WIDE`.

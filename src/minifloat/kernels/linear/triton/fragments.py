@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.kernels.linear.triton.layout import PANEL_ROWS, TILE_COLS, Form, Order
+from minifloat.kernels.linear.triton.layout import PANEL_ROWS, TILE_COLS, GpuForm, Order
 from minifloat.kernels.pack.layout import MAX_DISTANCE
 from minifloat.kernels.pack.reference import e8m0_codes
 from minifloat.numerics.cast import decode
@@ -21,26 +21,26 @@ from minifloat.numerics.granularity import GROUP_16, GROUP_32
 #: Exponent field of the largest multiplier: 2**126, with which E2M1 becomes itself.
 TOP = BFLOAT16.bias + 126
 #: What the multipliers make of E4M3 and E2M1 under E8M0 and E4M3 scales is this power of two from what it stands for.
-SHIFTS = {Form.MXFP8: 6, Form.MXFP4: 0, Form.NVFP4: -8}
+SHIFTS = {GpuForm.MXFP8: 6, GpuForm.MXFP4: 0, GpuForm.NVFP4: -8}
 #: Added to the exponent field of a coded E4M3 scale: bits of a bfloat16 are ``(code << 4) + (LOWEST << 7)``.
 LOWEST = 235
 #: Columns that share a coded scale.
-GROUP_COLS = {form: GROUP_32.block((1, 1))[1] for form in (Form.MXFP8, Form.MXFP4)}
-GROUP_COLS[Form.NVFP4] = GROUP_16.block((1, 1))[1]
+GROUP_COLS = {form: GROUP_32.block((1, 1))[1] for form in (GpuForm.MXFP8, GpuForm.MXFP4)}
+GROUP_COLS[GpuForm.NVFP4] = GROUP_16.block((1, 1))[1]
 _MANTISSA = (1 << E4M3.mantissa_bits) - 1
 
 
-def _columns(form: Form, order: Order) -> tuple[tuple[int, ...], str]:
+def _columns(form: GpuForm, order: Order) -> tuple[tuple[int, ...], str]:
     """Lengths and names of the axes of 128 columns, outermost first."""
     inner = ((4, 2, 2), "tje") if order is Order.WIDE else ((2, 4, 2), "jte")
-    if form in (Form.MXFP4, Form.NVFP4):
+    if form in (GpuForm.MXFP4, GpuForm.NVFP4):
         return (2, 2, 2, *inner[0]), "qbs" + inner[1]
     return (4, 2, *inner[0]), "bs" + inner[1]
 
 
-def _memory(form: Form) -> str:
+def _memory(form: GpuForm) -> str:
     """The axes as they lie: p panels, c tiles, r halves."""
-    return "pcrqwgtbhejs" if form in (Form.MXFP4, Form.NVFP4) else "pcrbwgtshej"
+    return "pcrqwgtbhejs" if form in (GpuForm.MXFP4, GpuForm.NVFP4) else "pcrbwgtshej"
 
 
 def padded(matrix: Tensor, cols: int) -> Tensor:
@@ -49,7 +49,7 @@ def padded(matrix: Tensor, cols: int) -> Tensor:
     return torch.nn.functional.pad(matrix, (0, -width % cols, 0, -rows % PANEL_ROWS))
 
 
-def pack_elements(elements: Tensor, form: Form, order: Order) -> Tensor:
+def pack_elements(elements: Tensor, form: GpuForm, order: Order) -> Tensor:
     """Codes into words.
 
     Args:
@@ -65,18 +65,18 @@ def pack_elements(elements: Tensor, form: Form, order: Order) -> Tensor:
     axes = "prwhgc" + names
     split = whole.view(-1, 2, 4, 2, 8, whole.shape[1] // TILE_COLS, *cols)
     fragments = split.permute(*(axes.index(name) for name in _memory(form))).to(torch.int16)
-    if form in (Form.MXFP4, Form.NVFP4):
+    if form in (GpuForm.MXFP4, GpuForm.NVFP4):
         return _join_nibbles(fragments).flatten()
     return _join_bytes(fragments).flatten()
 
 
-def unpack_elements(pairs: Tensor, shape: tuple[int, int], form: Form, order: Order) -> Tensor:
+def unpack_elements(pairs: Tensor, shape: tuple[int, int], form: GpuForm, order: Order) -> Tensor:
     """The way back: uint8 ``[N, K]``."""
     panels, tiles = -(-shape[0] // PANEL_ROWS), -(-shape[1] // TILE_COLS)
     cols, names = _columns(form, order)
     lengths = dict(zip("prwhgc" + names, (panels, 2, 4, 2, 8, tiles, *cols), strict=True))
     memory = _memory(form)
-    nibbles = form in (Form.MXFP4, Form.NVFP4)
+    nibbles = form in (GpuForm.MXFP4, GpuForm.NVFP4)
     within = "js" if nibbles else "j"
     view = pairs.view([lengths[name] for name in memory if name not in within])
     fragments = _split_nibbles(view) if nibbles else _split_bytes(view)
@@ -124,7 +124,7 @@ def _split_nibbles(units: Tensor) -> Tensor:
     return torch.stack((torch.stack((a, c), dim=-1), torch.stack((b, d), dim=-1)), dim=-2)
 
 
-def pack_factors(codes: Tensor, form: Form) -> Tensor:
+def pack_factors(codes: Tensor, form: GpuForm) -> Tensor:
     """Bytes of coded scales ``[N, groups]`` into the order of fragments: int32, flat."""
     groups = TILE_COLS // GROUP_COLS[form]
     whole = padded(codes, groups)
@@ -154,7 +154,7 @@ def code_powers(elements: Tensor, scales: Tensor, element: ElementFormat) -> tup
         fields: uint8 ``[N, G]``.
         largest: uint8 ``[N]``, E8M0: the largest scale of the row among blocks that are not zeros.
     """
-    width = GROUP_COLS[Form.MXFP4]
+    width = GROUP_COLS[GpuForm.MXFP4]
     magnitude = (elements & ((1 << (element.bits - 1)) - 1)).to(torch.uint8)
     blocks = torch.nn.functional.pad(magnitude, (0, -elements.shape[1] % width)).view(elements.shape[0], -1, width)
     nothing = torch.eq(scales, E8M0.nan_code or 0) | (blocks == 0).all(dim=2)
@@ -190,6 +190,6 @@ def scales_of(codes: Tensor) -> Tensor:
     return table.to(codes.device)[codes.long()]
 
 
-def largest_codes(row_scale: Tensor, form: Form) -> Tensor:
+def largest_codes(row_scale: Tensor, form: GpuForm) -> Tensor:
     """The largest E8M0 scale of each row, from the factor that multiplies its sum."""
     return e8m0_codes(torch.ldexp(row_scale.double(), torch.tensor(SHIFTS[form])).float())

@@ -64,7 +64,7 @@ def product_kernel(
         tiles: Tiles of 128 columns, of the weight.
         block_stride: See blocks_ptr.
         block_rows: See blocks_ptr.
-        FORM: `Form`.
+        FORM: `GpuForm`.
         WIDE: `Order.WIDE`.
         BM: Rows of x of a CTA.
         BN: Rows of the weight of a CTA: 64, 128, 256.

@@ -29,7 +29,7 @@ PANEL_ROWS = 2 * HALF_ROWS
 TILE_COLS = 128
 
 
-class Form(enum.IntEnum):
+class GpuForm(enum.IntEnum):
     """How weights are scaled while they are multiplied."""
 
     FP8 = 0  #: E4M3; one factor per row, after the sum
@@ -51,7 +51,7 @@ class Order(enum.IntEnum):
         return cls.NARROW if capability[0] in (9, 10) else cls.WIDE
 
 
-def form_of(spec: WeightSpec, shape: tuple[int, int]) -> Form | str:
+def form_of(spec: WeightSpec, shape: tuple[int, int]) -> GpuForm | str:
     """The form of a weight, or why it has none.
 
     Args:
@@ -62,24 +62,24 @@ def form_of(spec: WeightSpec, shape: tuple[int, int]) -> Form | str:
     if isinstance(form, str):
         return form
     if form.grid == ROW and form.format is E4M3:
-        return Form.FP8
+        return GpuForm.FP8
     if form.grid == BLOCK and form.block[1] % TILE_COLS == 0:
-        return Form.FP8_BLOCK
+        return GpuForm.FP8_BLOCK
     if form.grid == CODED_E8M0:
-        return Form.MXFP8 if form.format is E4M3 else Form.MXFP4
+        return GpuForm.MXFP8 if form.format is E4M3 else GpuForm.MXFP4
     if form.grid not in (ROW, BLOCK):
-        return Form.NVFP4
+        return GpuForm.NVFP4
     return f"{spec.element.name} with {spec.scale.name} scales per {spec.granularity}"
 
 
-def units_per_tile(form: Form) -> int:
+def units_per_tile(form: GpuForm) -> int:
     """16-bit units of the elements of a half panel's tile."""
-    element = E2M1 if form in (Form.MXFP4, Form.NVFP4) else E4M3
+    element = E2M1 if form in (GpuForm.MXFP4, GpuForm.NVFP4) else E4M3
     return HALF_ROWS * TILE_COLS * element.bits // 16
 
 
-def words_per_tile(form: Form) -> int:
+def words_per_tile(form: GpuForm) -> int:
     """32-bit words of coded scales of a half panel's tile; 0 where there are none."""
-    if form in (Form.MXFP8, Form.MXFP4):
+    if form in (GpuForm.MXFP8, GpuForm.MXFP4):
         return HALF_ROWS
-    return 2 * HALF_ROWS if form is Form.NVFP4 else 0
+    return 2 * HALF_ROWS if form is GpuForm.NVFP4 else 0

@@ -1,6 +1,7 @@
-"""The product on a GPU as an op of torch, ``torch.ops.minifloat.gpu_linear``: what `torch.compile` sees of it.
+"""The product on a GPU as an op of torch, ``torch.ops.minifloat.gpu_linear``, for `torch.compile`.
 
-As in `minifloat.kernels.ops`, eager calls pass by the dispatcher. Imports triton only when it runs.
+Eager calls go straight to `run`, because a call through torch's dispatcher costs more. Imports triton only when a
+product runs.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from minifloat.numerics.scheme import WeightSpec
 
 
 def check(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> None:
-    """See that `run` may take its arguments.
+    """Validate the arguments of `run`.
 
     Raises:
-        ShapeError: `x` or `bias` does not fit the weight.
-        UnsupportedTensorError: A dtype that there is no kernel for, or another device than the weight's.
+        ShapeError: If `x` or `bias` does not fit the weight.
+        UnsupportedTensorError: If there is no kernel for a dtype, or a tensor is on another device than the weight.
     """
     rows, cols = weight.shape
     if x.ndim == 0 or x.shape[-1] != cols:
@@ -36,7 +37,7 @@ def check(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> None:
 
 
 def run(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> Tensor:
-    """``x @ W.T + bias``.
+    """Compute ``x @ W.T + bias``.
 
     Args:
         x: ``[..., K]``, any strides.
@@ -58,12 +59,12 @@ def run(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> Tensor:
 
 
 def traced(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> Tensor:
-    """`run` through torch's dispatcher."""
+    """Call `run` through torch's dispatcher, so that `torch.compile` sees one op."""
     spec = weight.spec
     block = (spec.granularity.rows or 0, spec.granularity.cols or 0)
     y: Tensor = torch.ops.minifloat.gpu_linear(
-        x, bias, weight.codes, weight.row_scale, weight.factors, weight.block_scale,
-        spec.element.name, spec.scale.name, block, weight.shape, int(weight.order),
+        x, weight.shape, bias, weight.codes, weight.row_scale, weight.factors, weight.block_scale,
+        spec.element.name, spec.scale.name, block, int(weight.order),
     )  # fmt: skip
     return y
 
@@ -71,6 +72,7 @@ def traced(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> Tensor:
 @torch.library.custom_op("minifloat::gpu_linear", mutates_args=(), device_types="cuda")
 def gpu_linear(
     x: Tensor,
+    shape: list[int],
     bias: Tensor | None,
     codes: Tensor,
     row_scale: Tensor,
@@ -79,23 +81,22 @@ def gpu_linear(
     element: str,
     scale: str,
     block: list[int],
-    shape: list[int],
     order: int,
 ) -> Tensor:
-    """``x @ W.T + bias`` for the tensors of a `GpuWeight`.
+    """Compute ``x @ W.T + bias`` from the fields of a `GpuWeight`; ops of torch take tensors and numbers only.
 
     Args:
         x: ``[..., K]``.
+        shape: N and K.
         bias: ``[N]`` or None.
-        codes: As there.
-        row_scale: As there.
-        factors: As there.
-        block_scale: As there.
+        codes: `GpuWeight.codes`.
+        row_scale: `GpuWeight.row_scale`.
+        factors: `GpuWeight.factors`.
+        block_scale: `GpuWeight.block_scale`.
         element: Name of the element format.
         scale: Name of the scale format.
         block: Rows and columns of the granularity, 0 for all.
-        shape: N and K.
-        order: As there.
+        order: `GpuWeight.order`.
 
     Returns:
         ``[..., N]``, the dtype of `x`.
@@ -107,19 +108,7 @@ def gpu_linear(
 
 
 @gpu_linear.register_fake
-def _(
-    x: Tensor,
-    bias: Tensor | None,
-    codes: Tensor,
-    row_scale: Tensor,
-    factors: Tensor | None,
-    block_scale: Tensor | None,
-    element: str,
-    scale: str,
-    block: list[int],
-    shape: list[int],
-    order: int,
-) -> Tensor:
+def _(x: Tensor, shape: list[int], *_weight_and_bias: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], shape[0]))
 
 

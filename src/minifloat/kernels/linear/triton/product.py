@@ -14,7 +14,7 @@ from torch import Tensor
 from minifloat.kernels.linear.triton import config as configs
 from minifloat.kernels.linear.triton import counters, kernels
 from minifloat.kernels.linear.triton.config import Config, Device
-from minifloat.kernels.linear.triton.layout import TILE_COLS, Form, Order, units_per_tile, words_per_tile
+from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order, units_per_tile, words_per_tile
 from minifloat.kernels.linear.triton.weight import GpuWeight
 from minifloat.kernels.triton_runtime import is_interpreted
 
@@ -113,7 +113,7 @@ def dequantize(weight: GpuWeight, out: Tensor, first_row: int = 0) -> None:
     )
 
 
-def constants(form: Form, order: Order, block_tiles: int = 1) -> dict[str, Any]:
+def constants(form: GpuForm, order: Order, block_tiles: int = 1) -> dict[str, Any]:
     """What of a weight the kernels are compiled for."""
     return {
         "FORM": int(form),

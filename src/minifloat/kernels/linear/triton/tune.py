@@ -24,7 +24,7 @@ from minifloat.errors import KernelUnavailable, MinifloatError, UsageError
 from minifloat.kernels.linear.triton import config as configs
 from minifloat.kernels.linear.triton.availability import why_not
 from minifloat.kernels.linear.triton.config import BUCKETS, LARGE, MAX_SPLIT, Config, Device
-from minifloat.kernels.linear.triton.layout import TILE_COLS, Form
+from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm
 from minifloat.kernels.linear.triton.weight import GpuWeight, pack
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32
@@ -34,22 +34,22 @@ from minifloat.numerics.tensor import quantize_tensor
 #: q/k/v, out, gate/up and down of an 8B Llama.
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 _SPECS = {
-    Form.FP8: WeightSpec(E4M3, CHANNEL, FLOAT32),
-    Form.FP8_BLOCK: WeightSpec(E4M3, BLOCK_128, FLOAT32),
-    Form.MXFP8: WeightSpec(E4M3, GROUP_32, E8M0),
-    Form.MXFP4: WeightSpec(E2M1, GROUP_32, E8M0),
-    Form.NVFP4: WeightSpec(E2M1, GROUP_16, E4M3),
+    GpuForm.FP8: WeightSpec(E4M3, CHANNEL, FLOAT32),
+    GpuForm.FP8_BLOCK: WeightSpec(E4M3, BLOCK_128, FLOAT32),
+    GpuForm.MXFP8: WeightSpec(E4M3, GROUP_32, E8M0),
+    GpuForm.MXFP4: WeightSpec(E2M1, GROUP_32, E8M0),
+    GpuForm.NVFP4: WeightSpec(E2M1, GROUP_16, E4M3),
 }
 _WORTH_IT = 0.97
 _ROTATED_BYTES = 256 << 20  #: of weights, so that they come from memory
 _SAMPLES = 20
 
-Table = dict[tuple[Form, int, int, int, int], Config]
+Table = dict[tuple[GpuForm, int, int, int, int], Config]
 
 
 def tune(
     shapes: Sequence[tuple[int, int]] = SHAPES,
-    forms: Sequence[Form] = tuple(Form),
+    forms: Sequence[GpuForm] = tuple(GpuForm),
     rows: Sequence[int] = BUCKETS,
     report: Callable[[str], None] = print,
 ) -> Table:
@@ -91,7 +91,7 @@ def tune(
     return table
 
 
-def candidates(base: Config, form: Form, shape: tuple[int, int], rows: int, device: Device) -> Iterator[Config]:
+def candidates(base: Config, form: GpuForm, shape: tuple[int, int], rows: int, device: Device) -> Iterator[Config]:
     """The arithmetic's choice first, then what differs from it in one respect."""
     yield base
     if not base.is_large:
@@ -106,11 +106,11 @@ def candidates(base: Config, form: Form, shape: tuple[int, int], rows: int, devi
     for rows_n, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
         if (rows_n, warps) != (base.rows_n, base.warps):
             yield configs.cut(replace(base, rows_n=rows_n, warps=warps), form, shape, rows, 1, device)
-    if form is not Form.FP8_BLOCK and -(-shape[1] // TILE_COLS) % 2 == 0:
+    if form is not GpuForm.FP8_BLOCK and -(-shape[1] // TILE_COLS) % 2 == 0:
         yield configs.cut(replace(base, tiles=3 - base.tiles), form, shape, rows, 1, device)
 
 
-def _weights(form: Form, shape: tuple[int, int]) -> list[GpuWeight]:
+def _weights(form: GpuForm, shape: tuple[int, int]) -> list[GpuWeight]:
     made = quantize_tensor(torch.randn(shape, device="cuda") * 0.02, _SPECS[form])
     return [pack(made) for _ in range(max(1, math.ceil(_ROTATED_BYTES / made.nbytes)))]
 
@@ -145,14 +145,18 @@ def _replay(graph: torch.cuda.CUDAGraph) -> float:
 
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--shape", "shapes", multiple=True, help="Of a weight, as 4096x14336; several.  [default: an 8B Llama]")
-@click.option("--form", "forms", multiple=True, type=click.Choice([form.name for form in Form]), help="[default: all]")
+@click.option(
+    "--form", "forms", multiple=True, type=click.Choice([form.name for form in GpuForm]), help="[default: all]"
+)
 @click.option("--rows", multiple=True, type=int, help="Of x; several.  [default: all that a table has]")
 @click.option("--out", type=click.Path(path_type=Path), help="The table.  [default: where it is read from]")
 def main(shapes: tuple[str, ...], forms: tuple[str, ...], rows: tuple[int, ...], out: Path | None) -> None:
     """Parse, measure, write."""
     try:
         table = tune(
-            [_shape(text) for text in shapes] or SHAPES, [Form[name] for name in forms] or tuple(Form), rows or BUCKETS
+            [_shape(text) for text in shapes] or SHAPES,
+            [GpuForm[name] for name in forms] or tuple(GpuForm),
+            rows or BUCKETS,
         )
         path = out or configs.table_path(torch.cuda.get_device_name())
         if path is None:

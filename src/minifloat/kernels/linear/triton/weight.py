@@ -13,7 +13,7 @@ from minifloat.errors import NonFiniteError, UnsupportedTensorError
 from minifloat.kernels.linear.triton import fragments
 from minifloat.kernels.linear.triton.availability import why_not as why_no_device
 from minifloat.kernels.linear.triton.counters import prepare
-from minifloat.kernels.linear.triton.layout import TILE_COLS, Form, Order, form_of
+from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order, form_of
 from minifloat.numerics.cast import decode
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
@@ -38,7 +38,7 @@ class GpuWeight:
         codes: int16, flat: elements in fragments; rows and columns filled up with zeros to whole tiles.
         row_scale: float32 ``[N]``, filled up to whole panels: multiplies the sum of a row.
         factors: int32, flat: coded block scales in fragments; None where they are not coded.
-        block_scale: float32 ``[rows of blocks, columns of blocks]``; `Form.FP8_BLOCK` only.
+        block_scale: float32 ``[rows of blocks, columns of blocks]``; `GpuForm.FP8_BLOCK` only.
         scale: The scale grid as stored, where the kernels' form of it does not give it back.
         global_scale: As stored; NVFP4 only.
         global_divides: As in `QuantizedTensor`.
@@ -56,10 +56,10 @@ class GpuWeight:
     global_divides: bool = True
 
     @cached_property
-    def form(self) -> Form:
+    def form(self) -> GpuForm:
         """How it is scaled."""
         form = form_of(self.spec, self.shape)
-        assert isinstance(form, Form)
+        assert isinstance(form, GpuForm)
         return form
 
     @property
@@ -99,11 +99,11 @@ class GpuWeight:
         if self.factors is not None:
             groups = self.spec.granularity.scale_shape(self.shape)[1]
             coded = fragments.unpack_factors(self.factors, self.shape, groups)
-            if scale is None and self.form is Form.NVFP4:
+            if scale is None and self.form is GpuForm.NVFP4:
                 scale = fragments.scales_of(coded)
             elif scale is None:
                 scale = fragments.powers(coded, fragments.largest_codes(self.row_scale[:rows], self.form))
-            elif self.form is Form.NVFP4:
+            elif self.form is GpuForm.NVFP4:
                 codes = _negated(codes, scale, cols)
         elif scale is None:
             scale = self.block_scale
@@ -171,15 +171,15 @@ def arrange(weight: QuantizedTensor, order: Order) -> GpuWeight:
     if weight.spec.element is E4M3:
         nan |= _is_nan(elements).any(dim=1)
     factors = block_scale = kept = None
-    if form in (Form.FP8, Form.FP8_BLOCK):
+    if form in (GpuForm.FP8, GpuForm.FP8_BLOCK):
         kept, values = weight.scale, _finite("scale", weight.block_scale())
-        if form is Form.FP8_BLOCK:
+        if form is GpuForm.FP8_BLOCK:
             block_scale = values.contiguous()
             kept = None if weight.spec.scale is FLOAT32 and block_scale is weight.scale else kept
         else:
             row_scale = values[:, 0].repeat_interleave(weight.spec.granularity.block(weight.shape)[0])
             row_scale = row_scale[: weight.shape[0]].clone()
-    elif form is Form.NVFP4:
+    elif form is GpuForm.NVFP4:
         elements, factors, kept, row_scale = _coded_scales(weight, elements)
         nan |= _is_nan(weight.scale).any(dim=1)
     else:
@@ -200,7 +200,7 @@ def arrange(weight: QuantizedTensor, order: Order) -> GpuWeight:
     )
 
 
-def _coded_powers(weight: QuantizedTensor, elements: Tensor, form: Form) -> tuple[Tensor, Tensor | None, Tensor]:
+def _coded_powers(weight: QuantizedTensor, elements: Tensor, form: GpuForm) -> tuple[Tensor, Tensor | None, Tensor]:
     """Factors of E8M0 scales, the scales where the factors do not give them back, and what multiplies the rows."""
     coded, largest = fragments.code_powers(elements, weight.scale, weight.spec.element)
     row_scale = torch.ldexp(decode(largest, E8M0).double(), torch.tensor(-fragments.SHIFTS[form])).float()
@@ -217,8 +217,8 @@ def _coded_scales(weight: QuantizedTensor, elements: Tensor) -> tuple[Tensor, Te
     coded = fragments.code_scales(weight.scale)
     cols = weight.shape[1]
     usual = (weight.scale > 0) & (weight.scale < _SIGN) & ~_is_nan(weight.scale)
-    rows = torch.ldexp(factor, torch.tensor(-fragments.SHIFTS[Form.NVFP4])).expand(weight.shape[0]).clone()
-    packed = fragments.pack_factors(coded, Form.NVFP4)
+    rows = torch.ldexp(factor, torch.tensor(-fragments.SHIFTS[GpuForm.NVFP4])).expand(weight.shape[0]).clone()
+    packed = fragments.pack_factors(coded, GpuForm.NVFP4)
     if bool(usual.all()):
         return elements, packed, None, rows
     zero = _spread((weight.scale & (_SIGN - 1)) == 0, cols)
@@ -232,7 +232,7 @@ def _negated(elements: Tensor, scale: Tensor, cols: int) -> Tensor:
 
 
 def _spread(groups: Tensor, cols: int) -> Tensor:
-    return groups.repeat_interleave(fragments.GROUP_COLS[Form.NVFP4], dim=1)[:, :cols]
+    return groups.repeat_interleave(fragments.GROUP_COLS[GpuForm.NVFP4], dim=1)[:, :cols]
 
 
 def _is_nan(codes: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""`quantize_rows` and `amax` on a CUDA device by Triton; in its interpreter, on the CPU.
+"""`quantize_rows` and `amax` by Triton on a CUDA device, or on the CPU in Triton's interpreter.
 
-A call is one round trip: bytes to the device, one kernel, codes and scales back, all on a stream of the calling thread;
-then the thread waits. Threads overlap: while one reads its file, another's slab is copied and a third's is cast. Copies
-go at full speed where the caller's arrays lie in pinned memory (`host_buffer`). Arguments are validated by the
-caller, `minifloat.kernels.quantize`.
+A call copies bytes to the device, runs one kernel and copies codes and scales back, all on a stream of the calling
+thread, and then waits. Calls of several threads overlap: while one thread reads its file, the slab of another is copied
+and that of a third is cast. Copies are fastest if the caller's arrays are in pinned memory (`host_buffer`). The caller,
+`minifloat.kernels.quantize`, validates the arguments.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from minifloat.kernels.quantize.slab import Slab
 from minifloat.kernels.quantize.triton import blocks
 from minifloat.kernels.triton_cast import OPTIONS, constants
 from minifloat.numerics.cast import encode
@@ -26,7 +27,7 @@ from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
-#: As the kernels read them: bfloat16 as the integers that its bits are.
+#: The dtypes that the kernels read: bfloat16 as int16 with the same bits.
 _DTYPES = {"BF16": torch.int16, "F16": torch.float16, "F32": torch.float32}
 
 _SCALINGS = {
@@ -38,18 +39,18 @@ _SCALINGS = {
     (E8M0, ScaleRule.SEARCH): blocks.SEARCH,
 }
 
-#: Elements that a program looks at together.
+#: Elements that a program holds at a time.
 _TILE = 4096
 LAUNCH: dict[str, Any] = {"num_warps": 8, **OPTIONS}
 _AMAX_CHUNK = 16384
 
 _streams = threading.local()
-#: One thread launches at a time, so that a kernel is compiled once.
+#: Held while a thread launches a kernel, so that each kernel is compiled once.
 _launching = threading.Lock()
 
 
 def why_not_spec(spec: WeightSpec) -> str:
-    """Why the kernels do not cover `spec`; empty where they do."""
+    """Return why the kernels do not cover `spec`; empty if they do."""
     rows, cols = spec.granularity.rows, spec.granularity.cols
     if (spec.scale, spec.rule) not in _SCALINGS:
         return f"no {spec.scale.name} scales by the rule {spec.rule.value}"
@@ -65,48 +66,36 @@ def why_not_spec(spec: WeightSpec) -> str:
 
 
 def host_buffer(nbytes: int, device: str) -> npt.NDArray[np.uint8]:
-    """Memory of the host, pinned where `device` is one of CUDA."""
+    """Allocate host memory, uint8 ``[nbytes]``, pinned if `device` is a CUDA device."""
     pinned = torch.device(device).type == "cuda"
     buffer: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
     return buffer
 
 
 def amax(data: npt.NDArray[np.uint8], dtype: str, device: str) -> tuple[float, int]:
-    """See `minifloat.kernels.quantize.amax`; `data` is not empty."""
+    """Return the amax of the finite elements of `data`, which is not empty, and the number of NaN and Inf."""
     with _stream(device):
         w = _on(device, data).view(_DTYPES[dtype])
         programs = -(-w.numel() // _AMAX_CHUNK)
-        found = torch.empty(2, programs, dtype=torch.int32, device=device)
+        results = torch.empty(2, programs, dtype=torch.int32, device=device)
         with _launching:
             blocks.amax_of_chunks[(programs,)](
-                w, found[0], found[1], w.numel(), BF16=dtype == "BF16", CHUNK=_AMAX_CHUNK, **LAUNCH
+                w, results[0], results[1], w.numel(), BF16=dtype == "BF16", CHUNK=_AMAX_CHUNK, **LAUNCH
             )
-        largest, nonfinite = torch.stack((found[0].max().long(), found[1].sum())).tolist()
+        largest, nonfinite = torch.stack((results[0].max().long(), results[1].sum())).tolist()
     return float(np.int32(largest).view(np.float32)), int(nonfinite)
 
 
-def quantize_rows(
-    data: npt.NDArray[np.uint8],
-    dtype: str,
-    shape: tuple[int, int],
-    spec: WeightSpec,
-    tensor_amax: float | None,
-    codes: npt.NDArray[np.uint8],
-    scales: npt.NDArray[np.float32] | npt.NDArray[np.uint8],
-    device: str,
-) -> tuple[CastStats, int]:
-    """See `minifloat.kernels.quantize.quantize_rows`; `data` is not empty, `codes` and `scales` are filled.
-
-    Returns:
-        The statistics and the number of NaN and Inf.
-    """
+def quantize_rows(slab: Slab, device: str) -> tuple[CastStats, int]:
+    """Quantize a slab; return the statistics and the number of NaN and Inf."""
+    scale_dtype = torch.float32 if slab.spec.scale is FLOAT32 else torch.uint8
     with _stream(device):
-        w = _on(device, data).view(_DTYPES[dtype]).view(shape)
-        on_device = torch.empty(codes.shape, dtype=torch.uint8, device=device)
-        grid = torch.empty(scales.shape, dtype=torch.float32 if spec.scale is FLOAT32 else torch.uint8, device=device)
-        sums, counts = launch(w, spec, tensor_amax, on_device, grid)
-        torch.from_numpy(codes).copy_(on_device, non_blocking=True)
-        torch.from_numpy(scales).copy_(grid)
+        w = _on(device, slab.data).view(_DTYPES[slab.dtype]).view(slab.shape)
+        codes = torch.empty(slab.codes.shape, dtype=torch.uint8, device=device)
+        scales = torch.empty(slab.scales.shape, dtype=scale_dtype, device=device)
+        sums, counts = launch(w, slab.spec, slab.tensor_amax, codes, scales)
+        torch.from_numpy(slab.codes).copy_(codes, non_blocking=True)
+        torch.from_numpy(slab.scales).copy_(scales)
         signal, noise = sums.tolist()
         saturated, flushed, nonfinite = counts.tolist()
     return CastStats(w.numel(), signal, noise, saturated, flushed), nonfinite
@@ -115,18 +104,18 @@ def quantize_rows(
 def launch(
     w: Tensor, spec: WeightSpec, tensor_amax: float | None, codes: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel on tensors that are on the device already; returns without waiting for it.
+    """Launch the kernel on tensors of the device, without waiting for the result.
 
     Args:
         w: ``[N, K]``, contiguous: int16 (the bits of bfloat16), float16 or float32.
-        spec: One for which `why_not_spec` finds nothing.
-        tensor_amax: Where ``spec.needs_tensor_amax``.
-        codes: uint8, filled; two columns to a byte where elements have 4 bits.
+        spec: How to quantize; `why_not_spec` returns "" for it.
+        tensor_amax: The amax of the whole tensor if ``spec.needs_tensor_amax``.
+        codes: uint8, filled; two columns share a byte if elements have 4 bits.
         scales: The grid, float32 or uint8, filled.
 
     Returns:
-        float64 ``[2]``, the sums of ``w**2`` and of the squared errors, and int64 ``[3]``, how many elements saturated,
-        were flushed, and are NaN or Inf.
+        float64 ``[2]``: the sums of ``w**2`` and of the squared errors; and int64 ``[3]``: the numbers of saturated
+        elements, of flushed elements, and of NaN and Inf.
     """
     rows, cols = w.shape
     block_cols = spec.granularity.cols
@@ -146,11 +135,11 @@ def launch(
 
 
 def kernel_arguments(spec: WeightSpec, dtype: torch.dtype, cols: int) -> dict[str, Any]:
-    """The constants that `blocks.quantize_blocks` is compiled with.
+    """Return the constants that `blocks.quantize_blocks` is compiled with.
 
     Args:
-        spec: How the weight is stored.
-        dtype: As the kernel reads it.
+        spec: Format, scales and granularity of the quantized weight.
+        dtype: The dtype that the kernel reads.
         cols: Columns of the slab.
     """
     element = spec.element
@@ -179,7 +168,7 @@ def kernel_arguments(spec: WeightSpec, dtype: torch.dtype, cols: int) -> dict[st
 
 
 def _on(device: str, data: npt.NDArray[np.uint8]) -> Tensor:
-    """The bytes on a device; torch takes no memory that may not be written."""
+    """Copy bytes to a device; read-only memory is copied first, because torch takes writable memory only."""
     return torch.from_numpy(data if data.flags.writeable else data.copy()).to(device, non_blocking=True)
 
 
@@ -194,7 +183,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _stream(device: str) -> AbstractContextManager[Any]:
-    """The stream of this thread on a device; of the CPU there is none."""
+    """Return a context with the stream of this thread on a device; on the CPU it does nothing."""
     target = torch.device(device)
     if target.type != "cuda":
         return nullcontext()

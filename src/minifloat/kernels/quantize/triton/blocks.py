@@ -22,6 +22,7 @@ from minifloat.kernels.triton_cast import (
     encode_magnitude,
     float_of,
     float_scales,
+    load_bits,
     sign_of,
     with_sign,
 )
@@ -40,14 +41,6 @@ _ONE: Any = tl.constexpr(1)  # the interpreter cannot shift a plain number by a 
 _LAST_MANTISSA: Any = tl.constexpr((1 << FLOAT32.mantissa_bits) - 1)
 _LARGEST_E8M0: Any = tl.constexpr(E8M0.max_code)
 _E8M0_BIAS: Any = tl.constexpr(E8M0.bias)
-
-
-@triton.jit
-def _load(w_ptr, offsets, mask, BF16: tl.constexpr):
-    """Elements as bits of float32, zero where `mask` is not; 16-bit brain floats come as int16 and are shifted."""
-    if BF16:
-        return tl.load(w_ptr + offsets, mask, 0).to(tl.int32) << 16
-    return bits_of(tl.load(w_ptr + offsets, mask, 0.0).to(tl.float32))
 
 
 @triton.jit
@@ -207,7 +200,7 @@ def quantize_blocks(
     for step in range(chunks):
         at_row, at_col = row + step * row_step, col + step * col_step
         mask = inside & (at_row < rows) & (at_col < cols)
-        magnitude = _load(w_ptr, at_row * cols + at_col, mask, BF16) & MAGNITUDE
+        magnitude = load_bits(w_ptr, at_row * cols + at_col, mask, BF16) & MAGNITUDE
         invalid += tl.sum((magnitude >= INF_BITS).to(tl.int32), 1)
         amax_bits = tl.maximum(amax_bits, tl.max(tl.where(magnitude < INF_BITS, magnitude, 0), 1))
     amax = float_of(amax_bits)
@@ -225,7 +218,7 @@ def quantize_blocks(
             decode_magnitude(stored, SCALE_MANTISSA, SCALE_BIAS), tl.zeros([BLOCKS], tl.float32) + divisor
         )
     elif SCALING == SEARCH:
-        bits = _load(w_ptr, row * cols + col, inside & (col < cols), BF16)
+        bits = load_bits(w_ptr, row * cols + col, inside & (col < cols), BF16)
         w = float_of(tl.where((bits & MAGNITUDE) < INF_BITS, bits, 0))
         stored = _search(w, amax, EMAX, BLOCKS, LEVELS, ELEMENT_MANTISSA, ELEMENT_BIAS, ELEMENT_MAX)
         scale = decode_e8m0(stored)
@@ -245,7 +238,7 @@ def quantize_blocks(
     for step in range(chunks):
         at_row, at_col = row + step * row_step, col + step * col_step
         mask = inside & (at_row < rows) & (at_col < cols)
-        bits = _load(w_ptr, at_row * cols + at_col, mask, BF16)
+        bits = load_bits(w_ptr, at_row * cols + at_col, mask, BF16)
         bits = tl.where((bits & MAGNITUDE) < INF_BITS, bits, 0)
         w = float_of(bits)
         quotient = bits_of(tl.div_rn(w, full)) & MAGNITUDE
@@ -278,6 +271,6 @@ def amax_of_chunks(w_ptr, amax_ptr, counts_ptr, count, BF16: tl.constexpr, CHUNK
     """The largest finite magnitude of each chunk of ``[count]`` elements, as bits of float32, and its NaN and Inf."""
     program = tl.program_id(0)
     offsets = program.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    magnitude = _load(w_ptr, offsets, offsets < count, BF16) & MAGNITUDE
+    magnitude = load_bits(w_ptr, offsets, offsets < count, BF16) & MAGNITUDE
     tl.store(amax_ptr + program, tl.max(tl.where(magnitude < INF_BITS, magnitude, 0), 0))
     tl.store(counts_ptr + program, tl.sum((magnitude >= INF_BITS).to(tl.int32), 0))

@@ -1,0 +1,149 @@
+"""Finds and loads the C++ kernels, once per process.
+
+The kernels are one shared library in the folder ``kernels``, built with the package if there was a C++ compiler. It
+holds the same code for several instruction sets and runs the fastest one that the processor has; the environment
+variable ``MINIFLOAT_ISA`` forces another, for tests and measurements. Calls go through ctypes, which releases the GIL.
+``csrc/api.h`` declares the functions; the ops of this package wrap them and validate their arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import minifloat.kernels
+from minifloat.errors import KernelUnavailable
+from minifloat.kernels.native.library import Library
+
+__all__ = [
+    "ABI_VERSION",
+    "FILE_NAMES",
+    "Library",
+    "LoadResult",
+    "folders",
+    "isa",
+    "load",
+    "open_library",
+    "require",
+    "using",
+    "why_unavailable",
+]
+
+#: ``MINIFLOAT_ABI_VERSION`` of ``csrc/api.h``.
+ABI_VERSION = 6
+FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
+_REBUILD = (
+    "install a C++ compiler (g++ or clang++) and reinstall minifloat, or in a checkout run what CMakeLists.txt says"
+)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """The loaded library, or the reason why there is none."""
+
+    library: Library | None
+    reason: str = ""
+
+
+_lock = threading.Lock()
+_result: LoadResult | None = None
+
+
+def load() -> Library | None:
+    """Return the library, or None if it was not built or cannot be loaded (`why_unavailable` gives the reason).
+
+    Raises:
+        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
+    """
+    result = _result
+    return _load().library if result is None else result.library
+
+
+def require() -> Library:
+    """Return the library.
+
+    Raises:
+        KernelUnavailable: If there is no library, or ``MINIFLOAT_ISA`` names an instruction set that does not exist
+            here.
+    """
+    library = load()
+    if library is None:
+        raise KernelUnavailable(why_unavailable())
+    return library
+
+
+def why_unavailable() -> str:
+    """Return why `load` gave None and how to cure it; empty if the library is loaded."""
+    return _load().reason
+
+
+def isa() -> str:
+    """Return the instruction set that the kernels run with, or ``"none"`` without the library."""
+    library = load()
+    return "none" if library is None else library.isa
+
+
+def _load() -> LoadResult:
+    global _result
+    with _lock:
+        if _result is None:
+            _result = open_library(folders())
+        return _result
+
+
+@contextlib.contextmanager
+def using(isa: str) -> Iterator[Library]:
+    """Use another instruction set for all calls of this process inside a ``with``; for tests and measurements.
+
+    Raises:
+        KernelUnavailable: If there is no library, or it cannot run this instruction set here.
+    """
+    global _result
+    before = _load()
+    if before.library is None:
+        raise KernelUnavailable(before.reason)
+    library = before.library.with_isa(isa)
+    _result = LoadResult(library)
+    try:
+        yield library
+    finally:
+        _result = before
+
+
+def folders() -> list[Path]:
+    """Return the folders that may hold the library: ``kernels``, and where an editable install builds it."""
+    return [Path(folder) for folder in minifloat.kernels.__path__]
+
+
+def open_library(candidates: list[Path]) -> LoadResult:
+    """Load the library from the first folder that has it.
+
+    Args:
+        candidates: Folders to look into.
+
+    Returns:
+        The library, or the reason why it cannot be loaded, with the cure.
+
+    Raises:
+        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
+    """
+    files = [folder / name for folder in candidates for name in FILE_NAMES]
+    path = next((file for file in files if file.exists()), None)
+    if path is None:
+        return LoadResult(None, f"the native library was not built; {_REBUILD}")
+    try:
+        cdll = ctypes.CDLL(str(path))
+        cdll.minifloat_isa_name.restype = ctypes.c_char_p
+        cdll.minifloat_packed_bytes.restype = ctypes.c_int64
+        cdll.minifloat_release_threads.restype = None
+        version = cdll.minifloat_abi_version()
+    except (OSError, AttributeError) as error:
+        return LoadResult(None, f"the native library does not load ({error}); {_REBUILD}")
+    if version != ABI_VERSION:
+        return LoadResult(None, f"{path} is of another version of minifloat ({version}, not {ABI_VERSION}); {_REBUILD}")
+    return LoadResult(Library(cdll, os.environ.get("MINIFLOAT_ISA") or None))

@@ -1,0 +1,111 @@
+"""`Library`: the functions of the loaded shared library, bound to one instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+
+from minifloat.errors import KernelUnavailable
+from minifloat.kernels.native import structs
+
+#: ``MINIFLOAT_NO_MEMORY`` of ``enum minifloat_status``.
+_NO_MEMORY = 4
+
+
+class Library:
+    """The loaded library, bound to one instruction set.
+
+    Each method runs the C function ``minifloat_<name>``, which ``csrc/api.h`` describes, and leaves the results in its
+    argument. A method raises ValueError if the C function rejects the arguments (a bug of the caller, which validates
+    them), and MemoryError if there is no memory for the scratch buffers.
+
+    Attributes:
+        isas: The instruction sets that this processor can run, fastest first.
+        isa: The instruction set that calls use.
+    """
+
+    def __init__(self, cdll: ctypes.CDLL, isa: str | None = None) -> None:
+        """Bind the library to an instruction set.
+
+        Args:
+            cdll: The library; its version has been checked.
+            isa: The instruction set; None for the fastest.
+
+        Raises:
+            KernelUnavailable: If `isa` is unknown, or the processor does not have it.
+        """
+        self._cdll = cdll
+        names = [cdll.minifloat_isa_name(i).decode() for i in range(cdll.minifloat_isa_count())]
+        self.isas = tuple(name for i, name in enumerate(names) if cdll.minifloat_isa_supported(i))
+        self.isa = self.isas[0] if isa is None else isa
+        if self.isa not in names:
+            raise KernelUnavailable(f"unknown instruction set {self.isa!r}; this build has: {', '.join(names)}")
+        if self.isa not in self.isas:
+            raise KernelUnavailable(f"this processor has no {self.isa}; it can run: {', '.join(self.isas)}")
+        self._index = names.index(self.isa)
+
+    def with_isa(self, isa: str) -> Library:
+        """Return the same library bound to another instruction set.
+
+        Raises:
+            KernelUnavailable: If `isa` is unknown, or the processor does not have it.
+        """
+        return Library(self._cdll, isa)
+
+    def quantize_rows(self, args: structs.QuantizeRowsArgs) -> None:
+        """Quantize a slab of rows."""
+        _check(self._cdll.minifloat_quantize_rows(self._index, ctypes.byref(args)))
+
+    def round_inputs(self, args: structs.RoundInputsArgs) -> None:
+        """Round the inputs of a linear to their quantized values."""
+        _check(self._cdll.minifloat_round_inputs(self._index, ctypes.byref(args)))
+
+    def amax(self, args: structs.AmaxArgs) -> None:
+        """Compute the amax."""
+        _check(self._cdll.minifloat_amax(self._index, ctypes.byref(args)))
+
+    def histogram(self, args: structs.HistogramArgs) -> None:
+        """Add magnitudes to the bins of a histogram."""
+        _check(self._cdll.minifloat_histogram(self._index, ctypes.byref(args)))
+
+    def packed_bytes(self, args: structs.PackArgs) -> int:
+        """Return the size of a packed weight, or 0 if the kernels have no layout for such a weight."""
+        return int(self._cdll.minifloat_packed_bytes(ctypes.byref(args)))
+
+    def pack(self, args: structs.PackArgs) -> None:
+        """Pack a weight."""
+        _check(self._cdll.minifloat_pack(self._index, ctypes.byref(args)))
+
+    def unpack(self, args: structs.PackArgs) -> None:
+        """Unpack a weight; raises ValueError if the memory holds no such packed weight."""
+        _check(self._cdll.minifloat_unpack(self._index, ctypes.byref(args)))
+
+    def linear(self, args: structs.LinearArgs | bytes) -> None:
+        """Multiply with packed weights; packed bytes are created faster than a `LinearArgs`."""
+        status = self._cdll.minifloat_linear(self._index, args if isinstance(args, bytes) else ctypes.byref(args))
+        if status:
+            _check(status)
+
+    def moe(self, args: structs.MoeArgs | bytes) -> None:
+        """Multiply with the packed weights of experts; packed bytes are created faster than a `MoeArgs`."""
+        status = self._cdll.minifloat_moe(self._index, args if isinstance(args, bytes) else ctypes.byref(args))
+        if status:
+            _check(status)
+
+    def step(self, args: structs.StepArgs) -> None:
+        """Run one step of a decoder."""
+        _check(self._cdll.minifloat_step(self._index, ctypes.byref(args)))
+
+    def read(self, args: structs.ReadArgs) -> None:
+        """Read memory and add it up, to measure the bandwidth."""
+        _check(self._cdll.minifloat_read(self._index, ctypes.byref(args)))
+
+    def release_threads(self) -> None:
+        """End the threads that compute for the calling thread."""
+        self._cdll.minifloat_release_threads()
+
+
+def _check(status: int) -> None:
+    if status == _NO_MEMORY:
+        raise MemoryError("minifloat_native found no memory for its scratch buffers")
+    if status:
+        raise ValueError(f"minifloat_native refused its arguments (status {status}; see enum minifloat_status)")

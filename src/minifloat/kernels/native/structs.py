@@ -1,0 +1,260 @@
+"""The structures of ``csrc/api.h`` as ctypes sees them, field by field.
+
+``csrc/api.h`` says what each field means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+
+class Format(ctypes.Structure):
+    """``struct minifloat_format``."""
+
+    _fields_ = [
+        ("bits", ctypes.c_int32),
+        ("mantissa_bits", ctypes.c_int32),
+        ("emin", ctypes.c_int32),
+        ("max", ctypes.c_float),
+    ]
+
+
+class QuantizeRowsArgs(ctypes.Structure):
+    """``struct minifloat_quantize_rows_args``."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("block_rows", ctypes.c_int64),
+        ("block_cols", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("scaling", ctypes.c_int32),
+        ("element", Format),
+        ("scale", Format),
+        ("divisor", ctypes.c_float),
+        ("zero_scale", ctypes.c_float),
+        ("one_scale", ctypes.c_int32),
+        ("tensor_amax", ctypes.c_float),
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("signal", ctypes.c_double),
+        ("noise", ctypes.c_double),
+        ("saturated", ctypes.c_int64),
+        ("flushed", ctypes.c_int64),
+        ("nonfinite", ctypes.c_int64),
+    ]
+
+
+class RoundInputsArgs(ctypes.Structure):
+    """``struct minifloat_round_inputs_args``."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("block_cols", ctypes.c_int64),
+        ("element", Format),
+        ("dtype", ctypes.c_int32),
+        ("scaling", ctypes.c_int32),
+        ("zero_scale", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+class AmaxArgs(ctypes.Structure):
+    """``struct minifloat_amax_args``."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("amax", ctypes.c_float),
+        ("nonfinite", ctypes.c_int64),
+    ]
+
+
+class HistogramArgs(ctypes.Structure):
+    """``struct minifloat_histogram_args``."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("bins", ctypes.c_void_p),
+    ]
+
+
+class PackArgs(ctypes.Structure):
+    """``struct minifloat_pack_args``."""
+
+    _fields_ = [
+        ("codes", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("block_rows", ctypes.c_int64),
+        ("block_cols", ctypes.c_int64),
+        ("element", ctypes.c_int32),
+        ("grid", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+        ("packed", ctypes.c_void_p),
+    ]
+
+
+class LinearArgs(ctypes.Structure):
+    """``struct minifloat_linear_args``."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64),
+        ("m", ctypes.c_int64),
+        ("count", ctypes.c_int32),
+        ("x_dtype", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+class MoeArgs(ctypes.Structure):
+    """``struct minifloat_moe_args``."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("x_rows", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64),
+        ("experts", ctypes.c_int32),
+        ("x_dtype", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+class ProductArgs(ctypes.Structure):
+    """``struct minifloat_product``."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("count", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+    ]
+
+
+class ExpertsArgs(ctypes.Structure):
+    """``struct minifloat_experts``."""
+
+    _fields_ = [
+        ("router", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("shared_gate", ctypes.c_void_p),
+        ("intermediate", ctypes.c_int64),
+        ("router_dtype", ctypes.c_int32),
+        ("experts", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("normalize", ctypes.c_int32),
+    ]
+
+
+class LayerArgs(ctypes.Structure):
+    """``struct minifloat_layer``."""
+
+    _fields_ = [
+        ("input_norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("qkv", ProductArgs),
+        ("out", ProductArgs),
+        ("gate_up", ProductArgs),
+        ("down", ProductArgs),
+        ("intermediate", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+        ("k_scale", ctypes.c_float),
+        ("v_scale", ctypes.c_float),
+    ]
+
+
+class DecoderArgs(ctypes.Structure):
+    """``struct minifloat_decoder``."""
+
+    _fields_ = [
+        ("layers", ctypes.c_void_p),
+        ("inv_freq", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("embedding", ctypes.c_void_p),
+        ("lm_head", ProductArgs),
+        ("hidden", ctypes.c_int64),
+        ("lm_head_rows", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("embedding_dtype", ctypes.c_int32),
+        ("layer_count", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("rotary", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("attention_scaling", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class StepArgs(ctypes.Structure):
+    """``struct minifloat_step_args``."""
+
+    _fields_ = [
+        ("decoder", ctypes.c_void_p),
+        ("cache", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("contexts", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("logit_rows", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("nanoseconds", ctypes.c_void_p),
+        ("cache_blocks", ctypes.c_int64),
+        ("cache_element", ctypes.c_int32),
+        ("token_count", ctypes.c_int32),
+        ("sequences", ctypes.c_int32),
+        ("block_columns", ctypes.c_int32),
+        ("logit_count", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+class ReadArgs(ctypes.Structure):
+    """``struct minifloat_read_args``."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+        ("threads", ctypes.c_int32),
+        ("sum", ctypes.c_uint64),
+    ]
+
+
+def struct_of(structure: type[ctypes.Structure]) -> struct.Struct:
+    """Return the packer of a structure's bytes: packing is faster than creating the ctypes object."""
+    kinds: list[Any] = [field[1] for field in structure._fields_]
+    packer = struct.Struct("@" + "".join(kind._type_ for kind in kinds))
+    assert packer.size == ctypes.sizeof(structure), "the fields have no padding at the end"
+    return packer
