@@ -67,7 +67,9 @@ def test_other_dtypes_of_x_on_hopper(form: GpuForm, dtype: torch.dtype) -> None:
         compiled(form, MANY, rows, dtype, H200)
 
 
-@pytest.mark.parametrize(("form", "device"), each_value(list(GpuForm), [A100, L40S, B200]), ids=lambda value: value.name)
+@pytest.mark.parametrize(
+    ("form", "device"), each_value(list(GpuForm), [A100, L40S, B200]), ids=lambda value: value.name
+)
 def test_other_devices(form: GpuForm, device: Device) -> None:
     for rows in (16, 64):
         compiled(form, MANY, rows, torch.bfloat16, device)
