@@ -1,35 +1,35 @@
-"""Every error that a user can cause, as one tree.
+"""The tree of all errors that a user can cause.
 
     MinifloatError
     ├── UsageError                    the request itself is wrong
-    │   ├── UnknownNameError          a scheme, layout or rule that does not exist; lists the valid names
-    │   ├── PatternError              a regex that does not compile or matches nothing
+    │   ├── UnknownNameError          a scheme, layout or rule does not exist; lists the valid names
+    │   ├── PatternError              a regular expression does not compile or matches nothing
     │   ├── DestinationError          the output folder exists, or cannot be created there
-    │   ├── DataError                 calibration text that is missing, empty, too short or unreadable
-    │   └── ContextLengthError        a prompt that leaves no room in the model's context
-    ├── CheckpointError               the files on disk are not what they claim to be
+    │   ├── DataError                 calibration text is missing, empty, too short or unreadable
+    │   └── ContextLengthError        a prompt leaves no room in the model's context
+    ├── CheckpointError               a file of the checkpoint is invalid
     │   ├── NotACheckpointError       no config.json, no safetensors
-    │   ├── UnsafeFileError           pickle files; names that leave the folder
-    │   ├── HeaderError               a safetensors header that lies
-    │   ├── ShardIndexError           the shard index disagrees with the shards
+    │   ├── UnsafeFileError           a pickle file, or a name or link that leads out of the folder
+    │   ├── HeaderError               a safetensors header contradicts its file or itself
+    │   ├── ShardIndexError           the shard index contradicts the shards
     │   ├── ConfigError               config.json or its quantization_config cannot be read
-    │   └── StatsError                activation statistics: damaged, of another version or of another model
+    │   └── StatsError                activation statistics are damaged, of another version or of another model
     ├── TensorError                   one tensor cannot be handled; `.tensor` names it
     │   ├── NonFiniteError            NaN or Inf where a finite number is needed
-    │   ├── ShapeError                the size does not fit the scheme
-    │   └── UnsupportedTensorError    dtype or role that this operation does not cover
-    ├── NotCalibratedError            calibration saw too little of a module to give it a scale; names it
-    ├── SaturationError               static scales would saturate more held-out text than is allowed
-    ├── ConversionError               a checkpoint cannot be carried into another layout without loss
-    ├── AlreadyQuantizedError         the source carries a quantization_config already
-    ├── KernelUnavailable             an implementation was named that cannot run here
-    ├── QueueFull                     as many requests wait for the engine as may
-    ├── EngineStopped                 the engine is shutting down, or has failed
-    ├── HubError                      a model of the hub that cannot be had, or not be pushed; `.model` names it
-    └── StorageError                  the operating system refused: disk full, no permission, a failed read
+    │   ├── ShapeError                the shape does not fit the scheme
+    │   └── UnsupportedTensorError    the operation does not support the dtype or the role
+    ├── NotCalibratedError            calibration gave some modules too few inputs for a scale; `.modules` names them
+    ├── SaturationError               static scales saturate more activations of held-out text than allowed
+    ├── ConversionError               a checkpoint cannot be converted to another layout without loss
+    ├── AlreadyQuantizedError         the source has a quantization_config already
+    ├── KernelUnavailable             the requested implementation cannot run on this machine
+    ├── QueueFull                     the engine's waiting queue is full
+    ├── EngineStopped                 the engine is shutting down or has failed
+    ├── HubError                      a model cannot be fetched from the hub or pushed to it; `.model` names it
+    └── StorageError                  the operating system refused a read or write: disk full, no permission
 
-A message names the file or tensor, what was expected, what was found, and the cure. The command line prints
-it as one line and exits with status 2.
+Every message names the file or tensor, what was expected, what was found, and the cure. The command line prints
+the message as one line and exits with status 2.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import TypeVar
 
 
 class MinifloatError(Exception):
-    """Base class: catching it catches everything that this package raises on purpose."""
+    """Base class of every error that this package raises on purpose."""
 
 
 class UsageError(MinifloatError):
@@ -48,12 +48,12 @@ class UsageError(MinifloatError):
 
 
 class UnknownNameError(UsageError):
-    """A name that is in no table.
+    """The requested name does not exist.
 
     Args:
-        kind: What was looked up, for example ``"scheme"``.
-        name: The name that was given.
-        valid: The names that exist.
+        kind: Noun for the kind of thing, for example ``"scheme"``.
+        name: The requested name.
+        valid: All valid names.
     """
 
     def __init__(self, kind: str, name: str, valid: Iterable[str]) -> None:
@@ -65,10 +65,15 @@ _Entry = TypeVar("_Entry")
 
 
 def lookup(kind: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
-    """The entry of a table.
+    """Return ``table[name]``.
+
+    Args:
+        kind: Noun for the entries, for the message.
+        name: The requested key.
+        table: All entries.
 
     Raises:
-        UnknownNameError: No entry of that name; the message lists the names that exist.
+        UnknownNameError: If `table` has no such key; the message lists the valid names.
     """
     try:
         return table[name]
@@ -77,7 +82,7 @@ def lookup(kind: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
 
 
 class PatternError(UsageError):
-    """A pattern that does not compile, or that matches no module of the checkpoint."""
+    """A regular expression does not compile, or matches no module of the checkpoint."""
 
 
 class DestinationError(UsageError):
@@ -89,14 +94,14 @@ class DataError(UsageError):
 
 
 class ContextLengthError(UsageError):
-    """A prompt that leaves no room for an answer in the model's context."""
+    """The prompt leaves no room for an answer in the model's context."""
 
 
 class CheckpointError(MinifloatError):
-    """The files on disk are not what they claim to be.
+    """A file of the checkpoint is invalid.
 
     Args:
-        path: The file at fault.
+        path: The invalid file or folder.
         problem: What was expected and what was found.
     """
 
@@ -106,34 +111,34 @@ class CheckpointError(MinifloatError):
 
 
 class NotACheckpointError(CheckpointError):
-    """No config.json, or no safetensors files."""
+    """The folder has no config.json or no safetensors files."""
 
 
 class UnsafeFileError(CheckpointError):
-    """A pickle file, or a name that leaves the checkpoint's folder."""
+    """The file is a pickle file or not a regular file, or its name or link leads out of the checkpoint's folder."""
 
 
 class HeaderError(CheckpointError):
-    """A safetensors header that disagrees with its file or with itself."""
+    """The safetensors header contradicts its file or itself."""
 
 
 class ShardIndexError(CheckpointError):
-    """model.safetensors.index.json disagrees with the shards beside it."""
+    """model.safetensors.index.json contradicts the shards beside it."""
 
 
 class ConfigError(CheckpointError):
-    """config.json, or the quantization_config in it, cannot be understood."""
+    """config.json, or its quantization_config, cannot be read or is not supported."""
 
 
 class StatsError(CheckpointError):
-    """Activation statistics that are damaged, of another version, or of another model."""
+    """The activation statistics are damaged, of another version, or of another model."""
 
 
 class TensorError(MinifloatError):
     """One tensor cannot be handled.
 
     Args:
-        tensor: Its name in the checkpoint.
+        tensor: Name of the tensor in the checkpoint.
         problem: What was expected, what was found, and the cure.
     """
 
@@ -147,21 +152,21 @@ class NonFiniteError(TensorError):
 
 
 class ShapeError(TensorError):
-    """The size of the tensor does not fit the scheme."""
+    """The shape of the tensor does not fit the scheme."""
 
 
 class UnsupportedTensorError(TensorError):
-    """A dtype or a role that the operation does not cover."""
+    """The operation does not support the dtype or the role of the tensor."""
 
 
-_SHOWN_MODULES = 8  #: a message stays readable when a whole model is at fault
+_SHOWN_MODULES = 8  #: modules that a message names; the message counts the rest
 
 
 class NotCalibratedError(MinifloatError):
-    """Calibration saw too little of these modules to give them a scale.
+    """Calibration gave these modules too few inputs to choose a scale.
 
     Args:
-        modules: Their names in the checkpoint.
+        modules: Names of the modules in the checkpoint.
         problem: What is missing, and the cure.
     """
 
@@ -173,34 +178,34 @@ class NotCalibratedError(MinifloatError):
 
 
 class SaturationError(MinifloatError):
-    """Static scales would saturate more of the held-out text than the caller allows."""
+    """Static scales would saturate more activations of the held-out text than the caller allows."""
 
 
 class ConversionError(MinifloatError):
-    """A quantized checkpoint cannot be carried into another layout without loss; nothing was written."""
+    """The quantized checkpoint cannot be converted to the other layout without loss; nothing was written."""
 
 
 class AlreadyQuantizedError(MinifloatError):
-    """The source is quantized already; quantizing it again would round twice."""
+    """The source is quantized already; quantizing it again would round its weights twice."""
 
 
 class KernelUnavailable(MinifloatError):
-    """An implementation was asked for by name that cannot run here."""
+    """The requested implementation cannot run on this machine."""
 
 
 class QueueFull(MinifloatError):
-    """As many requests wait for the engine as may; the same request may be possible later."""
+    """The engine's waiting queue is full; the same request may succeed later."""
 
 
 class EngineStopped(MinifloatError):
-    """The engine is shutting down, or has failed: it takes no requests."""
+    """The engine is shutting down or has failed, and takes no requests."""
 
 
 class HubError(MinifloatError):
-    """The hub has no such model, refuses it, or cannot be reached.
+    """The hub has no such model, refuses the request, or cannot be reached.
 
     Args:
-        model: Its id.
+        model: Id of the model.
         problem: What went wrong, and the cure.
     """
 

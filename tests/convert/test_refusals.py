@@ -31,7 +31,7 @@ def refused(source: Path, tmp_path: Path, layout: str | None, problem: str, kind
     [
         ("llmc-fp8-w8a16", "fp8", "holds fp8-block only, not 'fp8'; use compressed-tensors"),
         ("llmc-fp8-w8a16", "modelopt", "no quant_algo for 'fp8'"),
-        ("llmc-mxfp8a16", "mxfp8", "has inputs quantized at run time"),
+        ("llmc-mxfp8a16", "mxfp8", "requires inputs quantized at run time"),
         ("llmc-fp8-static", "fp8", "holds fp8-block only, not 'fp8-static'"),
         ("llmc-fp8-block", "fp8", "is not made of whole 128x128 blocks"),
         ("llmc-fp8-block", "modelopt", "no quant_algo for 'fp8-block'"),
@@ -57,7 +57,7 @@ def test_blocks_with_16_bit_inputs_are_not_declared_with_quantized_ones(tmp_path
         tmp_path / "model",
         config=lambda config: config["config_groups"]["group_0"].update(input_activations=None),
     )
-    refused(source, tmp_path, "fp8", "has inputs quantized at run time and cannot say", ConversionError)
+    refused(source, tmp_path, "fp8", "requires inputs quantized at run time in groups of 128, unlike", ConversionError)
 
 
 def with_tensors(**tensors: torch.Tensor) -> Callable[[Tensors], Tensors]:

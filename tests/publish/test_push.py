@@ -124,7 +124,7 @@ def test_a_checkpoint_that_is_not_quantized_goes_with_a_note_and_needs_no_base(
         (
             ["--license", "mit", "--base-model", "org/other"],
             {},
-            "is 'org/storybook' there and 'org/other' here",
+            "is 'org/storybook' in the card, but the option is 'org/other'",
         ),
         (["--license", "mit"], {}, "the hub does not accept the token"),
         (["--license", "mit"], {"HF_TOKEN": "hf_wrong"}, "set HF_TOKEN or run `hf auth login`"),

@@ -1,1 +1,1 @@
-"""What a model is, told from the names of its tensors and its config: roles, fused groups, native families."""
+"""Facts about a model from its config and tensor names: tensor roles, fused groups, supported decoder families."""

@@ -1,30 +1,31 @@
-"""Which architectures our decoders cover, told from a config alone: `check` asks without a model or torch."""
+"""The model families that the native decoders support, decided from the config without loading a model or torch."""
 
 from __future__ import annotations
 
-#: Values of ``model_type`` whose modelling code computes what a `Decoder` does; those without experts first.
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
-FAMILY = (*DENSE, "mixtral", "qwen2_moe", "qwen3_moe")
-#: Rotary embeddings whose frequencies do not depend on the length of the text.
+#: Supported values of ``model_type`` without mixtures of experts.
+DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+#: All supported values of ``model_type``: their modelling code computes what the `Decoder` classes compute.
+FAMILIES = (*DENSE_FAMILIES, "mixtral", "qwen2_moe", "qwen3_moe")
+#: Types of rotary embeddings whose frequencies do not depend on the length of the text.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ACTIVATION = "silu"
 
 
 def why_not_family(model_type: str, hidden_act: str | None, rope_type: str, *, experts: bool = True) -> str:
-    """Why the native decoder, or that of GPUs, does not cover an architecture; empty where it does.
+    """Return why a decoder does not support an architecture; empty if it does.
 
     Args:
-        model_type: From the config.
-        hidden_act: The activation of its MLPs.
-        rope_type: The kind of its rotary embedding.
-        experts: Whether mixtures of experts are covered: those of GPUs are not.
+        model_type: ``model_type`` of the config.
+        hidden_act: Activation function of the MLPs.
+        rope_type: Type of the rotary embedding.
+        experts: Whether the decoder supports mixtures of experts; the CPU decoder does, the GPU decoder does not.
     """
-    if model_type not in FAMILY:
-        return f"its model_type is {model_type!r}, not one of {', '.join(FAMILY)}"
+    if model_type not in FAMILIES:
+        return f"its model_type is {model_type!r}, not one of {', '.join(FAMILIES)}"
     if hidden_act != _ACTIVATION:
         return f"its activation is {hidden_act!r}, not {_ACTIVATION!r}"
     if rope_type not in _ROPE_TYPES:
         return f"its rotary embedding is {rope_type!r}, not one of {', '.join(_ROPE_TYPES)}"
-    if model_type not in DENSE and not experts:
+    if model_type not in DENSE_FAMILIES and not experts:
         return f"it is a mixture of experts ({model_type}), which the decoder of GPUs does not have"
     return ""

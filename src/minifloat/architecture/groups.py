@@ -1,10 +1,10 @@
-"""Which linears a server runs as one: q, k and v, gate and up, the experts of a block; told from their names."""
+"""Groups of linears that a server fuses (q, k and v; gate and up; the experts of a block), found by their names."""
 
 from __future__ import annotations
 
 import re
 
-# The linears that servers fuse into one, by the last component of their names.
+#: Name of the group and last components of the names of linears that servers fuse into one.
 _FUSED_SIBLINGS = (
     ("qkv", ("q_proj", "k_proj", "v_proj")),
     ("qkv", ("query", "key", "value")),
@@ -12,20 +12,23 @@ _FUSED_SIBLINGS = (
     ("gate_up", ("w1", "w3")),
     ("qkv_a", ("q_a_proj", "kv_a_proj_with_mqa")),
 )
-_SIBLINGS = {name: (family, names) for family, names in _FUSED_SIBLINGS for name in names}
+_GROUP_OF_LEAF = {leaf: group for group, leaves in _FUSED_SIBLINGS for leaf in leaves}
 _EXPERT = re.compile(r"^(?P<parent>.*\.experts)(\.\d+)?\.\w+$")
 
 
 def fused_group(module: str) -> str:
-    """The name of the group that a server fuses `module` with; the module's own name where it is alone.
+    """Return the name of the group of linears that a server fuses; the module's own name if it is not fused.
 
-    Modules of one group share one scheme, and one scale where the scheme has one per tensor.
+    Modules of one group share one scheme and, for schemes with one scale per tensor, one scale.
     """
     parent, _, leaf = module.rpartition(".")
-    return f"{parent}.{_SIBLINGS[leaf][0]}" if leaf in _SIBLINGS else module
+    return f"{parent}.{_GROUP_OF_LEAF[leaf]}" if leaf in _GROUP_OF_LEAF else module
 
 
 def expert_group(module: str) -> str | None:
-    """The expert block that a module belongs to: servers run all its experts with one kernel, so with one scheme."""
+    """Return the name of the expert block of a module, None for other modules.
+
+    Servers run all experts of a block with one kernel, so they must share one scheme.
+    """
     match = _EXPERT.match(module)
     return match["parent"] if match else None

@@ -1,9 +1,9 @@
-"""What a tensor of a checkpoint is for, told from its name and shape.
+"""The role of a tensor in the model, decided from its name and shape.
 
-The streaming quantizer never builds the model, so it reads roles off names, which for the weights of linears are the
-same in every server. The rule is conservative: only matrices named ``.weight`` inside a numbered decoder layer, and
-fused experts, are quantized unasked; embeddings, lm_head, norms, routers and vision or audio towers are kept. Every
-decision is shown in the report, so a wrong guess is visible and can be overridden.
+The streaming quantizer never builds the model, so it decides roles by names, which are the same in every server for the
+weights of linears. The rule is conservative: by default only matrices named ``.weight`` inside a numbered decoder
+layer, and fused experts, are quantized; embeddings, lm_head, norms, routers and vision or audio towers are kept. The
+report shows every decision, so that a user can see and override a wrong one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minifloat.checkpoint import TensorInfo
 
 
 class Role(enum.Enum):
-    """What a tensor is for; the value is how reports name it."""
+    """Role of a tensor; the value is its name in reports."""
 
     LINEAR = "linear"
     EXPERTS = "fused experts"
@@ -37,12 +37,12 @@ _ROUTER = re.compile(r"(^|\.)(gate|router|gating|shared_expert_gate|gate\.wg|rou
 _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.weight)?$")
 _DENSE_FLOATS = ("BF16", "F16", "F32")
 
-#: Architectures whose matrices are Conv1D, stored ``[in, out]``: quantized as linears they would be transposed.
+#: Model types whose matrices are Conv1D weights ``[in, out]``; read as linears ``[out, in]`` they would be transposed.
 CONV1D_MODEL_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 
 
 def role_of(info: TensorInfo) -> Role:
-    """The role of a tensor of a checkpoint that is not quantized."""
+    """Return the role of a tensor of an unquantized checkpoint."""
     name, dimensions = info.name, len(info.shape)
     if dimensions < 2:
         return Role.VECTOR
@@ -62,16 +62,16 @@ def role_of(info: TensorInfo) -> Role:
 
 
 def is_matrix(info: TensorInfo) -> bool:
-    """Whether a tensor is the weight of something that multiplies, so that a server may ask whether it is quantized."""
+    """Return whether a tensor is an unquantized matrix named ``.weight``, which a server may look up as a linear."""
     return info.dtype in _DENSE_FLOATS and len(info.shape) == 2 and info.name.endswith(".weight")
 
 
 def is_dense_float(info: TensorInfo) -> bool:
-    """Whether the dtype is one that weights are quantized from."""
+    """Return whether the dtype is BF16, F16 or F32, from which weights are quantized."""
     return info.dtype in _DENSE_FLOATS
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's own part of a config that nests it."""
+    """Return the language model's part of a config: ``text_config`` if there is one, else the config itself."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config

@@ -1,8 +1,8 @@
 """Checkpoints on disk: a lazy, validating reader of safetensors and a transactional, resumable writer.
 
-The format is in `tensors`, `header` and `index`; the names of a model folder's files in `layout`; reading in `files`
-and `reader`; writing in `shard` (one file), `journal`, `lock` and `writer` (the transaction). Everything is numpy and
-the standard library; no module here imports torch.
+`tensors`, `header` and `index` implement the file format; `layout` knows the names of a model folder's files; `files`
+and `reader` read; `shard` (one file), `journal`, `lock` and `writer` (the transaction) write; `rewrite` holds what
+`quantize` and `convert` share. The package uses numpy and the standard library and imports no torch.
 """
 
 from minifloat.checkpoint.index import encode_index

@@ -1,8 +1,8 @@
-"""Content hashes of weights: what a resumed run trusts, and what the provenance of an output names.
+"""Content hashes of weights, used to resume interrupted runs and to record the source of an output.
 
-BLAKE3 where the package is installed (four times as fast as SHA-256 on one core, so that hashing does not double the
-time of quantizing), SHA-256 otherwise. A digest carries the name of its algorithm; two of different algorithms are
-different.
+The algorithm is BLAKE3 if the blake3 package is installed (four times as fast as SHA-256 on one core, so that hashing
+does not double the time of quantizing), SHA-256 otherwise. A digest starts with the name of its algorithm, so digests
+of different algorithms never compare equal.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ try:
     from blake3 import blake3 as _new
 
     ALGORITHM = "blake3"
-except ImportError:  # a platform without a wheel, or the package run from its source tree
+except ImportError:  # no wheel for this platform, or minifloat runs from its source tree without dependencies
     _new = hashlib.sha256  # type: ignore[assignment,misc]
     ALGORITHM = "sha256"
 
 
 class Hasher(Protocol):
-    """What hashlib and blake3 have in common."""
+    """The common interface of hashlib and blake3."""
 
     def update(self, data: Any, /) -> object:
         """Add the bytes of a buffer."""
 
     def hexdigest(self) -> str:
-        """The digest of all bytes added."""
+        """Return the digest of all bytes added so far."""
 
 
 def new_hasher() -> Hasher:
-    """An empty hasher."""
+    """Return a new hasher."""
     return _new()
 
 
 def name_digest(hasher: Hasher) -> str:
-    """The digest with its algorithm: ``"blake3:..."``."""
+    """Return the digest with the name of its algorithm, ``"blake3:..."``."""
     return f"{ALGORITHM}:{hasher.hexdigest()}"
 
 
 def combine(digests: Iterable[tuple[str, str]]) -> str:
-    """One digest of named digests, whatever their order: the same weights, sharded otherwise, give the same."""
+    """Return one digest for ``(name, digest)`` pairs; their order, and so the sharding of a model, does not matter."""
     hasher = _new()
     hasher.update(json.dumps(sorted(digests)).encode())
     return f"{ALGORITHM}:{hasher.hexdigest()}"

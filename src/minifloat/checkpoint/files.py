@@ -1,7 +1,7 @@
-"""Opening files that nobody vouches for, and turning the system's refusals into errors that say what to do.
+"""Safe opening of untrusted files, and errors of the operating system turned into messages with a cure.
 
-A model folder may come from anywhere: its links may point at a password file, a FIFO may pose as a shard and block
-the reader forever, a config may be a terabyte. Every file of a checkpoint is opened through here.
+A model folder may come from anywhere: its links may point at a password file, a FIFO named like a shard would block the
+reader forever, a config may have a terabyte. The package opens every file of a checkpoint through this module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CURES = {
 
 @contextlib.contextmanager
 def storage_errors(path: Path, action: str) -> Iterator[None]:
-    """Raise what the operating system refuses inside as a StorageError: file, action, reason, cure."""
+    """Convert an OSError of the block to a StorageError that names file, action, reason and cure."""
     try:
         yield
     except OSError as error:
@@ -50,23 +50,23 @@ def storage_errors(path: Path, action: str) -> Iterator[None]:
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether `name` is the bare name of a file: no folder, no `..`, no NUL."""
+    """Return whether `name` is the bare name of a file: no folder, no `..`, no NUL."""
     return bool(name) and name not in (".", "..") and not any(char in name for char in "/\\\0")
 
 
 def resolve_inside(root: Path, name: str) -> Path:
-    """The path of `name` below `root`, after following its links, which must stay inside.
+    """Return the path of `name` below `root`, after checking that its links stay inside `root`.
 
-    One layout of links that leave is known and safe: the hub cache, where `models--*/snapshots/REVISION/FILE` points
-    to `models--*/blobs/HASH` of the same model.
+    The one exception is the layout of the hub cache, where `models--*/snapshots/REVISION/FILE` points to
+    `models--*/blobs/HASH` of the same model.
 
     Args:
         root: A resolved folder.
         name: A relative name with `/` between its parts.
 
     Raises:
-        UnsafeFileError: It leaves the folder.
-        StorageError: A link cannot be followed.
+        UnsafeFileError: If the name or a link leads out of the folder.
+        StorageError: If a link cannot be followed.
     """
     parts = PurePosixPath(name).parts
     if not parts or not all(map(is_safe_name, parts)):
@@ -89,12 +89,12 @@ def _is_hub_snapshot(root: Path) -> bool:
 
 
 def open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """A read-only descriptor of a regular file, and its status.
+    """Return a read-only descriptor of a regular file, and its status.
 
     Raises:
-        UnsafeFileError: A folder, FIFO, socket or device.
-        StorageError: The system refuses.
-        FileNotFoundError: There is none; the caller knows what its absence means.
+        UnsafeFileError: If `path` is a folder, FIFO, socket or device.
+        StorageError: If the operating system refuses.
+        FileNotFoundError: If there is no such file; callers handle this case.
     """
     try:
         # O_NONBLOCK: opening a FIFO would otherwise wait for a writer that never comes.
@@ -114,10 +114,10 @@ def open_regular(path: Path) -> tuple[int, os.stat_result]:
 
 
 def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    """Fill `view` with the bytes of the file from `offset`; safe to call from many threads.
+    """Fill `view` with the bytes of the file from `offset` on. Thread-safe.
 
     Raises:
-        StorageError: The system refuses, or the file ends early.
+        StorageError: If the operating system refuses, or the file ends early.
     """
     with storage_errors(path, "read"):
         while view:
@@ -131,17 +131,17 @@ def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> 
 
 
 def read_small(root: Path, name: str, limit: int, error: type[CheckpointError]) -> bytes:
-    """A whole small file of a checkpoint.
+    """Return the content of a small file of a checkpoint.
 
     Args:
         root: The resolved folder.
-        name: Relative name.
-        limit: The most bytes that are credible.
-        error: What to raise if it is larger.
+        name: Relative name of the file.
+        limit: Maximum number of bytes.
+        error: Error class to raise if the file is larger.
 
     Raises:
-        CheckpointError: It is not a regular file, leaves the folder, or is too large.
-        FileNotFoundError: There is none.
+        CheckpointError: If it is not a regular file, its link leads out of the folder, or it is too large.
+        FileNotFoundError: If there is no such file.
     """
     path = resolve_inside(root, name)
     descriptor, status = open_regular(path)
@@ -158,19 +158,19 @@ def read_small(root: Path, name: str, limit: int, error: type[CheckpointError]) 
 def parse_object(
     data: bytes, path: Path, error: type[CheckpointError], loads: Callable[[str], Any] = json.loads
 ) -> dict[str, Any]:
-    """The JSON object in `data`.
+    """Return the JSON object in `data`.
 
     Args:
-        data: UTF-8.
-        path: Its file, for messages.
-        error: What to raise if it is none.
-        loads: Parses the text.
+        data: UTF-8 text.
+        path: The file of the text, for messages.
+        error: Error class to raise if the text is not a JSON object.
+        loads: JSON parser.
     """
     try:
         loaded = loads(data.decode("utf-8"))
     except RecursionError:
         raise error(path, "nested too deeply") from None
-    except ValueError as reason:  # UnicodeDecodeError and JSONDecodeError among them
+    except ValueError as reason:  # including UnicodeDecodeError and JSONDecodeError
         raise error(path, f"not valid JSON: {reason}") from None
     if not isinstance(loaded, dict):
         raise error(path, f"expected a JSON object, found {type(loaded).__name__}")
@@ -178,23 +178,23 @@ def parse_object(
 
 
 def byte_view(buffer: Buffer) -> memoryview:
-    """The memory of a contiguous buffer as bytes."""
+    """Return a view of a contiguous buffer as bytes."""
     view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # a view without bytes cannot be cast
+    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
 
 
 def list_folder(path: Path) -> list[str]:
-    """The names in a folder, in no order."""
+    """Return the names in a folder, in no particular order."""
     with storage_errors(path, "list the folder"):
         return [entry.name for entry in path.iterdir()]
 
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file that is written beside its place, synced, and renamed at the end: there is a whole file or the old one.
+    """Replace a file atomically: the block writes a temporary file, which is synced and renamed to `path` at the end.
 
     Raises:
-        StorageError: The system refuses.
+        StorageError: If the operating system refuses.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with storage_errors(path, "write"):
@@ -204,7 +204,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)
-        except BaseException:  # Ctrl-C among them
+        except BaseException:  # including Ctrl-C
             with contextlib.suppress(OSError):
                 draft.unlink()
             raise
@@ -212,7 +212,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power cut."""
+    """Sync a folder, so that the names in it survive a power cut."""
     with storage_errors(path, "sync the folder"):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -222,20 +222,20 @@ def sync_folder(path: Path) -> None:
 
 
 def resolve_folder(path: str | os.PathLike[str]) -> Path:
-    """The resolved path of an existing folder.
+    """Return the resolved path of an existing folder.
 
     Raises:
-        NotACheckpointError: Missing, or not a folder.
+        NotACheckpointError: If there is no such folder.
     """
-    given = Path(path)
+    folder = Path(path)
     try:
-        root = given.resolve(strict=True)
+        root = folder.resolve(strict=True)
     except FileNotFoundError:
         raise NotACheckpointError(
-            given, "no such folder; download the model first (`hf download ORG/NAME --local-dir FOLDER`)"
+            folder, "no such folder; download the model first (`hf download ORG/NAME --local-dir FOLDER`)"
         ) from None
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL
-        raise NotACheckpointError(given, f"not a usable path: {error}") from None
+        raise NotACheckpointError(folder, f"not a usable path: {error}") from None
     if not root.is_dir():
-        raise NotACheckpointError(given, "not a folder; give the folder that holds config.json")
+        raise NotACheckpointError(folder, "not a folder; give the folder that holds config.json")
     return root

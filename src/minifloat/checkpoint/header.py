@@ -1,10 +1,10 @@
-"""The safetensors header: parsed as if an adversary wrote it, encoded the same way every time.
+"""The safetensors header: a parser for untrusted files and a deterministic encoder.
 
 A safetensors file is an 8-byte little-endian length, that many bytes of JSON, then the tensors' bytes without holes.
-The header alone decides which bytes are read as which tensor, so everything in it is checked against the file's size
-before any number in it is used. `TensorInfo` of a tensor that was parsed here can be read without further checks.
+The header alone decides which bytes belong to which tensor, so the parser checks everything in it against the file's
+size before it uses any number in it. Callers can read a tensor by its parsed `TensorInfo` without further checks.
 
-Left out: the tensors' values. Nothing in the format detects a flipped bit among them.
+The values of the tensors are not checked: the format has no checksum, so a flipped bit cannot be detected.
 
 Source: https://github.com/huggingface/safetensors, "Format".
 """
@@ -23,9 +23,9 @@ from minifloat.checkpoint.files import open_regular, read_exactly
 from minifloat.checkpoint.tensors import DTYPES, MAX_SIZE, OutputTensor, TensorInfo, dtype_nbytes
 from minifloat.errors import HeaderError
 
-LENGTH_BYTES = 8  #: the header's length, a little-endian unsigned integer, is the file's first field
-MAX_HEADER_BYTES = 100_000_000  #: the limit of the format's own reader
-MAX_RANK = 32  #: what numpy can hold
+LENGTH_BYTES = 8  #: size of the file's first field, the header's length as a little-endian unsigned integer
+MAX_HEADER_BYTES = 100_000_000  #: the limit of the safetensors package
+MAX_RANK = 32  #: the limit of numpy
 _MIN_HEADER_BYTES = len(b"{}")
 _ALIGNMENT = 8
 _METADATA = "__metadata__"
@@ -35,11 +35,11 @@ _TORN = "the file is incomplete or corrupt: download or copy it again"
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """A header that agrees with its file.
+    """A checked header.
 
     Attributes:
-        tensors: In the order of their bytes.
-        metadata: The free-form strings beside them.
+        tensors: All tensors in the order of their bytes.
+        metadata: The free-form strings of the header.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -47,13 +47,13 @@ class ShardHeader:
 
 
 def read_header(path: Path) -> tuple[ShardHeader, os.stat_result]:
-    """The checked header of a file, and the status of the file it was read from.
+    """Return the checked header of a file, and the status of the file.
 
     Raises:
-        HeaderError: The header is not valid for this file.
-        UnsafeFileError: Not a regular file.
-        StorageError: The system refuses a read.
-        FileNotFoundError: There is none.
+        HeaderError: If the header is not valid for this file.
+        UnsafeFileError: If `path` is not a regular file.
+        StorageError: If the operating system refuses a read.
+        FileNotFoundError: If there is no such file.
     """
     descriptor, status = open_regular(path)
 
@@ -69,22 +69,22 @@ def read_header(path: Path) -> tuple[ShardHeader, os.stat_result]:
 
 
 def check_header(read: Callable[[int, int], bytes], *, path: Path, file_bytes: int) -> ShardHeader:
-    """The checked header of a file that may lie anywhere.
+    """Return the checked header of a local or remote file.
 
     Args:
-        read: Gives so many bytes of the file, from the first argument on; never asked for what lies beyond its end.
+        read: ``read(start, count)`` returns bytes of the file; the range is always inside the file.
         path: The file, for messages.
         file_bytes: Size of the whole file.
 
     Raises:
-        HeaderError: The header is not valid for a file of this size.
+        HeaderError: If the header is not valid for a file of this size.
     """
     length = _header_length(read(0, min(LENGTH_BYTES, file_bytes)), path, file_bytes)
     return parse_header(read(LENGTH_BYTES, length), path=path, file_bytes=file_bytes)
 
 
 def _header_length(prefix: bytes, path: Path, file_bytes: int) -> int:
-    """The length of the JSON, from the first `LENGTH_BYTES` of a file of `file_bytes`."""
+    """Return the length of the JSON, read from the first `LENGTH_BYTES` of a file of `file_bytes`."""
     if len(prefix) < LENGTH_BYTES or file_bytes < LENGTH_BYTES + _MIN_HEADER_BYTES:
         raise HeaderError(path, f"{file_bytes} bytes are too few for a safetensors file; {_TORN}")
     if prefix == _LFS_MAGIC:
@@ -102,16 +102,16 @@ def _header_length(prefix: bytes, path: Path, file_bytes: int) -> int:
 
 
 def parse_header(text: bytes, *, path: Path, file_bytes: int) -> ShardHeader:
-    """The tensors that a header declares, checked against each other and against the file's size.
+    """Parse a header and check its tensors against each other and against the file's size.
 
     Args:
-        text: The JSON.
+        text: The JSON text.
         path: The file, for messages; its name becomes `TensorInfo.shard`.
         file_bytes: Size of the whole file.
 
     Raises:
-        HeaderError: It is not JSON of the right form, declares a tensor twice, or its spans overlap, leave holes, or
-            do not end where the file ends.
+        HeaderError: If the text is not JSON of the expected form or declares a tensor twice, or if the byte ranges of
+            the tensors overlap, leave holes, or do not end at the end of the file.
     """
     declared = _load(text, path)
     metadata = declared.pop(_METADATA, {})
@@ -127,18 +127,18 @@ def parse_header(text: bytes, *, path: Path, file_bytes: int) -> ShardHeader:
 def encode_header(
     tensors: Iterable[OutputTensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The first bytes of a file, and where each tensor goes in it.
+    """Encode the header of a file, and assign a byte range to each tensor.
 
-    The bytes depend on the arguments alone. Tensors are laid out by element size, the widest first, and in the given
-    order among equals: that aligns every tensor to its element, since each size is a multiple of the sizes after it
-    and the data starts at a multiple of 8.
+    The result depends on the arguments only. Tensors are sorted by element size, the widest first, and keep the given
+    order among equal sizes. That aligns every tensor to its element size, because each size is a multiple of the sizes
+    after it and the data starts at a multiple of 8.
 
     Args:
-        tensors: Names must be unique.
-        metadata: Free-form strings; written only if there are any.
+        tensors: Tensors with unique names.
+        metadata: Free-form strings; the header has no metadata entry if there are none.
 
     Returns:
-        The length field and the padded JSON; and for each name its absolute offset and its number of bytes.
+        The length field and the padded JSON, and for each name its absolute offset and its number of bytes.
     """
     entries: dict[str, Any] = {_METADATA: dict(sorted(metadata.items()))} if metadata else {}
     spans: dict[str, tuple[int, int]] = {}
@@ -160,22 +160,22 @@ def encode_header(
 
 
 def strict_json(text: str) -> Any:
-    """`json.loads` without its leniencies: a repeated key, NaN and Infinity are errors.
+    """Parse JSON like `json.loads`, but refuse repeated keys, NaN and Infinity.
 
     Raises:
-        ValueError: Not JSON, or one of these.
-        RecursionError: Nested too deeply.
+        ValueError: If the text is not JSON, repeats a key, or holds NaN or Infinity.
+        RecursionError: If the text is nested too deeply.
     """
     return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"{repeated!r} is declared twice")
-    return found
+    entries: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in entries:
+            raise ValueError(f"{key!r} is declared twice")
+        entries[key] = value
+    return entries
 
 
 def _refuse_constant(constant: str) -> None:
@@ -183,7 +183,7 @@ def _refuse_constant(constant: str) -> None:
 
 
 def _load(text: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object of a header."""
+    """Parse the JSON object of a header."""
     if not text.startswith(b"{"):
         raise HeaderError(path, f"the header must start with '{{', found {text[:1]!r}; {_TORN}")
     try:
@@ -201,7 +201,7 @@ def _load(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _parse_tensor(name: str, entry: object, path: Path, data_start: int) -> TensorInfo:
-    """One entry of the header, checked by itself."""
+    """Parse and check one entry of the header."""
     if not name or "\0" in name:
         raise HeaderError(path, f"tensor name {name!r} is empty or holds a NUL")
     if not isinstance(entry, dict):
@@ -238,7 +238,7 @@ def _parse_tensor(name: str, entry: object, path: Path, data_start: int) -> Tens
 
 
 def _check_tiling(infos: Sequence[TensorInfo], path: Path, data_start: int, file_bytes: int) -> None:
-    """Raise unless the spans, sorted, cover the data without overlap or hole and end with the file."""
+    """Raise unless the sorted byte ranges cover the data without overlap or hole and end at the end of the file."""
     at = data_start
     for before, info in zip((None, *infos), infos, strict=False):
         if info.offset != at:
@@ -263,6 +263,6 @@ def _is_size(value: object) -> bool:
 
 
 def _brief(value: object) -> str:
-    """`value` for a message: never longer than a line, whatever a file put there."""
+    """Return `repr(value)` shortened to at most 60 characters, for a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,7 @@
-"""model.safetensors.index.json: which shard holds which tensor.
+"""The shard index, model.safetensors.index.json, which maps tensors to shards.
 
-The index is a second statement of what the shards' headers say, so the two are held against each other: a tensor
-that only one of them knows would be dropped by one tool and loaded by another.
+The index repeats what the shards' headers say, so this module compares the two: a tensor that only one of them names
+would be dropped by some tools and loaded by others.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from minifloat.errors import ShardIndexError, UnsafeFileError
 
 
 def read_index(root: Path) -> dict[str, str] | None:
-    """The map from tensor to shard file, or None where the folder has no index.
+    """Return the map from tensor name to shard file, or None if the folder has no index.
 
     Raises:
-        ShardIndexError: It is not JSON of the right form, or names a tensor twice.
-        UnsafeFileError: A shard's name is not the bare name of a safetensors file.
+        ShardIndexError: If the index is not JSON of the expected form, or names a tensor twice.
+        UnsafeFileError: If the name of a shard is not the bare name of a safetensors file.
     """
     path = root / INDEX_FILE
     try:
@@ -42,15 +42,15 @@ def read_index(root: Path) -> dict[str, str] | None:
 
 
 def check_index(weight_map: Mapping[str, str], shards: Mapping[str, Sequence[TensorInfo]], path: Path) -> None:
-    """Raise unless the index and the headers of the shards say the same.
+    """Raise unless the index and the headers of the shards agree.
 
     Args:
-        weight_map: What the index says.
-        shards: What each shard holds.
+        weight_map: Shard by tensor, from the index.
+        shards: Tensors by shard, from the headers.
         path: The index, for messages.
 
     Raises:
-        ShardIndexError: A tensor that only one of them knows, or that they place differently.
+        ShardIndexError: If only one of them names a tensor, or they name different shards for it.
     """
     for shard, infos in shards.items():
         for info in infos:
@@ -65,10 +65,10 @@ def check_index(weight_map: Mapping[str, str], shards: Mapping[str, Sequence[Ten
 
 
 def encode_index(shards: Mapping[str, Sequence[OutputTensor]]) -> bytes:
-    """The bytes of the index of these shards, the same for the same shards.
+    """Encode the index; the bytes depend on the arguments only.
 
     Args:
-        shards: What each shard file holds.
+        shards: Tensors by shard file.
     """
     total = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors)
     weight_map = {tensor.name: shard for shard, tensors in shards.items() for tensor in tensors}

@@ -1,4 +1,4 @@
-"""The list of what is finished, one JSON line each, which survives being killed between any two bytes."""
+"""The journal of finished shards: one JSON line per shard, readable after a kill at any byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Journal:
     """An append-only file of JSON objects. Thread-safe.
 
     Attributes:
-        entries: The objects that were in the file when it was opened. A line that was cut short, and anything after
+        entries: The objects that were in the file when it was opened. A line that is cut short, and everything after
             it, is removed from the file.
     """
 
@@ -32,10 +32,10 @@ class Journal:
             os.ftruncate(self._descriptor, self._size)
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Add an object; it is on the disk when this returns.
+        """Append an object and sync it to the disk.
 
         Raises:
-            StorageError: The system refuses; the journal is as it was.
+            StorageError: If the operating system refuses; the journal is then unchanged.
         """
         line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
         with self._lock, storage_errors(self._path, "write the journal"):
@@ -55,7 +55,7 @@ class Journal:
 
 
 def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
-    """The objects before the first damaged line, and the number of bytes they take."""
+    """Return the objects before the first damaged line, and the number of bytes of their lines."""
     entries: list[dict[str, Any]] = []
     size = 0
     for line in data.splitlines(keepends=True):
@@ -71,16 +71,16 @@ def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def finished_shards(entries: Sequence[Mapping[str, Any]], output: Path) -> dict[str, dict[str, Any]]:
-    """The journaled shards whose files are still as they were journaled."""
-    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    """Return the records of journaled shards whose files are present with a valid header and the journaled size."""
+    shards: dict[str, tuple[int, dict[str, Any]]] = {}
     for entry in entries:
         name, size, record = entry.get("file"), entry.get("size"), entry.get("record")
         if not isinstance(name, str) or not is_safe_name(name):
             continue
-        found.pop(name, None)
+        shards.pop(name, None)
         if isinstance(size, int) and isinstance(record, dict):
-            found[name] = (size, record)
-    return {name: record for name, (size, record) in found.items() if _is_whole(output / name, size)}
+            shards[name] = (size, record)
+    return {name: record for name, (size, record) in shards.items() if _is_whole(output / name, size)}
 
 
 def _is_whole(path: Path, size: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which file of a model folder is what, by its name."""
+"""The files of a model folder, classified by their names."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 SHARD_SUFFIX = ".safetensors"
-HF_QUANT_CONFIG_FILE = "hf_quant_config.json"  #: where ModelOpt puts its quantization config
-STATE_FILE = "minifloat-state.json"  #: marks the work folder of an output that is not finished
+HF_QUANT_CONFIG_FILE = "hf_quant_config.json"  #: ModelOpt's file for its quantization config
+STATE_FILE = "minifloat-state.json"  #: marks the work folder of an unfinished output
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WEIGHT_SUFFIXES = (SHARD_SUFFIX, *PICKLE_SUFFIXES, ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 
 SIDECAR_FOLDER = "additional_chat_templates"
-#: The files that make weights usable, matched without regard to case; everything in `SIDECAR_FOLDER` joins them.
-#: config.json and README.md are missing on purpose: a quantized model gets new ones. So are the configs of other
-#: tools (params.json, hf_quant_config.json), which describe weights that the output no longer has.
+#: Name patterns of sidecars, the files that are copied to a quantized model unchanged. Case does not matter. All files
+#: in `SIDECAR_FOLDER` are sidecars too. config.json and README.md are missing because a quantized model gets new ones.
+#: The configs of other tools (params.json, hf_quant_config.json) are missing because they describe weights that the
+#: output no longer has.
 SIDECAR_PATTERNS = (
     "tokenizer*.json",
     "tokenizer.model*",
@@ -40,16 +41,16 @@ SIDECAR_PATTERNS = (
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of that name holds weights, in any framework's format."""
+    """Return whether a file of this name holds weights, in the format of any framework."""
     return name.lower().endswith(_WEIGHT_SUFFIXES)
 
 
 def is_pickle(name: str) -> bool:
-    """Whether a file of that name runs code when it is loaded."""
+    """Return whether a file of this name is a pickle file, which can run code when it is loaded."""
     return name.lower().endswith(PICKLE_SUFFIXES)
 
 
 def is_sidecar(name: str) -> bool:
-    """Whether a top-level file of that name is carried over to a quantized model unchanged."""
+    """Return whether a top-level file of this name is copied to a quantized model unchanged."""
     lowered = name.lower()
     return not is_weights(name) and any(fnmatch.fnmatchcase(lowered, pattern) for pattern in SIDECAR_PATTERNS)

@@ -1,4 +1,4 @@
-"""One writer per work folder, even when two are started at the same moment or the last one was killed."""
+"""A lock on a work folder that allows one writer, also after a simultaneous start or a kill."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from minifloat.errors import DestinationError
 
 
 class FolderLock:
-    """The right to write in a folder: an flock on a file in it, which the system drops with the process.
+    """An exclusive lock on a folder: an flock on a file in it, which the system releases when the process ends.
 
     Raises:
-        DestinationError: Another process holds it.
-        StorageError: The folder cannot be made, or its file system has no locks.
+        DestinationError: If another process holds the lock.
+        StorageError: If the folder cannot be created, or its file system has no locks.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -34,7 +34,7 @@ class FolderLock:
                 os.close(self._descriptor)
 
     def _acquire(self) -> bool:
-        """Lock the open file; False if the previous owner has removed it meanwhile."""
+        """Lock the open file; return False if the previous owner has removed it meanwhile."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -53,7 +53,7 @@ class FolderLock:
         return held
 
     def release(self, *, remove: bool = False) -> None:
-        """Let others in; with `remove` the lock's file goes, and the folder too if nothing is left in it."""
+        """Release the lock; with `remove` also delete the lock file, and the folder if it is then empty."""
         if remove:
             with contextlib.suppress(OSError):
                 self._path.unlink()

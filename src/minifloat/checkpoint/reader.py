@@ -1,13 +1,13 @@
-"""A model folder, opened without believing it.
+"""A validating reader of model folders.
 
-`Checkpoint.open` reads config.json, the shard index and the header of every shard, and no tensor: it costs
-milliseconds whatever the model's size. Everything is checked before the first tensor is used, so that an hour of work
-does not end at a broken last shard. Tensors are then read by position, from any thread, into the caller's memory.
+`Checkpoint.open` reads config.json, the shard index and the header of every shard, and no tensor: it takes
+milliseconds for a model of any size. Everything is checked before the first tensor is read, so that an hour of work
+does not end at a broken last shard. Any thread can then read tensors into the caller's memory.
 
-`Checkpoint.open_headers` is the same where the weights themselves are elsewhere, on the hub: everything but `read`.
+`Checkpoint.open_headers` does the same for a model whose weights are on the hub; its tensors cannot be read.
 
-Left out: memory maps (a file that shrinks under a map kills the process, a failed `pread` is an error) and pickle
-files, which run code when they are loaded.
+The reader uses no memory maps, because a mapped file that shrinks kills the process, while a failed `pread` raises an
+error. It reads no pickle files, because they can run code when they are loaded.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ _SIDECAR_LIMIT = 2**30
 
 
 class _Shard(NamedTuple):
-    """A shard as it was when its header was read; `stamp` is its size and time of change, None where it is not here."""
+    """A shard when its header was read; `stamp` is its size and modification time, None for a remote shard."""
 
     header: ShardHeader
     stamp: tuple[int, int] | None
 
 
 class Checkpoint:
-    """A validated folder of safetensors and its config. A context manager; made by `Checkpoint.open`.
+    """A validated model folder: config and tensors. A context manager; `Checkpoint.open` creates it.
 
     Attributes:
         path: The folder, links resolved.
         config: The content of config.json.
-        quantization_config: How the weights are quantized already, from config.json or from ModelOpt's own file; None
-            for a plain model.
-        tensors: By name, ordered by shard, then by offset.
+        quantization_config: The quantization config in config.json or in ModelOpt's hf_quant_config.json; None for a
+            model that is not quantized.
+        tensors: Tensors by name, ordered by shard, then by offset.
         shards: File names of the shards, sorted.
         metadata: The free-form strings in the header of each shard.
         ignored_files: Files of weights that the model does not use.
@@ -101,11 +101,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Read and check everything but the tensors.
+        """Read and check config, index and headers.
 
         Raises:
-            CheckpointError: The folder is not a model, or a file in it is not what it claims to be.
-            StorageError: The system refuses a read.
+            CheckpointError: If the folder is not a model, or a file in it is invalid.
+            StorageError: If the operating system refuses a read.
         """
         root = resolve_folder(path)
         with storage_errors(root, "look into the folder"):
@@ -118,7 +118,7 @@ class Checkpoint:
 
     @classmethod
     def open_unfinished(cls, root: Path) -> Checkpoint:
-        """`open` without asking whether the folder is finished: how a writer checks its output before it renames it.
+        """Do the same as `open` for an output that a writer has not yet renamed to its destination.
 
         Args:
             root: An existing folder, links resolved.
@@ -127,15 +127,16 @@ class Checkpoint:
 
     @classmethod
     def open_headers(cls, root: Path, names: Collection[str], read: Callable[[str], ShardHeader]) -> Checkpoint:
-        """Read and check the same of a model whose shards are elsewhere; reading a tensor of it is an error.
+        """Read and check config, index and headers of a model whose shards are remote; its tensors cannot be read.
 
         Args:
-            root: An existing folder with config.json and, where there is one, the index; links resolved.
-            names: All files of the model, as if they lay in the folder.
-            read: Gives the header of a shard.
+            root: An existing folder with config.json and the index, if the model has one; links resolved.
+            names: Names of all files of the model.
+            read: Returns the header of a shard.
 
         Raises:
-            CheckpointError: As `open`, and what `read` raises.
+            CheckpointError: If the files are not a model, or one of them is invalid.
+            Exception: Any exception that `read` raises.
         """
         return cls._open(root, sorted(names), lambda name: _Shard(read(name), None))
 
@@ -156,23 +157,23 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close the files. No thread may be reading; reading afterwards is an error."""
+        """Close the files. No thread may be reading, and later reads raise an error."""
         with self._lock:
             self._closed = True
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
 
     def read_into(self, info: TensorInfo, buffer: memoryview | npt.NDArray[np.uint8], start: int = 0) -> None:
-        """Fill `buffer` with the bytes of a tensor from byte `start` on. Any number of threads may call it.
+        """Fill `buffer` with the bytes of a tensor from byte `start` on. Thread-safe.
 
         Args:
             info: One of `tensors`.
-            buffer: Writable and contiguous; its size says how much is read.
+            buffer: Writable and contiguous; its size is the number of bytes to read.
             start: First byte, counted from the start of the tensor.
 
         Raises:
-            ValueError: The range leaves the tensor, or the checkpoint is closed.
-            StorageError: The system refuses, or the file is no longer the one that was opened.
+            ValueError: If the range exceeds the tensor, or the checkpoint is closed.
+            StorageError: If the operating system refuses, or the file has changed since it was opened.
         """
         view = byte_view(buffer)
         if start < 0 or start + len(view) > info.nbytes:
@@ -180,25 +181,25 @@ class Checkpoint:
         read_exactly(self._descriptor(info.shard), view, info.offset + start, self.shard_path(info.shard))
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
-        """All bytes of a tensor, uint8 `[nbytes]`."""
+        """Return all bytes of a tensor, uint8 ``[nbytes]``."""
         info = self.tensors[name]
         data = np.empty(info.nbytes, dtype=np.uint8)
         self.read_into(info, data)
         return data
 
     def shard_path(self, shard: str) -> Path:
-        """The path of a shard."""
+        """Return the path of a shard."""
         return self.path / shard
 
     def sidecars(self) -> tuple[str, ...]:
-        """Files to carry over to a quantized model unchanged: tokenizer, templates, custom code, licence.
+        """Return the files to copy to a quantized model unchanged: tokenizer, templates, custom code, licence.
 
-        The rule is `layout.SIDECAR_PATTERNS`. Names in a subfolder have a `/`. Ask before the work begins: a file that
-        will be refused is refused here.
+        `layout.SIDECAR_PATTERNS` selects them. Names in a subfolder contain a `/`. Callers call this before the work
+        begins, because it raises the errors that `read_file` would raise later.
 
         Raises:
-            UnsafeFileError: One of them leaves the folder, or is not a regular file.
-            StorageError: The system refuses to list a folder.
+            UnsafeFileError: If the link of a file leads out of the folder, or a file is not a regular file.
+            StorageError: If the operating system refuses to list a folder.
         """
         names = [name for name in list_folder(self.path) if is_sidecar(name)]
         folder = self.path / SIDECAR_FOLDER
@@ -210,14 +211,14 @@ class Checkpoint:
         return tuple(sorted(names))
 
     def read_file(self, name: str) -> bytes:
-        """A whole sidecar.
+        """Return the content of a sidecar.
 
         Args:
             name: One of `sidecars()`.
 
         Raises:
-            UnsafeFileError: It leaves the folder, is not a regular file, or is incredibly large.
-            StorageError: The system refuses, or the file is gone.
+            UnsafeFileError: If its link leads out of the folder, it is not a regular file, or it exceeds 1 GiB.
+            StorageError: If the operating system refuses, or the file is gone.
         """
         try:
             return read_small(self.path, name, _SIDECAR_LIMIT, UnsafeFileError)
@@ -225,7 +226,7 @@ class Checkpoint:
             raise StorageError(f"{self.path / name}: the file is gone; run the same command again") from None
 
     def _descriptor(self, shard: str) -> int:
-        """The open file of a shard, which must be the one whose header was read."""
+        """Return the open file of a shard, after checking that it is the file whose header was read."""
         with self._lock:
             if self._closed:
                 raise ValueError(f"{self.path}: the checkpoint is closed")
@@ -254,15 +255,15 @@ def _read_config(root: Path) -> dict[str, Any]:
 
 
 def _quantization_config(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
-    """What says that the weights are quantized already, looked for where servers look for it."""
+    """Return the quantization config, searched in the places where servers search it; None if there is none."""
     text_config = config.get("text_config")
     for place in (config, text_config if isinstance(text_config, dict) else {}):
         for key in ("quantization_config", "compression_config"):
-            found = place.get(key)
-            if isinstance(found, dict):
-                return found
-            if found is not None:
-                raise ConfigError(root / CONFIG_FILE, f"{key}: expected a JSON object, found {type(found).__name__}")
+            value = place.get(key)
+            if isinstance(value, dict):
+                return value
+            if value is not None:
+                raise ConfigError(root / CONFIG_FILE, f"{key}: expected a JSON object, found {type(value).__name__}")
     try:
         data = read_small(root, HF_QUANT_CONFIG_FILE, _CONFIG_LIMIT, ConfigError)
     except FileNotFoundError:
@@ -271,17 +272,17 @@ def _quantization_config(root: Path, config: dict[str, Any]) -> dict[str, Any] |
 
 
 def shard_names(root: Path, names: Collection[str], weight_map: Mapping[str, str] | None) -> list[str]:
-    """The shards of a model, sorted.
+    """Return the file names of the shards of a model, sorted.
 
     Args:
-        root: Its folder, for messages.
-        names: All files in it.
-        weight_map: Of `read_index`.
+        root: The model folder, for messages.
+        names: Names of all files in the folder.
+        weight_map: Shard by tensor, from `read_index`; None without an index.
 
     Raises:
-        ShardIndexError: Shards are missing, or which files are the model is not clear.
-        UnsafeFileError: There are pickle files only.
-        NotACheckpointError: There are no weights.
+        ShardIndexError: If shards are missing, or it is ambiguous which files are the model.
+        UnsafeFileError: If there are only pickle files.
+        NotACheckpointError: If there are no weights.
     """
     present = sorted(name for name in names if name.endswith(SHARD_SUFFIX))
     if weight_map is not None:
@@ -300,7 +301,7 @@ def shard_names(root: Path, names: Collection[str], weight_map: Mapping[str, str
             )
         return claimed
     if SINGLE_FILE in present:
-        return [SINGLE_FILE]  # what every loader takes; other files are adapters, originals of the same model, ...
+        return [SINGLE_FILE]  # every loader takes this file; others are adapters, originals of the same model, ...
     if len(present) > 1:
         raise ShardIndexError(
             root, f"{len(present)} {SHARD_SUFFIX} files but no {INDEX_FILE}: which of them are the model is unknown"
@@ -318,7 +319,7 @@ def shard_names(root: Path, names: Collection[str], weight_map: Mapping[str, str
 
 
 def _read_shard(root: Path, name: str) -> _Shard:
-    """The checked header of one shard."""
+    """Return the checked header of one shard and the stamp of its file."""
     path = resolve_inside(root, name)
     try:
         header, status = read_header(path)

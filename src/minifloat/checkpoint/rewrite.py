@@ -1,4 +1,4 @@
-"""What the commands share that make one model folder from another: where it may go, threads, resuming, small files."""
+"""Steps shared by the commands that write one model folder from another: checks, threads, resuming, small files."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.errors import CheckpointError, TensorError, UsageError
 
 CARD_FILE = "README.md"
-REPORT_FILE = "minifloat.json"  #: what was done to every tensor, beside the weights
+REPORT_FILE = "minifloat.json"  #: the report on every tensor, a file beside the weights
 
 
 def refuse_inside(source: Path, destination: Path) -> None:
-    """Raise where the output would be its own source, or lie in it.
+    """Refuse a destination that is the source or lies inside it.
 
     Raises:
-        UsageError: It would.
+        UsageError: If `destination` is `source` or lies inside it.
     """
     if destination.resolve() == source.resolve() or source.resolve() in destination.resolve().parents:
         raise UsageError(f"{destination} is the source or lies inside it; name a folder outside {source}")
 
 
 def fingerprint(checkpoint: Checkpoint, *facts: Any) -> str:
-    """A digest of everything that determines the output, the bytes of the weights aside: those are hashed per shard.
+    """Return a digest of everything that determines the output except the weights, which are hashed per shard.
 
     Args:
-        checkpoint: The source: its config, headers and sidecars count.
-        facts: What was asked, as JSON values.
+        checkpoint: The source; its config, headers and sidecars enter the digest.
+        facts: The options of the command, as JSON values.
     """
     tensors = [
         (info.name, info.dtype, info.shape, info.shard, info.offset, info.nbytes)
@@ -50,29 +50,29 @@ def fingerprint(checkpoint: Checkpoint, *facts: Any) -> str:
 
 @contextlib.contextmanager
 def worker_pool(threads: int, writer: CheckpointWriter) -> Iterator[ThreadPoolExecutor]:
-    """Threads that make shards; an error does not wait for work that has not begun.
+    """Yield a pool of threads that write shards; an error cancels the work that has not begun.
 
-    Where the error is the source's, finished shards are forgotten: a source that cannot be used leaves nothing behind.
+    If the error lies in the source (a TensorError or CheckpointError), the finished shards are discarded too.
     """
     with ThreadPoolExecutor(threads, thread_name_prefix="minifloat") as pool:
         try:
             yield pool
         except BaseException as error:
-            pool.shutdown(wait=True, cancel_futures=True)  # leaving the pool would do all of the work first
+            pool.shutdown(wait=True, cancel_futures=True)  # without this the pool would finish all queued work first
             if isinstance(error, (TensorError, CheckpointError)):
                 writer.start_over("the source cannot be used")
             raise
 
 
 def keep_what_stands(writer: CheckpointWriter, digests: Mapping[str, Sequence[Future[str]]]) -> None:
-    """Start over unless the tensors that finished shards were made from are the same, byte for byte.
+    """Discard all finished shards if the source of one of them has changed.
 
     Args:
-        writer: Its records of shards hold, under ``tensors``, the ``source_digest`` of each.
-        digests: For every finished shard those of the source as it is now.
+        writer: A writer whose shard records hold the ``source_digest`` of every entry of ``tensors``.
+        digests: Current digests of the source tensors, by finished shard.
 
     Raises:
-        StorageError: The system refuses.
+        StorageError: If the operating system refuses.
     """
     for shard, futures in digests.items():
         recorded = [entry["source_digest"] for entry in writer.finished[shard]["tensors"]]
@@ -82,30 +82,30 @@ def keep_what_stands(writer: CheckpointWriter, digests: Mapping[str, Sequence[Fu
 
 
 def restart_notes(writer: CheckpointWriter) -> tuple[str, ...]:
-    """What a report says of an earlier run that was not continued; nothing where there was none."""
+    """Return the notes for the report about an earlier run that was not continued, if there was one."""
     because = writer.restarted_because
     return () if because is None else (f"An earlier, unfinished run was not continued: {because}.",)
 
 
 def write_sidecars(checkpoint: Checkpoint, writer: CheckpointWriter) -> None:
-    """Carry over the tokenizer and whatever else makes weights usable.
+    """Copy the tokenizer and the other sidecars.
 
     Raises:
-        StorageError: The system refuses.
+        StorageError: If the operating system refuses.
     """
     for name in checkpoint.sidecars():
         writer.write_file(name, checkpoint.read_file(name))
 
 
 def write_index(writer: CheckpointWriter, shards: Mapping[str, Sequence[OutputTensor]]) -> None:
-    """Write the index that says which shard holds which tensor.
+    """Write the index that maps tensors to shards.
 
     Raises:
-        StorageError: The system refuses.
+        StorageError: If the operating system refuses.
     """
     writer.write_file(INDEX_FILE, encode_index(shards))
 
 
 def encode_json(value: Any) -> bytes:
-    """A JSON file that people read too."""
+    """Return `value` as indented JSON that ends with a newline."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

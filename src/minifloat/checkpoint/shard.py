@@ -1,7 +1,8 @@
-"""Writing one safetensors file, by position and from many threads.
+"""A writer of one safetensors file for many threads.
 
-The place of every tensor is known before the first byte is written, so tensors, and row slabs of them, arrive in any
-order. The header is written last: until then the file starts with a length of zero, which no reader accepts.
+The byte range of every tensor is known before the first byte is written, so threads can write tensors, and slabs of
+their rows, in any order. The header is written last: until then the file starts with a header length of zero, which no
+reader accepts.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from minifloat.checkpoint.files import Buffer, byte_view, storage_errors
 from minifloat.checkpoint.header import encode_header
 from minifloat.checkpoint.tensors import OutputTensor
 
-#: What a file system answers that cannot reserve space.
+#: Error numbers of file systems that cannot reserve space.
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
 
 
 class ShardWriter:
-    """One shard of an output that is being written; made by `CheckpointWriter.shard`. Thread-safe.
+    """The writer of one shard, created by `CheckpointWriter.shard`. Thread-safe.
 
     Attributes:
         path: The file, in the work folder.
@@ -38,13 +39,13 @@ class ShardWriter:
         """Create the file at its full size.
 
         Args:
-            path: Where.
-            tensors: What it will hold.
+            path: Path of the new file.
+            tensors: Tensors that the file will hold.
             metadata: Free-form strings for its header.
-            journal: Called with the file's size and the caller's record once every byte is on the disk.
+            journal: Called with the file's size and the caller's record when every byte is on the disk.
 
         Raises:
-            StorageError: The system refuses; a full disk shows here rather than after the work.
+            StorageError: If the operating system refuses; a full disk is reported now rather than after the work.
         """
         self.path = path
         self._header, self._spans = encode_header(tensors, metadata)
@@ -65,12 +66,12 @@ class ShardWriter:
         """Write some bytes of a tensor.
 
         Args:
-            tensor: Its name.
-            data: Contiguous; all of it is written.
+            tensor: Name of the tensor.
+            data: Contiguous buffer; all of its bytes are written.
             start: First byte, counted from the start of the tensor.
 
         Raises:
-            StorageError: The system refuses.
+            StorageError: If the operating system refuses.
         """
         view = byte_view(data)
         offset, size = self._spans[tensor]
@@ -81,13 +82,13 @@ class ShardWriter:
             self._written[tensor].append((start, start + len(view)))
 
     def commit(self, record: dict[str, Any]) -> None:
-        """Finish the file: every byte was written once, all of it reaches the disk, then the journal.
+        """Finish the file: check that every byte was written once, sync the file, then append to the journal.
 
         Args:
-            record: JSON values; given back by `CheckpointWriter.finished` when the work is resumed.
+            record: JSON values; `CheckpointWriter.finished` holds them after a resume.
 
         Raises:
-            StorageError: The system refuses.
+            StorageError: If the operating system refuses.
         """
         for tensor, (_, size) in self._spans.items():
             end = 0
@@ -111,8 +112,8 @@ class ShardWriter:
             os.close(descriptor)
 
     def _write_at(self, view: memoryview, offset: int) -> None:
-        # The lock costs no speed, the kernel lets one writer at a time into a file; and without it a thread could
-        # write to a descriptor that was closed meanwhile and is another file by now.
+        # The lock costs no speed, because the operating system lets one thread at a time write to a file. Without it a
+        # thread could write to a descriptor that another thread has closed and that now belongs to another file.
         with self._lock, storage_errors(self.path, "write"):
             while view:
                 # A single call moves at most 2 GiB.
@@ -126,7 +127,7 @@ class ShardWriter:
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Give the file its size and, where the system can, its space."""
+    """Set the size of the file and, where the file system can, reserve its space."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, size)

@@ -1,4 +1,4 @@
-"""What a header says about one tensor: its dtype, its shape and its bytes."""
+"""Records of one tensor: name, dtype, shape and bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from minifloat.errors import UnknownNameError
 
-#: Bits per element of every dtype of the format, by the name it has in a header.
+#: Bits per element of every dtype of the safetensors format, by its name in a header.
 DTYPES: dict[str, int] = {
     "BOOL": 8,
     "F4": 4,
@@ -33,18 +33,18 @@ DTYPES: dict[str, int] = {
     "U64": 64,
 }
 
-MAX_SIZE = 2**63 - 1  #: the largest extent and offset: what a signed 64-bit integer holds
+MAX_SIZE = 2**63 - 1  #: the largest extent and offset, the maximum of a signed 64-bit integer
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies.
+    """A stored tensor and its place in a file.
 
     Attributes:
-        name: Its name in the checkpoint.
-        dtype: The format's name for its dtype, a key of `DTYPES`.
-        shape: Its extents in elements; `()` is a scalar.
-        shard: Name of the file that holds it.
+        name: Name in the checkpoint.
+        dtype: Safetensors name of the dtype, a key of `DTYPES`.
+        shape: Extents in elements; `()` for a scalar.
+        shard: Name of the file that holds the tensor.
         offset: First byte, counted from the start of that file.
         nbytes: Number of bytes.
     """
@@ -62,9 +62,9 @@ class OutputTensor:
     """A tensor that will be written.
 
     Attributes:
-        name: Its name in the checkpoint.
-        dtype: The format's name for its dtype, a key of `DTYPES`.
-        shape: Its extents in elements.
+        name: Name in the checkpoint.
+        dtype: Safetensors name of the dtype, a key of `DTYPES`.
+        shape: Extents in elements.
     """
 
     name: str
@@ -78,12 +78,12 @@ class OutputTensor:
 
 
 def dtype_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of `shape`.
+    """Return the number of bytes of a tensor.
 
     Raises:
-        UnknownNameError: No such dtype.
-        ValueError: The elements do not fill whole bytes (an odd number of 4-bit elements).
-        OverflowError: More bytes than a 64-bit offset can address.
+        UnknownNameError: If there is no such dtype.
+        ValueError: If the elements do not fill whole bytes (an odd number of 4-bit elements).
+        OverflowError: If the tensor has 2**63 bits or more.
     """
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, DTYPES)

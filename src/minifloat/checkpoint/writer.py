@@ -1,21 +1,21 @@
-"""An output folder that appears whole or not at all, and that continues where it was killed.
+"""A transactional writer of checkpoints: the output appears whole or not at all, and a killed run can be resumed.
 
-Everything is written to `DESTINATION.minifloat-work`, beside the destination so that one rename, which the file system
-does at once, finishes the job:
+Everything is written to `DESTINATION.minifloat-work`, beside the destination, so that one atomic rename finishes the
+job:
 
     DESTINATION.minifloat-work/
         lock                    held by the process that is writing
-        minifloat-state.json    the fingerprint of what is being made
-        journal.jsonl           the shards that are finished, each with the caller's record
-        output/                 shards, under their final names; this folder becomes the destination
-        pending/                config.json, index and other small files: they join the shards at the very end
+        minifloat-state.json    the fingerprint of the output
+        journal.jsonl           the finished shards, each with the caller's record
+        output/                 shards under their final names; this folder becomes the destination
+        pending/                config.json, index and other small files, which move to output/ at the very end
         replaced/               the previous destination, during the instant of an overwrite
 
-Shards without a config.json are no checkpoint to any loader, and `Checkpoint.open` refuses these folders while the
-state file stands. What may be resumed is decided by the fingerprint alone: the caller puts everything into it that
+No loader accepts shards without a config.json, and `Checkpoint.open` refuses these folders while the state file exists.
+A run resumes the work of an earlier run if both have the same fingerprint, into which the caller puts everything that
 determines the result.
 
-Left out: sharing the work among processes, and file systems without `flock` or atomic renames.
+Not supported: several processes that share the work, and file systems without `flock` or atomic renames.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ _OURS = {_LOCK, STATE_FILE, _STATE_DRAFT, _JOURNAL, _OUTPUT, _PENDING, _REPLACED
 
 
 class CheckpointWriter:
-    """Writes a checkpoint as one transaction. A context manager; leaving it without `commit` keeps the work.
+    """Writes a checkpoint as one transaction. A context manager; an exit without `commit` keeps the work folder.
 
     Attributes:
         destination: The folder that `commit` creates.
-        work: The folder beside it.
-        finished: The shards that are finished, by this run or by an earlier one that it resumes, each with the record
-            that was given to `ShardWriter.commit`.
-        restarted_because: Why the work of an earlier run was thrown away; None if there was none or it is resumed.
+        work: The work folder beside the destination.
+        finished: Records passed to `ShardWriter.commit` by name of the finished shard, of this run and of the earlier
+            run that it resumes.
+        restarted_because: Why the work of an earlier run was discarded; None if there was none or it is resumed.
     """
 
     def __init__(
         self, destination: str | os.PathLike[str], *, fingerprint: str, total_bytes: int, overwrite: bool = False
     ) -> None:
-        """Claim the destination, and take up what an interrupted run with the same fingerprint left.
+        """Lock the work folder, and resume an interrupted run with the same fingerprint.
 
         Args:
-            destination: A folder that does not exist, in one that does.
+            destination: A folder that does not exist, in a folder that exists.
             fingerprint: A digest of everything that determines the result.
-            total_bytes: Size of the result; that much space must be free.
-            overwrite: Replace an existing checkpoint, at `commit`.
+            total_bytes: Size of the result; the disk must have that much free space.
+            overwrite: Whether `commit` may replace an existing checkpoint.
 
         Raises:
-            DestinationError: It exists, its parent does not, or another process is writing it.
-            StorageError: Too little space, or the system refuses.
+            DestinationError: If the destination exists, its parent does not, or another process is writing it.
+            StorageError: If the disk has too little space, or the operating system refuses.
         """
         self.destination = Path(destination).absolute()
         if self.destination.name in ("", "..") or not self.destination.parent.is_dir():
@@ -103,7 +103,7 @@ class CheckpointWriter:
         self.close()
 
     def close(self) -> None:
-        """Stop writing and let others in. Finished shards stay in the work folder, to be resumed."""
+        """Stop writing and release the lock. Finished shards stay in the work folder, so that a run can resume."""
         with self._mutex:
             shards, self._open_shards = self._open_shards, {}
             journal, self._journal = self._journal, None
@@ -111,7 +111,7 @@ class CheckpointWriter:
         with contextlib.suppress(OSError, StorageError):
             for shard in shards.values():
                 shard.close()
-                shard.path.unlink()  # it cannot be resumed, and may hold the space that was lacking
+                shard.path.unlink()  # it cannot be resumed, and deleting it frees space on a full disk
             if self._resumed and lock and not self.finished:
                 self._remove_work()
         if journal:
@@ -124,11 +124,11 @@ class CheckpointWriter:
 
         Args:
             file_name: A bare `*.safetensors` name that is not in `finished`.
-            tensors: What it will hold. The file orders them by element size, then as given.
+            tensors: Tensors that the shard will hold. The file orders them by element size, then as given.
             metadata: Free-form strings for its header.
 
         Raises:
-            StorageError: The system refuses, or the disk is full.
+            StorageError: If the operating system refuses, or the disk is full.
         """
         if not is_safe_name(file_name) or not file_name.endswith(SHARD_SUFFIX) or file_name in self.finished:
             raise AssertionError(f"{file_name!r} is not the name of a shard that is still to be written")
@@ -146,10 +146,10 @@ class CheckpointWriter:
         return shard
 
     def discard(self, file_name: str) -> None:
-        """Forget a finished shard, because its source changed; it can be written again.
+        """Delete a finished shard whose source changed; it can be written again.
 
         Raises:
-            StorageError: The system refuses.
+            StorageError: If the operating system refuses.
         """
         del self.finished[file_name]
         self._require_journal().append({"file": file_name, "discarded": True})
@@ -158,24 +158,24 @@ class CheckpointWriter:
             path.unlink()
 
     def start_over(self, because: str) -> None:
-        """Forget all finished shards: what they were made from no longer stands.
+        """Delete all finished shards, because the source changed or cannot be used.
 
         Raises:
-            StorageError: The system refuses.
+            StorageError: If the operating system refuses.
         """
         for file_name in list(self.finished):
             self.discard(file_name)
         self.restarted_because = because
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Write a small file; it is on the disk when this returns.
+        """Write a small file and sync it to the disk.
 
         Args:
-            name: Relative, with `/` between its parts.
-            data: Its content.
+            name: Relative name with `/` between its parts.
+            data: Content of the file.
 
         Raises:
-            StorageError: The system refuses.
+            StorageError: If the operating system refuses.
         """
         parts = PurePosixPath(name).parts
         if not parts or not all(map(is_safe_name, parts)) or name.endswith(SHARD_SUFFIX):
@@ -183,20 +183,20 @@ class CheckpointWriter:
         _write_synced(self.work.joinpath(_PENDING, *parts), data)
 
     def commit(self) -> Path:
-        """Make the output appear at the destination, whole.
+        """Move the complete output to the destination.
 
         Returns:
             The destination.
 
         Raises:
-            DestinationError: Something has appeared there since the work began.
-            StorageError: The system refuses; the work is kept.
+            DestinationError: If something has appeared at the destination since the work began.
+            StorageError: If the operating system refuses; the work folder is kept.
         """
         if self._open_shards:
             raise AssertionError(f"unfinished shards: {', '.join(self._open_shards)}")
         output = self.work / _OUTPUT
         self._join_pending(output)
-        unused = Checkpoint.open_unfinished(output).ignored_files  # our own mistakes must not reach the destination
+        unused = Checkpoint.open_unfinished(output).ignored_files  # guards against bugs of the caller
         if unused:
             raise AssertionError(f"shards that the index does not name: {', '.join(unused)}")
         self._require_destination()
@@ -206,7 +206,7 @@ class CheckpointWriter:
                 if os.path.lexists(self.destination):
                     self.destination.rename(replaced)
                 output.rename(self.destination)
-            except BaseException:  # Ctrl-C among them
+            except BaseException:  # including Ctrl-C
                 if replaced.exists() and not os.path.lexists(self.destination):
                     replaced.rename(self.destination)
                 raise
@@ -216,7 +216,7 @@ class CheckpointWriter:
         return self.destination
 
     def _join_pending(self, output: Path) -> None:
-        """Move the small files to the shards, config.json last, and make all names durable."""
+        """Move the small files beside the shards, config.json last, and sync all folders."""
         pending = self.work / _PENDING
         with storage_errors(output, "complete the output"):
             files = sorted(path.relative_to(pending) for path in pending.rglob("*") if path.is_file())
@@ -228,7 +228,7 @@ class CheckpointWriter:
             sync_folder(folder)
 
     def _claim(self) -> None:
-        """Take the lock, undo or finish what a killed commit left half done, and check the destination."""
+        """Take the lock, undo or finish the commit of a killed run, and check the destination."""
         if os.path.lexists(self.work):
             self._require_our_folder()
             self._lock = FolderLock(self.work, _LOCK)
@@ -238,12 +238,14 @@ class CheckpointWriter:
             self._lock = FolderLock(self.work, _LOCK)
 
     def _require_our_folder(self) -> None:
-        """Raise unless the work folder is one that this class made: what is in it may be deleted."""
+        """Raise unless this class created the work folder, because files in it will be deleted."""
         if self.work.is_symlink() or not self.work.is_dir():
             raise DestinationError(f"{self.work}: the work goes into a folder of this name; move that file away")
-        strange = sorted(name for name in list_folder(self.work) if name not in _OURS and not name.startswith("."))
-        if strange:
-            raise DestinationError(f"{self.work}: holds {strange[0]!r}, which is not ours; move the folder away")
+        foreign = sorted(name for name in list_folder(self.work) if name not in _OURS and not name.startswith("."))
+        if foreign:
+            raise DestinationError(
+                f"{self.work}: holds {foreign[0]!r}, which minifloat did not create; move the folder away"
+            )
 
     def _recover_commit(self) -> None:
         replaced = self.work / _REPLACED
@@ -260,7 +262,7 @@ class CheckpointWriter:
             )
 
     def _require_destination(self) -> None:
-        """Raise unless the destination is free, or may be replaced."""
+        """Raise unless the destination does not exist, or may be replaced."""
         if not os.path.lexists(self.destination):
             return
         if not self._overwrite:
@@ -275,14 +277,14 @@ class CheckpointWriter:
             )
 
     def _resume(self, fingerprint: str) -> None:
-        """Take up the finished shards of an earlier run, or start over."""
-        found = self._read_fingerprint()
+        """Load the finished shards of an earlier run with the same fingerprint, or start over."""
+        earlier = self._read_fingerprint()
         output, pending = self.work / _OUTPUT, self.work / _PENDING
-        if found != fingerprint:
-            if found is not None or output.exists():
+        if earlier != fingerprint:
+            if earlier is not None or output.exists():
                 self.restarted_because = (
                     "the interrupted run was of another source, scheme, option or version"
-                    if found is not None
+                    if earlier is not None
                     else "the state of the interrupted run cannot be read"
                 )
             self._remove_work()
@@ -304,7 +306,7 @@ class CheckpointWriter:
         self._resumed = True
 
     def _read_fingerprint(self) -> str | None:
-        """What the work in the folder is about; None if there is none, or it cannot be told."""
+        """Return the fingerprint in the state file; None if there is none, or it cannot be read."""
         try:
             state = json.loads((self.work / STATE_FILE).read_bytes())
         except (OSError, ValueError):
@@ -325,7 +327,7 @@ class CheckpointWriter:
             )
 
     def _remove_work(self) -> None:
-        """Delete everything in the work folder that is ours, but the lock; the state last."""
+        """Delete all files of this class in the work folder except the lock; the state file last."""
         for name in (_OUTPUT, _PENDING, _REPLACED, _JOURNAL, _STATE_DRAFT, STATE_FILE):
             path = self.work / name
             with storage_errors(path, "delete"):
@@ -347,7 +349,7 @@ def _write_synced(path: Path, data: bytes) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a file or a folder, whichever is there."""
+    """Delete a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,12 +1,11 @@
-"""Models of the Hugging Face hub, by their ids, wherever a folder would do.
+"""Access to models of the Hugging Face hub, whose ids are accepted wherever a model folder is.
 
-    ids.py       what is an id and what a folder; which model a folder of the hub's cache is
-    errors.py    what the hub refuses, in our words
-    fetch.py     a model's files into the cache: those that are used, and no pickle
-    headers.py   headers of shards that stay on the hub, by range requests
-    push.py      a checkpoint to the hub
+    ids.py       tells ids from folders; finds the model of a folder in the hub's cache
+    errors.py    errors of the hub as messages with a cure
+    fetch.py     downloads the files of a model that are used, and no pickle files, into the cache
+    headers.py   reads the headers of shards on the hub by range requests
 
-The transport and the cache are huggingface_hub's, imported when a model of the hub is asked for. It follows HF_TOKEN,
+huggingface_hub does transport and caching, and is imported at the first use of a model of the hub. It reads HF_TOKEN,
 HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE.
 """
 

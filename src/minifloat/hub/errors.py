@@ -1,4 +1,4 @@
-"""What goes wrong between here and the hub, as errors that name the model and say what to do."""
+"""Errors of the hub, converted to messages that name the model and the cure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _UNAUTHORIZED, _FORBIDDEN, _TOO_MANY = 401, 403, 429
 
 @contextlib.contextmanager
 def hub_errors(model: Origin, *, looked_up: bool = True) -> Iterator[None]:
-    """Raise what huggingface_hub raises inside as a HubError, and what the disk refuses as a StorageError.
+    """Convert exceptions of huggingface_hub in the block to HubError, and errors of the disk to StorageError.
 
     Args:
-        model: What is fetched or pushed.
-        looked_up: Whether it might have been a folder, and the reader should know that it was looked for.
+        model: The model that is fetched or pushed.
+        looked_up: Whether the user may have meant a folder; messages then say that there is no such folder.
     """
     from huggingface_hub import constants, errors
 
@@ -46,10 +46,10 @@ def hub_errors(model: Origin, *, looked_up: bool = True) -> Iterator[None]:
         cure = "the hub did not answer: run the same command again"
         if constants.HF_HUB_OFFLINE:
             cure = f"HF_HUB_OFFLINE is set: unset it, or run `hf download {model.repo_id}` where there is a network"
-        raise HubError(name, f"{no_folder}not, or not whole, in the cache {cache}; {cure}") from None
+        raise HubError(name, f"{no_folder}the cache {cache} does not hold all of its files; {cure}") from None
     except errors.HfHubHTTPError as error:
         raise HubError(name, _refusal(error)) from error
-    except errors.HTTPError as error:  # what its HTTP client raises
+    except errors.HTTPError as error:  # from the HTTP client
         raise HubError(
             name,
             f"{no_folder}{constants.ENDPOINT} cannot be reached: {first_line(error)}; check the network and "
@@ -63,19 +63,19 @@ def hub_errors(model: Origin, *, looked_up: bool = True) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without what follows."""
+    """Return the first line of an error's message, without a final dot."""
     lines = str(error).splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def _refusal(error: HfHubHTTPError) -> str:
-    """What a status means."""
+    """Return a message with the cure for a refused HTTP request."""
     status = error.response.status_code
-    said = error.server_message or first_line(error)
+    reason = error.server_message or first_line(error)
     if status == _UNAUTHORIZED:
-        return f"the hub does not accept the token ({said}); {LOGIN}"
+        return f"the hub does not accept the token ({reason}); {LOGIN}"
     if status == _FORBIDDEN:
-        return f"the hub forbids it ({said}); use a token with the permission for it"
+        return f"the hub forbids the request ({reason}); use a token with the permission for it"
     if status == _TOO_MANY:
-        return f"the hub is asked too often ({said}); wait a while, or {LOGIN}"
-    return f"the hub answers with status {status} ({said})"
+        return f"the hub has received too many requests ({reason}); wait a while, or {LOGIN}"
+    return f"the hub answers with status {status} ({reason})"

@@ -1,7 +1,7 @@
-"""A model's files, from the hub into its cache: those that are used, and no pickle or code.
+"""Download of the files of a model that are used, and no pickle files or code, into the hub's cache.
 
-The list of files comes first, and what can be refused by their names is refused then. The index says which shards are
-the model: repositories hold the same weights in other forms too.
+The list of files is fetched first, so that a model without safetensors is refused before the download. The index
+selects the shards, because repositories often hold the same weights in other formats too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minifloat.hub.ids import Origin, hub_id
 
 _LOG = logging.getLogger(__name__)
 
-#: Files beside the weights, matched without regard to case; no code.
+#: Name patterns of the files to download beside the weights. Case does not matter. Code is not downloaded.
 _SMALL_FILES = (
     "*.json",
     "*.jinja",
@@ -40,11 +40,11 @@ _SMALL_FILES = (
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model of the hub, as it is now or, where the hub does not answer, as the cache has it.
+    """The current files of a model of the hub, or its copy in the cache if the hub does not answer.
 
     Attributes:
-        origin: What was asked for.
-        sizes: Its files, with their bytes; None where the hub did not answer.
+        origin: The requested model and revision.
+        sizes: Sizes of its files in bytes, by name; None if the hub did not answer.
     """
 
     origin: Origin
@@ -52,10 +52,10 @@ class HubModel:
 
     @classmethod
     def of(cls, origin: Origin) -> HubModel:
-        """Ask the hub for the list of files.
+        """Request the list of files from the hub.
 
         Raises:
-            HubError: There is no such model or revision, or it may not be read.
+            HubError: If there is no such model or revision, or the user may not read it.
         """
         from huggingface_hub import HfApi, constants, errors
 
@@ -83,21 +83,21 @@ class HubModel:
 
     @property
     def names(self) -> list[str] | None:
-        """The files that are not in a folder, sorted."""
+        """Sorted names of the files at the top level; None if the hub did not answer."""
         return None if self.sizes is None else sorted(name for name in self.sizes if "/" not in name)
 
     def fetch(self, names: Collection[str], *, show: bool = False) -> Path:
-        """Have files in the cache.
+        """Download files into the cache, except those that it already holds.
 
         Args:
-            names: Of `sizes`.
-            show: Show a progress bar, if somebody sees it.
+            names: Keys of `sizes`.
+            show: Whether to show a progress bar if stderr is a terminal.
 
         Returns:
             The folder of the snapshot.
 
         Raises:
-            Exception: Those of huggingface_hub; see `hub_errors`.
+            Exception: An exception of huggingface_hub, which callers convert by `hub_errors`.
         """
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils import tqdm
@@ -119,39 +119,40 @@ class HubModel:
 
 
 def model_folder(model: str | os.PathLike[str], *, revision: str | None = None) -> Path:
-    """The folder of a model; a model of the hub is brought into the hub's cache first.
+    """Return the folder of a model; download a model of the hub into the hub's cache first.
 
     Args:
-        model: A folder, or the id of a model of the hub, ``ORG/NAME`` or ``ORG/NAME@REVISION``. A folder that exists
-            wins, and a `Path` is always one.
+        model: A folder, or the id of a model of the hub, ``ORG/NAME`` or ``ORG/NAME@REVISION``. The name of an existing
+            folder, and every `Path`, is a folder.
         revision: Branch, tag or commit of a model of the hub; by default its default branch.
 
     Returns:
-        The folder; of the hub's cache, one snapshot. A folder that was given is not looked into.
+        The folder; for a model of the hub, a snapshot in its cache. A local folder is returned unchecked.
 
     Raises:
-        UsageError: A revision of a folder, or two of an id.
-        HubError: The hub has no such model, refuses it, or cannot be reached and the cache does not have it.
-        CheckpointError: It has no weights in safetensors; then none of its files was fetched.
-        StorageError: The disk is full, or the system refuses.
+        UsageError: If a folder has a revision, or an id has two different ones.
+        HubError: If the hub has no such model or refuses the request, or cannot be reached and the cache does not hold
+            the model.
+        CheckpointError: If the model has no safetensors weights; then nothing was downloaded.
+        StorageError: If the disk is full, or the operating system refuses.
     """
     origin = hub_id(model, revision)
     if origin is None:
         return Path(model)
-    found = HubModel.of(origin)
-    if found.names is not None and INDEX_FILE not in found.names:
-        shard_names(Path(origin.repo_id), found.names, None)  # refuses what has pickle files only
+    remote = HubModel.of(origin)
+    if remote.names is not None and INDEX_FILE not in remote.names:
+        shard_names(Path(origin.repo_id), remote.names, None)  # refuses a model that has pickle files only
     with hub_errors(origin):
-        small = _small_files(found.sizes or ())
-        root = found.fetch(small or [CONFIG_FILE])
+        small = _small_files(remote.sizes or ())
+        root = remote.fetch(small or [CONFIG_FILE])
         weight_map = read_index(root)
-        if found.names is None:  # what the model has is not known, but what the index says
-            return found.fetch([CONFIG_FILE, *({SINGLE_FILE} if weight_map is None else set(weight_map.values()))])
-        return found.fetch([*small, *shard_names(root, found.names, weight_map)], show=True)
+        if remote.names is None:  # without the list of files, the index in the cache names the shards
+            return remote.fetch([CONFIG_FILE, *({SINGLE_FILE} if weight_map is None else set(weight_map.values()))])
+        return remote.fetch([*small, *shard_names(root, remote.names, weight_map)], show=True)
 
 
 def _small_files(names: Collection[str]) -> list[str]:
-    """Config, index, tokenizer, templates, card and licence."""
+    """Return the names of config, index, tokenizer, templates, model card and licence."""
     return [
         name
         for name in names

@@ -1,7 +1,7 @@
-"""The headers of a model's shards, wherever these lie: from a folder, or from the hub without its weights.
+"""The headers of a model's shards, from a local folder or from the hub without downloading the weights.
 
-A header is a few kilobytes at the start of a file of gigabytes, and HTTP can ask for a part of a file. What comes is
-checked as the header of a local file is; the size that it is checked against is that of the hub's list.
+A header is a few kilobytes at the start of a file of gigabytes, and an HTTP range request fetches only these bytes. A
+remote header is checked like a local one, against the file size in the hub's list of files.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from minifloat.hub.errors import hub_errors
 from minifloat.hub.fetch import HubModel
 from minifloat.hub.ids import hub_id
 
-#: Bytes that the first request of a shard asks for: most headers are shorter.
+#: Number of bytes of the first request for a shard: most headers are shorter.
 _FIRST_BYTES = 1 << 16
 _REQUESTS_IN_FLIGHT = 8
-_OK = 200  #: the answer of a server that sends whole files only
+_OK = 200  #: status of a server that ignores the range and sends the whole file
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model by name, and a folder with its config.
+    """Names of the files of a model, and a folder that holds its config.
 
     Attributes:
-        root: The folder, links resolved; of a model of the hub, a snapshot in the hub's cache.
-        names: All files at the model's top level.
-        remote: Where the shards are, if they are not in the folder.
+        root: The folder, links resolved; for a model of the hub, a snapshot in the hub's cache.
+        names: Names of all files at the model's top level.
+        remote: The model of the hub whose shards are not in the folder; None for a local folder.
     """
 
     root: Path
@@ -43,12 +43,12 @@ class ModelFiles:
     remote: HubModel | None = None
 
     def open(self) -> Checkpoint:
-        """Read and check config, index and headers; no weight is read.
+        """Read and check config, index and headers, but no weights.
 
         Raises:
-            CheckpointError: The files are not what they claim to be.
-            HubError: The hub refuses, or cannot be reached.
-            StorageError: The system refuses a read.
+            CheckpointError: If a file is invalid.
+            HubError: If the hub refuses a request or cannot be reached.
+            StorageError: If the operating system refuses a read.
         """
         remote = self.remote
         if remote is None:
@@ -60,7 +60,7 @@ class ModelFiles:
 
     def _header(self, remote: HubModel, shard: str) -> ShardHeader:
         path = self.root / shard
-        if path.exists():  # it is in the cache
+        if path.exists():  # already in the cache
             return read_header(path)[0]
         assert remote.sizes is not None
         file = _RemoteFile(remote, shard, commit=self.root.name, nbytes=remote.sizes[shard])
@@ -68,50 +68,52 @@ class ModelFiles:
 
 
 def list_model_files(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelFiles:
-    """What files a model has; of a model of the hub, its config is brought into the cache and nothing else.
+    """Return the names of the files of a model; of a model of the hub, download only config and index.
 
     Args:
-        model: As in `model_folder`.
-        revision: As in `model_folder`.
+        model: A folder or an id of the hub, as in `model_folder`.
+        revision: Revision of a model of the hub, as in `model_folder`.
 
     Raises:
-        NotACheckpointError: A folder that does not exist.
-        UsageError: A revision of a folder, or two of an id.
-        HubError: The hub has no such model, refuses it, or cannot be reached and the cache does not have it.
-        StorageError: The system refuses.
+        NotACheckpointError: If the folder does not exist.
+        UsageError: If a folder has a revision, or an id has two different ones.
+        HubError: If the hub has no such model or refuses the request, or cannot be reached and the cache does not hold
+            the model.
+        StorageError: If the operating system refuses.
     """
     origin = hub_id(model, revision)
     if origin is None:
         root = resolve_folder(model)
         return ModelFiles(root, tuple(list_folder(root)))
-    found = HubModel.of(origin)
+    remote = HubModel.of(origin)
     configs = [CONFIG_FILE, INDEX_FILE, HF_QUANT_CONFIG_FILE]
     with hub_errors(origin):
-        root = found.fetch(configs if found.names is None else [name for name in configs if name in found.names])
+        root = remote.fetch(configs if remote.names is None else [name for name in configs if name in remote.names])
     root = root.resolve()
-    if found.names is None:
+    if remote.names is None:
         return ModelFiles(root, tuple(list_folder(root)))
-    return ModelFiles(root, tuple(found.names), found)
+    return ModelFiles(root, tuple(remote.names), remote)
 
 
 def open_headers(model: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
-    """Open a checkpoint for everything but its weights; those of a model of the hub stay there.
+    """Open a checkpoint by its config, index and headers, without downloading the weights of a model of the hub.
 
     Args:
-        model: As in `model_folder`.
-        revision: As in `model_folder`.
+        model: A folder or an id of the hub, as in `model_folder`.
+        revision: Revision of a model of the hub, as in `model_folder`.
 
     Raises:
-        CheckpointError: The files are not what they claim to be.
-        UsageError: A revision of a folder, or two of an id.
-        HubError: The hub has no such model, refuses it, or cannot be reached and the cache does not have it.
-        StorageError: The system refuses.
+        CheckpointError: If a file is invalid.
+        UsageError: If a folder has a revision, or an id has two different ones.
+        HubError: If the hub has no such model or refuses the request, or cannot be reached and the cache does not hold
+            the model.
+        StorageError: If the operating system refuses.
     """
     return list_model_files(model, revision=revision).open()
 
 
 class _RemoteFile:
-    """The start of a file of the hub."""
+    """Reads the first bytes of a file on the hub."""
 
     def __init__(self, model: HubModel, name: str, *, commit: str, nbytes: int) -> None:
         from huggingface_hub import hf_hub_url
@@ -122,7 +124,7 @@ class _RemoteFile:
         self._start = b""
 
     def read(self, start: int, count: int) -> bytes:
-        """So many bytes, from `start` on: one request for short headers, another for the rest of a longer one."""
+        """Return `count` bytes from `start` on, with one request for a short header and two for a long one."""
         if not self._start:
             self._start = self._fetch(0, min(_FIRST_BYTES, self.nbytes))
         if start + count > len(self._start):

@@ -1,7 +1,7 @@
-"""What names a folder and what a model of the hub, and which model a folder of the hub's cache is.
+"""Ids of models of the hub, and their distinction from folders.
 
-A folder that exists wins; a `Path` is always a folder. What is left is an id where the hub's rules for ids allow it:
-``NAME``, ``ORG/NAME``, or either with ``@REVISION`` after it.
+The name of an existing folder, and every `Path`, is a folder. Any other text is an id if the hub's rules for ids allow
+it: ``NAME``, ``ORG/NAME``, or either with ``@REVISION`` after it.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ class Origin(NamedTuple):
     """A model of the hub.
 
     Attributes:
-        repo_id: ``ORG/NAME``, or ``NAME``.
-        revision: A branch, tag or commit; None: the default branch.
+        repo_id: ``ORG/NAME`` or ``NAME``.
+        revision: A branch, tag or commit; None for the default branch.
     """
 
     repo_id: str
     revision: str | None
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """Return ``REPO_ID`` or ``REPO_ID@REVISION``, which `hub_id` reads."""
         return self.repo_id if self.revision is None else f"{self.repo_id}@{self.revision}"
 
 
 def hub_id(model: str | os.PathLike[str], revision: str | None = None) -> Origin | None:
-    """The model of the hub that is meant, or None where a folder is.
+    """Return the model of the hub that `model` names, or None if it names a folder.
 
     Args:
         model: A folder or an id.
-        revision: Of an id that has no ``@REVISION``.
+        revision: Revision of an id without ``@REVISION``.
 
     Raises:
-        UsageError: A revision of a folder, or two of an id.
+        UsageError: If a folder has a revision, or an id has two different ones.
     """
-    found = None if isinstance(model, os.PathLike) or os.path.lexists(model) else _parse(model)
-    if found is None:
+    origin = None if isinstance(model, os.PathLike) or os.path.lexists(model) else _parse(model)
+    if origin is None:
         if revision is not None:
             raise UsageError(f"revision {revision!r}: models of the hub have revisions; {model} is a folder")
         return None
     if revision is None:
-        return found
-    if found.revision not in (None, revision):
-        raise UsageError(f"{model}: two revisions, {found.revision!r} and {revision!r}; give one")
-    return Origin(found.repo_id, revision)
+        return origin
+    if origin.revision not in (None, revision):
+        raise UsageError(f"{model}: two revisions, {origin.revision!r} and {revision!r}; give one")
+    return Origin(origin.repo_id, revision)
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether the hub allows this as the id of a model, without a revision."""
+    """Return whether the hub allows `text` as the id of a model, without a revision."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -73,7 +73,7 @@ def _parse(text: str) -> Origin | None:
 
 
 def origin_of(folder: Path) -> Origin | None:
-    """The model and the commit whose snapshot in the hub's cache a folder is; None for any other folder."""
+    """Return the model and commit of a snapshot folder in the hub's cache; None for any other folder."""
     cached = folder.parent.parent.name
     if folder.parent.name != _SNAPSHOTS or not cached.startswith(_PREFIX):
         return None
@@ -81,7 +81,7 @@ def origin_of(folder: Path) -> Origin | None:
 
 
 def model_name(model: str | os.PathLike[str]) -> str:
-    """What to call a model: its id if it is of the hub, or in the hub's cache, else its folder's name."""
+    """Return the display name of a model: its id on the hub or in the hub's cache, else the name of its folder."""
     folder = Path(model).resolve()
     origin = hub_id(model) or origin_of(folder)
     return folder.name if origin is None else origin.repo_id

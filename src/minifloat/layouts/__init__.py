@@ -1,12 +1,12 @@
-"""Layouts: how quantized weights are named, shaped and announced on disk, for each server family.
+"""Layouts: names, dtypes and shapes of the tensors of quantized weights, and the config, for each server family.
 
     compressed_tensors.py   vLLM, SGLang, transformers; every scheme; written and read
     fp8.py                  `quant_method: fp8` (DeepSeek blocks, SGLang's mxfp8: written and read; per tensor: read)
     gpt_oss.py              `quant_method: mxfp4` (fused experts): read
     modelopt.py             NVIDIA ModelOpt's unified export: written and read
 
-`describe` recognises a checkpoint from its config and headers alone; `WRITERS` are the layouts that `quantize` offers,
-`TARGETS` those that `convert` does.
+`describe` reads config and headers of a checkpoint of any layout. `WRITERS` holds the layouts that `quantize` writes,
+`TARGETS` those that `convert` writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minifloat.layouts.writing import WeightTensors, WriteLayout
 __all__ = ["READERS", "TARGETS", "WRITERS", "Description", "StoredWeight", "WeightTensors", "WriteLayout"]
 __all__ += ["describe", "get_writer", "read_weight"]
 
-#: `quant_method` of a config -> the function that describes such a checkpoint.
+#: Function that describes a checkpoint, by the `quant_method` of its config.
 READERS = {
     "compressed-tensors": compressed_tensors.describe,
     "fp8": fp8.describe,
@@ -30,33 +30,33 @@ READERS = {
     "modelopt_fp4": modelopt.describe,
 }
 
-#: Layouts that `quantize` writes, by the name on the command line; the first is the default.
+#: Layouts that `quantize` writes, by name on the command line; the first is the default.
 WRITERS: dict[str, WriteLayout] = {layout.name: layout for layout in (compressed_tensors.WRITER, fp8.WRITER)}
 
-#: Layouts that `convert` writes. SGLang's MXFP8 and most formats of ModelOpt declare quantized inputs that no scheme of
-#: `quantize` has, or a global scale that multiplies, which its cast does not make.
+#: Layouts that `convert` writes. `quantize` cannot write SGLang's MXFP8 and most formats of ModelOpt: they require
+#: quantized inputs that no scheme of `quantize` has, or a global scale that multiplies, while its cast writes divisors.
 TARGETS: dict[str, WriteLayout] = {
     layout.name: layout for layout in (*WRITERS.values(), modelopt.WRITER, fp8.MXFP8_WRITER)
 }
 
 
 def get_writer(name: str) -> WriteLayout:
-    """The layout of that name.
+    """Return the layout `name` of `WRITERS`.
 
     Raises:
-        UnknownNameError: No such layout; the message lists the valid names.
+        UnknownNameError: If there is no such layout; the message lists the valid names.
     """
     return lookup("layout", name, WRITERS)
 
 
 def describe(checkpoint: Checkpoint) -> Description:
-    """Which weights of a checkpoint are quantized, and how; reads headers and config only.
+    """Describe the quantized weights of a checkpoint from its config and headers.
 
     A checkpoint without a quantization_config is described as not quantized.
 
     Raises:
-        ConfigError: A quant_method that is in no table here, or a config that contradicts the tensors.
-        UnsupportedTensorError: A tensor with 8-bit float or packed codes that belongs to no weight.
+        ConfigError: If the quant_method is not in `READERS`, or the config contradicts the tensors.
+        UnsupportedTensorError: If a tensor of 8-bit float or packed codes belongs to no weight.
     """
     config = checkpoint.quantization_config
     if config is None:
@@ -73,7 +73,7 @@ def describe(checkpoint: Checkpoint) -> Description:
 
 
 def _refuse_orphans(checkpoint: Checkpoint, description: Description) -> None:
-    """Codes without a scale must not be taken for weights."""
+    """Raise if a tensor of codes has no scale, so that codes are never read as weights."""
     known = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
     for name, info in checkpoint.tensors.items():
         if info.dtype.startswith(("F8_", "F4")) and name not in known:

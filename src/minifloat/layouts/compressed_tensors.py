@@ -1,7 +1,7 @@
-"""The compressed-tensors layout: the one that vLLM, SGLang and transformers all read, for every scheme.
+"""The compressed-tensors layout, which vLLM, SGLang and transformers read for every scheme.
 
-Source: compressed-tensors 0.20, `QuantizationConfig` and the compressors of each format; llm-compressor 0.14 for
-what its checkpoints hold (bf16 scales, recorded observers, "dynamic": "local").
+Source: compressed-tensors 0.20, `QuantizationConfig` and the compressors of each format; llm-compressor 0.14 for the
+content of its checkpoints (bf16 scales, recorded observers, "dynamic": "local").
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from minifloat.numerics.granularity import CHANNEL, TENSOR, TOKEN, Granularity, 
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
 NAME = "compressed-tensors"
-#: Version of compressed-tensors whose `model_dump` the written config follows.
+#: Version of compressed-tensors whose `model_dump` defines the written config.
 SPEC_VERSION = "0.20.0"
 
 _AUXILIARY = re.compile(r"\.([kqv]_scale|weight_shape|input_global_scale|[kqv]_zero_point)$")
 _ELEMENTS = {4: E2M1, 8: E4M3}
 _HEAD = "lm_head"
-#: A module of one expert, and the target that stands for all of them.
+#: Names of modules of experts, and the target that matches all of them.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
@@ -37,16 +37,16 @@ _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
 @dataclass(frozen=True)
 class CompressedTensorsWriter:
-    """Writes every scheme."""
+    """Writer of every scheme."""
 
     name: str = NAME
     global_divides: bool = True
 
     def check(self, scheme: Scheme) -> None:
-        """Every scheme can be expressed."""
+        """Accept every scheme."""
 
     def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
-        """``weight`` and ``weight_scale``; 4-bit codes as ``weight_packed``; NVFP4 adds ``weight_global_scale``."""
+        """Return ``weight`` (``weight_packed`` for E2M1), ``weight_scale`` and for NVFP4 ``weight_global_scale``."""
         packed = "_packed" if spec.element is E2M1 else ""
         grid = (1,) if spec.granularity == TENSOR else spec.granularity.scale_shape(shape)
         return WeightTensors(
@@ -56,12 +56,12 @@ class CompressedTensorsWriter:
         )
 
     def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
-        """``input_scale``, of NVFP4 ``input_global_scale``, float32 ``[1]``."""
+        """Return ``input_scale``, for NVFP4 ``input_global_scale``, float32 ``[1]``."""
         name = "input_global_scale" if weight.has_global_scale else "input_scale"
         return OutputTensor(f"{module}.{name}", "F32", (1,))
 
     def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
-        """``k_scale`` and ``v_scale`` of the attention module, float32 ``[1]``."""
+        """Return ``k_scale`` and ``v_scale`` of the attention module, float32 ``[1]``."""
         return (
             OutputTensor(f"{attention}.k_scale", "F32", (1,)),
             OutputTensor(f"{attention}.v_scale", "F32", (1,)),
@@ -70,17 +70,18 @@ class CompressedTensorsWriter:
     def quantization_config(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
     ) -> dict[str, Any]:
-        """One config group per scheme; with several schemes each group lists its modules, so that none overlap.
+        """Return a config with one group per scheme.
 
-        A single group targets the class of all linears, and a head by its name: vLLM's `ParallelLMHead` is no Linear.
-        Experts that are all of one scheme are one pattern: transformers (5.23) finds their group by it.
+        Several groups list their modules by name, so that the groups do not overlap. A single group targets the class
+        Linear, and a head by its name, because vLLM's `ParallelLMHead` is not a Linear. Experts that all have one
+        scheme are targeted by one pattern, by which transformers (5.23) finds their group.
         """
         schemes = sorted(set(modules.values()), key=lambda scheme: scheme.name)
         heads = [module for module in modules if module.rpartition(".")[2] == _HEAD]
         experts = {scheme for module, scheme in modules.items() if _EXPERT.search(module)}
         groups = {}
         for number, scheme in enumerate(schemes):
-            members = [module for module, its_scheme in modules.items() if its_scheme == scheme]
+            members = [module for module, module_scheme in modules.items() if module_scheme == scheme]
             if experts == {scheme}:
                 members = [*(member for member in members if not _EXPERT.search(member)), _EXPERTS_TARGET]
             groups[f"group_{number}"] = {
@@ -107,7 +108,7 @@ class CompressedTensorsWriter:
     def extra_files(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
     ) -> dict[str, dict[str, Any]]:
-        """None: config.json says all."""
+        """Return no files: config.json holds everything."""
         return {}
 
 
@@ -115,7 +116,7 @@ WRITER = CompressedTensorsWriter()
 
 
 def _format_name(scheme: Scheme) -> str:
-    """The compressor that reads a scheme; "float-quantized" requires quantized activations."""
+    """Return the name of the compressor of a scheme; "float-quantized" requires quantized activations."""
     if scheme.weight.has_global_scale:
         return "nvfp4-pack-quantized"
     if scheme.weight.scale is E8M0:
@@ -128,14 +129,18 @@ def _weight_args(spec: WeightSpec) -> dict[str, Any]:
 
 
 def _scale_args(spec: WeightSpec) -> dict[str, Any]:
-    """What a `QuantizationArgs` says about scales that are not plain floats."""
+    """Return the `QuantizationArgs` of E8M0 and E4M3 scales; float32 scales have none."""
     if spec.scale is E8M0:
         return {"scale_dtype": "torch.uint8"}
     return {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"} if spec.scale is E4M3 else {}
 
 
 def _activation_args(spec: ActivationSpec | None, weight: WeightSpec) -> dict[str, Any] | None:
-    """Inputs in the format of an MX or NVFP4 weight have scales like it; NVFP4's are dynamic under a static one."""
+    """Return the `QuantizationArgs` of inputs.
+
+    Inputs in the same MX or NVFP4 format as the weight have scales of the same format; those of NVFP4 are "local":
+    dynamic block scales under a static global scale.
+    """
     if spec is None:
         return None
     args = _float_args(spec.element, spec.granularity, spec.dynamic)
@@ -145,7 +150,7 @@ def _activation_args(spec: ActivationSpec | None, weight: WeightSpec) -> dict[st
 
 
 def _float_args(element: ElementFormat, granularity: Granularity, dynamic: bool) -> dict[str, Any]:
-    """`QuantizationArgs` of a symmetric float format."""
+    """Return the `QuantizationArgs` of a symmetric float format."""
     args: dict[str, Any] = {"num_bits": element.bits, "type": "float", "symmetric": True, "dynamic": dynamic}
     simple = {TENSOR: "tensor", CHANNEL: "channel", TOKEN: "token"}
     in_rows = granularity.rows == 1
@@ -160,11 +165,11 @@ def _float_args(element: ElementFormat, granularity: Granularity, dynamic: bool)
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
-    """Describe a compressed-tensors checkpoint of any writer.
+    """Describe a compressed-tensors checkpoint of any tool.
 
     Raises:
-        ConfigError: A quantized weight that no config group covers or that `ignore` lists, or a group that is not a
-            float format.
+        ConfigError: If no config group targets a quantized weight, `ignore` lists it, or its group is not a float
+            format.
     """
     config_path = checkpoint.path / "config.json"
     groups = config.get("config_groups")
@@ -201,7 +206,7 @@ def _present(checkpoint: Checkpoint, name: str) -> str | None:
 
 
 def _group_of(module: str, groups: Mapping[str, Any], config_path: Any) -> dict[str, Any]:
-    """The config group of a module: exact names first, then patterns, then module classes, as the library matches."""
+    """Return the config group of a module, matched in the order of the library: name, pattern, module class."""
     by_class: dict[str, Any] | None = None
     by_pattern: dict[str, Any] | None = None
     for group in groups.values():
@@ -211,16 +216,16 @@ def _group_of(module: str, groups: Mapping[str, Any], config_path: Any) -> dict[
             if target.startswith("re:"):
                 if by_pattern is None and re.match(target.removeprefix("re:"), module):
                     by_pattern = group
-            elif by_class is None and target[:1].isupper():  # "lm_head" is a name, "Linear" a class
+            elif by_class is None and target[:1].isupper():  # "Linear" is a class, "lm_head" a name
                 by_class = group
-    found = by_pattern or by_class
-    if found is None:
+    match = by_pattern or by_class
+    if match is None:
         raise ConfigError(config_path, f"no config group of quantization_config targets {module}, which has a scale")
-    return dict(found)
+    return dict(match)
 
 
 def _parse_args(args: Any, config_path: Any) -> tuple[ElementFormat, Granularity]:
-    """Element and granularity of a `QuantizationArgs`."""
+    """Return element and granularity of a `QuantizationArgs`."""
     if not isinstance(args, dict) or args.get("type") != "float" or args.get("num_bits") not in _ELEMENTS:
         raise ConfigError(config_path, f"expected float weights of 4 or 8 bits in quantization_config, found {args!r}")
     strategy, size = args.get("strategy"), args.get("group_size")
@@ -233,7 +238,11 @@ def _parse_args(args: Any, config_path: Any) -> tuple[ElementFormat, Granularity
     structure = args.get("block_structure")
     if strategy == "block" and isinstance(structure, list) and len(structure) == 2:
         return element, block_granularity(*structure)
-    raise ConfigError(config_path, f"strategy {strategy!r} with group_size {size!r}, block_structure {structure!r}")
+    raise ConfigError(
+        config_path,
+        f"unsupported strategy {strategy!r} with group_size {size!r}, block_structure {structure!r}; expected tensor, "
+        "channel, token, attn_head, or group, tensor_group or block with a size",
+    )
 
 
 def _parse_activation(args: Any, config_path: Any) -> ActivationSpec | None:

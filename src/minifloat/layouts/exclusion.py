@@ -1,7 +1,7 @@
-"""Lists of modules that a config says are not quantized, held against the tensors.
+"""A check of the config's lists of unquantized modules against the tensors.
 
-A module that is listed and yet stored as codes is read by nobody as its maker meant it: transformers and
-compressed-tensors take the codes for weights without their scale, and vLLM has no place for the scale.
+No server reads a listed module correctly if its weight is stored as codes: transformers and compressed-tensors take the
+codes for weights without their scale, and vLLM has no parameter for the scale.
 
 Source: vLLM 0.32, `is_layer_skipped`, `should_ignore_layer` and `ModelOptQuantConfigBase.is_layer_excluded`;
 compressed-tensors 0.20, `match_name`; transformers 5.23, `should_convert_module`.
@@ -17,39 +17,39 @@ from typing import Any
 
 from minifloat.errors import ConfigError
 
-#: Whether an entry of a list covers a module.
+#: ``covers(entry, module)`` returns whether an entry of a list matches a module.
 Covers = Callable[[str, str], bool]
 
 
 def by_name_or_pattern(entry: str, module: str) -> bool:
-    """compressed-tensors: the exact name, or ``re:`` and a regular expression that matches from the start."""
+    """Match as compressed-tensors does: the exact name, or ``re:`` and a regular expression from the start."""
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), module) is not None
     return entry == module
 
 
 def by_name_or_parent(entry: str, module: str) -> bool:
-    """`quant_method: fp8`: the exact name, or (transformers) that of a module around it."""
+    """Match as readers of `quant_method: fp8` do: the exact name, or (transformers) the name of a parent module."""
     return entry == module or module.startswith(f"{entry}.")
 
 
 def by_wildcard(entry: str, module: str) -> bool:
-    """ModelOpt: the exact name, or one with ``*``."""
+    """Match as ModelOpt does: the exact name, or a pattern with ``*``."""
     return entry == module or fnmatch.fnmatchcase(module, entry)
 
 
 def refuse_excluded(config_path: Path, key: str, entries: Any, modules: Iterable[str], covers: Covers) -> None:
-    """Raise where a list of exceptions covers a module that is stored as codes with a scale.
+    """Raise if a list of unquantized modules matches a module that is stored as codes with a scale.
 
     Args:
-        config_path: The file, for the message.
-        key: Name of the list in it.
-        entries: The list as it was read; None where there is none.
-        modules: Modules that are stored quantized.
-        covers: How this layout's readers match an entry.
+        config_path: The config file, for the message.
+        key: Key of the list in the config.
+        entries: The value of the key; None if the config has no such key.
+        modules: Names of the quantized modules.
+        covers: Match function of the layout.
 
     Raises:
-        ConfigError: A module is covered, the list is none of strings, or a pattern in it does not compile.
+        ConfigError: If the list matches a quantized module, is not a list of strings, or holds an invalid pattern.
     """
     if entries is None:
         return

@@ -1,7 +1,8 @@
 """`quant_method: fp8`: DeepSeek's 128x128 blocks, vLLM's per-tensor form, and SGLang's `mxfp8`.
 
-DeepSeek's block form and SGLang's MXFP8 are written and read; vLLM's is read. "weight_scale_inv" multiplies, whatever
-its name says. In both that are written, inputs are quantized at run time in groups as wide as a block of the weight.
+DeepSeek's block form and SGLang's MXFP8 are written and read; vLLM's per-tensor form is read only. "weight_scale_inv"
+multiplies to dequantize, despite its name. In both written forms, servers quantize inputs at run time in groups as wide
+as a block of the weight.
 
 Source: DeepSeek-V3 weight documentation; transformers' finegrained_fp8 and vLLM's fp8 quantization config.
 """
@@ -31,23 +32,23 @@ from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 NAME = "fp8"
 MXFP8_NAME = "mxfp8"
 
-#: Names under which writers store the scale of a weight and of its input.
+#: Names of the scales of a weight and of its input, in the order of preference.
 _WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
-#: Where readers look for the modules that are not quantized: vLLM first, then all.
+#: Keys of the lists of unquantized modules: the first is read by vLLM, the second by all servers.
 _EXCLUSIONS = ("ignored_layers", "modules_to_not_convert")
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 
 @dataclass(frozen=True)
 class Fp8Writer:
-    """Writes E4M3 in blocks: 128x128 with float32 scales (DeepSeek), 1x32 with E8M0 scales (SGLang's MXFP8).
+    """Writer of E4M3 in blocks: 128x128 with float32 scales (DeepSeek), or 1x32 with E8M0 scales (SGLang's MXFP8).
 
     Attributes:
         name: Name on the command line, and the `quant_method`.
-        block: What a scale covers.
+        block: Granularity of the scales.
         scale: Format of the scales.
-        scheme: Name of the scheme that is held, for messages.
+        scheme: Name of the supported scheme, for messages.
     """
 
     name: str
@@ -57,10 +58,10 @@ class Fp8Writer:
     global_divides: bool = True
 
     def check(self, scheme: Scheme) -> None:
-        """Only E4M3 in this block, with these scales and inputs in groups of the same width, can be expressed.
+        """Check that the scheme is E4M3 in this block, with these scales and inputs in groups of the same width.
 
         Raises:
-            UsageError: Any other scheme.
+            UsageError: If the layout does not support the scheme.
         """
         weight = scheme.weight
         if (weight.element, weight.granularity, weight.scale) != (E4M3, self.block, self.scale):
@@ -69,16 +70,16 @@ class Fp8Writer:
             )
         if scheme.activation != _activation(self.block, dynamic=True):
             raise UsageError(
-                f"layout {self.name!r} has inputs quantized at run time and cannot say {scheme.name!r}; "
-                "use compressed-tensors"
+                f"layout {self.name!r} requires inputs quantized at run time in groups of {self.block.cols}, unlike "
+                f"{scheme.name!r}; use compressed-tensors"
             )
 
     def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
-        """``weight`` and ``weight_scale_inv``.
+        """Return ``weight`` and ``weight_scale_inv``.
 
         Raises:
-            ShapeError: Blocks at the edge would be partial. The format allows them and vLLM reads them, but
-                transformers (5.23) takes the block size from the shapes and decodes such weights wrongly, in silence.
+            ShapeError: If blocks at the edge would be partial. The format allows them and vLLM reads them, but
+                transformers (5.23) derives the block size from the shapes and silently decodes such weights wrongly.
         """
         rows, cols = spec.granularity.block(shape)
         if shape[0] % rows or shape[1] % cols:
@@ -93,7 +94,7 @@ class Fp8Writer:
         )
 
     def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
-        """Inputs are quantized at run time in this layout.
+        """Refuse static input scales: in this layout servers quantize inputs at run time.
 
         Raises:
             UsageError: Always.
@@ -101,7 +102,7 @@ class Fp8Writer:
         raise UsageError(f"layout {self.name!r} has no static input scales ({module}); use compressed-tensors")
 
     def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
-        """Nothing in this layout's config announces scales of the KV cache.
+        """Refuse KV scales: the config of this layout has no key for them.
 
         Raises:
             UsageError: Always.
@@ -111,10 +112,10 @@ class Fp8Writer:
     def quantization_config(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
     ) -> dict[str, Any]:
-        """DeepSeek's config; the linears that are kept are listed under the key that each reader looks for.
+        """Return DeepSeek's config, with the unquantized linears under the key that every server reads.
 
         Raises:
-            UsageError: A quantized KV cache.
+            UsageError: If the KV cache is quantized.
         """
         if kv is not None:
             raise UsageError(f"layout {self.name!r} cannot announce a quantized KV cache; use compressed-tensors")
@@ -129,7 +130,7 @@ class Fp8Writer:
     def extra_files(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
     ) -> dict[str, dict[str, Any]]:
-        """None: config.json says all."""
+        """Return no files: config.json holds everything."""
         return {}
 
 
@@ -141,8 +142,8 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     """Describe a `quant_method: fp8` or `mxfp8` checkpoint.
 
     Raises:
-        ConfigError: A weight_block_size that is not two positive numbers, or a quantized weight on the list of
-            exceptions.
+        ConfigError: If weight_block_size is not two positive numbers, or a list of unquantized modules matches a
+            quantized weight.
     """
     block = _block_size(checkpoint, config)
     dynamic = config.get("activation_scheme", "dynamic") != "static"
@@ -179,7 +180,7 @@ def _block_size(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Granularit
         return block_granularity(rows, cols)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            checkpoint.path / "config.json", f"weight_block_size is two positive numbers, found {size!r}"
+            checkpoint.path / "config.json", f"weight_block_size: expected two positive numbers, found {size!r}"
         ) from error
 
 

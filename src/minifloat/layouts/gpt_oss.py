@@ -1,8 +1,8 @@
-"""`quant_method: mxfp4`: gpt-oss, whose fused experts are MXFP4 and everything else BF16. Read only.
+"""`quant_method: mxfp4`, the layout of gpt-oss: fused experts in MXFP4, everything else in BF16. Read only.
 
-``<experts>.gate_up_proj_blocks`` uint8 ``[E, out, in / 32, 16]`` and ``..._scales`` uint8 ``[E, out, in / 32]``: the
-blocks of a row lie one after the other, so a row's bytes are already the packed codes ``[out, in / 2]``. Gate and up
-rows are interleaved; that is the model's business and is not undone here.
+``<experts>.gate_up_proj_blocks`` is uint8 ``[E, out, in / 32, 16]`` and ``..._scales`` is uint8 ``[E, out, in / 32]``.
+The blocks of a row are contiguous, so the bytes of an expert are its packed codes ``[out, in / 2]``. Rows of gate and
+up are interleaved, and this module leaves them so.
 
 Source: openai/gpt-oss model card; transformers' mxfp4 integration.
 """
@@ -25,8 +25,9 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     """Describe a gpt-oss checkpoint: one weight per expert, named ``<experts>.gate_up_proj.<index>``.
 
     Raises:
-        ConfigError: The config says mxfp4, yet nothing is stored that way (a dense model saved so is not quantized).
-        ShapeError: Blocks that are not 16 bytes.
+        ConfigError: If no tensor is stored in MXFP4 (a dense model saved in this layout is not quantized), or blocks
+            have no scales.
+        ShapeError: If a block does not have 16 bytes.
     """
     del config
     _, group = GROUP_32.block((1, 1))

@@ -1,7 +1,7 @@
-"""`inspect`: what a checkpoint holds, from headers and config alone.
+"""`inspect`: a summary of the tensors of a checkpoint from its config and headers.
 
-Works on every layout that `minifloat.layouts` reads, whichever tool wrote it. Nothing is loaded, so the answer for a
-70B model takes as long as reading its headers.
+It supports every layout that `minifloat.layouts` reads, written by any tool. No weights are read, so that inspecting a
+70B model takes only the time to read its headers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from minifloat.numerics.scheme import SCHEMES, ActivationSpec, WeightSpec
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One weight or one plain tensor.
+    """A row of the summary: one quantized weight or one other tensor.
 
     Attributes:
-        name: Module of a quantized weight, tensor name otherwise.
-        kind: ``"quantized"``, ``"scale"`` for tensors beside weights, or the role of a plain tensor.
-        format: Scheme, or dtype of a plain tensor.
-        shape: Of the weight.
-        elements: Number of weights; 0 for auxiliary tensors.
-        nbytes: Codes and scales together.
+        name: Module of a quantized weight, name of another tensor.
+        kind: ``"quantized"``, ``"scale"`` for an auxiliary tensor, or the role of another tensor.
+        format: Scheme of a quantized weight, dtype of another tensor.
+        shape: Shape of the weight before packing.
+        elements: Number of weights; 0 for an auxiliary tensor.
+        nbytes: Number of bytes, including scales.
     """
 
     name: str
@@ -43,16 +43,16 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint holds.
+    """Summary of a checkpoint.
 
     Attributes:
-        path: The folder, or the model of the hub, as it was given.
-        architecture: From the config.
+        path: The folder or the id of the hub, as the caller passed it.
+        architecture: Architecture or model type from the config.
         layout: Name of the quantized layout, None for an unquantized checkpoint.
-        kv_cache: Format of the KV cache, if the checkpoint says so.
-        shards: Number of files.
-        rows: Quantized weights first by name, then the other tensors.
-        ignored_files: Safetensors files beside an index that does not name them.
+        kv_cache: Format of the KV cache; None if the checkpoint does not declare one.
+        shards: Number of shards.
+        rows: Quantized weights first, then the other tensors.
+        ignored_files: Files of weights that the model does not use.
     """
 
     path: str
@@ -75,18 +75,18 @@ class Inspection:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits of storage per weight, over the whole checkpoint, scales included."""
+        """Bits of storage per weight over the whole checkpoint, including scales."""
         return 8 * self.nbytes / max(self.elements, 1)
 
     @property
     def quantized_bits_per_weight(self) -> float:
-        """The same over quantized weights alone; NaN where there are none."""
+        """Bits of storage per weight over the quantized weights, including scales; NaN if there are none."""
         rows = [row for row in self.rows if row.kind == "quantized"]
         elements = sum(row.elements for row in rows)
         return 8 * sum(row.nbytes for row in rows) / elements if elements else math.nan
 
     def by(self, attribute: str) -> dict[str, tuple[int, int, int]]:
-        """Rows, weights and bytes by `kind` or `format`, largest first."""
+        """Return numbers of rows, weights and bytes by `kind` or `format`, sorted by bytes, largest first."""
         totals: dict[str, tuple[int, int, int]] = {}
         for row in self.rows:
             count, elements, nbytes = totals.get(getattr(row, attribute), (0, 0, 0))
@@ -94,7 +94,7 @@ class Inspection:
         return dict(sorted(totals.items(), key=lambda item: -item[1][2]))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the summary as JSON values."""
         bits = self.quantized_bits_per_weight
         return asdict(self) | {
             "nbytes": self.nbytes,
@@ -108,12 +108,12 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, revision: str | None = N
     """Describe a checkpoint.
 
     Args:
-        path: A folder, or a model of the hub, whose weights stay there.
-        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
+        path: A folder, or the id of a model of the hub, whose weights are not downloaded.
+        revision: Branch, tag or commit of a model of the hub; by default its default branch.
 
     Raises:
-        CheckpointError: The files are not what they claim to be.
-        HubError: The hub has no such model, refuses it, or cannot be reached.
+        CheckpointError: If a file is invalid.
+        HubError: If the hub has no such model, refuses the request, or cannot be reached.
     """
     with open_headers(path, revision=revision) as checkpoint:
         description = describe(checkpoint)
@@ -131,7 +131,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, revision: str | None = N
 
 
 def format_name(spec: WeightSpec, activation: ActivationSpec | None) -> str:
-    """The name of the scheme that stores weights like this, or its parts where no scheme here does."""
+    """Return the name of the scheme with this storage format, or a description if there is no such scheme."""
     same_weight = [
         scheme
         for scheme in SCHEMES.values()
@@ -164,7 +164,7 @@ def _quantized_rows(checkpoint: Checkpoint, description: Description) -> list[Te
 
 
 def _stored_bytes(checkpoint: Checkpoint, stored: StoredWeight) -> int:
-    """Bytes of a weight's tensors; an expert's share where experts are fused in one tensor."""
+    """Return the bytes of a weight's tensors; for experts fused in one tensor, the share of one expert."""
     total = sum(checkpoint.tensors[name].nbytes for name in stored.tensors)
     return total if stored.expert is None else total // checkpoint.tensors[stored.codes].shape[0]
 

@@ -1,11 +1,11 @@
 """NVIDIA ModelOpt's unified Hugging Face export: FP8, NVFP4, MXFP8 and mixtures of them.
 
-The config names an algorithm for the whole model, but a mixed export differs by layer, so each weight is told from
-its own tensors: the dtype of the codes, the dtype and size of the scale, and `weight_scale_2` (NVFP4), which
-multiplies. An E2M1 weight is uint8 ``[N, K / 2]`` under the name ``weight``.
+The config names one algorithm for the whole model, but a mixed export differs by layer. Each weight is therefore
+described from its own tensors: the dtype of the codes, the dtype and size of the scale, and `weight_scale_2` (NVFP4),
+which multiplies to dequantize. An E2M1 weight is uint8 ``[N, K / 2]`` under the name ``weight``.
 
-Source: ModelOpt 0.47, `export/quant_utils.py`, `export/convert_hf_config.py` and `hf_quant_config.json` as written; for
-what is read, vLLM 0.32, `quantization/modelopt.py`.
+Source: ModelOpt 0.47, `export/quant_utils.py`, `export/convert_hf_config.py` and a written `hf_quant_config.json`; vLLM
+0.32, `quantization/modelopt.py`, for the keys that servers read.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
 NAME = "modelopt"
 
-#: Where the modules that are not quantized are listed: in hf_quant_config.json, in config.json.
+#: Keys of the lists of unquantized modules in hf_quant_config.json and in config.json.
 _EXCLUSIONS = ("exclude_modules", "ignore")
 _AUXILIARY = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
 # ---------------------------------------------------------------------------------------------------- writing
 
-#: `quant_algo` -> what it stores. ModelOpt calls 128x128 blocks weight-only ("WO"); vLLM rounds their inputs anyway.
+#: Formats of weights and inputs by `quant_algo`. ModelOpt calls 128x128 blocks weight-only ("WO"), but vLLM quantizes
+#: their inputs.
 ALGORITHMS: dict[str, tuple[WeightSpec, ActivationSpec | None]] = {
     "FP8": (WeightSpec(E4M3, TENSOR), ActivationSpec(E4M3, TENSOR, dynamic=False)),
     "FP8_PER_CHANNEL_PER_TOKEN": (WeightSpec(E4M3, CHANNEL), ActivationSpec(E4M3, TOKEN, dynamic=True)),
@@ -51,30 +52,33 @@ ALGORITHMS: dict[str, tuple[WeightSpec, ActivationSpec | None]] = {
 }
 MIXED = "MIXED_PRECISION"
 
-_PRODUCER = {"name": "modelopt", "version": "0.47.0"}  #: whose form of the config this is; readers look for the name
+_PRODUCER = {
+    "name": "modelopt",
+    "version": "0.47.0",
+}  #: version of ModelOpt whose config format is written; servers check the name
 _FLOAT_ARGS = {"dynamic": False, "type": "float"}
 
 
 @dataclass(frozen=True)
 class ModelOptWriter:
-    """Writes what has a `quant_algo`, and mixtures of them."""
+    """Writer of the schemes that have a `quant_algo`, and of mixtures of them."""
 
     name: str = NAME
     global_divides: bool = False
 
     def check(self, scheme: Scheme) -> None:
-        """Only the combinations of weights and inputs in `ALGORITHMS` can be expressed.
+        """Check that the formats of weights and inputs are in `ALGORITHMS`.
 
         Raises:
-            UsageError: Any other scheme.
+            UsageError: If no `quant_algo` has these formats.
         """
         _algorithm(scheme)
 
     def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
-        """``weight`` (packed where it has 4 bits) and ``weight_scale``; NVFP4 adds ``weight_scale_2``.
+        """Return ``weight`` (packed for E2M1), ``weight_scale`` and for NVFP4 ``weight_scale_2``.
 
         Raises:
-            ShapeError: Partial 128x128 blocks, which vLLM refuses, or partial groups.
+            ShapeError: If 128x128 blocks would be partial, which vLLM refuses, or groups would be partial.
         """
         rows, cols = shape
         block_rows, block_cols = spec.granularity.block(shape)
@@ -98,11 +102,11 @@ class ModelOptWriter:
         )
 
     def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
-        """``input_scale``, a float32 scalar."""
+        """Return ``input_scale``, a float32 scalar."""
         return OutputTensor(f"{module}.input_scale", "F32", ())
 
     def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
-        """``k_scale`` of the projection of keys and ``v_scale`` of that of values, float32 scalars."""
+        """Return ``k_proj.k_scale`` and ``v_proj.v_scale`` of the attention module, float32 scalars."""
         return (
             OutputTensor(f"{attention}.k_proj.k_scale", "F32", ()),
             OutputTensor(f"{attention}.v_proj.v_scale", "F32", ()),
@@ -111,11 +115,11 @@ class ModelOptWriter:
     def quantization_config(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
     ) -> dict[str, Any]:
-        """As ModelOpt 0.47 writes it into config.json: `config_groups` for the algorithms for which it does.
+        """Return the config that ModelOpt 0.47 writes into config.json, with `config_groups` where ModelOpt has them.
 
         Raises:
-            UsageError: A scheme without a `quant_algo`, or an exception whose name vLLM would find in that of a
-                quantized module.
+            UsageError: If a scheme has no `quant_algo`, or the name of an unquantized module is a substring of the name
+                of a quantized one, so that vLLM would leave out both.
         """
         algorithms = {module: _algorithm(scheme) for module, scheme in modules.items()}
         _refuse_substrings(kept, modules)
@@ -125,7 +129,8 @@ class ModelOptWriter:
             config["config_groups"] = {"group_0": _group(names[0]) | {"targets": ["Linear"]}}
         elif len(names) > 1:
             config["config_groups"] = {
-                f"group_{number}": _group(name) | {"targets": sorted(m for m, its in algorithms.items() if its == name)}
+                f"group_{number}": _group(name)
+                | {"targets": sorted(module for module, algorithm in algorithms.items() if algorithm == name)}
                 for number, name in enumerate(names)
             }
             config["quantized_layers"] = _layers(algorithms)
@@ -137,7 +142,7 @@ class ModelOptWriter:
     def extra_files(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
     ) -> dict[str, dict[str, Any]]:
-        """hf_quant_config.json, which older readers look for."""
+        """Return hf_quant_config.json, which older servers read."""
         algorithms = {module: _algorithm(scheme) for module, scheme in modules.items()}
         names = sorted(set(algorithms.values()))
         quantization: dict[str, Any] = {
@@ -160,17 +165,19 @@ WRITER = ModelOptWriter()
 
 
 def _algorithm(scheme: Scheme) -> str:
-    """The `quant_algo` of a scheme.
+    """Return the `quant_algo` of a scheme.
 
     Raises:
-        UsageError: There is none.
+        UsageError: If there is none.
     """
-    wanted = (scheme.weight.element, scheme.weight.granularity, scheme.weight.scale)
+    formats = (scheme.weight.element, scheme.weight.granularity, scheme.weight.scale)
     inputs = scheme.activation
-    if inputs is not None and scheme.weight.has_global_scale:  # in either layout: dynamic, under a static scale
+    if (
+        inputs is not None and scheme.weight.has_global_scale
+    ):  # NVFP4 inputs have dynamic block scales under a static scale
         inputs = replace(inputs, dynamic=False)
     for name, (weight, activation) in ALGORITHMS.items():
-        if (weight.element, weight.granularity, weight.scale) == wanted and activation == inputs:
+        if (weight.element, weight.granularity, weight.scale) == formats and activation == inputs:
             return name
     raise UsageError(
         f"layout {NAME!r} has no quant_algo for {scheme.name!r}, only {', '.join(ALGORITHMS)}; use compressed-tensors"
@@ -178,13 +185,13 @@ def _algorithm(scheme: Scheme) -> str:
 
 
 def _group_size(algorithm: str) -> dict[str, int]:
-    """``group_size``, where an algorithm has one."""
+    """Return ``group_size`` of an algorithm with groups of columns, else nothing."""
     granularity = ALGORITHMS[algorithm][0].granularity
     return {"group_size": granularity.cols} if granularity.rows == 1 and granularity.cols else {}
 
 
 def _group(algorithm: str) -> dict[str, Any]:
-    """An entry of `config_groups` without its targets; ModelOpt has none for blocks and names the algorithm instead."""
+    """Return an entry of `config_groups` without its targets; for 128x128 blocks ModelOpt writes `quant_algo` only."""
     weight, activation = ALGORITHMS[algorithm]
     if weight.granularity == BLOCK_128:
         return {"quant_algo": algorithm}
@@ -194,12 +201,12 @@ def _group(algorithm: str) -> dict[str, Any]:
 
 
 def _layers(algorithms: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """`quantized_layers` of a mixture."""
+    """Return `quantized_layers` of a mixture."""
     return {module: {"quant_algo": name} | _group_size(name) for module, name in algorithms.items()}
 
 
 def _refuse_substrings(kept: Sequence[str], modules: Iterable[str]) -> None:
-    """Refuse exceptions that vLLM would find in the names of other modules: ``mlp.gate`` in ``mlp.gate_proj``."""
+    """Refuse names of unquantized modules that vLLM would find in quantized ones: ``mlp.gate`` in ``mlp.gate_proj``."""
     names = list(modules)
     for entry in kept:
         for module in names:
@@ -214,11 +221,11 @@ def _refuse_substrings(kept: Sequence[str], modules: Iterable[str]) -> None:
 
 
 def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
-    """Describe a ModelOpt checkpoint from its tensors; the config tells about the KV cache, and what is weight-only.
+    """Describe a ModelOpt checkpoint from its tensors; the config adds the KV cache and the weight-only modules.
 
     Raises:
-        ShapeError: A scale whose size fits no granularity of its weight.
-        ConfigError: A quantized weight on the list of exceptions.
+        ShapeError: If the size of a scale fits no granularity of its weight.
+        ConfigError: If a list of unquantized modules matches a quantized weight.
     """
     quantization = config.get("quantization", config)
     weights = {}
@@ -231,7 +238,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
         spec = stored_spec(shape, scale, element, _granularity(scale, shape, element))
         input_scale = f"{module}.input_scale"
         algorithm = algorithm_of(quantization, module)
-        weights_alone = algorithm.endswith("_WO") or "A16" in algorithm
+        weight_only = algorithm.endswith("_WO") or "A16" in algorithm
         weights[module] = StoredWeight(
             module=module,
             spec=spec,
@@ -240,7 +247,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             scale=scale.name,
             global_scale=f"{module}.weight_scale_2" if spec.has_global_scale else None,
             global_divides=False,
-            activation=None if weights_alone else _activation(spec, input_scale in checkpoint.tensors),
+            activation=None if weight_only else _activation(spec, input_scale in checkpoint.tensors),
             input_scale=input_scale if input_scale in checkpoint.tensors else None,
         )
     for key in _EXCLUSIONS:
@@ -250,15 +257,15 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
 
 
 def algorithm_of(quantization: Mapping[str, Any], module: str) -> str:
-    """The `quant_algo` of a module, in capitals: its own in a mixture, that of the model otherwise; "" for none."""
+    """Return the `quant_algo` of a module in capitals: its own in a mixture, else that of the model; "" if none."""
     layers = quantization.get("quantized_layers")
     own = layers.get(module) if isinstance(layers, dict) else None
-    found = own if isinstance(own, dict) else quantization
-    return str(found.get("quant_algo") or "").upper()
+    entry = own if isinstance(own, dict) else quantization
+    return str(entry.get("quant_algo") or "").upper()
 
 
 def _kv(quantization: Mapping[str, Any]) -> KVSpec | None:
-    """``FP8`` and ``NVFP4``, or in newer files a scheme with the bits of a float; None for whatever else there is."""
+    """Return the KV cache format from ``FP8``, ``NVFP4`` or, in newer files, the number of bits; None otherwise."""
     scheme = quantization.get("kv_cache_scheme")
     bits = scheme.get("num_bits") if isinstance(scheme, dict) and scheme.get("type") == "float" else None
     algorithm = quantization.get("kv_cache_quant_algo")
@@ -268,7 +275,7 @@ def _kv(quantization: Mapping[str, Any]) -> KVSpec | None:
 
 
 def _granularity(scale: TensorInfo, shape: tuple[int, int], element: ElementFormat) -> Granularity:
-    """NVFP4 scales are E4M3 per 16, MX scales are E8M0 per 32, float scales per tensor, channel or block."""
+    """Return the granularity: 1x16 for E4M3 scales, 1x32 for E8M0; for float scales tensor, channel or 128x128."""
     if scale.dtype == "F8_E4M3":
         return GROUP_16
     if scale.dtype in ("U8", "F8_E8M0") or element is E2M1:
@@ -277,7 +284,7 @@ def _granularity(scale: TensorInfo, shape: tuple[int, int], element: ElementForm
 
 
 def _activation(spec: WeightSpec, has_input_scale: bool) -> ActivationSpec | None:
-    """A static input scale means W8A8 or W4A4; without one, 8-bit inputs are quantized as they come."""
+    """Return the format of inputs: static with an input scale; without it E4M3 is dynamic and E2M1 weight-only."""
     if spec.element is E2M1:
         return ActivationSpec(E2M1, GROUP_16, dynamic=False) if has_input_scale else None
     if has_input_scale:

@@ -1,7 +1,8 @@
-"""What every layout is translated to: which tensors of a checkpoint together are one quantized weight.
+"""The common description of quantized weights in a checkpoint, into which every layout is translated.
 
-A `StoredWeight` is made from headers and config alone, so `inspect` can describe a checkpoint of any size without
-reading a weight; `read_weight` reads one of them into the form that kernels use.
+A `StoredWeight` names the tensors that together are one quantized weight. It is built from headers and config, so that
+`inspect` can describe a checkpoint of any size without reading a weight; `read_weight` reads one weight into the form
+that kernels use.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from minifloat.numerics.tensor import QuantizedTensor
 
-#: Safetensors dtype of a stored scale -> the format of the scales. Scales that are 16-bit on disk widen exactly.
+#: Format of stored scales by their safetensors dtype. 16-bit scales are converted to float32, which is exact.
 SCALE_FORMATS: dict[str, ElementFormat] = {
     "F32": FLOAT32,
     "BF16": FLOAT32,
@@ -42,19 +43,19 @@ _KV_SCALE = re.compile(
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One quantized weight ``[N, K]`` as it lies in a checkpoint.
+    """The tensors of one quantized weight ``[N, K]`` in a checkpoint.
 
     Attributes:
         module: Name of the linear, without ``.weight``; experts of a fused tensor end in ``.<index>``.
-        spec: Element format, granularity and scale format. The scale rule is not known from a checkpoint.
+        spec: Element format, granularity and scale format. A checkpoint does not state the scale rule.
         shape: ``(N, K)`` of the weight.
-        codes: Tensor that holds the codes.
-        scale: Tensor that holds the block scales.
-        global_scale: Tensor that holds the scale above the block scales (NVFP4), if any.
+        codes: Name of the tensor of the codes.
+        scale: Name of the tensor of the block scales.
+        global_scale: Name of the tensor of the global scale (NVFP4), if any.
         global_divides: Whether the global scale divides (compressed-tensors) or multiplies (ModelOpt).
-        activation: How the checkpoint says that inputs are quantized; None for weight-only.
-        input_scale: Tensor that holds the static scale of the inputs, if any.
-        expert: Index into the first dimension of `codes` and `scale` where experts are fused (gpt-oss).
+        activation: Format of the inputs that the checkpoint declares; None for weight-only.
+        input_scale: Name of the tensor of the static input scale, if any.
+        expert: Index into the first dimension of `codes` and `scale` if experts are fused (gpt-oss), else None.
     """
 
     module: str
@@ -70,21 +71,21 @@ class StoredWeight:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Every tensor of the checkpoint that belongs to this weight."""
+        """Names of all tensors of this weight."""
         names = (self.codes, self.scale, self.global_scale, self.input_scale)
         return tuple(name for name in names if name is not None)
 
 
 @dataclass(frozen=True)
 class Description:
-    """What is quantized in a checkpoint.
+    """Description of the quantized weights of a checkpoint.
 
     Attributes:
-        layout: Name of the layout, None for a checkpoint that is not quantized.
+        layout: Name of the layout, None for an unquantized checkpoint.
         weights: Quantized weights by module name.
-        auxiliary: Tensors that are neither a parameter of the model nor part of a weight (scales of the KV cache,
-            recorded shapes).
-        kv: How the KV cache is quantized, if the checkpoint says so.
+        auxiliary: Names of tensors that are neither a parameter of the model nor part of a weight (scales of the KV
+            cache, recorded shapes).
+        kv: Format of the KV cache; None if the checkpoint does not declare one.
     """
 
     layout: str | None
@@ -94,13 +95,14 @@ class Description:
 
 
 def kv_scale_of(name: str) -> tuple[str, str] | None:
-    """The attention module whose KV scale a tensor is, and ``"k"`` or ``"v"``; None where it is no such scale.
+    """Return the attention module of a KV scale, and ``"k"`` or ``"v"``; None for other tensors.
 
-    Scales stand at the attention module (compressed-tensors) or at its projections (ModelOpt); `output_scale` is older.
+    The scales are tensors of the attention module (compressed-tensors) or of its projections (ModelOpt); `output_scale`
+    is an older name.
     """
     match = _KV_SCALE.fullmatch(name)
-    which = match and (match["scale"] or match["projection"])
-    return (match["attention"], which) if match and which else None
+    letter = match and (match["scale"] or match["projection"])
+    return (match["attention"], letter) if match and letter else None
 
 
 def tensors_with_suffix(checkpoint: Checkpoint, suffix: str) -> Iterator[tuple[str, TensorInfo]]:
@@ -130,10 +132,10 @@ def granularity_of(scale: TensorInfo, shape: tuple[int, int], block: Granularity
 
 
 def weight_shape(codes: TensorInfo, element: ElementFormat) -> tuple[int, int]:
-    """``(N, K)`` of the weight whose codes are stored as a matrix, two to a byte where the element has 4 bits.
+    """Return ``(N, K)`` of the weight whose codes are stored as a matrix, two to a byte for 4-bit elements.
 
     Raises:
-        ShapeError: The codes are not a matrix.
+        ShapeError: If the codes are not a matrix.
     """
     if len(codes.shape) != 2:
         raise ShapeError(codes.name, f"expected a matrix of codes, found shape {list(codes.shape)}")
@@ -144,18 +146,18 @@ def weight_shape(codes: TensorInfo, element: ElementFormat) -> tuple[int, int]:
 def stored_spec(
     shape: tuple[int, int], scale: TensorInfo, element: ElementFormat, granularity: Granularity, experts: int = 1
 ) -> WeightSpec:
-    """The spec of a stored weight; what the scales are is read off the dtype of their tensor.
+    """Return the spec of a stored weight; the dtype of the scale tensor gives the format of the scales.
 
     Args:
         shape: ``(N, K)`` of one weight.
         scale: The tensor of its block scales.
         element: Format of the codes.
-        granularity: What the config says that a scale covers.
-        experts: How many weights share the scale tensor, along its first dimension.
+        granularity: Block of elements that share a scale.
+        experts: Number of weights whose scales the tensor holds, along its first dimension.
 
     Raises:
-        UnsupportedTensorError: A dtype that no layout uses for scales.
-        ShapeError: The scale's size is not that of the granularity's grid.
+        UnsupportedTensorError: If no layout uses the dtype for scales.
+        ShapeError: If the size of the tensor is not that of the granularity's scale grid.
     """
     try:
         scale_format = SCALE_FORMATS[scale.dtype]
@@ -173,11 +175,12 @@ def stored_spec(
 
 
 def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor:
-    """Read one quantized weight: codes as they are, scales as the grid that kernels use.
+    """Read one quantized weight: the stored codes, and the scales as the grid that kernels use.
 
     Raises:
-        NonFiniteError: A scale is NaN or Inf; the weight would be too.
-        CheckpointError: The file ends early.
+        NonFiniteError: If a scale is NaN or Inf, which would make the weight NaN or Inf.
+        UnsupportedTensorError: If a scale has an unsupported dtype.
+        StorageError: If the operating system refuses a read, or the file ends early.
     """
     from minifloat.numerics.tensor import QuantizedTensor
 
@@ -190,12 +193,12 @@ def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor
     scale = scale.reshape(stored.spec.granularity.scale_shape(stored.shape))
     if stored.spec.scale is FLOAT32:
         scale = scale.float()
-        bad = ~scale.isfinite()
+        invalid = ~scale.isfinite()
     else:
         nan_code = stored.spec.scale.nan_code or 0
-        bad = (scale & nan_code) == nan_code
-    if bad.any():
-        raise NonFiniteError(stored.scale, f"{int(bad.sum())} of {bad.numel()} scales are NaN or Inf")
+        invalid = (scale & nan_code) == nan_code
+    if invalid.any():
+        raise NonFiniteError(stored.scale, f"{int(invalid.sum())} of {invalid.numel()} scales are NaN or Inf")
     global_scale = None
     if stored.global_scale is not None:
         info = checkpoint.tensors[stored.global_scale]
@@ -206,7 +209,7 @@ def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor
 
 
 def _read(checkpoint: Checkpoint, name: str, dtype: str, expert: int | None = None) -> torch.Tensor:
-    """A tensor of the checkpoint, viewed as `dtype`; one slice of the first dimension where `expert` is given."""
+    """Return a flat tensor of the checkpoint viewed as `dtype`; with `expert`, one slice of the first dimension."""
     import torch
 
     torch_dtypes = {"U8": torch.uint8, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -1,4 +1,4 @@
-"""What a layout that can be written provides: names and shapes of tensors, and the config that announces them."""
+"""The interface of layouts that can be written: names and shapes of tensors, and the config that declares them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SCALE_DTYPES: dict[ElementFormat, str] = {FLOAT32: "F32", E8M0: "U8", E4M3: "F8
 
 @dataclass(frozen=True)
 class WeightTensors:
-    """The tensors that one quantized weight becomes.
+    """The tensors of one quantized weight.
 
-    Their bytes are those of `QuantizedTensor`'s fields; a layout chooses names, dtypes and shapes.
+    Their bytes are those of the fields of `QuantizedTensor`; a layout chooses names, dtypes and shapes.
 
     Attributes:
-        codes: The elements.
-        scale: The block scales.
-        global_scale: The divisor above the block scales, where the scheme has one.
+        codes: Tensor of the codes.
+        scale: Tensor of the block scales.
+        global_scale: Tensor of the global scale, if the scheme has one.
     """
 
     codes: OutputTensor
@@ -31,7 +31,7 @@ class WeightTensors:
 
     @property
     def all(self) -> tuple[OutputTensor, ...]:
-        """The tensors in the order in which they are written."""
+        """All tensors in the order in which they are written."""
         return (self.codes, self.scale) + (() if self.global_scale is None else (self.global_scale,))
 
 
@@ -56,40 +56,40 @@ class WriteLayout(Protocol):
 
     @property
     def global_divides(self) -> bool:
-        """Whether the scale above block scales divides (compressed-tensors) or multiplies (ModelOpt)."""
+        """Whether the global scale divides (compressed-tensors) or multiplies (ModelOpt) to dequantize."""
 
     def check(self, scheme: Scheme) -> None:
-        """Raises UsageError where the layout cannot express the scheme."""
+        """Raise UsageError if the layout does not support the scheme."""
 
     def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
-        """Names, dtypes and shapes of the tensors of one weight ``[N, K]``."""
+        """Return names, dtypes and shapes of the tensors of one weight ``[N, K]``."""
 
     def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
-        """The tensor of the static scale of a linear's input; of NVFP4, of the scale above its block scales.
+        """Return the tensor of the static input scale of a linear; for NVFP4, of the global input scale.
 
         Raises:
-            UsageError: The layout cannot hold it.
+            UsageError: If the layout has no static input scales.
         """
 
     def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
-        """The tensors of the scales of an attention module's keys and values.
+        """Return the tensors of the scales of an attention module's keys and values.
 
         Raises:
-            UsageError: The layout cannot hold them.
+            UsageError: If the layout has no KV scales.
         """
 
     def quantization_config(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
     ) -> dict[str, Any]:
-        """The `quantization_config` for config.json.
+        """Return the `quantization_config` for config.json.
 
         Args:
-            modules: Quantized modules and their schemes.
-            kept: Linears that stay in the model's precision, by name.
-            kv: How the KV cache is quantized, if it is.
+            modules: Schemes of the quantized modules, by name.
+            kept: Names of the unquantized linears.
+            kv: Format of the KV cache; None if it is not quantized.
         """
 
     def extra_files(
         self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
     ) -> dict[str, dict[str, Any]]:
-        """JSON files beside config.json that announce the same, by name; arguments as in `quantization_config`."""
+        """Return further JSON files with the same facts, by name; arguments as in `quantization_config`."""

@@ -1,1 +1,4 @@
-"""Number formats and the plain-torch arithmetic that defines what quantizing means; imports no torch by itself."""
+"""Number formats, schemes, and the plain-torch reference of quantization.
+
+The modules `formats`, `granularity`, `scheme`, `cast_stats`, `divisor` and `histogram` import no torch.
+"""

@@ -1,17 +1,17 @@
-"""Quantizing the inputs of a linear as W8A8 servers do it at run time, in plain torch: the oracle of that half.
+"""Plain-torch reference of quantizing the inputs of a linear at run time, as W8A8 servers do.
 
-An input ``x [..., K]`` is a matrix ``[M, K]`` of tokens here, with the scale grid of the granularity: one scale in all
-(static, from calibration, or dynamic), one per token, or one per token and group of columns. Numbers are
-those of compressed-tensors, bit for bit in float32: the scale is ``amax / E4M3.max``, the code ``encode(x / scale)``
-with a true division, clamped, ties to even.
+An input ``x [..., K]`` is treated as a matrix ``[M, K]`` of M tokens. Its scale grid is that of the granularity: one
+scale for the whole input (static, from calibration, or dynamic), one per token, or one per token and group of columns.
+Results equal those of compressed-tensors bit for bit in float32: the scale is ``amax / E4M3.max``, the code is
+``encode(x / scale)`` with a true division, clamped, ties to even.
 
-Where servers differ from that, they differ from each other. vLLM's per-token kernel lets no scale fall below
-``1 / (512 * E4M3.max)`` and its group kernel no amax below 1e-10, which changes tokens of nearly nothing only; some
-kernels multiply by the reciprocal of the scale, which moves a code by one step where ``x / scale`` lies within a
-float32 rounding of a tie.
+Servers differ from this reference, and from each other, in two ways. vLLM's per-token kernel uses at least
+``1 / (512 * E4M3.max)`` as the scale and its group kernel at least 1e-10 as the amax; that changes only tokens close to
+zero. Some kernels multiply by the reciprocal of the scale, which moves a code by one step where ``x / scale`` lies
+within a float32 rounding of a tie.
 
-Left out: the inputs of MX and NVFP4 weights. Their scales are powers of two that every server rounds by a rule of its
-own, or lie under a second, static scale; such weights are computed weight-only.
+Not supported: the inputs of MX and NVFP4 weights. MX scales are powers of two that every server rounds by its own rule,
+and NVFP4 scales lie under a second, static scale; this package computes such weights weight-only.
 
 Source: compressed-tensors 0.20, `compute_dynamic_scales_and_zp` and `fake_quantize`; vLLM, `scaled_fp8_quant`.
 """
@@ -31,25 +31,29 @@ from minifloat.numerics.scheme import ActivationSpec, WeightSpec
 
 
 def describe_activation(spec: ActivationSpec) -> str:
-    """The spec in words, for example ``"E4M3 per token (dynamic)"``."""
+    """Return the spec in words, for example ``"E4M3 per token (dynamic)"``."""
     return f"{spec.element.name} per {spec.granularity} ({'dynamic' if spec.dynamic else 'static'})"
 
 
 def can_quantize(spec: ActivationSpec, weight: WeightSpec) -> bool:
-    """Whether this module computes what servers compute for such inputs of such a weight.
+    """Return whether this module computes what servers compute for inputs in `spec` of a weight in `weight`.
 
-    The weight counts because a checkpoint does not say what the scales of activations are: they are what those of the
-    weight are, float32 here.
+    The weight matters because a checkpoint does not state the format of activation scales: servers use the format of
+    the weight scales, and this module supports float32 only.
     """
     return _is_covered(spec) and weight.element is E4M3 and weight.scale is FLOAT32
 
 
 def check_activation(spec: ActivationSpec, scale: Tensor | None) -> None:
-    """See that `quantize_activation` may take its arguments.
+    """Check the arguments of `quantize_activation`.
+
+    Args:
+        spec: How the input is quantized.
+        scale: The static scale, or None.
 
     Raises:
-        UnsupportedTensorError: As there.
-        ValueError: As there.
+        UnsupportedTensorError: If the element is not E4M3, or the granularity is not supported.
+        ValueError: If `scale` is given for a dynamic spec or missing for a static one.
     """
     if not _is_covered(spec):
         raise UnsupportedTensorError(
@@ -62,22 +66,22 @@ def check_activation(spec: ActivationSpec, scale: Tensor | None) -> None:
 
 
 def quantize_activation(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize an input.
+    """Quantize the input of a linear.
 
     Args:
         x: ``[..., K]``, float32, bfloat16 or float16.
         spec: E4M3; per tensor (static or dynamic), per token or per group of columns (dynamic). The last group of a
             row may be partial.
-        scale: float32, one positive element; given exactly where the spec is static.
+        scale: float32, one positive element, for a static spec; None for a dynamic one.
 
     Returns:
         uint8 codes of the shape of `x`, and the float32 scale grid ``spec.granularity.scale_shape((M, K))`` for the M
         tokens of `x`. A token (or group) of zeros has the scale 2**-23 and codes of zero. With a dynamic scale, NaN or
-        Inf in a block makes all of it NaN; with a static one Inf is clamped, as a server would, and NaN stays NaN.
+        Inf in a block makes the whole block NaN; with a static scale, Inf is clamped, as servers do, and NaN stays NaN.
 
     Raises:
-        UnsupportedTensorError: Another element or granularity.
-        ValueError: `scale` is given for a dynamic spec or missing for a static one.
+        UnsupportedTensorError: If the element is not E4M3, or the granularity is not supported.
+        ValueError: If `scale` is given for a dynamic spec or missing for a static one.
 
     Source: compressed-tensors 0.20, `calculate_qparams`.
     """
@@ -93,15 +97,15 @@ def quantize_activation(x: Tensor, spec: ActivationSpec, scale: Tensor | None = 
 
 
 def dequantize_activation(codes: Tensor, scale: Tensor, spec: ActivationSpec) -> Tensor:
-    """What the codes stand for: decoded element times scale, rounded to float32.
+    """Dequantize codes: decoded element times scale, rounded to float32.
 
     Args:
-        codes: uint8 ``[..., K]`` of `quantize_activation`.
-        scale: The grid that came with them.
-        spec: How they were quantized.
+        codes: uint8 ``[..., K]`` from `quantize_activation`.
+        scale: The scale grid from the same call.
+        spec: How the input was quantized.
 
     Returns:
-        float32, the shape of `codes`.
+        float32 of the shape of `codes`.
     """
     shape = _token_shape(codes)
     values = decode(codes.reshape(shape), spec.element)
@@ -109,10 +113,10 @@ def dequantize_activation(codes: Tensor, scale: Tensor, spec: ActivationSpec) ->
 
 
 def _is_covered(spec: ActivationSpec) -> bool:
-    """E4M3 per tensor, or per token or group of its columns with dynamic scales."""
+    """Return whether `spec` is E4M3 per tensor, or dynamic E4M3 per token or per group of a token's columns."""
     return spec.element is E4M3 and (spec.granularity == TENSOR or (spec.dynamic and spec.granularity.rows == 1))
 
 
 def _token_shape(x: Tensor) -> tuple[int, int]:
-    """``(M, K)`` of ``[..., K]``."""
+    """Return ``(M, K)`` for an input ``[..., K]``."""
     return math.prod(x.shape[:-1]), x.shape[-1]

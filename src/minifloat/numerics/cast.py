@@ -1,9 +1,9 @@
-"""Casting to and from formats of at most 8 bits: the oracle that every fast kernel is held to, bit for bit.
+"""Plain-torch reference of casts to and from formats of at most 8 bits; every fast kernel must equal it bit for bit.
 
 One algorithm serves every format: it reads field widths, bias and the meaning of the all-ones exponent from the
 `ElementFormat` record and works on the bits of float32, so no format has a branch of its own. It does not call
-torch's float8 casts, whose saturation depends on version and device; the tests compare against them. Scales are the
-business of `scale.py`, nibbles of `pack.py`; speed is that of the native kernel.
+torch's float8 casts, whose saturation depends on version and device; the tests compare against them. `scale.py`
+chooses scales, `pack.py` packs nibbles, and the native kernels are fast.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _INF_BITS = FLOAT32.max_code + 1
 
 
 def torch_dtype(fmt: ElementFormat) -> torch.dtype:
-    """The torch dtype that stores one element of `fmt`.
+    """Return the torch dtype that stores one element of `fmt`.
 
     Raises:
-        UnknownNameError: `fmt` has none (E2M1: torch only knows pairs of them).
+        UnknownNameError: If torch has no such dtype (E2M1: torch has a dtype for pairs only).
     """
     try:
         return _TORCH_DTYPES[fmt]
@@ -46,19 +46,19 @@ def torch_dtype(fmt: ElementFormat) -> torch.dtype:
 def encode(x: Tensor, fmt: ElementFormat) -> Tensor:
     """Round every element to the nearest value of `fmt`, ties to the even code.
 
-    Values beyond the largest finite one, Inf included, are clamped to it. The sign of zeros, and of values that round
-    to zero, is kept. NaN of either sign becomes ``fmt.nan_code``.
+    Values beyond the largest finite value, Inf included, are clamped to the largest finite value. The sign of zeros,
+    and of values that round to zero, is kept. NaN of either sign becomes ``fmt.nan_code``.
 
     Args:
-        x: Any shape; float32, bfloat16 or float16 (converted to float32, which is exact). float64 would be rounded to
-            float32 first, and so twice.
+        x: Any shape; float32, bfloat16 or float16 (converted to float32, which is exact). A float64 tensor would be
+            rounded twice, first to float32.
         fmt: A signed format of at most 8 bits: E4M3, E5M2, E2M1.
 
     Returns:
-        uint8 codes, the shape of `x`. Codes of fewer than 8 bits are right-aligned, one per byte.
+        uint8 codes of the shape of `x`. Codes of fewer than 8 bits are right-aligned, one per byte.
 
     Raises:
-        ValueError: `fmt` is not such a format, or `x` holds NaN and `fmt` has none (E2M1).
+        ValueError: If `fmt` is unsigned or wider than 8 bits, or `x` holds NaN and `fmt` has no NaN (E2M1).
 
     Source: OFP8 1.0, section 5 (saturating conversion); OCP MX 1.0, section 5.3.
     """
@@ -82,17 +82,17 @@ def encode(x: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    """The value of every code, exactly.
+    """Return the exact value of every code.
 
     Args:
         codes: uint8, any shape, one code per byte.
         fmt: Any format of at most 8 bits. E8M0 code 255 is NaN, and code 0 (2**-127) a float32 subnormal.
 
     Returns:
-        float32, the shape of `codes`.
+        float32 of the shape of `codes`.
 
     Raises:
-        ValueError: `codes` is not uint8, holds a number that is no code of `fmt`, or `fmt` is wider than 8 bits.
+        ValueError: If `codes` is not uint8 or holds a number that is no code of `fmt`, or `fmt` is wider than 8 bits.
     """
     if codes.dtype != torch.uint8:
         raise ValueError(f"codes must be uint8, got {codes.dtype}")
@@ -103,10 +103,11 @@ def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def _round_normal(magnitude: Tensor, fmt: ElementFormat) -> Tensor:
-    """Codes of values in the normal range, from the bits of their float32 magnitude (int32).
+    """Return the codes of values in the normal range, from the bits of their float32 magnitude (int32).
 
-    Adding just under half of the last kept bit, plus that bit, carries exactly when the tail is above half, or is half
-    and the kept part is odd. The carry may run into the exponent: that is the next binade, as it should be.
+    The sum of the bits, of just under half of the last kept bit, and of the value of that bit carries exactly when the
+    dropped tail is above half, or is half and the kept part is odd. A carry into the exponent gives the first value of
+    the next binade, which is the correct result.
     """
     shift = FLOAT32.mantissa_bits - fmt.mantissa_bits
     rounded = magnitude + ((1 << (shift - 1)) - 1) + ((magnitude >> shift) & 1)
@@ -114,21 +115,21 @@ def _round_normal(magnitude: Tensor, fmt: ElementFormat) -> Tensor:
 
 
 def _round_subnormal(magnitude: Tensor, fmt: ElementFormat) -> Tensor:
-    """Codes of values below the smallest normal, from the bits of their float32 magnitude (int32).
+    """Return the codes of values below the smallest normal value, from the bits of their float32 magnitude (int32).
 
-    Adding the float32 whose last bit weighs as much as the smallest subnormal of `fmt` makes the adder itself round to
-    nearest even; what it added to the mantissa is the code (up to the code of the smallest normal).
+    Adding the float32 whose last bit weighs as much as the smallest subnormal of `fmt` makes the float32 addition round
+    to nearest even. The increase of the mantissa is the code (up to the code of the smallest normal value).
     """
     magic = fmt.min_positive * (1 << FLOAT32.mantissa_bits)
     return (magnitude.view(torch.float32) + magic).view(torch.int32) - _float32_bits(magic)
 
 
 def _float32_bits(value: float) -> int:
-    """The bit pattern of a float32."""
+    """Return the bit pattern of `value` as float32."""
     return int.from_bytes(struct.pack("<f", value), "little")
 
 
 @cache
 def _value_table(fmt: ElementFormat) -> Tensor:
-    """``fmt.values`` as float32 on the CPU; shared, so never to be written to."""
+    """Return ``fmt.values`` as float32 on the CPU; callers share the tensor and must not write to it."""
     return torch.tensor(fmt.values, dtype=torch.float32)

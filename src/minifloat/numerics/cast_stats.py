@@ -1,8 +1,8 @@
-"""What a cast did to a tensor, in five numbers.
+"""Error statistics of a cast.
 
-The plain-torch oracle (`numerics.scale`) and the native kernel both fill this record and the report reads it, so it
-lives apart from them and imports neither torch nor numpy. It holds sums, not ratios: the parts of a tensor, or the
-tensors of a model, add up. Per-block or per-channel errors are not kept.
+The plain-torch reference (`numerics.scale`) and the native kernel fill this record and the report reads it, so this
+module imports neither torch nor numpy. The record holds sums, not ratios, so that records of the parts of a tensor, or
+of the tensors of a model, can be added. Per-block and per-channel errors are not kept.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CastStats:
-    """Error of a cast, as sums over elements; ``CastStats()`` is the neutral start of a sum.
+    """Error of a cast as sums over elements; ``CastStats()`` is the zero of the sum.
 
     Attributes:
         elements: Number of elements.
         signal: Sum of ``w**2``.
         noise: Sum of ``(w - dequantized)**2``.
-        saturated: Elements clamped to the largest value by more than rounding would have done.
-        flushed: Elements that are not zero and became zero.
+        saturated: Number of elements that were clamped to the largest value by more than a rounding error.
+        flushed: Number of elements that were not zero and became zero.
     """
 
     elements: int = 0
@@ -31,7 +31,7 @@ class CastStats:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to quantization noise, ``10 log10(signal / noise)`` in dB; inf where nothing was lost."""
+        """Signal to quantization noise ratio, ``10 log10(signal / noise)`` in dB; inf if there is no noise."""
         if self.noise == 0.0:
             return math.inf
         if self.signal == 0.0:
@@ -40,16 +40,16 @@ class CastStats:
 
     @property
     def saturated_fraction(self) -> float:
-        """Share of the elements that saturated, 0..1; 0 of an empty tensor."""
+        """Fraction of the elements that saturated, 0..1; 0 for an empty tensor."""
         return self.saturated / max(self.elements, 1)
 
     @property
     def flushed_fraction(self) -> float:
-        """Share of the elements that were flushed to zero, 0..1; 0 of an empty tensor."""
+        """Fraction of the elements that were flushed to zero, 0..1; 0 for an empty tensor."""
         return self.flushed / max(self.elements, 1)
 
     def __add__(self, other: CastStats) -> CastStats:
-        """The statistics of both parts together."""
+        """Return the statistics of both parts together."""
         return CastStats(
             self.elements + other.elements,
             self.signal + other.signal,

@@ -1,7 +1,7 @@
 """The global divisor of NVFP4 as one float32 number, without torch.
 
-`minifloat.numerics.scale.global_divisor` computes the same number as a torch tensor and is the oracle; a test holds the
-two to the same bits.
+`minifloat.numerics.scale.global_divisor`, the reference, computes the same number as a torch tensor; a test requires
+the same bits from both.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from minifloat.numerics.formats import E2M1, E4M3, FLOAT32
 def scalar_global_divisor(tensor_amax: float) -> np.float32:
     """Return the float32 by which NVFP4 divides the block scales of a tensor, ``E4M3.max * E2M1.max / amax``.
 
-    The quotient is the float32 reciprocal of amax times the constant (two roundings): compressed-tensors computes it so
-    and files must agree to the bit.
+    The quotient is computed as the float32 reciprocal of amax times the constant (two roundings): compressed-tensors
+    computes it so and files must agree to the bit.
 
     Args:
         tensor_amax: amax of the tensor, or of all tensors that share the divisor; rounded to float32.
 
     Returns:
-        The divisor; 1.0 where the quotient is not finite (amax zero, below 8e-36, or NaN).
+        The divisor; 1.0 if the quotient is not finite (amax zero, below 8e-36, or NaN).
     """
     with np.errstate(over="ignore"):
         clamped = np.maximum(np.float32(tensor_amax), np.float32(FLOAT32.min_normal))

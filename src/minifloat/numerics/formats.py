@@ -1,8 +1,8 @@
 """The number formats, each declared once.
 
-A format is its field widths, its bias and what its all-ones exponent means; every other fact (largest value,
-smallest subnormal, the value of each code) is derived here, so that no other module spells out 448 or 6. This
-module is plain Python: it imports no torch, and `numerics.cast.torch_dtype` maps records to torch dtypes.
+A format is declared by its field widths, its bias and the meaning of its all-ones exponent. This module derives every
+other fact (largest value, smallest subnormal, the value of each code), so that no other module spells out 448 or 6.
+It is plain Python without torch; `numerics.cast.torch_dtype` maps records to torch dtypes.
 
 Source: OCP 8-bit Floating Point Specification (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX)
 Specification 1.0, sections 5.3 and 5.4, for E2M1 and E8M0.
@@ -20,9 +20,9 @@ from minifloat.errors import lookup
 
 
 class Special(enum.Enum):
-    """What the codes with an all-ones exponent mean."""
+    """Meaning of the codes with an all-ones exponent."""
 
-    NONE = "none"  #: finite numbers like all others (E2M1)
+    NONE = "none"  #: finite numbers like all other codes (E2M1)
     NAN = "nan"  #: only the all-ones code is special, and it is NaN (E4M3 "fn", E8M0)
     IEEE = "ieee"  #: Inf with a zero mantissa, NaN otherwise (E5M2, float32)
 
@@ -32,12 +32,12 @@ class ElementFormat:
     """A floating-point format of at most 32 bits.
 
     Attributes:
-        name: Field's name, for example ``"E4M3"``.
+        name: Standard name, for example ``"E4M3"``.
         exponent_bits: Width of the exponent field.
         mantissa_bits: Width of the mantissa field.
         bias: Exponent bias.
         special: Meaning of the all-ones exponent.
-        signed: Whether the top bit is a sign. An unsigned format here (E8M0) has neither zero nor subnormals.
+        signed: Whether the top bit is a sign. The unsigned format (E8M0) has neither zero nor subnormals.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ElementFormat:
     signed: bool = True
 
     def __reduce__(self) -> tuple[Callable[[str], ElementFormat], tuple[str]]:
-        """Copies and pickles give the declared record again: the package tells formats apart by identity."""
+        """Make copies and pickles return the declared record, because the package compares formats by identity."""
         return get_format, (self.name,)
 
     @property
@@ -62,13 +62,13 @@ class ElementFormat:
         return self.bits / 8
 
     def decode(self, code: int) -> float:
-        """The value of one code.
+        """Return the value of one code.
 
         Args:
             code: ``0 <= code < 2**bits``.
 
         Raises:
-            ValueError: The code is out of range.
+            ValueError: If the code is out of range.
         """
         if not 0 <= code < 1 << self.bits:
             raise ValueError(f"{self.name} codes are 0..{(1 << self.bits) - 1}, got {code}")
@@ -87,7 +87,7 @@ class ElementFormat:
 
     @cached_property
     def values(self) -> tuple[float, ...]:
-        """The value of every code in order; only for formats of at most 8 bits."""
+        """The values of all codes in order; only for formats of at most 8 bits."""
         if self.bits > 8:
             raise ValueError(f"{self.name} has too many codes to list")
         return tuple(self.decode(code) for code in range(1 << self.bits))
@@ -119,7 +119,7 @@ class ElementFormat:
 
     @property
     def min_positive(self) -> float:
-        """The smallest positive value, subnormals included."""
+        """The smallest positive value, including subnormals."""
         return self.decode(1 if self.signed else 0)
 
     @property
@@ -129,7 +129,7 @@ class ElementFormat:
 
     @property
     def nan_code(self) -> int | None:
-        """A code of NaN, or None where the format has none."""
+        """A code of NaN, or None if the format has no NaN."""
         if self.special is Special.NONE:
             return None
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
@@ -147,9 +147,9 @@ FORMATS: dict[str, ElementFormat] = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0,
 
 
 def get_format(name: str) -> ElementFormat:
-    """The format of that name.
+    """Return the format `name`.
 
     Raises:
-        UnknownNameError: No such format; the message lists the valid names.
+        UnknownNameError: If there is no such format; the message lists the valid names.
     """
     return lookup("format", name, FORMATS)

@@ -1,8 +1,8 @@
-"""How many elements share one scale.
+"""Granularities: the blocks of elements that share one scale.
 
 A granularity is the block of rows x columns of a weight ``[N, K]`` (or of activations ``[M, K]``) that one scale
-covers; None stands for the whole extent. A scale grid is always two-dimensional here, ``[ceil(N / rows), ceil(K /
-cols)]``; the layouts reshape it to what a server expects on disk.
+covers; None means the whole extent. In memory a scale grid always has two dimensions, ``[ceil(N / rows),
+ceil(K / cols)]``; the layouts reshape it to the shape that a server expects on disk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Granularity:
     """The block of elements that shares one scale.
 
     Attributes:
-        name: The field's name for it.
+        name: Standard name.
         rows: Rows of a block, None for all rows.
         cols: Columns of a block, None for all columns.
     """
@@ -25,17 +25,17 @@ class Granularity:
     cols: int | None
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of one block of a matrix of `shape` ``(N, K)``; never less than 1."""
+        """Return the rows and columns of one block of a matrix of `shape` ``(N, K)``, each at least 1."""
         return (self.rows or max(shape[0], 1), self.cols or max(shape[1], 1))
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """The scale grid of a matrix of `shape` ``(N, K)``: blocks at the edge may be partial."""
+        """Return the shape of the scale grid of a matrix of `shape` ``(N, K)``; edge blocks may be partial."""
         rows, cols = self.block(shape)
         return (-(-shape[0] // rows), -(-shape[1] // cols))
 
     @property
     def row_multiple(self) -> int | None:
-        """Rows that must stay together when a matrix is cut into row slabs; None: the whole matrix."""
+        """Number of rows that must stay together when a matrix is cut into row slabs; None for the whole matrix."""
         return self.rows
 
     def __str__(self) -> str:
@@ -48,17 +48,17 @@ BLOCK_128 = Granularity("block 128x128", 128, 128)
 GROUP_128 = Granularity("group 1x128", 1, 128)
 GROUP_32 = Granularity("group 1x32", 1, 32)
 GROUP_16 = Granularity("group 1x16", 1, 16)
-#: Per token: one scale for each row of an activation ``[M, K]``; the same block as CHANNEL.
+#: One scale for each row of an activation ``[M, K]``; the same block as CHANNEL.
 TOKEN = Granularity("token", 1, None)
 
 _NAMED = (BLOCK_128, GROUP_128, GROUP_32, GROUP_16)
 
 
 def block_granularity(rows: int, cols: int) -> Granularity:
-    """The granularity of blocks of that size: the one declared above, or a new one for other tools' sizes.
+    """Return the granularity of blocks of this size: a declared one, or a new one for sizes of other tools.
 
     Raises:
-        ValueError: A size below 1.
+        ValueError: If a size is below 1.
     """
     if rows < 1 or cols < 1:
         raise ValueError(f"a block is at least 1x1, got {rows}x{cols}")

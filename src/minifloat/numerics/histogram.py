@@ -1,7 +1,7 @@
-"""Histograms of magnitudes: how a value chooses its bin, and the count that every implementation must agree with.
+"""Histograms of magnitudes: the bins, and the numpy reference that every implementation must equal.
 
-A bin is the exponent and the first three mantissa bits of a float, so that a bin spans an eighth of an octave and the
-count is exact and the same on every device, for BF16, FP16 and FP32 alike.
+The bin of a value is its exponent and the first three bits of its mantissa. A bin spans an eighth of an octave, and
+counts are exact and the same on every device, for BF16, FP16 and FP32.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from minifloat.numerics.formats import BFLOAT16, FLOAT32
 Floats: TypeAlias = npt.NDArray[np.float32]
 Counts: TypeAlias = npt.NDArray[np.int64]
 
-MANTISSA_BITS = 3  #: of a magnitude, that choose its bin, below all of its exponent
+MANTISSA_BITS = 3  #: number of leading mantissa bits that, with the exponent, select the bin
 BINS_PER_OCTAVE = 1 << MANTISSA_BITS
 BINS = BINS_PER_OCTAVE << BFLOAT16.exponent_bits
-#: Bins below this one hold finite numbers; those from it on (the all-ones exponent) stay empty.
+#: Number of bins for finite numbers; the bins from this index on (the all-ones exponent) stay empty.
 FINITE_BINS = BINS - BINS_PER_OCTAVE
 
 
 def bin_edges() -> npt.NDArray[np.float64]:
-    """The borders of the bins, float64 `[BINS + 1]`: bin `i` holds the magnitudes in `[edges[i], edges[i + 1])`.
+    """Return the borders of the bins, float64 ``[BINS + 1]``.
 
-    Bin 0 holds zeros and the subnormals below `edges[1]`, which count as zeros.
+    Bin i holds the magnitudes in ``[edges[i], edges[i + 1])``. Bin 0 holds zeros and the subnormals below ``edges[1]``,
+    which count as zeros.
     """
     index = np.arange(BINS + 1)
     exponent, mantissa = index >> MANTISSA_BITS, index & (BINS_PER_OCTAVE - 1)
@@ -38,7 +39,7 @@ def bin_edges() -> npt.NDArray[np.float64]:
 
 
 def count_magnitudes(values: Floats) -> Counts:
-    """The histogram of `|values|`, int64 `[BINS]`: what every implementation must agree with.
+    """Return the histogram of ``|values|``, int64 ``[BINS]``; the reference of every other implementation.
 
     Args:
         values: float32 of any shape.

@@ -1,4 +1,4 @@
-"""Two 4-bit codes per byte, in the order that servers read.
+"""Packing of two 4-bit codes per byte, in the order that servers read.
 
 The element with the even index goes into the LOW nibble, the odd one into the HIGH nibble, as in compressed-tensors,
 ModelOpt, Quark and gpt-oss. GGUF interleaves differently and is not covered.
@@ -24,7 +24,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
         uint8 ``[..., K / 2]``; byte j is ``codes[2 j] | codes[2 j + 1] << 4``.
 
     Raises:
-        ValueError: `codes` is not uint8, has no dimension, an odd `K`, or a value above 15.
+        ValueError: If `codes` is not uint8, has no dimension, an odd `K`, or a value above 15.
     """
     _check_bytes(codes)
     if codes.shape[-1] % 2:
@@ -44,7 +44,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
         uint8 codes ``[..., K]``, values 0..15.
 
     Raises:
-        ValueError: `packed` is not uint8 or has no dimension.
+        ValueError: If `packed` is not uint8 or has no dimension.
     """
     _check_bytes(packed)
     return torch.stack((packed & _LOW_NIBBLE, packed >> E2M1.bits), dim=-1).flatten(-2)

@@ -1,13 +1,13 @@
-"""Choosing the scale of every block: the oracle that the native kernel is held to, bit for bit.
+"""Plain-torch reference of choosing the scales of a weight; every fast kernel must equal it bit for bit.
 
 Every operation is one IEEE float32 operation, or integer arithmetic on its bits, in a stated order, so that vector
-code can repeat it exactly: no log2, no fused multiply-add, no sum of unstated order. A scale grid is
-two-dimensional, as `Granularity` describes; blocks at the right and bottom edge may be partial. Scales here
-MULTIPLY to dequantize, except the float32 divisor of NVFP4, which keeps the direction it has on disk.
+code can repeat it exactly: no log2, no fused multiply-add, no sum of unstated order. A scale grid has two dimensions,
+as `Granularity` describes; blocks at the right and bottom edge may be partial. All scales multiply to dequantize,
+except the global float32 divisor of NVFP4, which divides, as in compressed-tensors checkpoints.
 
-Weights are expected to be finite: a tensor with NaN or Inf is refused by name before it comes here, so functions
-below only promise that non-finite input does not raise unless said otherwise. How scales are laid out in a
-checkpoint is left to the layouts, activation scales to calibration.
+Weights are expected to be finite, because callers refuse tensors with NaN or Inf. With such input the functions do
+not raise, unless their docstring says otherwise, and their results are unspecified. The layouts define how scales are
+stored; calibration chooses activation scales.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import TENSOR, Granularity
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
-#: Exponents tried by the search, relative to FLOOR. The order decides ties: an earlier one wins.
+#: Exponents that the search tries, relative to FLOOR. In a tie the earlier exponent wins.
 SEARCH_OFFSETS = (0, 1, -1)
 
 _MANTISSA_MASK = (1 << FLOAT32.mantissa_bits) - 1
 
 
 def amax(w: Tensor, granularity: Granularity) -> Tensor:
-    """The largest magnitude in every block.
+    """Return the largest magnitude in every block.
 
     Args:
         w: ``[N, K]``, float32, bfloat16 or float16.
         granularity: The blocks.
 
     Returns:
-        float32 ``granularity.scale_shape((N, K))``, exact; NaN where a block holds NaN.
+        float32 ``granularity.scale_shape((N, K))``, exact; NaN for a block that holds NaN.
 
     Raises:
-        ValueError: `w` is not two-dimensional.
+        ValueError: If `w` does not have two dimensions.
     """
     return _blocks(w, granularity).abs().amax(dim=(1, 3)).to(torch.float32)
 
@@ -52,10 +52,10 @@ def expand(grid: Tensor, granularity: Granularity, shape: tuple[int, int]) -> Te
         shape: ``(N, K)`` of the matrix.
 
     Returns:
-        ``[N, K]``, the dtype of `grid`.
+        ``[N, K]`` in the dtype of `grid`.
 
     Raises:
-        ValueError: `grid` does not have the shape that `granularity` gives for `shape`.
+        ValueError: If `grid` does not have the shape that `granularity` gives for `shape`.
     """
     expected = granularity.scale_shape(shape)
     if tuple(grid.shape) != expected:
@@ -66,19 +66,19 @@ def expand(grid: Tensor, granularity: Granularity, shape: tuple[int, int]) -> Te
 
 
 def global_divisor(tensor_amax: Tensor) -> Tensor:
-    """The float32 per tensor by which NVFP4 divides its block scales, ``E4M3.max * E2M1.max / amax``.
+    """Return the float32 by which NVFP4 divides the block scales of a tensor, ``E4M3.max * E2M1.max / amax``.
 
-    It places the largest block scale at the top of E4M3. The quotient is taken as the float32 reciprocal of amax times
-    the constant (two roundings), because that is what compressed-tensors computes and files must agree to the bit.
+    The divisor places the largest block scale at the top of E4M3. The quotient is computed as the float32 reciprocal of
+    amax times the constant (two roundings): compressed-tensors computes it so and files must agree to the bit.
 
     Args:
         tensor_amax: float32, one element; amax of the tensor, or of all tensors that share the divisor.
 
     Returns:
-        float32 scalar (no dimensions); 1.0 where the quotient is not finite (amax zero, below 8e-36, or NaN).
+        float32 scalar (no dimensions); 1.0 if the quotient is not finite (amax zero, below 8e-36, or NaN).
 
     Raises:
-        ValueError: `tensor_amax` is not one element (an empty weight has no amax).
+        ValueError: If `tensor_amax` does not have one element (an empty weight has no amax).
 
     Source: compressed-tensors 0.20, `generate_gparam`.
     """
@@ -90,32 +90,32 @@ def global_divisor(tensor_amax: Tensor) -> Tensor:
 
 
 def float_scales(amax_grid: Tensor, element: ElementFormat) -> Tensor:
-    """Scales in float32: amax / element.max, rounded to nearest.
+    """Return float32 scales, ``amax / element.max`` rounded to nearest.
 
     Args:
         amax_grid: float32, any shape, >= 0.
         element: Format of the elements.
 
     Returns:
-        float32, never zero and never subnormal: a block of zeros gets the machine epsilon 2**-23 (what
-        compressed-tensors writes), and any other block at least the smallest normal float32, because a server that
-        flushes subnormals would divide or multiply by zero.
+        float32, never zero and never subnormal. A block of zeros gets the machine epsilon 2**-23, as in
+        compressed-tensors. Any other block gets at least the smallest normal float32, because a server that flushes
+        subnormals would otherwise divide or multiply by zero.
     """
     scale = (amax_grid / _constant(element.max, amax_grid)).clamp(min=FLOAT32.min_normal)
     return torch.where(amax_grid == 0, _epsilon(FLOAT32), scale)
 
 
 def nvfp4_scales(amax_grid: Tensor, divisor: Tensor) -> Tensor:
-    """Block scales of NVFP4: ``divisor * (amax / E2M1.max)`` rounded to E4M3.
+    """Return the block scales of NVFP4, ``divisor * (amax / E2M1.max)`` rounded to E4M3.
 
     Args:
         amax_grid: float32, any shape, >= 0.
         divisor: float32 scalar of `global_divisor`.
 
     Returns:
-        uint8 E4M3 codes, never of zero: a block of zeros gets E4M3's machine epsilon 0.125 (what compressed-tensors
-        writes); a block whose scale would round to zero gets the smallest subnormal, where compressed-tensors writes
-        0.125 and so flushes the block.
+        uint8 E4M3 codes, none of them of zero. A block of zeros gets E4M3's machine epsilon 0.125, as in
+        compressed-tensors. A block whose scale would round to zero gets the smallest subnormal; compressed-tensors
+        writes 0.125 there, which flushes the block to zero.
     """
     codes = encode(divisor * (amax_grid / _constant(E2M1.max, amax_grid)), E4M3)
     codes = codes.clamp(min=1)
@@ -123,15 +123,15 @@ def nvfp4_scales(amax_grid: Tensor, divisor: Tensor) -> Tensor:
 
 
 def e8m0_scales(amax_grid: Tensor, element: ElementFormat, rule: ScaleRule) -> Tensor:
-    """Power-of-two scales by exponent arithmetic on the bits of float32.
+    """Return power-of-two scales, computed by exponent arithmetic on the bits of float32.
 
     Let field(x) be the exponent field of a float32, so field(x) - 127 = floor(log2 x) for normal x; E8M0 has the same
     bias. FLOOR is ``field(amax) - emax``. EVEN adds half of the element's last mantissa bit to the bits of amax first,
     so that a mantissa of at least ``2 - 2**-(mantissa_bits + 1)`` counts for the next power of two. RCEIL is
     ``field(r)``, plus one when the mantissa of r is not zero, with ``r = amax / element.max`` rounded to float32.
 
-    A subnormal has field 0. For FLOOR and EVEN that clamps to code 0, as the exact exponent would. RCEIL gives code 1
-    to a subnormal r, also below 2**-127 where 0 would do: nothing is clipped either way.
+    A subnormal has field 0. For FLOOR and EVEN the result clamps to code 0, as with the exact exponent. RCEIL gives
+    code 1 for a subnormal r, even below 2**-127 where code 0 would suffice; neither code clips a value.
 
     Args:
         amax_grid: float32, any shape, >= 0.
@@ -142,7 +142,7 @@ def e8m0_scales(amax_grid: Tensor, element: ElementFormat, rule: ScaleRule) -> T
         uint8 E8M0 codes, clamped to 0..254; 0 for a block of zeros.
 
     Raises:
-        ValueError: Another rule (SEARCH needs the weights: `search_e8m0_scales`).
+        ValueError: If `rule` is another one (SEARCH needs the weights: `search_e8m0_scales`).
 
     Source: OCP MX 1.0, section 6.3 (FLOOR); Quark and torchao (EVEN); NVIDIA's MXFP8 recipe (RCEIL).
     """
@@ -161,21 +161,22 @@ def e8m0_scales(amax_grid: Tensor, element: ElementFormat, rule: ScaleRule) -> T
 
 
 def search_e8m0_scales(w: Tensor, granularity: Granularity, element: ElementFormat) -> Tensor:
-    """The power of two with the smallest squared error, for every block.
+    """Return the power-of-two scale with the smallest squared error, for every block.
 
-    The offsets k of `SEARCH_OFFSETS` are tried in order on top of the FLOOR code f, skipping codes below 0
-    (none is above 254, because FLOOR subtracts the element's emax).
-    With ``y = w * 2**-(f - 127)`` and ``q = decode(encode(y * 2**-k))``, the error of an element is ``d * d`` with
-    ``d = y - q * 2**k``, and that of the block is their sum. A later k wins only when its sum is strictly smaller.
+    The offsets k of `SEARCH_OFFSETS` are added in order to the FLOOR code f; codes below 0 are skipped, and none is
+    above 254, because FLOOR subtracts the element's emax. With ``y = w * 2**-(f - 127)`` and
+    ``q = decode(encode(y * 2**-k))``, the error of an element is ``d * d`` with ``d = y - q * 2**k``. The error of the
+    block is the sum over its elements. A later k wins only if its sum is strictly smaller.
 
-    Other offsets cannot win. Under +1 every value up to the largest one is also a value under 0, so it only helps
-    elements close to the next power of two, and +2 helps nobody. Under -2 amax alone loses more (for E2M1 at least 2.5
-    units of FLOOR's scale, 6.25 squared) than 31 others can gain (0.25 each, 1.94 squared together).
+    Other offsets cannot win. Every value that offset +1 can represent, up to the largest value of offset 0, is also a
+    value of offset 0, so +1 improves only elements close to the next power of two, and +2 improves none. With offset
+    -2 the error of amax grows (for E2M1 by at least 2.5 units of FLOOR's scale, 6.25 squared) by more than the errors
+    of the 31 other elements can shrink (0.25 each, 1.94 squared together).
 
-    Vector code can repeat this bit for bit: working on y instead of w keeps squares far from overflow and underflow
-    for any magnitude of the weights; multiplying by a power of two is exact (y may only underflow where its square is
-    zero anyway); ``d * d`` is rounded before it is added (no fused multiply-add); and the sum is a fixed tree that
-    adds the upper half of a block to its lower half until one number is left, whatever the width of the registers.
+    Vector code can repeat the search bit for bit. The scaled values y keep squares far from overflow and underflow for
+    any magnitude of the weights. Multiplying by a power of two is exact (y underflows only where its square is zero
+    anyway). ``d * d`` is rounded before it is added (no fused multiply-add). The sum is a fixed tree, which adds the
+    upper half of a block to its lower half until one number is left, whatever the width of the registers.
 
     Args:
         w: ``[N, K]``, float32, bfloat16 or float16.
@@ -186,7 +187,7 @@ def search_e8m0_scales(w: Tensor, granularity: Granularity, element: ElementForm
         uint8 E8M0 codes on the scale grid; 0 for a block of zeros.
 
     Raises:
-        ValueError: Another granularity, or `w` holds NaN and `element` has none.
+        ValueError: If `granularity` has other blocks, or `w` holds NaN and `element` has no NaN.
 
     Source: the search over neighbouring exponents is auto-round's optimised round-to-nearest, with a wider range.
     """
@@ -208,21 +209,21 @@ def search_e8m0_scales(w: Tensor, granularity: Granularity, element: ElementForm
 
 
 def choose_scales(w: Tensor, spec: WeightSpec, tensor_amax: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The scales of a weight as its scheme stores them.
+    """Return the scales of a weight as its scheme stores them.
 
     Args:
         w: ``[N, K]``, float32, bfloat16 or float16.
-        spec: How the weight is stored.
-        tensor_amax: Stands for the amax of `w` where the spec needs that of a whole tensor (per-tensor scales, NVFP4's
-            divisor): the amax of the tensors that share it (q/k/v, gate/up), or of the tensor that `w` is a row slab
-            of. Not used by other specs.
+        spec: Storage format of the weight.
+        tensor_amax: amax of the whole tensor, for specs that need one (per-tensor scales, NVFP4's divisor); by default
+            that of `w`. For tensors that share a scale (q/k/v, gate/up) the maximum over all of them, for a slab of
+            rows that of the whole tensor. Other specs ignore it.
 
     Returns:
-        The scale grid (float32 values for FLOAT32 scales, uint8 codes for E8M0 and E4M3) and NVFP4's divisor (float32
+        The scale grid (float32 values for FLOAT32 scales, uint8 codes for E8M0 and E4M3), and NVFP4's divisor (float32
         scalar) or None.
 
     Raises:
-        ValueError: `w` is not two-dimensional, or the spec combines a scale format and a rule that do not go together.
+        ValueError: If `w` does not have two dimensions, or the rule of the spec does not apply to its scale format.
     """
     if spec.scale is E8M0 and spec.rule is ScaleRule.SEARCH:
         return search_e8m0_scales(w, spec.granularity, spec.element), None
@@ -241,20 +242,20 @@ def choose_scales(w: Tensor, spec: WeightSpec, tensor_amax: Tensor | None = None
 
 
 def effective_scale(scale: Tensor, spec: WeightSpec, divisor: Tensor | None = None) -> Tensor:
-    """The float32 that dequantizes: ``w = decode(codes) * expand(effective_scale)``.
+    """Return the float32 scales that dequantize, ``w = decode(codes) * expand(effective_scale)``.
 
-    Quantizing divides by the same number, ``codes = encode(w.float() / expand(effective_scale))``.
+    Quantizing divides by the same scales, ``codes = encode(w.float() / expand(effective_scale))``.
 
     Args:
         scale: The grid as `choose_scales` returns it.
-        spec: How the weight is stored.
+        spec: Storage format of the weight.
         divisor: NVFP4's float32 scalar; the decoded block scale divided by it is rounded to float32.
 
     Returns:
-        float32, the shape of `scale`; powers of two for E8M0 (code 0 is 2**-127, a float32 subnormal).
+        float32 of the shape of `scale`; powers of two for E8M0 (code 0 is 2**-127, a float32 subnormal).
 
     Raises:
-        ValueError: The spec needs a divisor and none was given, or the other way round.
+        ValueError: If the spec needs a divisor and `divisor` is None, or the spec has none and `divisor` is given.
     """
     if spec.has_global_scale != (divisor is not None):
         raise ValueError(f"{spec.scale.name} scales {'need a' if divisor is None else 'take no'} divisor")
@@ -265,20 +266,20 @@ def effective_scale(scale: Tensor, spec: WeightSpec, divisor: Tensor | None = No
 
 
 def cast_stats(w: Tensor, codes: Tensor, scale: Tensor, spec: WeightSpec) -> CastStats:
-    """What the cast did to a weight.
+    """Return the error statistics of the cast of one weight.
 
-    Saturated are elements with ``|w / s|`` beyond the largest value by more than half its step, so that rounding alone
-    would have left the format; flushed are elements other than zero whose code decodes to zero. Sums are taken in
-    float64, over the dequantized float32 ``decode(codes) * s``.
+    An element is saturated if ``|w / s|`` exceeds the largest value by more than half the step there, so that rounding
+    alone would have exceeded the range of the format. An element is flushed if it is not zero and its code decodes to
+    zero. Sums are computed in float64, over the dequantized float32 ``decode(codes) * s``.
 
     Args:
         w: ``[N, K]``, the weight before the cast.
         codes: uint8 ``[N, K]``, one code per byte.
         scale: float32 grid of `effective_scale`.
-        spec: How the weight is stored.
+        spec: Storage format of the weight.
 
     Returns:
-        The statistics; add them up over tensors with ``+``.
+        The statistics; statistics of several tensors are added with ``+``.
     """
     element = spec.element
     w = w.to(torch.float32)
@@ -296,7 +297,7 @@ def cast_stats(w: Tensor, codes: Tensor, scale: Tensor, spec: WeightSpec) -> Cas
 
 
 def _blocks(w: Tensor, granularity: Granularity) -> Tensor:
-    """`w` padded with zeros to whole blocks, as ``[grid rows, block rows, grid cols, block cols]``."""
+    """Return `w` padded with zeros to whole blocks, as ``[grid rows, block rows, grid cols, block cols]``."""
     if w.ndim != 2:
         raise ValueError(f"expected a matrix [N, K], got the shape {tuple(w.shape)}")
     shape = (w.shape[0], w.shape[1])
@@ -306,7 +307,7 @@ def _blocks(w: Tensor, granularity: Granularity) -> Tensor:
 
 
 def _block_error(y: Tensor, offset: int, element: ElementFormat) -> Tensor:
-    """Squared error of blocks ``y [..., cols]`` quantized with the scale ``2**offset``, summed by the fixed tree."""
+    """Return the squared error of blocks ``y [..., cols]`` with the scale ``2**offset``, summed by the fixed tree."""
     step = 2.0**offset
     d = y - decode(encode(y / step, element), element) * step
     error = d * d
@@ -317,18 +318,19 @@ def _block_error(y: Tensor, offset: int, element: ElementFormat) -> Tensor:
 
 
 def _exponent_field(bits: Tensor) -> Tensor:
-    """The biased exponent of non-negative float32 bits (int32)."""
+    """Return the biased exponent of non-negative float32 bits (int32)."""
     return bits >> FLOAT32.mantissa_bits
 
 
 def _epsilon(fmt: ElementFormat) -> float:
-    """Distance from 1.0 to the next larger value."""
+    """Return the distance from 1.0 to the next larger value of `fmt`."""
     return 2.0**-fmt.mantissa_bits
 
 
 def _constant(value: float, like: Tensor) -> Tensor:
-    """A float32 on the device of `like`: dividing by a Python number is a multiplication by its reciprocal on CUDA.
+    """Return a float32 scalar on the device of `like`.
 
-    It is made there, without a copy from the host, so that a CUDA graph may hold the calculation.
+    Dividing by a Python number would multiply by its reciprocal on CUDA. The scalar is created on the device, without a
+    copy from the host, so that the calculation can be captured in a CUDA graph.
     """
     return torch.full((), value, dtype=torch.float32, device=like.device)

@@ -1,7 +1,7 @@
-"""Schemes: what a quantized model's weights, activations and KV cache are stored as.
+"""Schemes: the formats of a quantized model's weights, activations and KV cache.
 
-A scheme is a frozen value in one table. Nothing registers itself and nothing is configured by file: to add one,
-add a row to `SCHEMES` (CONTRIBUTING.md shows the three places that a new combination may touch).
+All schemes are rows of the table `SCHEMES`; there is no registry and no configuration file. To add a scheme, add a row
+(CONTRIBUTING.md, "Add a scheme", lists the other places to change).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_3
 
 
 class ScaleRule(enum.Enum):
-    """How the amax of a block becomes its scale."""
+    """Rule by which the scale of a block is computed from its amax."""
 
     AMAX = "amax"  #: amax / element.max, rounded to the scale's format
     FLOOR = "floor"  #: 2**(floor(log2 amax) - emax); OCP MX specification 1.0, section 6.3
-    EVEN = "even"  #: FLOOR, one more where the mantissa of amax would round up to the next power of two
+    EVEN = "even"  #: FLOOR, plus one if the mantissa of amax rounds up to the next power of two
     RCEIL = "rceil"  #: 2**ceil(log2(amax / max)): nothing is clipped
     SEARCH = "search"  #: the power of two near FLOOR with the smallest squared error in its block
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """How a weight matrix is stored.
+    """Storage format of a weight matrix.
 
     Attributes:
         element: Format of the elements.
-        granularity: Elements that share a scale.
-        scale: Format of the scales: FLOAT32, E8M0 (MX) or E4M3 (NVFP4, with one float32 scale per tensor above it).
-        rule: How the scales are chosen.
+        granularity: Block of elements that share a scale.
+        scale: Format of the scales: FLOAT32, E8M0 (MX) or E4M3 (NVFP4, with one more float32 scale per tensor).
+        rule: Rule by which scales are computed.
     """
 
     element: ElementFormat
@@ -47,11 +47,11 @@ class WeightSpec:
 
     @property
     def needs_tensor_amax(self) -> bool:
-        """Whether the amax of the whole tensor must be known before its first block is cast."""
+        """Whether the amax of the whole tensor is needed before its first block can be cast."""
         return self.has_global_scale or self.granularity == TENSOR
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
-        """Bits per element of a matrix ``(N, K)``, scales included."""
+        """Return the bits per element of a matrix of `shape` ``(N, K)``, including scales."""
         grid = self.granularity.scale_shape(shape)
         scale_bits = grid[0] * grid[1] * self.scale.bits + (FLOAT32.bits if self.has_global_scale else 0)
         return self.element.bits + scale_bits / max(shape[0] * shape[1], 1)
@@ -59,12 +59,12 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """How the input of a linear is quantized by a server that computes in 8 bits.
+    """Format in which a server quantizes the input of a linear.
 
     Attributes:
         element: Format of the elements.
-        granularity: Elements that share a scale.
-        dynamic: Scales computed at run time; False: static, from calibration.
+        granularity: Block of elements that share a scale.
+        dynamic: True if scales are computed at run time, False if they are static, from calibration.
     """
 
     element: ElementFormat
@@ -74,11 +74,11 @@ class ActivationSpec:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """How the KV cache is quantized.
+    """Format of a quantized KV cache.
 
     Attributes:
         element: Format of the elements.
-        granularity: TENSOR (per layer) in every layout that servers read today.
+        granularity: Block of elements that share a scale: TENSOR (per layer) in every layout that servers read today.
     """
 
     element: ElementFormat
@@ -87,14 +87,14 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A weight spec, what the server may do with activations, and the KV cache.
+    """Formats of weights, activations and KV cache.
 
     Attributes:
         name: Name on the command line and in `SCHEMES`.
         summary: One line for `--help` and the model card.
-        weight: How weights are stored.
-        activation: None: weight-only, activations stay in 16 bits.
-        kv: None: the KV cache stays in 16 bits.
+        weight: Storage format of weights.
+        activation: Format of activations; None for weight-only, with activations in 16 bits.
+        kv: Format of the KV cache; None if it stays in 16 bits.
     """
 
     name: str
@@ -148,14 +148,14 @@ DEFAULT_SCHEME = "fp8-block"
 
 
 def get_scheme(name: str) -> Scheme:
-    """The scheme of that name.
+    """Return the scheme `name`.
 
     Raises:
-        UnknownNameError: No such scheme; the message lists the valid names.
+        UnknownNameError: If there is no such scheme; the message lists the valid names.
     """
     return lookup("scheme", name, SCHEMES)
 
 
 def weight_only(scheme: Scheme) -> Scheme:
-    """The same weights with activations left in 16 bits."""
+    """Return `scheme` with activations left in 16 bits."""
     return replace(scheme, activation=None)

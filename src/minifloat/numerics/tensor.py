@@ -1,8 +1,8 @@
-"""A quantized weight in memory, independent of the layout that it was read from or will be written to.
+"""A quantized weight in memory, independent of the checkpoint layout.
 
-The codes stay as the checkpoint stores them (E2M1 two to a byte); scales are a two-dimensional grid. Everything
-that differs between servers' layouts (names, shapes of scalars, divisors against factors) is translated by
-`minifloat.layouts`, so that kernels and tests see one form only.
+The codes stay as the checkpoint stores them (E2M1 two to a byte); scales are a two-dimensional grid.
+`minifloat.layouts` translates the differences between servers' layouts (names, shapes of scalars, global scales that
+divide or multiply), so that kernels and tests handle one form only.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class QuantizedTensor:
 
     Attributes:
         spec: Element format, granularity and scale format.
-        shape: ``(N, K)`` of the weight that this stands for.
+        shape: ``(N, K)`` of the unquantized weight.
         codes: uint8 ``[N, K]``, or ``[N, K / 2]`` where two elements share a byte (even column in the low nibble).
         scale: The scale grid of ``spec.granularity``: float32 values for FLOAT32 scales, uint8 codes otherwise.
-        global_scale: float32 scalar of the whole tensor, only where ``spec.has_global_scale``.
+        global_scale: float32 scalar of the whole tensor if ``spec.has_global_scale``, else None.
         global_divides: Whether `global_scale` divides (compressed-tensors) or multiplies (ModelOpt) to dequantize.
     """
 
@@ -63,7 +63,7 @@ class QuantizedTensor:
         return self.codes.nbytes + self.scale.nbytes + extra
 
     def block_scale(self) -> torch.Tensor:
-        """The float32 grid that multiplies decoded elements; a non-finite entry is left for the caller to refuse."""
+        """Return the float32 grid that multiplies decoded elements; entries are not checked for NaN and Inf."""
         if self.spec.scale is FLOAT32:
             return self.scale
         if self.spec.scale is E8M0 or self.global_scale is None:
@@ -73,11 +73,11 @@ class QuantizedTensor:
         return decode(self.scale, self.spec.scale) * self.global_scale
 
     def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | None = None) -> torch.Tensor:
-        """The weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once.
+        """Return the weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once.
 
         Args:
             dtype: Result dtype.
-            rows: Only these rows; must start and end at multiples of the granularity's rows (or at the edge).
+            rows: Rows to return, all by default; must start and end at multiples of the block rows (or at the edge).
         """
         start, stop, _ = (rows or slice(None)).indices(self.shape[0])
         codes = self.codes[start:stop]
@@ -89,16 +89,16 @@ class QuantizedTensor:
 
 
 def quantize_tensor(weight: torch.Tensor, spec: WeightSpec, tensor_amax: torch.Tensor | None = None) -> QuantizedTensor:
-    """Quantize one weight in plain torch; the streaming writer's fast kernel is held to this, bit for bit.
+    """Quantize one weight in plain torch; the fast kernels of the streaming writer must equal the result bit for bit.
 
     Args:
         weight: ``[N, K]``, any floating dtype, finite.
-        spec: Target.
-        tensor_amax: The amax that stands for the whole tensor where the scheme needs one; by default its own.
-            Layers that a server fuses (q/k/v, gate/up) pass their common maximum.
+        spec: Storage format of the result.
+        tensor_amax: The amax of the whole tensor, for specs that need one; by default that of `weight`. For linears
+            that a server fuses (q/k/v, gate/up) the maximum over all of them.
 
     Raises:
-        ShapeError: The weight is not a matrix, or its columns cannot be packed.
+        ShapeError: If the weight is not a matrix, or its columns cannot be packed.
     """
     if weight.ndim != 2:
         raise ShapeError("weight", f"expected a matrix [N, K], got shape {_shape(weight)}")

@@ -1,1 +1,1 @@
-"""Publishing: a quantized model folder becomes a model of the hub."""
+"""Publishing: upload of a quantized model folder to the hub."""

@@ -1,7 +1,7 @@
-"""`push`: a checkpoint goes to the hub, and nothing else that lies in its folder.
+"""`push`: upload of a checkpoint to the hub, without the other files in its folder.
 
-It is opened and checked first, and its card is held to what publishers are asked for: what it was made from, and under
-which licence. Files are chosen by what they are for, not by what they are not: what nobody named stays here.
+The checkpoint is opened and checked first, and its model card must state the base model and the licence. Only files
+that belong to the checkpoint are uploaded: shards, sidecars and the names in `_NAMED`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from minifloat.hub.ids import Origin, is_hub_id
 from minifloat.layouts import describe
 from minifloat.report.card import add_metadata, read_card, read_metadata, with_section, write_card
 
-#: Beside the shards and the sidecars.
+#: Names of the files to upload beside the shards and the sidecars.
 _NAMED = (CONFIG_FILE, INDEX_FILE, HF_QUANT_CONFIG_FILE, REPORT_FILE, CARD_FILE)
 _OPTIONS = {"license": "--license NAME (apache-2.0, mit, other, ...)", "base_model": "--base-model ORG/NAME"}
 
 
 @dataclass(frozen=True)
 class PushReport:
-    """What was uploaded, or would be.
+    """Report on an upload, or on a dry run.
 
     Attributes:
-        repo_id: Where to.
-        files: By name, with their bytes.
-        left: Files and folders that stay here.
-        notes: What a user should know, in sentences.
-        url: Of the commit or the pull request; None for a dry run.
+        repo_id: The repository, ``ORG/NAME``.
+        files: Sizes in bytes of the uploaded files, by name.
+        left: Names of files and folders that are not uploaded.
+        notes: Remarks for the user, in sentences.
+        url: Address of the commit or the pull request; None for a dry run.
     """
 
     repo_id: str
@@ -50,11 +50,11 @@ class PushReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all uploaded files."""
         return sum(self.files.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the report as JSON values."""
         return asdict(self) | {"left": list(self.left), "notes": list(self.notes), "nbytes": self.nbytes}
 
 
@@ -67,29 +67,30 @@ def push_checkpoint(
     message: str | None = None,
     create_pr: bool = False,
     base_model: str | None = None,
-    license: str | None = None,  # the key's name
+    license: str | None = None,  # named like the key in the card
     dry_run: bool = False,
 ) -> PushReport:
-    """Upload a checkpoint to the hub, in a repository that is made where there is none.
+    """Upload a checkpoint to the hub, and create the repository if it does not exist.
 
-    The card in the folder is completed first: the given metadata, and the repository's id in its commands.
+    The model card in the folder is completed first: with the given metadata, and with the repository's id in its
+    commands.
 
     Args:
         folder: A checkpoint.
         repo_id: ``ORG/NAME``.
-        private: Make a new repository private; an existing one must be.
-        revision: The branch to commit to, made where there is none; by default the default branch.
-        message: Of the commit.
+        private: Create a new repository as private; an existing one must be private.
+        revision: The branch to commit to, created if it does not exist; by default the default branch.
+        message: Commit message.
         create_pr: Open a pull request instead of committing.
-        base_model: For the card, if it has none.
-        license: For the card, if it has none: an identifier of the hub, or ``other``.
+        base_model: Base model for a card that names none.
+        license: Licence for a card that names none: an identifier of the hub, or ``other``.
         dry_run: Write and send nothing.
 
     Raises:
-        UsageError: The request is wrong, or the card lacks something and nothing was given for it.
-        CheckpointError: The folder is not what it claims to be, or has no card.
-        HubError: The hub refuses, or cannot be reached.
-        StorageError: The system refuses.
+        UsageError: If the request is invalid, or the card lacks metadata that the arguments do not give.
+        CheckpointError: If a file of the checkpoint is invalid, or the folder has no card.
+        HubError: If the hub refuses a request or cannot be reached.
+        StorageError: If the operating system refuses.
     """
     if not is_hub_id(repo_id):
         raise UsageError(f"expected the id of a model of the hub, ORG/NAME, got {repo_id!r}")
@@ -97,8 +98,8 @@ def push_checkpoint(
         raise UsageError("a pull request is opened against the default branch; leave out the revision")
     with Checkpoint.open(folder) as checkpoint:
         quantized = describe(checkpoint).layout is not None
-        given = {"license": license, "base_model": base_model}
-        card = _completed_card(checkpoint, {key: value for key, value in given.items() if value}, quantized=quantized)
+        options = {"license": license, "base_model": base_model}
+        card = _completed_card(checkpoint, {key: value for key, value in options.items() if value}, quantized=quantized)
         if BEGIN.encode() in card.content:
             engines = check_everywhere(Subject.of_checkpoint(checkpoint), repo_id)
             card = card.with_section(deployment_section(engines, repo_id))
@@ -113,16 +114,16 @@ def push_checkpoint(
     with hub_errors(Origin(repo_id, revision), looked_up=False):
         try:
             url = _upload(checkpoint.path, report, private, revision, message, create_pr)
-        except (ValueError, RuntimeError) as error:  # metadata that the hub refuses; an upload that failed for good
+        except (ValueError, RuntimeError) as error:  # the hub refuses the metadata, or all retries failed
             raise HubError(repo_id, f"{first_line(error)}: {first_line(error.__cause__ or error)}") from error
     return replace(report, url=url)
 
 
 def _files(checkpoint: Checkpoint) -> dict[str, int]:
-    """The files that are the checkpoint, with their bytes; each a regular file in the folder.
+    """Return the sizes in bytes of the files of the checkpoint, by name.
 
     Raises:
-        UnsafeFileError: One of them leaves the folder, or is not a regular file.
+        UnsafeFileError: If the link of a file leads out of the folder, or a file is not a regular file.
     """
     present = set(list_folder(checkpoint.path))
     names = {*checkpoint.shards, *checkpoint.sidecars(), *(name for name in _NAMED if name in present)}
@@ -138,7 +139,7 @@ def _files(checkpoint: Checkpoint) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Card:
-    """A card with its metadata, as it is to be uploaded."""
+    """A model card and its metadata."""
 
     folder: Path
     content: bytes
@@ -152,7 +153,7 @@ class _Card:
             return cls(folder, content, read_metadata(content.decode("utf-8")))
         except FileNotFoundError:
             raise CheckpointError(path, "no model card; write one that says what the model is") from None
-        except ValueError as error:  # UnicodeDecodeError among them
+        except ValueError as error:  # including UnicodeDecodeError
             raise CheckpointError(path, f"the metadata in its head cannot be read: {error}") from None
 
     def with_metadata(self, values: Mapping[str, Any]) -> _Card:
@@ -164,11 +165,11 @@ class _Card:
 
     @property
     def base_models(self) -> list[str]:
-        found = self.metadata.get("base_model") or []
-        return [str(base) for base in (found if isinstance(found, list) else [found])]
+        value = self.metadata.get("base_model") or []
+        return [str(base) for base in (value if isinstance(value, list) else [value])]
 
     def require_models(self) -> None:
-        """Raise unless the hub has what the card calls its base."""
+        """Raise unless the hub has every base model that the card names."""
         from huggingface_hub import HfApi, errors
 
         for base in self.base_models:
@@ -186,19 +187,27 @@ class _Card:
             write_card(self.folder, self.content)
 
 
-def _completed_card(checkpoint: Checkpoint, given: Mapping[str, str], *, quantized: bool) -> _Card:
-    """The card, with what it lacks and was given.
+def _completed_card(checkpoint: Checkpoint, options: Mapping[str, str], *, quantized: bool) -> _Card:
+    """Return the card of a checkpoint, completed with metadata that it lacks.
+
+    Args:
+        checkpoint: The checkpoint.
+        options: Metadata from the caller.
+        quantized: Whether the checkpoint is quantized and so needs a base model.
 
     Raises:
-        CheckpointError: There is no card, or its head cannot be read.
-        UsageError: It lacks something still, or says something else than what was given.
+        CheckpointError: If there is no card, or its metadata cannot be read.
+        UsageError: If required metadata is still missing, or the card contradicts `options`.
     """
     card = _Card.read(checkpoint.path)
-    path, found = checkpoint.path / CARD_FILE, card.metadata
-    for key, value in given.items():
-        if found.get(key) not in (None, [], "", value, [value]):
-            raise UsageError(f"{path}: {key} is {found[key]!r} there and {value!r} here; correct the card, or leave it")
-    new = {key: value for key, value in given.items() if not found.get(key)}
+    path, metadata = checkpoint.path / CARD_FILE, card.metadata
+    for key, value in options.items():
+        if metadata.get(key) not in (None, [], "", value, [value]):
+            raise UsageError(
+                f"{path}: {key} is {metadata[key]!r} in the card, but the option is {value!r}; correct the card, or "
+                "leave out the option"
+            )
+    new = {key: value for key, value in options.items() if not metadata.get(key)}
     if quantized and "base_model" in new:
         new["base_model_relation"] = "quantized"
     card = card.with_metadata(new)
@@ -217,7 +226,7 @@ def _completed_card(checkpoint: Checkpoint, given: Mapping[str, str], *, quantiz
 def _upload(
     root: Path, report: PushReport, private: bool, revision: str | None, message: str | None, create_pr: bool
 ) -> str:
-    """Make the repository and commit; the address of what came of it."""
+    """Create the repository and upload; return the address of the commit or of the pull request."""
     from huggingface_hub import HfApi
 
     api = HfApi(library_name="minifloat")
