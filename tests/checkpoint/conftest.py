@@ -1,4 +1,4 @@
-"""Files that are valid or lie in one chosen way, and models made of them."""
+"""Fixtures that write valid or deliberately invalid safetensors files and model folders."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def _safetensors(header: Any, data: bytes = b"", *, length: int | None = None) -
 
 @pytest.fixture(scope="session")
 def safetensors_bytes() -> Callable[..., bytes]:
-    """The bytes of a file with this header (an object or raw JSON), whose length field may lie."""
+    """Return the bytes of a file with this header (an object or raw JSON); `length` overrides the length field."""
     return _safetensors
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Callable[..., Path]:
-    """Make a folder of these files (bytes, or objects that become JSON), by default with a config.json."""
+    """Write a folder of these files (bytes, or objects that are encoded as JSON), by default with a config.json."""
 
     def make(files: dict[str, Any] | None = None, *, name: str = "model", config: Any = None) -> Path:
         folder = tmp_path / name
@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def shard() -> Callable[..., bytes]:
-    """The bytes of a file of one-byte tensors of these names."""
+    """Return the bytes of a file of one-byte tensors of these names."""
 
     def make(*names: str) -> bytes:
         header = {name: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Damage to a valid file either leaves it consistent or is reported; nothing else ever happens."""
+"""Tests that a damaged file is either still consistent or refused by a CheckpointError."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 def opens(folder, content):
-    """Whether we open the file; if so it is consistent, and the safetensors package opens it too."""
+    """Return whether the folder opens; if it does, check that it is consistent and that safetensors opens it too."""
     path = folder / "model.safetensors"
     path.write_bytes(content)
     try:
@@ -60,7 +60,7 @@ relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 @relaxed
 @given(flips=st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(1, 255)), min_size=1, max_size=4))
-def test_flipped_bytes(folder, flips):
+def test_a_file_with_flipped_bytes_is_consistent_or_refused(folder, flips):
     content = bytearray(VALID)
     for position, mask in flips:
         content[position] ^= mask
@@ -71,7 +71,7 @@ def test_flipped_bytes(folder, flips):
 
 @relaxed
 @given(position=st.integers(8, DATA_START - 1), text=st.sampled_from([*'"{}[],:0123456789-.eE', "\\", " ", "\0", "é"]))
-def test_a_character_of_the_header_replaced(folder, position, text):
+def test_a_file_with_a_replaced_header_character_is_consistent_or_refused(folder, position, text):
     content = VALID[:position] + text.encode() + VALID[position + 1 :]
     if len(content) != len(VALID):
         content = struct.pack("<Q", DATA_START - 7) + content[8:]
@@ -114,14 +114,14 @@ fields = st.fixed_dictionaries(
 
 @relaxed
 @given(header=st.dictionaries(st.text(max_size=4), fields | json_values, max_size=3), size=st.integers(0, 16))
-def test_headers_of_any_form(folder, header, size):
+def test_a_random_header_is_consistent_or_refused(folder, header, size):
     text = json.dumps(header).encode()
     opens(folder, struct.pack("<Q", len(text)) + text + bytes(size))
 
 
 @relaxed
 @given(value=json_values)
-def test_configs_and_indexes_of_any_form(folder, value):
+def test_a_random_config_or_index_is_consistent_or_refused(folder, value):
     (folder / "model.safetensors").write_bytes(VALID)
     for name in ("config.json", "model.safetensors.index.json"):
         path = folder / name

@@ -19,7 +19,7 @@ def entry(dtype="U8", shape=(4,), span=(0, 4)):
 
 
 FOUR = b"\1\2\3\4"
-#: (name, header or raw JSON, data, length field if it lies, fragment of the message)
+#: (name, header or raw JSON, data, wrong length field or None, part of the message)
 LIES = [
     ("length of zero", b"", FOUR, None, "header length is 0 bytes"),
     ("length of one", b"{", FOUR, None, "header length is 1 bytes"),
@@ -95,7 +95,7 @@ LIES = [
 @pytest.mark.parametrize(
     ("header", "data", "length", "message"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES]
 )
-def test_a_header_that_lies_is_refused_with_its_reason(model, safetensors_bytes, header, data, length, message):
+def test_an_invalid_header_is_refused_with_the_reason(model, safetensors_bytes, header, data, length, message):
     folder = model({"model.safetensors": safetensors_bytes(header, data, length=length)})
     with pytest.raises(HeaderError) as caught:
         Checkpoint.open(folder)
@@ -157,7 +157,7 @@ def test_reading_a_header_takes_a_few_calls_per_tensor(tmp_path):
     assert calls < 40 * len(tensors)  # 22 each: a thousand tensors take milliseconds
 
 
-def test_the_encoded_header_has_these_bytes():
+def test_the_encoded_header_has_the_golden_bytes():
     prefix, spans = encode_header(
         [OutputTensor("w", "F8_E4M3", (2, 3)), OutputTensor("s", "F32", ())], {"format": "pt", "a": "é"}
     )
@@ -179,7 +179,7 @@ def test_a_file_of_one_dtype_has_the_same_bytes_as_the_safetensors_package_write
     assert ours == safetensors.numpy.save(arrays, metadata)
 
 
-def test_every_tensor_is_aligned_to_its_element_whatever_the_order_given():
+def test_every_tensor_is_aligned_to_its_element_size_in_any_input_order():
     dtypes = ["U8", "F32", "F8_E4M3", "I64", "BF16", "F32", "BOOL", "F64"]
     _, spans = encode_header([OutputTensor(f"t{i}", dtype, (3,)) for i, dtype in enumerate(dtypes)], {})
     for i, dtype in enumerate(dtypes):
@@ -188,12 +188,12 @@ def test_every_tensor_is_aligned_to_its_element_whatever_the_order_given():
 
 
 @pytest.mark.parametrize("names", [["a", "a"], [""], ["__metadata__"]])
-def test_names_that_cannot_be_written_are_our_own_error(names):
+def test_invalid_tensor_names_raise_an_assertion_error(names):
     with pytest.raises(AssertionError):
         encode_header([OutputTensor(name, "U8", (1,)) for name in names], {})
 
 
-def test_bytes_of_a_shape():
+def test_the_bytes_of_a_shape_are_those_of_its_dtype():
     assert dtype_nbytes("BF16", (3, 5)) == 30
     assert dtype_nbytes("F4", (3, 6)) == 9
     assert dtype_nbytes("F6_E2M3", (4,)) == 3

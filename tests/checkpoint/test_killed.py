@@ -1,7 +1,7 @@
-"""Killed with SIGKILL at every system call that changes the disk, and at random moments; then resumed.
+"""Tests that kill a writer with SIGKILL at every system call that changes the disk and at random points, then resume.
 
-SIGKILL loses nothing that was written, only what was not: so `fsync` counts as a moment to die but syncs nothing here,
-which keeps the tests fast.
+A process killed by SIGKILL loses no written data, so `fsync` is replaced by a function that does nothing, which keeps
+the tests fast; a call of it still counts as a point to kill at.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARDS = {
     f"model-{i}.safetensors": [OutputTensor(f"w{i}", "F8_E4M3", (64, 33)), OutputTensor(f"s{i}", "F32", (64, 1))]
     for i in range(3)
 }
-#: Every call by which the package changes the disk.
+#: All calls by which the package changes the disk.
 CALLS = [
     (os, "open"),
     (os, "pwrite"),
@@ -44,7 +44,7 @@ CALLS = [
 
 
 def run(destination, *, overwrite=False, between_writes=lambda: None):
-    """A whole run: what a quantizer does, with bytes that depend on the names alone."""
+    """Write a whole checkpoint as a quantizer does, with bytes that depend on the tensor names only."""
     with CheckpointWriter(destination, fingerprint="f", total_bytes=1, overwrite=overwrite) as writer:
         for name, tensors in SHARDS.items():
             if name in writer.finished:
@@ -78,14 +78,14 @@ def _no_sync(monkeypatch):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """What an uninterrupted run writes."""
+    """The files that an uninterrupted run writes."""
     destination = tmp_path_factory.mktemp("uninterrupted") / "out"
     run(destination)
     return contents(destination)
 
 
 def in_child(work):
-    """Start `work` in a child process that does nothing else; returns its id."""
+    """Run `work` in a child process; return the process id."""
     child = os.fork()
     if child == 0:  # pragma: no cover
         try:
@@ -100,7 +100,7 @@ def killed(status):
 
 
 def die_at(moment):
-    """Make this process kill itself at the `moment`-th call that changes the disk; a write is cut in half first."""
+    """Make this process kill itself at call number `moment` that changes the disk; a write is first cut in half."""
     count = 0
 
     def wrap(owner, name):
@@ -124,17 +124,17 @@ def die_at(moment):
 
 
 def serve():
-    """For every line of JSON on standard input, run in a child that dies at a moment, and print the child's status.
+    """Run and kill one child process per line of JSON on standard input, and print the exit status of the child.
 
-    Forking this small process takes a tenth of the time that forking pytest takes, with all that it has imported.
+    Forking this small process takes a tenth of the time of forking pytest with all its imports.
     """
     os.fsync = lambda _: None
     for line in sys.stdin:
-        order = json.loads(line)
+        command = json.loads(line)
 
-        def work(order=order):
-            die_at(order["moment"])
-            run(Path(order["destination"]), overwrite=order["overwrite"])
+        def work(command=command):
+            die_at(command["moment"])
+            run(Path(command["destination"]), overwrite=command["overwrite"])
 
         _, status = os.waitpid(in_child(work), 0)
         print(status, flush=True)
@@ -142,24 +142,24 @@ def serve():
 
 @pytest.fixture(scope="module")
 def run_and_die():
-    """``run_and_die(moment, destination, overwrite=False) -> status`` of a child that dies at that moment."""
+    """A function ``(moment, destination, overwrite=False)`` that runs a child killed at `moment`; returns its status."""
     here = Path(__file__)
     program = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem}; {here.stem}.serve()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", program], env=environment, **pipes) as server:
 
-        def order(moment, destination, overwrite=False):
-            order = {"moment": moment, "destination": str(destination), "overwrite": overwrite}
-            server.stdin.write(json.dumps(order) + "\n")
+        def run_child(moment, destination, overwrite=False):
+            command = {"moment": moment, "destination": str(destination), "overwrite": overwrite}
+            server.stdin.write(json.dumps(command) + "\n")
             server.stdin.flush()
             return int(server.stdout.readline())
 
-        yield order
+        yield run_child
 
 
 def check_nothing_partial_loads(destination, expected, old=None):
-    """After a kill: the destination is whole or absent, and nothing in the work folder passes for a model."""
+    """Check after a kill that the destination is complete or absent and no work folder opens as a model."""
     if destination.exists():
         assert contents(destination) in (expected, old)
         Checkpoint.open(destination).close()
@@ -176,7 +176,7 @@ def check_nothing_partial_loads(destination, expected, old=None):
         assert {"model.safetensors.index.json", *SHARDS} <= contents(work / "output").keys()
 
 
-def test_killed_at_every_call_and_resumed_the_result_is_bit_identical(tmp_path, expected, run_and_die):
+def test_a_run_killed_at_any_call_and_resumed_is_bit_identical(tmp_path, expected, run_and_die):
     for moment in range(1, 1000):
         destination = tmp_path / str(moment) / "out"
         destination.parent.mkdir()
@@ -191,8 +191,8 @@ def test_killed_at_every_call_and_resumed_the_result_is_bit_identical(tmp_path, 
     assert names(destination.parent) == ["out"]
 
 
-def test_killed_twice_and_resumed_the_result_is_bit_identical(tmp_path, expected, run_and_die):
-    """The second kill hits the recovery from the first."""
+def test_a_run_killed_twice_and_resumed_is_bit_identical(tmp_path, expected, run_and_die):
+    """Kill the writer again while it recovers from the first kill."""
     rng = random.Random(7)
     for case in range(30):
         destination = tmp_path / str(case) / "out"
@@ -206,9 +206,7 @@ def test_killed_twice_and_resumed_the_result_is_bit_identical(tmp_path, expected
         assert contents(destination) == expected
 
 
-def test_killed_while_overwriting_the_old_checkpoint_or_the_new_one_is_there_after_the_next_run(
-    tmp_path, expected, run_and_die
-):
+def test_after_a_killed_overwrite_the_next_run_finds_the_old_or_the_new_checkpoint(tmp_path, expected, run_and_die):
     absent = 0
     for moment in range(1, 1000):
         destination = tmp_path / str(moment) / "out"
@@ -219,7 +217,7 @@ def test_killed_while_overwriting_the_old_checkpoint_or_the_new_one_is_there_aft
         status = run_and_die(moment, destination, overwrite=True)
         check_nothing_partial_loads(destination, expected, old)
         absent += not destination.exists()
-        with pytest.raises(DestinationError):  # puts the old one back where it had been moved aside
+        with pytest.raises(DestinationError):  # a refused run still restores the old checkpoint
             run(destination)
         assert contents(destination) in (expected, old)
         run(destination, overwrite=True)
@@ -227,11 +225,11 @@ def test_killed_while_overwriting_the_old_checkpoint_or_the_new_one_is_there_aft
         assert names(destination.parent) == ["out"]
         if not killed(status):
             break
-    assert absent == 1  # the one instant between the two renames
+    assert absent == 1  # only between the two renames is there no destination
 
 
-def test_killed_at_random_moments_and_resumed_the_result_is_bit_identical(tmp_path, expected):
-    """Half of the kills hit a writer that waits between two writes of a tensor, half of them one that has gone on."""
+def test_a_run_killed_between_random_writes_and_resumed_is_bit_identical(tmp_path, expected):
+    """Kill half of the writers while they wait between two writes of a tensor, the other half while they run on."""
     rng = random.Random(2026)
     killed_runs = 0
     for case in range(20):
@@ -265,7 +263,7 @@ def test_killed_at_random_moments_and_resumed_the_result_is_bit_identical(tmp_pa
     assert killed_runs >= 10
 
 
-def test_a_killed_writer_lets_the_next_one_in(tmp_path):
+def test_a_killed_writer_releases_its_lock(tmp_path):
     def work():
         CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1)
         os.kill(os.getpid(), signal.SIGKILL)

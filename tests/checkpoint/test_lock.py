@@ -9,26 +9,26 @@ from minifloat.checkpoint.lock import FolderLock
 from minifloat.errors import DestinationError, StorageError
 
 
-def test_a_lock_makes_its_folder_and_removes_it_when_nothing_is_left(tmp_path):
+def test_a_lock_creates_its_folder_and_removes_it_when_it_is_empty(tmp_path):
     lock = FolderLock(tmp_path / "work", "lock")
     assert (tmp_path / "work" / "lock").read_text() == f"{os.getpid()}\n"
     lock.release(remove=True)
     assert not (tmp_path / "work").exists()
 
 
-def test_a_folder_with_something_in_it_is_left(tmp_path):
+def test_a_folder_that_is_not_empty_is_kept(tmp_path):
     lock = FolderLock(tmp_path / "work", "lock")
     (tmp_path / "work" / "file").touch()
     lock.release(remove=True)
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["file"]
 
 
-def test_a_released_lock_is_taken_by_the_next(tmp_path):
+def test_a_released_lock_can_be_taken_again(tmp_path):
     FolderLock(tmp_path, "lock").release()
     FolderLock(tmp_path, "lock").release()
 
 
-def test_only_one_holds_the_lock(tmp_path):
+def test_a_second_lock_on_the_same_folder_is_refused(tmp_path):
     lock = FolderLock(tmp_path, "lock")
     with pytest.raises(DestinationError, match=f"process {os.getpid()} is writing here"):
         FolderLock(tmp_path, "lock")
@@ -36,8 +36,8 @@ def test_only_one_holds_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize("remove_folder", [False, True])
-def test_a_lock_that_its_owner_removes_at_that_moment_is_not_taken_for_ours(tmp_path, monkeypatch, remove_folder):
-    """Two writers would otherwise hold locks on two files of the same name."""
+def test_a_lock_file_that_its_owner_has_just_removed_is_locked_anew(tmp_path, monkeypatch, remove_folder):
+    """Otherwise two writers would hold locks on two files of the same name."""
     folder = tmp_path / "work"
     flock = fcntl.flock
     calls = []

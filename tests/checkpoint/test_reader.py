@@ -32,7 +32,7 @@ def folder(model):
     return model({"model.safetensors": safetensors.numpy.save(ARRAYS, {"format": "np"})})
 
 
-def test_what_the_safetensors_package_wrote_is_read_bit_for_bit(folder):
+def test_files_of_the_safetensors_package_are_read_bit_for_bit(folder):
     with Checkpoint.open(folder) as checkpoint:
         assert set(checkpoint.tensors) == set(ARRAYS)
         for name, array in ARRAYS.items():
@@ -126,7 +126,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_that_names_it(folder):
             checkpoint.read("f32")
 
 
-def test_a_file_that_vanished_is_an_error_that_names_it(folder):
+def test_a_file_that_was_deleted_is_an_error_that_names_it(folder):
     with Checkpoint.open(folder) as checkpoint:
         (folder / "model.safetensors").unlink()
         with pytest.raises(StorageError, match=r"model\.safetensors: cannot open"):
@@ -143,7 +143,7 @@ def test_a_failing_disk_is_an_error_that_names_the_file(folder, monkeypatch):
             checkpoint.read("f32")
 
 
-# What is not a checkpoint
+# Folders that are not checkpoints
 
 
 def test_a_missing_folder_is_not_a_checkpoint(tmp_path):
@@ -221,7 +221,7 @@ def test_a_folder_inside_an_unfinished_output_is_refused(model, shard):
     ],
     ids=["empty", "cut", "list", "null", "utf-16", "huge integer", "deep", "large", "quantization as text"],
 )
-def test_a_config_that_cannot_be_understood_is_refused(model, shard, content, message):
+def test_an_invalid_config_is_refused(model, shard, content, message):
     folder = model({"model.safetensors": shard("a"), "config.json": content})
     with pytest.raises(ConfigError, match=message):
         Checkpoint.open(folder)
@@ -241,7 +241,7 @@ def test_infinity_in_a_config_is_read_because_real_models_have_it(model, shard):
         {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
     ],
 )
-def test_the_quantization_config_is_found_where_servers_look_for_it(model, shard, config):
+def test_the_quantization_config_is_found_in_the_places_that_servers_search(model, shard, config):
     with Checkpoint.open(model({"model.safetensors": shard("a")}, config=config)) as checkpoint:
         assert checkpoint.quantization_config == {"quant_method": "fp8"}
 
@@ -288,7 +288,7 @@ def test_weights_that_the_index_does_not_name_are_ignored_by_name(model, shard):
         (b'{"weight_map": {"a": "m-1.safetensors", "b": "m-1.safetensors"}}', "'b' should be in m-1.safetensors"),
     ],
 )
-def test_an_index_that_is_wrong_is_refused(model, shard, content, message):
+def test_an_invalid_index_is_refused(model, shard, content, message):
     folder = model({"m-1.safetensors": shard("a"), "model.safetensors.index.json": content})
     with pytest.raises(ShardIndexError, match=message):
         Checkpoint.open(folder)
@@ -300,7 +300,7 @@ def test_a_tensor_that_the_index_does_not_name_is_refused(model, shard):
         Checkpoint.open(folder)
 
 
-def test_a_tensor_that_the_index_places_elsewhere_is_refused(model, shard):
+def test_a_tensor_that_the_index_places_in_another_shard_is_refused(model, shard):
     files = {"m-1.safetensors": shard("a"), "m-2.safetensors": shard("b")}
     folder = model(files | index(a="m-2.safetensors", b="m-1.safetensors"))
     with pytest.raises(ShardIndexError, match=r"m-1\.safetensors holds tensor 'a', but the index says it is in m-2"):
@@ -328,7 +328,7 @@ def test_the_same_tensor_in_two_shards_is_refused(model, shard):
         "model.safetensors.index.json",
     ],
 )
-def test_a_shard_name_that_leaves_the_folder_is_refused(model, shard, name):
+def test_a_shard_name_that_leads_out_of_the_folder_is_refused(model, shard, name):
     folder = model({"m-1.safetensors": shard("a")} | index(a=name))
     (folder.parent / "model.safetensors").write_bytes(shard("a"))
     with pytest.raises(UnsafeFileError, match="shard name"):
@@ -352,7 +352,7 @@ def test_without_an_index_model_safetensors_is_the_model_and_other_files_are_ign
         assert checkpoint.ignored_files == ("consolidated.safetensors",)
 
 
-def test_a_single_file_beside_an_index_of_other_shards_is_two_models(model, shard):
+def test_a_single_file_beside_an_index_of_other_shards_is_refused_as_two_models(model, shard):
     files = {"m-1.safetensors": shard("a"), "model.safetensors": shard("a")}
     with pytest.raises(ShardIndexError, match="two models in one folder"):
         Checkpoint.open(model(files | index(a="m-1.safetensors")))
@@ -363,7 +363,7 @@ def test_a_single_file_beside_an_index_of_other_shards_is_two_models(model, shar
 
 @pytest.fixture
 def hub(tmp_path, shard):
-    """A hub cache: two models, the files of each snapshot are links to blobs."""
+    """A hub cache with two models, whose snapshots hold links to blobs."""
     for name in ("models--org--good", "models--org--other"):
         (tmp_path / name / "blobs").mkdir(parents=True)
         snapshot = tmp_path / name / "snapshots" / "abc123"
@@ -421,13 +421,13 @@ def test_a_blob_that_is_itself_a_link_elsewhere_is_refused(hub, shard):
         Checkpoint.open(hub / "models--org--good" / "snapshots" / "abc123")
 
 
-def test_a_missing_blob_is_named(hub):
+def test_a_missing_blob_is_an_error_that_names_it(hub):
     (hub / "models--org--good" / "blobs" / "hash-model.safetensors").unlink()
     with pytest.raises(ShardIndexError, match="missing; download it again"):
         Checkpoint.open(hub / "models--org--good" / "snapshots" / "abc123")
 
 
-def test_the_hub_layout_outside_a_hub_cache_is_a_link_that_leaves(tmp_path, shard):
+def test_a_link_like_those_of_the_hub_cache_is_refused_outside_a_hub_cache(tmp_path, shard):
     folder = tmp_path / "project" / "snapshots" / "abc"
     folder.mkdir(parents=True)
     (tmp_path / "project" / "blobs").mkdir()
@@ -448,7 +448,7 @@ def test_every_file_that_is_a_link_out_of_the_folder_is_refused(model, shard, tm
         Checkpoint.open(folder)
 
 
-def test_a_link_that_stays_in_the_folder_is_fine(model, shard):
+def test_a_link_inside_the_folder_is_followed(model, shard):
     folder = model({"weights": shard("a")})
     (folder / "model.safetensors").symlink_to("weights")
     with Checkpoint.open(folder) as checkpoint:
@@ -497,7 +497,7 @@ def test_a_refused_permission_is_an_error_with_the_cure(folder, monkeypatch):
 # Sidecars
 
 
-def test_sidecars_are_what_a_model_needs_beside_its_weights(model, shard):
+def test_sidecars_are_the_files_that_a_model_needs_beside_its_weights(model, shard):
     carried = [
         "tokenizer.json",
         "tokenizer_config.json",
@@ -537,7 +537,7 @@ def test_a_sidecar_that_links_out_of_the_folder_is_refused_before_the_work(model
             checkpoint.read_file(name)
 
 
-def test_a_fifo_posing_as_a_sidecar_is_refused(model, shard):
+def test_a_fifo_named_like_a_sidecar_is_refused(model, shard):
     folder = model({"model.safetensors": shard("a")})
     os.mkfifo(folder / "tokenizer.json")
     with Checkpoint.open(folder) as checkpoint:
@@ -553,6 +553,6 @@ def test_reading_a_file_outside_the_folder_is_refused(folder, name):
         checkpoint.read_file(name)
 
 
-def test_a_sidecar_that_vanished_is_named(folder):
+def test_a_sidecar_that_was_deleted_is_an_error_that_names_it(folder):
     with Checkpoint.open(folder) as checkpoint, pytest.raises(StorageError, match=r"tokenizer\.json: the file is gone"):
         checkpoint.read_file("tokenizer.json")

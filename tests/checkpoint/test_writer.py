@@ -49,7 +49,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="look
 # The output
 
 
-def test_what_is_written_is_read_by_the_safetensors_package(tmp_path):
+def test_the_safetensors_package_reads_the_output(tmp_path):
     rng = np.random.default_rng(0)
     arrays = {
         "bytes": rng.integers(0, 256, (3, 5), dtype=np.uint8),
@@ -142,7 +142,7 @@ def test_shards_are_committed_from_many_threads(tmp_path):
         assert writer.finished == {name: {"sha": name} for name in names}
 
 
-def test_short_writes_of_the_system_are_continued(tmp_path, monkeypatch):
+def test_short_writes_of_the_operating_system_are_continued(tmp_path, monkeypatch):
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, bytes(data[:3]), at))
     slow = contents(write_model(tmp_path / "slow"))
@@ -150,7 +150,7 @@ def test_short_writes_of_the_system_are_continued(tmp_path, monkeypatch):
     assert slow == contents(write_model(tmp_path / "fast"))
 
 
-def test_short_reads_of_the_system_are_continued(tmp_path, monkeypatch):
+def test_short_reads_of_the_operating_system_are_continued(tmp_path, monkeypatch):
     out = write_model(tmp_path / "out")
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:3]], at))
@@ -158,7 +158,7 @@ def test_short_reads_of_the_system_are_continued(tmp_path, monkeypatch):
         assert checkpoint.read("b").tolist() == [17 + i for i in range(8)]
 
 
-# Our own mistakes do not reach the disk
+# Bugs of the caller do not reach the destination
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_an_unfinished_shard_is_not_committed(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_that_would_not_open_is_not_put_in_place(tmp_path):
+def test_an_output_that_does_not_open_is_not_committed(tmp_path):
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
         write_shard(writer, "model.safetensors")
         with pytest.raises(NotACheckpointError, match=r"no config\.json"):
@@ -204,7 +204,7 @@ def test_an_output_that_would_not_open_is_not_put_in_place(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_shard_that_the_index_does_not_name_is_not_put_in_place(tmp_path):
+def test_an_output_with_a_shard_that_the_index_does_not_name_is_not_committed(tmp_path):
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
         write_shard(writer, "m-1.safetensors")
         write_shard(writer, "m-2.safetensors", [OutputTensor("c", "U8", (1,))])
@@ -216,13 +216,13 @@ def test_a_shard_that_the_index_does_not_name_is_not_put_in_place(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../config.json", "/tmp/x", "", "model.safetensors", "a\0b"])
-def test_a_small_file_outside_the_folder_is_our_own_error(tmp_path, name):
+def test_a_small_file_outside_the_folder_raises_an_assertion_error(tmp_path, name):
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer, pytest.raises(AssertionError):
         writer.write_file(name, b"")
 
 
 @pytest.mark.parametrize("name", ["../m.safetensors", "/tmp/m.safetensors", "m.bin", ""])
-def test_a_shard_outside_the_folder_is_our_own_error(tmp_path, name):
+def test_a_shard_outside_the_folder_raises_an_assertion_error(tmp_path, name):
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer, pytest.raises(AssertionError):
         writer.shard(name, PAIR, {})
 
@@ -256,7 +256,7 @@ def test_overwriting_replaces_the_old_checkpoint_at_the_end(tmp_path):
     assert names_in(tmp_path) == ["out"]
 
 
-def test_a_folder_that_is_no_model_is_not_overwritten(tmp_path):
+def test_a_folder_that_is_not_a_model_is_not_overwritten(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").touch()
     with pytest.raises(DestinationError, match="it is no model and is not overwritten"):
@@ -265,7 +265,7 @@ def test_a_folder_that_is_no_model_is_not_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_what_is_not_a_folder_is_not_overwritten(tmp_path, kind):
+def test_a_destination_that_is_not_a_folder_is_not_overwritten(tmp_path, kind):
     (tmp_path / "target").mkdir()
     (tmp_path / "out").symlink_to("target") if kind == "link" else (tmp_path / "out").touch()
     with pytest.raises(DestinationError, match="is not a folder and is not overwritten"):
@@ -297,7 +297,7 @@ def test_a_second_writer_of_the_same_destination_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_something_else_under_the_name_of_the_work_folder_is_kept(tmp_path, kind):
+def test_a_foreign_file_or_folder_with_the_name_of_the_work_folder_is_kept(tmp_path, kind):
     work = tmp_path / "out.minifloat-work"
     if kind == "folder":
         work.mkdir()
@@ -318,7 +318,7 @@ def test_something_else_under_the_name_of_the_work_folder_is_kept(tmp_path, kind
 
 
 def interrupted(destination, names=("m-1.safetensors", "m-2.safetensors"), fingerprint="f"):
-    """The work folder of a run that finished these shards."""
+    """Leave the work folder of a run that finished these shards."""
     with CheckpointWriter(destination, fingerprint=fingerprint, total_bytes=1) as writer:
         for name in names:
             write_shard(writer, name)
@@ -353,7 +353,7 @@ def test_work_whose_state_cannot_be_read_is_discarded_with_the_reason(tmp_path, 
         assert "cannot be read" in writer.restarted_because
 
 
-def test_a_torn_line_of_the_journal_is_ignored_and_cut_off(tmp_path):
+def test_an_incomplete_line_of_the_journal_is_ignored_and_removed(tmp_path):
     journal = interrupted(tmp_path / "out") / "journal.jsonl"
     whole = journal.read_bytes()
     second = whole.index(b"\n") + 1
@@ -368,7 +368,7 @@ def test_a_torn_line_of_the_journal_is_ignored_and_cut_off(tmp_path):
 @pytest.mark.parametrize(
     "line", [b"\0\0\0\n", b"[]\n", b'{"file": 3}\n', b'{"file": "../x", "size": 1, "record": {}}\n']
 )
-def test_a_damaged_line_of_the_journal_finishes_nothing(tmp_path, line):
+def test_a_damaged_line_of_the_journal_marks_no_shard_as_finished(tmp_path, line):
     journal = interrupted(tmp_path / "out", ["m-1.safetensors"]) / "journal.jsonl"
     journal.write_bytes(journal.read_bytes() + line)
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
@@ -376,7 +376,7 @@ def test_a_damaged_line_of_the_journal_finishes_nothing(tmp_path, line):
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "header", "another file", "fifo"])
-def test_a_journaled_shard_that_is_not_whole_is_written_again(tmp_path, damage):
+def test_a_journaled_shard_with_a_damaged_file_is_written_again(tmp_path, damage):
     path = interrupted(tmp_path / "out") / "output" / "m-2.safetensors"
     data = path.read_bytes()
     path.unlink()
@@ -392,7 +392,7 @@ def test_a_journaled_shard_that_is_not_whole_is_written_again(tmp_path, damage):
     assert path.read_bytes() == data
 
 
-def test_a_discarded_shard_is_forgotten_for_good(tmp_path):
+def test_a_discarded_shard_stays_discarded_in_the_next_run(tmp_path):
     interrupted(tmp_path / "out")
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
         writer.discard("m-1.safetensors")
@@ -404,7 +404,7 @@ def test_a_discarded_shard_is_forgotten_for_good(tmp_path):
         assert writer.finished["m-1.safetensors"] == {"sha": "new"}
 
 
-def test_leaving_with_an_error_keeps_finished_shards_and_frees_the_space_of_others(tmp_path):
+def test_an_exit_with_an_error_keeps_finished_shards_and_deletes_unfinished_ones(tmp_path):
     def fail():
         with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
             write_shard(writer, "m-1.safetensors")
@@ -416,14 +416,14 @@ def test_leaving_with_an_error_keeps_finished_shards_and_frees_the_space_of_othe
     assert names_in(tmp_path / "out.minifloat-work" / "output") == ["m-1.safetensors"]
 
 
-def test_leaving_before_anything_is_finished_leaves_nothing(tmp_path):
+def test_an_exit_without_finished_shards_removes_the_work_folder(tmp_path):
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
         writer.shard("m-1.safetensors", PAIR, {})
         writer.write_file("config.json", b"{}")
     assert names_in(tmp_path) == []
 
 
-def test_an_unfinished_shard_is_not_readable_by_anything(tmp_path):
+def test_no_reader_accepts_an_unfinished_shard(tmp_path):
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
         shard = writer.shard("model.safetensors", PAIR, {})
         for tensor in PAIR:
@@ -432,16 +432,16 @@ def test_an_unfinished_shard_is_not_readable_by_anything(tmp_path):
             safetensors.numpy.load_file(shard.path)
 
 
-# What the system refuses
+# Errors of the operating system
 
 
-def test_too_little_space_is_noticed_before_the_work(tmp_path):
+def test_too_little_disk_space_is_refused_before_the_work(tmp_path):
     with pytest.raises(StorageError, match=r"needs 1000000000\.00 GB, the disk has .* GB free; free some space"):
         CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=10**18)
     assert names_in(tmp_path) == []
 
 
-def test_finished_shards_count_as_space_that_is_needed_no_more(tmp_path, monkeypatch):
+def test_finished_shards_reduce_the_required_disk_space(tmp_path, monkeypatch):
     work = interrupted(tmp_path / "out")
     done = sum(path.stat().st_size for path in (work / "output").iterdir())
     usage = shutil._ntuple_diskusage(1000, 900, 100)
@@ -486,7 +486,7 @@ def test_a_refused_write_names_the_file_and_the_cure_and_the_work_is_resumed(tmp
         assert list(writer.finished) == ["m-1.safetensors"]
 
 
-def test_a_file_system_that_cannot_reserve_space_is_used_without(tmp_path, monkeypatch):
+def test_a_file_system_that_cannot_reserve_space_is_used_without_reserving(tmp_path, monkeypatch):
     expected = contents(write_model(tmp_path / "a"))
 
     def refuse(*_):
@@ -498,7 +498,7 @@ def test_a_file_system_that_cannot_reserve_space_is_used_without(tmp_path, monke
     assert contents(write_model(tmp_path / "c")) == expected
 
 
-def test_a_journal_that_cannot_be_written_finishes_nothing(tmp_path, monkeypatch):
+def test_a_shard_is_not_finished_if_the_journal_cannot_be_written(tmp_path, monkeypatch):
     pwrite = os.pwrite
 
     def torn(descriptor, data, at):
@@ -521,7 +521,7 @@ def test_a_journal_that_cannot_be_written_finishes_nothing(tmp_path, monkeypatch
 
 
 def test_a_file_size_limit_of_the_system_is_an_error_with_the_cure(tmp_path):
-    """A real refusal by the kernel, in a child because the limit cannot be raised again."""
+    """Set a real limit in a child process, because a process cannot raise its limit again."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover
@@ -557,7 +557,7 @@ def test_a_parent_without_permission_is_an_error_with_the_cure(tmp_path):
         tmp_path.chmod(0o700)
 
 
-def test_a_refused_folder_is_an_error_with_the_cure(tmp_path, monkeypatch):
+def test_a_refused_creation_of_the_folder_is_an_error_with_the_cure(tmp_path, monkeypatch):
     def refuse(self, *_, **__):
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 

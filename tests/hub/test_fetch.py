@@ -1,4 +1,4 @@
-"""Commands that are given the id of a model, against a hub on this machine."""
+"""Tests of commands on ids of models, against a fake hub on this machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_quantizing_a_model_of_the_hub_writes_what_quantizing_its_folder_writes(
+def test_quantizing_a_model_of_the_hub_writes_the_same_weights_as_quantizing_its_folder(
     hub: FakeHub, home: Path, sharded: Path, tmp_path: Path
 ) -> None:
     repo = hub.add("org/storybook", sharded)
-    # what a repository may hold beside the model: the same weights in other forms, and code
+    # other files of a repository: the same weights in other formats, and code
     extra = {"consolidated.safetensors": b"x" * 100, "pytorch_model.bin": b"x" * 100, "modeling.py": b"x"}
     repo.branches["main"] |= extra | {"onnx/config.json": b"{}"}
     result = hub.run(home, "quantize", "org/storybook", "out", "--scheme", "fp8", "-q")
@@ -39,17 +39,17 @@ def test_quantizing_a_model_of_the_hub_writes_what_quantizing_its_folder_writes(
     assert (provenance["source"], provenance["source_revision"]) == ("org/storybook", commit)
     assert provenance["command"] == f"minifloat quantize org/storybook@{commit} OUT --scheme fp8"
     for name in (*extra, "onnx"):
-        assert not hub.asked_for(name)
+        assert not hub.requests_for(name)
 
 
-def test_the_second_time_the_cache_serves_and_a_hub_that_is_off_or_down_is_no_matter(
+def test_a_cached_model_is_used_again_also_when_the_hub_is_offline_or_down(
     hub: FakeHub, home: Path, sharded: Path
 ) -> None:
     hub.add("org/storybook", sharded)
     assert hub.run(home, "quantize", "org/storybook", "first", "-q").returncode == 0
     hub.requests.clear()
     assert hub.run(home, "quantize", "org/storybook", "second", "-q").returncode == 0
-    assert not hub.asked_for("resolve")
+    assert not hub.requests_for("resolve")
     hub.requests.clear()
     offline = hub.run(home, "quantize", "org/storybook", "third", "-q", HF_HUB_OFFLINE="1")
     assert (offline.returncode, offline.stderr, hub.requests) == (0, "", [])
@@ -60,7 +60,7 @@ def test_the_second_time_the_cache_serves_and_a_hub_that_is_off_or_down_is_no_ma
 
 
 @pytest.mark.parametrize("spelling", [["org/model@other"], ["org/model", "--revision", "other"]])
-def test_the_revision_says_which_weights(hub: FakeHub, home: Path, sharded: Path, spelling: list[str]) -> None:
+def test_the_revision_selects_the_weights(hub: FakeHub, home: Path, sharded: Path, spelling: list[str]) -> None:
     hub.add("org/model", Path(__file__).parents[1] / "data" / "interop" / "base-llama")
     repo = hub.add("org/model", sharded, branch="other")
     result = hub.run(home, "quantize", *spelling[:1], "out", *spelling[1:], "-q")
@@ -69,7 +69,7 @@ def test_the_revision_says_which_weights(hub: FakeHub, home: Path, sharded: Path
     assert provenance["source_revision"] == commit_of(repo.branches["other"])
 
 
-def test_what_has_pickle_files_only_is_refused_before_a_file_is_fetched(
+def test_a_model_with_pickle_files_only_is_refused_before_the_download(
     hub: FakeHub, home: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -95,12 +95,14 @@ def test_plan_check_and_inspect_transfer_headers_only(hub: FakeHub, home: Path, 
     assert there.stdout == here.stdout.replace(str(sharded), "org/storybook")
     weights = sum(path.stat().st_size for path in sharded.glob("*.safetensors"))
     assert hub.sent < weights / 20
-    gets = [path for method, path in hub.asked_for("resolve") if method == "GET"]
+    gets = [path for method, path in hub.requests_for("resolve") if method == "GET"]
     assert len(gets) == len(set(gets)) == 5 + 2  # a request per shard, config and index
     assert not list(home.rglob("*.safetensors"))
 
 
-def test_a_header_longer_than_the_first_request_takes_a_second(hub: FakeHub, home: Path, tmp_path: Path) -> None:
+def test_a_header_longer_than_the_first_request_is_read_by_a_second_request(
+    hub: FakeHub, home: Path, tmp_path: Path
+) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
@@ -111,18 +113,16 @@ def test_a_header_longer_than_the_first_request_takes_a_second(hub: FakeHub, hom
     result = hub.run(home, "inspect", "org/wide", "--json")
     assert (result.returncode, result.stderr) == (0, "")
     assert len(json.loads(result.stdout)["rows"]) == 1000
-    assert len([method for method, _ in hub.asked_for("model.safetensors") if method == "GET"]) == 2
+    assert len([method for method, _ in hub.requests_for("model.safetensors") if method == "GET"]) == 2
 
 
-def test_a_server_that_knows_no_ranges_is_read_as_far_as_needed(hub: FakeHub, home: Path, sharded: Path) -> None:
+def test_headers_are_read_from_a_server_that_ignores_ranges(hub: FakeHub, home: Path, sharded: Path) -> None:
     hub.ranges = False
     hub.add("org/storybook", sharded)
     assert hub.run(home, "inspect", "org/storybook").returncode == 0
 
 
-def test_a_header_that_does_not_fit_the_size_that_the_hub_tells_is_refused(
-    hub: FakeHub, home: Path, sharded: Path
-) -> None:
+def test_a_header_that_contradicts_the_size_on_the_hub_is_refused(hub: FakeHub, home: Path, sharded: Path) -> None:
     repo = hub.add("org/storybook", sharded)
     shard = sorted(name for name in repo.branches["main"] if name.endswith(".safetensors"))[0]
     repo.branches["main"][shard] += b"x"
@@ -151,7 +151,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("refusal", "command"), each_value(REFUSALS, [["quantize", "{}", "out"], ["inspect", "{}"]]))
-def test_what_the_hub_refuses_is_one_line_with_the_cure_and_status_2(
+def test_a_refusal_of_the_hub_is_one_line_with_the_cure_and_status_2(
     hub: FakeHub, home: Path, command: list[str], refusal: tuple[str, dict[str, str], str]
 ) -> None:
     model, variables, message = refusal
@@ -165,14 +165,14 @@ def test_what_the_hub_refuses_is_one_line_with_the_cure_and_status_2(
     assert not (home / "out").exists()
 
 
-def test_a_token_opens_what_is_private_or_gated(hub: FakeHub, home: Path) -> None:
+def test_a_token_gives_access_to_a_private_gated_model(hub: FakeHub, home: Path) -> None:
     hub.add("org/closed", STORYBOOK, private=True, gated=True)
     assert hub.run(home, "inspect", "org/closed").returncode == 2
     assert hub.run(home, "inspect", "org/closed", HF_TOKEN=TOKEN).returncode == 0
     assert hub.run(home, "quantize", "org/closed", "out", "-q", HF_TOKEN=TOKEN).returncode == 0
 
 
-def test_what_was_inspected_only_is_not_whole_in_the_cache(hub: FakeHub, home: Path, sharded: Path) -> None:
+def test_an_inspected_model_is_not_complete_in_the_cache(hub: FakeHub, home: Path, sharded: Path) -> None:
     hub.add("org/storybook", sharded)
     assert hub.run(home, "inspect", "org/storybook").returncode == 0
     result = hub.run(home, "quantize", "org/storybook", "out", HF_HUB_OFFLINE="1")

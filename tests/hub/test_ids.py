@@ -1,4 +1,4 @@
-"""What is a folder and what is an id; nothing is asked for."""
+"""Tests of the distinction between folders and ids, without a hub."""
 
 from __future__ import annotations
 
@@ -31,16 +31,14 @@ def test_an_id_may_have_a_revision(text: str, origin: Origin) -> None:
 @pytest.mark.parametrize(
     "text", ["./name", "../name", "/org/name", "~/name", "a/b/c", "org\\name", "org/name@", "a--b", "org/", "x.git"]
 )
-def test_what_cannot_be_an_id_is_a_folder_and_its_absence_is_told_as_such(text: str) -> None:
+def test_an_invalid_id_is_a_folder_and_reported_as_missing(text: str) -> None:
     assert hub_id(text) is None
     assert model_folder(text) == Path(text)
     with pytest.raises(NotACheckpointError, match="no such folder"):
         inspect_checkpoint(text)
 
 
-def test_a_folder_that_exists_wins_and_a_path_is_always_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_existing_folder_and_every_path_object_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert hub_id("org/name") is not None
     (tmp_path / "org" / "name").mkdir(parents=True)
@@ -49,7 +47,7 @@ def test_a_folder_that_exists_wins_and_a_path_is_always_a_folder(
     assert model_name("org/name") == "name"
 
 
-def test_a_revision_belongs_to_an_id_and_is_given_once(tmp_path: Path) -> None:
+def test_a_revision_of_a_folder_and_two_different_revisions_are_refused(tmp_path: Path) -> None:
     assert hub_id("org/name", "v2") == Origin("org/name", "v2")
     assert hub_id("org/name@v2", "v2") == Origin("org/name", "v2")
     with pytest.raises(UsageError, match="two revisions, 'v1' and 'v2'"):
@@ -58,7 +56,7 @@ def test_a_revision_belongs_to_an_id_and_is_given_once(tmp_path: Path) -> None:
         hub_id(str(tmp_path), "v2")
 
 
-def test_a_snapshot_in_the_cache_knows_its_model_and_commit(tmp_path: Path) -> None:
+def test_a_snapshot_in_the_cache_gives_its_model_and_commit(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--na-me" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     assert origin_of(snapshot) == Origin("org/na-me", COMMIT)
@@ -68,7 +66,7 @@ def test_a_snapshot_in_the_cache_knows_its_model_and_commit(tmp_path: Path) -> N
     assert model_name(tmp_path) == tmp_path.name
 
 
-def test_ids_are_those_that_the_hub_allows() -> None:
+def test_only_names_that_the_hub_allows_are_ids() -> None:
     assert is_hub_id("org/name")
     assert not is_hub_id("org/name@main")
     assert not is_hub_id("a/b/c")

@@ -1,4 +1,4 @@
-"""Checkpoints of other tools are described as their makers recorded them and decode to the same weights, to the bit."""
+"""Tests that checkpoints of other tools are described as recorded and decode to the recorded weights bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fixture(request: pytest.FixtureRequest) -> Path:
 
 
 def expected_modules(folder: Path) -> dict[str, dict[str, Any]]:
-    """The recorded facts by module, one entry per expert where experts are fused."""
+    """Return the recorded facts by module, with one entry per expert for fused experts."""
     modules: dict[str, dict[str, Any]] = {}
     for name, facts in json.loads((folder / "expected.json").read_text())["modules"].items():
         if len(facts["shape"]) == 2:
@@ -90,7 +90,7 @@ def test_weights_decode_to_the_recorded_values_bit_for_bit(fixture: Path) -> Non
     assert compared
 
 
-def test_rows_decode_like_the_whole(fixture: Path) -> None:
+def test_a_slab_of_rows_dequantizes_to_the_rows_of_the_whole_weight(fixture: Path) -> None:
     with Checkpoint.open(fixture) as checkpoint:
         for stored in describe(checkpoint).weights.values():
             weight = read_weight(checkpoint, stored)
@@ -118,7 +118,7 @@ def test_kv_scales_are_auxiliary(fixture: Path) -> None:
     assert (description.kv is not None) == ("kv" in fixture.name)
 
 
-def test_an_unquantized_checkpoint_is_described_as_such() -> None:
+def test_an_unquantized_checkpoint_has_no_layout_and_no_weights() -> None:
     with Checkpoint.open(FIXTURES[0].parent / "base-llama") as checkpoint:
         description = describe(checkpoint)
     assert description.layout is None
@@ -136,7 +136,9 @@ def test_an_unquantized_checkpoint_is_described_as_such() -> None:
         ({}, None),
     ],
 )
-def test_the_kv_cache_of_modelopt_is_what_it_says(tmp_path: Path, written: dict[str, Any], element: str | None) -> None:
+def test_the_kv_cache_format_of_modelopt_is_read_from_its_config(
+    tmp_path: Path, written: dict[str, Any], element: str | None
+) -> None:
     source = next(path for path in FIXTURES if path.name == "modelopt-fp8-kv")
     folder = Path(shutil.copytree(source, tmp_path / "model"))
     (folder / "hf_quant_config.json").unlink(missing_ok=True)

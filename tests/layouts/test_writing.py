@@ -1,4 +1,4 @@
-"""What `quantize` writes is what the servers' own libraries accept: names, dtypes, shapes and config."""
+"""Tests that the servers' libraries accept written checkpoints: names, dtypes, shapes and config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minifloat.quantize.job import quantize_checkpoint
 BASE = Path(__file__).parents[1] / "data" / "interop" / "base-llama"
 SHAPE = (160, 64)
 
-#: Scheme -> the tensors of a [160, 64] linear named "m", from the table of compressed-tensors' formats.
+#: Tensors of a [160, 64] linear named "m" by scheme, from the table of compressed-tensors' formats.
 TENSORS = {
     "fp8-block": [("m.weight", "F8_E4M3", (160, 64)), ("m.weight_scale", "F32", (2, 1))],
     "fp8": [("m.weight", "F8_E4M3", (160, 64)), ("m.weight_scale", "F32", (160, 1))],
@@ -34,7 +34,7 @@ TENSORS = {
     ],
 }
 
-#: Scheme -> (format, weight strategy, input strategy).
+#: Format, weight strategy and input strategy by scheme.
 CONFIGS = {
     "fp8-block": ("float-quantized", "block", "group"),
     "fp8": ("naive-quantized", "channel", None),
@@ -47,12 +47,12 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
-def test_compressed_tensors_names_dtypes_and_shapes(scheme: str) -> None:
+def test_the_compressed_tensors_layout_has_its_names_dtypes_and_shapes(scheme: str) -> None:
     tensors = get_writer("compressed-tensors").weight_tensors("m", SCHEMES[scheme].weight, SHAPE)
     assert list(tensors.all) == [OutputTensor(*facts) for facts in TENSORS[scheme]]
 
 
-def test_fp8_names_dtypes_and_shapes() -> None:
+def test_the_fp8_layout_has_its_names_dtypes_and_shapes() -> None:
     tensors = get_writer("fp8").weight_tensors("m", SCHEMES["fp8-block"].weight, (256, 384))
     assert list(tensors.all) == [
         OutputTensor("m.weight", "F8_E4M3", (256, 384)),
@@ -61,7 +61,7 @@ def test_fp8_names_dtypes_and_shapes() -> None:
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
-def test_the_config_is_what_compressed_tensors_itself_would_dump(scheme: str) -> None:
+def test_the_config_equals_the_dump_of_compressed_tensors(scheme: str) -> None:
     compressed_tensors = pytest.importorskip("compressed_tensors.quantization")
     config = get_writer("compressed-tensors").quantization_config({"m": SCHEMES[scheme]}, ["lm_head"])
     parsed = compressed_tensors.QuantizationConfig.model_validate(config)
@@ -75,11 +75,11 @@ def test_the_config_is_what_compressed_tensors_itself_would_dump(scheme: str) ->
     dumped = parsed.model_dump()["config_groups"]["group_0"]
     ours = config["config_groups"]["group_0"]
     for part in ("weights", "input_activations"):
-        assert _given(ours[part]) == _given(dumped[part])
+        assert _without_none(ours[part]) == _without_none(dumped[part])
 
 
-def _given(arguments: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Arguments with a value; None and absent mean the same."""
+def _without_none(arguments: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the arguments that have a value; None and a missing key mean the same."""
     return None if arguments is None else {key: value for key, value in arguments.items() if value not in (None, {})}
 
 
@@ -90,7 +90,7 @@ def test_several_schemes_become_groups_that_name_their_modules() -> None:
     assert [group["targets"] for group in config["config_groups"].values()] == [["a.q_proj", "b.q_proj"], ["a.up_proj"]]
 
 
-def test_a_quantized_head_is_targeted_by_name_because_it_is_no_linear_for_vllm() -> None:
+def test_a_quantized_head_is_targeted_by_name_because_vllm_does_not_treat_it_as_a_linear() -> None:
     modules = {"model.layers.0.self_attn.q_proj": SCHEMES["fp8-dynamic"], "lm_head": SCHEMES["fp8-dynamic"]}
     config = get_writer("compressed-tensors").quantization_config(modules, [])
     assert [group["targets"] for group in config["config_groups"].values()] == [["Linear", "lm_head"]]
@@ -109,7 +109,7 @@ def test_transformers_decodes_a_quantized_head_that_is_targeted_by_name(tmp_path
     assert torch.equal(model.lm_head.weight, head.dequantize(model.lm_head.weight.dtype))
 
 
-def test_a_group_that_targets_the_head_by_name_is_not_taken_for_the_class_of_all_linears(tmp_path: Path) -> None:
+def test_a_group_that_targets_the_head_by_name_does_not_match_other_linears(tmp_path: Path) -> None:
     quantize_checkpoint(BASE, tmp_path / "out", "fp8-dynamic", overrides=["^lm_head$=mxfp8"])
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text())
@@ -125,7 +125,7 @@ def test_a_group_that_targets_the_head_by_name_is_not_taken_for_the_class_of_all
     assert set(specs.values()) == {"channel"}
 
 
-def test_the_fp8_config_names_what_is_kept() -> None:
+def test_the_fp8_config_lists_the_unquantized_modules() -> None:
     config = get_writer("fp8").quantization_config({"m": SCHEMES["fp8-block"]}, ["lm_head", "model.layers.0.mlp.gate"])
     assert config == {
         "quant_method": "fp8",
@@ -137,7 +137,7 @@ def test_the_fp8_config_names_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
-def test_what_is_written_is_read_back_as_the_same_scheme(tmp_path: Path, scheme: str) -> None:
+def test_a_written_checkpoint_is_described_as_the_same_scheme(tmp_path: Path, scheme: str) -> None:
     quantize_checkpoint(BASE, tmp_path / "out", scheme)
     with Checkpoint.open(tmp_path / "out") as checkpoint:
         weights = describe(checkpoint).weights
@@ -151,7 +151,7 @@ def test_what_is_written_is_read_back_as_the_same_scheme(tmp_path: Path, scheme:
         )
 
 
-def test_a_mixed_checkpoint_is_read_back_as_it_was_asked_for(tmp_path: Path) -> None:
+def test_a_written_mixed_checkpoint_is_described_with_the_requested_schemes(tmp_path: Path) -> None:
     quantize_checkpoint(BASE, tmp_path / "out", "mxfp4", overrides=["down_proj=nvfp4", "self_attn=fp8", "o_proj=bf16"])
     with Checkpoint.open(tmp_path / "out") as checkpoint:
         weights = describe(checkpoint).weights
@@ -170,7 +170,7 @@ def test_a_mixed_checkpoint_is_read_back_as_it_was_asked_for(tmp_path: Path) -> 
 
 
 def edited(tmp_path: Path, scheme: str, edit: Any) -> Path:
-    """A checkpoint of ours with a changed quantization_config."""
+    """Quantize the base model and edit its quantization_config; return the folder."""
     quantize_checkpoint(BASE, tmp_path / "out", scheme)
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text())
@@ -196,7 +196,7 @@ def test_integer_weights_are_refused(tmp_path: Path) -> None:
         describe_folder(path)
 
 
-def test_a_granularity_that_the_scales_contradict_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_granularity_that_contradicts_the_scales_is_refused_with_the_name_of_the_tensor(tmp_path: Path) -> None:
     path = edited(
         tmp_path, "fp8", lambda config: config["config_groups"]["group_0"]["weights"].update(strategy="tensor")
     )
@@ -222,7 +222,7 @@ def test_a_weight_that_no_group_targets_is_refused(tmp_path: Path) -> None:
         ("modelopt-nvfp4", "ignore", "model.layers.0.mlp*"),
     ],
 )
-def test_a_weight_on_the_list_of_what_is_not_quantized_is_refused_by_name(
+def test_a_quantized_weight_on_the_list_of_unquantized_modules_is_refused_by_name(
     tmp_path: Path, folder: str, key: str, entry: str
 ) -> None:
     path = Path(shutil.copytree(BASE.parent / folder, tmp_path / "model"))
@@ -233,8 +233,8 @@ def test_a_weight_on_the_list_of_what_is_not_quantized_is_refused_by_name(
         describe_folder(path)
 
 
-def test_the_library_itself_reads_a_listed_weight_as_bare_codes(tmp_path: Path) -> None:
-    """Why the above is refused: the scale of an ignored weight is dropped."""
+def test_compressed_tensors_reads_a_listed_weight_as_codes_without_scale(tmp_path: Path) -> None:
+    """compressed-tensors drops the scale of an ignored weight, which is why minifloat refuses such a checkpoint."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("compressed_tensors")
     path = Path(shutil.copytree(BASE.parent / "llmc-fp8-dynamic", tmp_path / "model"))
@@ -251,7 +251,7 @@ def test_the_library_itself_reads_a_listed_weight_as_bare_codes(tmp_path: Path) 
     ("listed", "problem"),
     [("lm_head", "ignore: expected a list of names"), (["re:("], "ignore: 're:\\(' is not a regular expression")],
 )
-def test_a_list_that_cannot_be_understood_is_refused(tmp_path: Path, listed: Any, problem: str) -> None:
+def test_an_invalid_list_of_unquantized_modules_is_refused(tmp_path: Path, listed: Any, problem: str) -> None:
     path = edited(tmp_path, "fp8", lambda config: config.update(ignore=listed))
     with pytest.raises(ConfigError, match=problem):
         describe_folder(path)
@@ -266,7 +266,7 @@ def test_codes_without_a_scale_are_refused_by_name(tmp_path: Path) -> None:
         describe_folder(path)
 
 
-def test_every_writer_is_known_by_its_name() -> None:
+def test_every_writer_is_found_by_its_name() -> None:
     assert {name: writer.name for name, writer in WRITERS.items()} == {
         "compressed-tensors": "compressed-tensors",
         "fp8": "fp8",

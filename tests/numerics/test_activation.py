@@ -1,4 +1,4 @@
-"""Quantized inputs: bit for bit those of compressed-tensors, and those of torch's FP8 cast on what it cannot do."""
+"""Tests of quantized inputs against compressed-tensors and, where it has no such format, torch's FP8 cast."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CT_ARGUMENTS: dict[ActivationSpec, dict[str, Any]] = {
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Gaussian tokens, the first few of them zero, tiny, huge, powers of two, and one with an outlier."""
+    """Return Gaussian tokens; the first ones are zero, tiny, huge, powers of two, and one with an outlier."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(4))
     tokens = x.view(-1, shape[-1])
     tokens[0] = 0.0
@@ -60,29 +60,27 @@ def static_scale(spec: ActivationSpec, value: float = 0.0125) -> torch.Tensor | 
 
 @pytest.mark.parametrize("spec", SIMULATED, ids=describe_activation)
 @pytest.mark.parametrize("scale", [0.0125, 1.0, 3e-7])
-def test_it_is_what_compressed_tensors_computes_bit_for_bit(spec: ActivationSpec, scale: float) -> None:
+def test_codes_and_scales_equal_those_of_compressed_tensors_bit_for_bit(spec: ActivationSpec, scale: float) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     utils = pytest.importorskip("compressed_tensors.quantization.utils")
     lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
     x = inputs(2, 8, 256)
     arguments = quantization.QuantizationArgs(num_bits=8, type="float", symmetric=True, **CT_ARGUMENTS[spec])
-    given = static_scale(spec, scale)
-    if given is None:
-        its_scale, zero_point = utils.compute_dynamic_scales_and_zp(x, arguments, torch.nn.Module())
+    input_scale = static_scale(spec, scale)
+    if input_scale is None:
+        reference_scale, zero_point = utils.compute_dynamic_scales_and_zp(x, arguments, torch.nn.Module())
     else:
-        its_scale, zero_point = given.reshape(1), None
-    expected = lifecycle.fake_quantize(x, its_scale, zero_point, arguments)
-    codes, grid = quantize_activation(x, spec, given)
+        reference_scale, zero_point = input_scale.reshape(1), None
+    expected = lifecycle.fake_quantize(x, reference_scale, zero_point, arguments)
+    codes, grid = quantize_activation(x, spec, input_scale)
     assert torch.equal(dequantize_activation(codes, grid, spec), expected)
     if spec.dynamic:
-        assert torch.equal(grid.flatten(), its_scale.flatten())
+        assert torch.equal(grid.flatten(), reference_scale.flatten())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spec", SIMULATED, ids=describe_activation)
-def test_the_codes_are_those_of_the_cast_of_torch_in_blocks_cut_by_hand(
-    spec: ActivationSpec, dtype: torch.dtype
-) -> None:
+def test_codes_equal_those_of_the_torch_cast_of_every_block(spec: ActivationSpec, dtype: torch.dtype) -> None:
     x = inputs(9, 200, dtype=dtype)  # the last group of a row has 72 columns of 128, or 8 of 32
     codes, grid = quantize_activation(x, spec, static_scale(spec))
     rows, cols = spec.granularity.block((9, 200))
@@ -98,37 +96,37 @@ def test_the_codes_are_those_of_the_cast_of_torch_in_blocks_cut_by_hand(
             assert torch.equal(codes[i : i + rows, j : j + cols].view(torch.float8_e4m3fn).float(), expected.float())
 
 
-# ---------------------------------------------------------------------------------------------- what it promises
+# ---------------------------------------------------------------------------------------------- properties
 
 
 @pytest.mark.parametrize("spec", [PER_TOKEN, PER_GROUP], ids=describe_activation)
-def test_a_dynamic_scale_clips_nothing_and_reaches_the_top(spec: ActivationSpec) -> None:
+def test_a_dynamic_scale_maps_amax_to_the_largest_value(spec: ActivationSpec) -> None:
     x = inputs(9, 200)[1:]
     assert (quantize_activation(x, spec)[0] & 0x7F).amax(-1).eq(E4M3.max_code).all()
     difference = (fake_quantized(x, spec) - x).abs()
     assert (difference <= x.abs() * 2.0**-4 + x.abs().amax(-1, keepdim=True) / 448 * 2.0**-9).all()
 
 
-def test_tokens_do_not_depend_on_each_other() -> None:
+def test_a_token_is_quantized_independently_of_the_others() -> None:
     x = inputs(9, 200)
     for spec in (PER_TOKEN, PER_GROUP):
         alone = torch.cat([fake_quantized(token[None], spec) for token in x])
         assert torch.equal(fake_quantized(x, spec), alone)
 
 
-def test_a_static_scale_clamps_what_lies_beyond_it() -> None:
+def test_a_static_scale_clamps_values_beyond_its_range() -> None:
     x = torch.tensor([[1.0, 448.0, 500.0, -1e30, torch.inf]])
     expected = torch.tensor([[1.0, 448.0, 448.0, -448.0, 448.0]])
     assert torch.equal(fake_quantized(x, STATIC, torch.tensor(1.0)), expected)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_token_that_is_not_finite_becomes_nan_and_no_other(bad: float) -> None:
+def test_only_a_token_with_a_non_finite_value_becomes_nan(bad: float) -> None:
     x = inputs(9, 200)
     x[6, 150] = bad
-    found = fake_quantized(x, PER_TOKEN)
-    assert found[6].isnan().all()
-    assert found[[*range(6), 7, 8]].isfinite().all()
+    values = fake_quantized(x, PER_TOKEN)
+    assert values[6].isnan().all()
+    assert values[[*range(6), 7, 8]].isfinite().all()
     grouped = fake_quantized(x, PER_GROUP)
     assert grouped[6, 128:].isnan().all()
     assert grouped[6, :128].isfinite().all()
@@ -142,7 +140,7 @@ def test_a_token_of_zeros_stays_zero() -> None:
 
 @pytest.mark.parametrize("spec", SIMULATED, ids=describe_activation)
 @pytest.mark.parametrize("shape", [(200,), (1, 200), (0, 200), (2, 3, 4, 200), (2, 0, 200), (3, 0)])
-def test_any_shape_is_kept(spec: ActivationSpec, shape: tuple[int, ...]) -> None:
+def test_the_codes_have_the_shape_of_the_input(spec: ActivationSpec, shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
     codes, grid = quantize_activation(x, spec, static_scale(spec))
     assert codes.shape == shape
@@ -158,7 +156,7 @@ def test_the_input_is_not_changed() -> None:
     assert torch.equal(x, before)
 
 
-# ------------------------------------------------------------------------------------------- what is not covered
+# ------------------------------------------------------------------------------------------- unsupported inputs
 
 
 @pytest.mark.parametrize(
@@ -171,20 +169,20 @@ def test_the_input_is_not_changed() -> None:
     ],
     ids=describe_activation,
 )
-def test_other_specs_are_refused_with_the_cure(spec: ActivationSpec) -> None:
+def test_unsupported_specs_are_refused_with_the_cure(spec: ActivationSpec) -> None:
     with pytest.raises(UnsupportedTensorError, match="run this weight-only"):
         quantize_activation(inputs(9, 256), spec, static_scale(spec))
     assert not can_quantize(spec, SCHEMES["fp8"].weight)
 
 
-def test_a_scale_is_given_where_it_is_static_only() -> None:
+def test_a_scale_is_required_for_static_specs_and_refused_for_dynamic_ones() -> None:
     with pytest.raises(ValueError, match="needs a scale"):
         quantize_activation(inputs(9, 256), STATIC)
     with pytest.raises(ValueError, match="takes no scale"):
         quantize_activation(inputs(9, 256), PER_TOKEN, torch.tensor(1.0))
 
 
-def test_every_scheme_of_ours_that_declares_inputs_is_simulated() -> None:
+def test_every_scheme_with_quantized_inputs_is_supported() -> None:
     declaring = [scheme for scheme in SCHEMES.values() if scheme.activation is not None]
     assert declaring
     for scheme in declaring:
@@ -193,7 +191,7 @@ def test_every_scheme_of_ours_that_declares_inputs_is_simulated() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4", "nvfp4"])
-def test_inputs_of_weights_with_small_scales_are_not_simulated(scheme: str) -> None:
+def test_inputs_of_weights_with_8_bit_scales_are_not_supported(scheme: str) -> None:
     assert not can_quantize(PER_GROUP_OF_32, SCHEMES[scheme].weight)
 
 

@@ -1,4 +1,4 @@
-"""Scales and codes, bit for bit against what compressed-tensors produces for the same rule."""
+"""Tests that scales and codes equal those of compressed-tensors bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NVFP4 = WeightSpec(E2M1, GROUP_16, E4M3)
 
 
 def weights(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Gaussian, with rows that are zero, tiny, huge, exact powers of two, and one outlier."""
+    """Return Gaussian weights with rows that are zero, tiny, huge, exact powers of two, and one with an outlier."""
     w = torch.randn(rows, cols, generator=torch.Generator().manual_seed(3)) * 0.02
     w[1] = 0.0
     w[2] *= 1e-6
@@ -49,7 +49,7 @@ def arguments(bits: int, **options: Any) -> Any:
 
 
 def minimum_and_maximum(w: torch.Tensor, granularity: Granularity) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an observer would report per block, by slicing."""
+    """Return the minimum and maximum of every block, as an observer reports them."""
     rows, cols = granularity.block((w.shape[0], w.shape[1]))
     blocks = [[w[i : i + rows, j : j + cols] for j in range(0, w.shape[1], cols)] for i in range(0, w.shape[0], rows)]
     low = torch.tensor([[float(b.min()) for b in row] for row in blocks])
@@ -58,7 +58,7 @@ def minimum_and_maximum(w: torch.Tensor, granularity: Granularity) -> tuple[torc
 
 
 def ours(w: torch.Tensor, spec: WeightSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Codes, stored scales, divisor."""
+    """Return codes, stored scales and divisor."""
     scale, divisor = choose_scales(w, spec)
     full = expand(effective_scale(scale, spec, divisor), spec.granularity, (w.shape[0], w.shape[1]))
     return encode(w.float() / full, spec.element), scale, divisor
@@ -73,7 +73,9 @@ def compress(name: str, state: dict[str, torch.Tensor], args: Any) -> dict[str, 
 @pytest.mark.parametrize("granularity", FP8_ARGS, ids=str)
 @pytest.mark.parametrize("shape", [(256, 256), (130, 257), (7, 33)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fp8_scales_and_codes(granularity: Granularity, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_fp8_scales_and_codes_equal_those_of_compressed_tensors(
+    granularity: Granularity, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     w, args = weights(*shape, dtype), arguments(8, **FP8_ARGS[granularity])
     expected_scale, _ = ct_utils.calculate_qparams(*minimum_and_maximum(w, granularity), args)
     expected = compress("float-quantized", {"weight": w, "weight_scale": expected_scale}, args)
@@ -85,7 +87,7 @@ def test_fp8_scales_and_codes(granularity: Granularity, shape: tuple[int, int], 
     assert torch.equal(codes & 0x7F, direct.view(torch.uint8) & 0x7F)  # adding the zero point turns -0 into 0
 
 
-def test_fp8_dequantized_weights() -> None:
+def test_fp8_weights_dequantize_as_in_compressed_tensors() -> None:
     w, args = weights(130, 257), arguments(8, **FP8_ARGS[BLOCK_128])
     codes, scale, _ = ours(w, WeightSpec(E4M3, BLOCK_128))
     expected = lifecycle.dequantize(codes.view(torch.float8_e4m3fn), scale, args=args)
@@ -94,7 +96,9 @@ def test_fp8_dequantized_weights() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 128), (9, 32)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_mxfp4_scales_codes_and_packed_bytes(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_mxfp4_scales_and_packed_codes_equal_those_of_compressed_tensors(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     w, args = weights(*shape, dtype), arguments(4, **MX_ARGS)
     factor, _ = ct_utils.calculate_qparams(*minimum_and_maximum(w, GROUP_32), args)
     expected = compress("mxfp4-pack-quantized", {"weight": w.float(), "weight_scale": factor}, args)
@@ -105,7 +109,7 @@ def test_mxfp4_scales_codes_and_packed_bytes(shape: tuple[int, int], dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_mxfp8_codes_under_the_scales_that_it_chose(dtype: torch.dtype) -> None:
+def test_mxfp8_codes_equal_those_of_compressed_tensors_for_the_same_scales(dtype: torch.dtype) -> None:
     w, args = weights(64, 128, dtype), arguments(8, **MX_ARGS)
     factor, _ = ct_utils.calculate_qparams(*minimum_and_maximum(w, GROUP_32), args)
     expected = compress("mxfp8-quantized", {"weight": w.float(), "weight_scale": factor}, args)
@@ -117,13 +121,13 @@ def test_mxfp8_codes_under_the_scales_that_it_chose(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-44, 1e-38, 7e-36, 9e-36, 1e-3, 0.1, 3.0, 448.0, 2688.0, 3e38, math.nan])
-def test_nvfp4_divisors(value: float) -> None:
+def test_nvfp4_divisors_of_edge_values_equal_those_of_compressed_tensors(value: float) -> None:
     amax = torch.tensor([value])
     expected = ct_utils.generate_gparam(-amax, amax)
     assert torch.equal(global_divisor(amax).reshape(1), expected)
 
 
-def test_nvfp4_divisors_of_random_tensors() -> None:
+def test_nvfp4_divisors_of_random_values_equal_those_of_compressed_tensors() -> None:
     values = torch.rand(500, generator=torch.Generator().manual_seed(0)) * 10
     expected = [float(ct_utils.generate_gparam(-value, value)) for value in values]
     assert [float(global_divisor(value)) for value in values] == expected
@@ -131,7 +135,9 @@ def test_nvfp4_divisors_of_random_tensors() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 128), (9, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nvfp4_scales_codes_and_packed_bytes(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_nvfp4_scales_and_packed_codes_equal_those_of_compressed_tensors(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     w, args = weights(*shape, dtype), arguments(4, **NVFP4_ARGS)
     w[2] = w[7]  # a block whose scale rounds to zero differs on purpose: see the next test
     low, high = minimum_and_maximum(w, GROUP_16)
@@ -146,7 +152,7 @@ def test_nvfp4_scales_codes_and_packed_bytes(shape: tuple[int, int], dtype: torc
     assert torch.equal(pack_nibbles(codes), expected["weight_packed"])
 
 
-def test_an_nvfp4_block_far_below_the_rest_is_kept_where_compressed_tensors_flushes_it() -> None:
+def test_a_tiny_nvfp4_block_is_kept_that_compressed_tensors_flushes_to_zero() -> None:
     w = torch.ones(2, 16)
     w[1] = 2.0**-19
     divisor = ct_utils.generate_gparam(w.min(), w.max())

@@ -1,4 +1,4 @@
-"""encode and decode, against torch's float8 dtypes, ml_dtypes, and exact arithmetic on the list of values."""
+"""Tests of encode and decode against torch's float8 dtypes, ml_dtypes, and exact rational arithmetic."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def all_codes(fmt: ElementFormat) -> torch.Tensor:
 
 
 def positive_values(fmt: ElementFormat) -> list[float]:
-    """The finite values of the codes without a sign, in order."""
+    """Return the finite values of the non-negative codes, in order."""
     return [fmt.decode(code) for code in range(fmt.max_code + 1)]
 
 
 def float32_bits(x: torch.Tensor) -> np.ndarray:
-    """Bit patterns, with every NaN as one, so that comparing them tells -0 from 0."""
+    """Return bit patterns in which all NaN are equal and -0 differs from 0."""
     array = x.to(torch.float32).numpy()
     return np.where(np.isnan(array), np.uint32(0x7FC00000), array.view(np.uint32))
 
 
 def encode_with_ml_dtypes(x: torch.Tensor, fmt: ElementFormat) -> np.ndarray:
-    """ml_dtypes does not saturate, so clamp first; its E2M1 has no NaN either."""
+    """Encode by ml_dtypes, with the input clamped first because ml_dtypes does not saturate."""
     clamped = np.clip(x.to(torch.float32).numpy(), -fmt.max, fmt.max)
     codes: np.ndarray = clamped.astype(ML_DTYPES[fmt]).view(np.uint8)
     return codes
 
 
 def encode_exactly(x: float, fmt: ElementFormat) -> int:
-    """The nearest value by rational arithmetic over the whole list; on a tie, the even code."""
+    """Return the code of the nearest value by rational arithmetic over all values; on a tie, the even code."""
     sign = int(math.copysign(1.0, x) < 0) << (fmt.bits - 1)
     magnitude = Fraction(min(abs(x), fmt.max))
     values = positive_values(fmt)
@@ -61,7 +61,7 @@ def encode_exactly(x: float, fmt: ElementFormat) -> int:
 
 
 def boundary_inputs(fmt: ElementFormat) -> torch.Tensor:
-    """Every value, every midpoint, the float32 on both sides of each, the far ends of float32; with both signs."""
+    """Return all values, all midpoints, the float32 on both sides of each, and the ends of float32, with both signs."""
     values = positive_values(fmt)
     midpoints = [(low + high) / 2 for low, high in itertools.pairwise(values)]
     step = values[-1] - values[-2]
@@ -75,7 +75,7 @@ def boundary_inputs(fmt: ElementFormat) -> torch.Tensor:
 
 
 def all_inputs(dtype: torch.dtype) -> torch.Tensor:
-    """Every number of a 16-bit format, NaN excepted."""
+    """Return every number of a 16-bit format except NaN."""
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
     return x[~x.isnan()]
 
@@ -154,7 +154,7 @@ def test_nan_of_either_sign_and_any_payload_becomes_the_nan_code(fmt: ElementFor
     assert encode(x, fmt).tolist() == [0x7F] * len(bits)
 
 
-def test_nan_is_refused_where_the_format_has_none() -> None:
+def test_nan_is_refused_by_a_format_without_nan() -> None:
     with pytest.raises(ValueError, match="E2M1 cannot hold NaN"):
         encode(torch.tensor([1.0, math.nan]), E2M1)
 
@@ -168,7 +168,7 @@ def test_the_sign_of_zero_and_of_values_that_round_to_zero_is_kept(fmt: ElementF
     assert math.copysign(1.0, float(decode(encode(x, fmt), fmt)[3])) == -1.0
 
 
-def test_448_and_the_last_value_that_still_rounds_to_it_are_the_same_code() -> None:
+def test_the_largest_float32_that_rounds_to_448_has_the_code_of_448() -> None:
     x = torch.tensor([448.0, 464.0, 465.0, 1e9, 432.0, 431.9])
     assert encode(x, E4M3).tolist() == [0x7E, 0x7E, 0x7E, 0x7E, 0x7E, 0x7D]
 
@@ -202,7 +202,7 @@ def test_encode_refuses_formats_that_are_unsigned_or_wider_than_8_bits(fmt: Elem
         encode(torch.ones(2), fmt)
 
 
-def test_decode_refuses_wide_formats_other_dtypes_and_bytes_that_hold_two_codes() -> None:
+def test_decode_refuses_wide_formats_other_dtypes_and_packed_codes() -> None:
     with pytest.raises(ValueError, match="FP16"):
         decode(torch.zeros(2, dtype=torch.uint8), FLOAT16)
     with pytest.raises(ValueError, match="must be uint8"):
@@ -218,7 +218,7 @@ def test_torch_dtypes_have_the_width_and_the_largest_value_of_the_format(fmt: El
     assert torch.finfo(dtype).max == fmt.max
 
 
-def test_a_format_without_a_torch_dtype_is_an_error_that_lists_the_others() -> None:
+def test_a_format_without_a_torch_dtype_is_refused_with_the_valid_names() -> None:
     with pytest.raises(UnknownNameError, match=r"'E2M1'; valid: E4M3, E5M2, E8M0"):
         torch_dtype(E2M1)
 
@@ -246,7 +246,7 @@ def test_negating_the_input_flips_only_the_sign_bit(fmt: ElementFormat, value: f
 
 @each_encoded
 @given(data=st.data())
-def test_the_error_is_at_most_half_a_step(fmt: ElementFormat, data: st.DataObject) -> None:
+def test_the_rounding_error_is_at_most_half_a_step(fmt: ElementFormat, data: st.DataObject) -> None:
     value = data.draw(st.floats(-fmt.max, fmt.max, width=32))
     exponent = max(math.frexp(value)[1] - 1, fmt.emin) if value else fmt.emin
     step = math.ldexp(1.0, exponent - fmt.mantissa_bits)

@@ -1,4 +1,4 @@
-"""CastStats: sums that add up, ratios that survive empty and silent tensors, no torch needed."""
+"""Tests of CastStats: sums of parts, and ratios of empty tensors and tensors of zeros."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_noise_without_signal_is_minus_infinity() -> None:
     assert CastStats(elements=1, noise=1.0).sqnr_db == -math.inf
 
 
-def test_fractions_are_shares_of_the_elements() -> None:
+def test_fractions_are_counts_divided_by_the_number_of_elements() -> None:
     stats = CastStats(elements=8, saturated=2, flushed=4)
     assert (stats.saturated_fraction, stats.flushed_fraction) == (0.25, 0.5)
     assert (CastStats().saturated_fraction, CastStats().flushed_fraction) == (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""The scalar divisor of NVFP4 against the torch oracle."""
+"""Tests of the scalar divisor of NVFP4 against the torch reference."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ EDGES = [
 
 
 @pytest.mark.parametrize("amax", EDGES)
-def test_the_scalar_divisor_has_the_bits_of_the_torch_oracle(amax: float) -> None:
+def test_the_scalar_divisor_has_the_bits_of_the_torch_reference(amax: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         divisor = scalar_global_divisor(amax)
-    oracle = global_divisor(torch.tensor(amax, dtype=torch.float32)).numpy()
+    reference = global_divisor(torch.tensor(amax, dtype=torch.float32)).numpy()
     assert divisor.dtype == np.float32
-    assert divisor.view(np.uint32) == oracle.view(np.uint32)
+    assert divisor.view(np.uint32) == reference.view(np.uint32)
 
 
-def test_the_scalar_divisor_has_the_bits_of_the_torch_oracle_over_all_exponents() -> None:
+def test_the_scalar_divisor_has_the_bits_of_the_torch_reference_over_all_exponents() -> None:
     bits = np.random.default_rng(0).integers(0, 0x7F800000, 5000, dtype=np.uint32)
     amaxes = bits.view(np.float32)
     divisors = np.array([scalar_global_divisor(float(amax)) for amax in amaxes])
-    oracle = np.array([global_divisor(torch.tensor(amax)).item() for amax in amaxes], dtype=np.float32)
-    np.testing.assert_array_equal(divisors.view(np.uint32), oracle.view(np.uint32))
+    reference = np.array([global_divisor(torch.tensor(amax)).item() for amax in amaxes], dtype=np.float32)
+    np.testing.assert_array_equal(divisors.view(np.uint32), reference.view(np.uint32))

@@ -1,4 +1,4 @@
-"""The facts of each format as its specification prints them, and that no other module repeats them."""
+"""Tests of the facts of each format against its specification, and that no other module spells them out."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from minifloat.numerics.formats import (
 )
 
 PACKAGE = Path(minifloat.__file__).parent
-#: Numbers of a format that would be repeated anywhere in the package: largest values and their product.
+#: Numbers that no other module of the package may spell out: largest values and their product.
 FORMAT_FACTS = {448, 57344, 2688}
-#: Integers that are biases, block sizes or code limits where scales and layouts are handled.
+#: Integers that modules about scales and layouts may not spell out: biases, block sizes and code limits.
 BLOCK_FACTS = {127, 128, 32}
 
 each_small_format = pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, E8M0], ids=lambda f: f.name)
@@ -79,7 +79,7 @@ def test_special_codes_are_those_of_the_specification(
     assert fmt.nan_code in nan if nan else fmt.nan_code is None
 
 
-def test_golden_codes() -> None:
+def test_known_codes_decode_to_the_values_of_the_specification() -> None:
     assert (E4M3.max_code, E5M2.max_code, E2M1.max_code, E8M0.max_code) == (0x7E, 0x7B, 0x7, 0xFE)
     assert E2M1.values[:8] == (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
     assert E2M1.values[8:] == tuple(-value for value in E2M1.values[:8])
@@ -127,11 +127,11 @@ def test_facts_agree_with_those_that_ml_dtypes_reports(fmt: ElementFormat, dtype
 
 
 @pytest.mark.parametrize("code", [0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x80000001, 0xC2F6E979])
-def test_float32_decodes_as_the_machine_does(code: int) -> None:
+def test_float32_codes_decode_as_struct_decodes_them(code: int) -> None:
     assert FLOAT32.decode(code) == struct.unpack("<f", struct.pack("<I", code))[0]
 
 
-def test_widths_in_storage() -> None:
+def test_bits_and_bytes_per_element_are_those_of_the_format() -> None:
     assert {name: fmt.bytes_per_element for name, fmt in FORMATS.items()} == {
         "E4M3": 1.0,
         "E5M2": 1.0,
@@ -156,7 +156,7 @@ def test_codes_outside_the_width_are_refused(fmt: ElementFormat) -> None:
             fmt.decode(code)
 
 
-def test_wide_formats_are_not_listed_value_by_value() -> None:
+def test_formats_wider_than_8_bits_refuse_to_list_their_values() -> None:
     with pytest.raises(ValueError, match="BF16 has too many codes"):
         _ = BFLOAT16.values
 
@@ -179,7 +179,7 @@ def test_formats_are_frozen() -> None:
 
 
 def repeated_facts(source: str, *, blocks_too: bool) -> list[tuple[int, str]]:
-    """Line and text of every number token that spells out a fact of a format (not in strings or comments)."""
+    """Return line and text of every number token that spells out a fact of a format, outside strings and comments."""
     found = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.NUMBER:
@@ -202,7 +202,7 @@ def test_no_other_module_spells_out_the_largest_values_block_sizes_or_biases() -
     assert found == []
 
 
-def test_the_guard_sees_every_spelling() -> None:
+def test_the_search_for_spelled_out_numbers_finds_every_notation() -> None:
     source = 'a = 448\nb = 448.0\nc = 0x1C0\nd = 6.0\ne = 6\nf = "448"  # 448\ng = 57_344\nh = 128\n'
     assert repeated_facts(source, blocks_too=False) == [
         (1, "448"),

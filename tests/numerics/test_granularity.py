@@ -1,4 +1,4 @@
-"""Blocks and scale grids, by counting."""
+"""Tests of blocks and scale grids."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_scale_grid_counts_whole_and_partial_blocks(
     ],
     ids=str,
 )
-def test_a_block_covers_the_whole_extent_where_none_is_given(granularity: Granularity, block: tuple[int, int]) -> None:
+def test_a_block_without_an_extent_covers_the_whole_matrix(granularity: Granularity, block: tuple[int, int]) -> None:
     assert granularity.block((300, 500)) == block
 
 
@@ -70,13 +70,13 @@ def test_the_grid_covers_the_matrix_without_an_empty_block(granularity: Granular
 
 
 @each_granularity
-def test_a_matrix_without_rows_has_no_blocks_and_no_division_by_zero(granularity: Granularity) -> None:
+def test_a_matrix_without_rows_has_no_blocks(granularity: Granularity) -> None:
     assert granularity.scale_shape((0, 64))[0] == 0
     assert granularity.scale_shape((4, 0))[1] == 0
     assert min(granularity.block((0, 0))) >= 1
 
 
-def test_rows_that_must_stay_together_when_a_matrix_is_cut() -> None:
+def test_the_row_multiple_is_the_number_of_block_rows() -> None:
     assert {g.name: g.row_multiple for g in ALL} == {
         "tensor": None,
         "channel": 1,

@@ -1,4 +1,4 @@
-"""Two codes per byte: golden bytes, and agreement with the packing of compressed-tensors."""
+"""Tests of packing against golden bytes and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_the_even_column_is_the_low_nibble() -> None:
     assert pack_nibbles(codes_of(0x1, 0x2)).tolist() == [0x21]
 
 
-def test_golden_bytes_of_all_sixteen_codes() -> None:
+def test_all_sixteen_codes_pack_to_the_golden_bytes() -> None:
     packed = pack_nibbles(torch.arange(16, dtype=torch.uint8))
     assert bytes(packed.tolist()) == bytes.fromhex("1032547698badcfe")
 
 
-def test_golden_bytes_of_a_row_of_numbers() -> None:
+def test_a_row_of_numbers_packs_to_the_golden_bytes() -> None:
     row = torch.tensor([[0.5, -6.0, 1.0, -0.0, 3.0, 1.5, -4.0, 2.0]])
     packed = pack_nibbles(encode(row, E2M1))
     assert bytes(packed[0].tolist()) == bytes.fromhex("f182354e")
@@ -65,7 +65,7 @@ def test_an_odd_number_of_columns_is_refused_with_its_shape() -> None:
         pack_nibbles(torch.zeros(2, 3, dtype=torch.uint8))
 
 
-def test_a_code_of_more_than_four_bits_is_refused_instead_of_spilling_into_its_neighbour() -> None:
+def test_a_code_of_more_than_four_bits_is_refused() -> None:
     with pytest.raises(ValueError, match=r"0\.\.15, got 16"):
         pack_nibbles(codes_of(16, 0))
 

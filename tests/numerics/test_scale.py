@@ -1,4 +1,4 @@
-"""Scales: each rule against a formula that does not share its arithmetic, and the search against brute force."""
+"""Tests of each scale rule against an independent formula, and of the search against brute force."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
 def blocks_of(
     shape: tuple[int, int], granularity: Granularity
 ) -> Iterator[tuple[tuple[int, int], tuple[slice, slice]]]:
-    """Grid position and slices of every block, by counting."""
+    """Yield grid position and slices of every block."""
     rows, cols = granularity.rows or shape[0], granularity.cols or shape[1]
     for i, top in enumerate(range(0, shape[0], rows)):
         for j, left in enumerate(range(0, shape[1], cols)):
@@ -60,7 +60,7 @@ def float32(*values: float) -> torch.Tensor:
 
 
 def interesting_amax(element: ElementFormat) -> torch.Tensor:
-    """Every binade of float32, subnormals included, with the mantissas at which a rule could change its mind."""
+    """Return amaxes in all binades of float32, including subnormals, with mantissas around the rules' thresholds."""
     thresholds = [1.0, 1.5, 1.75, 2 - 2.0 ** -(element.mantissa_bits + 1), element.max / 2.0**element.emax]
     mantissas = np.array(thresholds, dtype=np.float32)
     neighbours = np.concatenate(
@@ -73,7 +73,7 @@ def interesting_amax(element: ElementFormat) -> torch.Tensor:
 
 
 def exact_e8m0(value: float, element: ElementFormat, rule: ScaleRule) -> int:
-    """The rule as the papers write it, in float64 with frexp; not clamped from above by anything but 254."""
+    """Return the code of a rule by the formula of its paper, in float64 with frexp, clamped to 254."""
     if rule is ScaleRule.RCEIL:
         ratio = float(np.float32(value) / np.float32(element.max))
         mantissa, exponent = math.frexp(ratio)
@@ -107,7 +107,7 @@ def test_amax_of_zeros_of_either_sign_is_plus_zero() -> None:
     assert grid.view(torch.int32).tolist() == [[0]]
 
 
-def test_amax_reports_nan_and_infinity_instead_of_hiding_them() -> None:
+def test_amax_of_a_block_with_nan_or_infinity_is_nan_or_infinity() -> None:
     w = torch.ones(3, 32)
     w[0, 7], w[1, 31] = math.nan, -math.inf
     assert [str(v) for v in amax(w, GROUP_32).flatten().tolist()] == ["nan", "inf", "1.0"]
@@ -125,7 +125,7 @@ def test_the_partial_block_at_the_edge_is_not_influenced_by_its_neighbour() -> N
     assert amax(w, GROUP_32).tolist() == [[100.0, 0.5]]
 
 
-def test_amax_refuses_what_is_not_a_matrix() -> None:
+def test_amax_refuses_a_tensor_that_is_not_a_matrix() -> None:
     with pytest.raises(ValueError, match=r"\[N, K\], got the shape \(2, 3, 4\)"):
         amax(torch.ones(2, 3, 4), CHANNEL)
 
@@ -173,7 +173,7 @@ def test_a_scale_is_never_subnormal() -> None:
     assert float_scales(tiny, E4M3).tolist() == [FLOAT32.min_normal] * 4
 
 
-def test_float_scales_pass_non_finite_amax_on() -> None:
+def test_float_scales_of_a_non_finite_amax_are_not_finite() -> None:
     assert [str(v) for v in float_scales(float32(math.nan, math.inf), E4M3).tolist()] == ["nan", "inf"]
 
 
@@ -186,7 +186,7 @@ def test_the_nvfp4_divisor_is_the_reciprocal_times_2688() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, FLOAT32.min_positive, FLOAT32.min_normal, 7e-36, math.nan])
-def test_the_nvfp4_divisor_is_one_where_the_quotient_is_not_finite(value: float) -> None:
+def test_the_nvfp4_divisor_is_one_if_the_quotient_is_not_finite(value: float) -> None:
     assert float(global_divisor(float32(value))) == 1.0
 
 
@@ -203,7 +203,7 @@ def test_nvfp4_scales_are_rounded_to_e4m3() -> None:
     np.testing.assert_array_equal(nvfp4_scales(grid, divisor).numpy(), expected)
 
 
-def test_nvfp4_scales_divide_before_they_multiply_where_only_that_decides() -> None:
+def test_nvfp4_scales_divide_before_they_multiply() -> None:
     values = np.array(E4M3.values[: E4M3.max_code + 1], dtype=np.float32)
     divisor = np.float32(4321.7)
     centres = (values[1:] + values[:-1]) / 2 / divisor * np.float32(6)
@@ -249,7 +249,7 @@ def test_rceil_agrees_with_frexp_wherever_the_quotient_is_normal(element: Elemen
 
 
 @each_mx_element
-def test_rceil_of_a_subnormal_quotient_is_code_1_which_never_clips(element: ElementFormat) -> None:
+def test_rceil_of_a_subnormal_quotient_is_code_1_and_clips_nothing(element: ElementFormat) -> None:
     grid = interesting_amax(element)
     quotient = grid / element.max
     grid = grid[(quotient > 0) & (quotient < FLOAT32.min_normal)]
@@ -295,7 +295,7 @@ def test_a_block_of_zeros_gets_code_0_and_the_largest_float32_stays_below_nan(ru
 
 
 @pytest.mark.parametrize("rule", [ScaleRule.AMAX, ScaleRule.SEARCH], ids=lambda r: r.value)
-def test_rules_that_need_more_than_amax_are_refused(rule: ScaleRule) -> None:
+def test_rules_without_a_formula_for_amax_are_refused(rule: ScaleRule) -> None:
     with pytest.raises(ValueError, match="use FLOOR, EVEN or RCEIL"):
         e8m0_scales(float32(1.0), E2M1, rule)
 
@@ -304,7 +304,7 @@ def test_rules_that_need_more_than_amax_are_refused(rule: ScaleRule) -> None:
 
 
 def search_blocks() -> torch.Tensor:
-    """Groups of 32: gaussian, heavy-tailed, an outlier, one value among half steps, ties, zeros; over many binades."""
+    """Return groups of 32 over many binades: Gaussian, heavy-tailed, an outlier, half steps, ties, zeros."""
     generator = torch.Generator().manual_seed(1)
     plain = torch.randn(160, 32, generator=generator)
     heavy = torch.randn(80, 32, generator=generator) ** 3
@@ -320,9 +320,10 @@ def search_blocks() -> torch.Tensor:
 
 
 def near_ties(count: int) -> torch.Tensor:
-    """E2M1 groups whose errors under FLOOR and under +1 differ by roundings only, so the order of the sum decides.
+    """Return E2M1 groups whose errors with offsets 0 and +1 differ only by the roundings of the sum.
 
-    One element just above 7 gains from the next power of two what the others, just off 0.25, lose by it.
+    With offset +1 the error of one element just above 7 shrinks by as much as the errors of the others, close to 0.25,
+    grow.
     """
     generator = torch.Generator().manual_seed(2)
     w = 0.25 + torch.rand(count, 32, generator=generator, dtype=torch.float64) * 0.02
@@ -333,7 +334,7 @@ def near_ties(count: int) -> torch.Tensor:
 
 
 def errors_in_float64(blocks: torch.Tensor, codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
-    """Squared error of every group under its E8M0 code."""
+    """Return the squared error of every group for its E8M0 code."""
     scale = torch.ldexp(torch.ones(len(codes), dtype=torch.float64), codes.int() - 127)[:, None]
     q = decode(encode((blocks.double() / scale).float(), element), element).double() * scale
     return (blocks.double() - q).square().sum(dim=1)
@@ -352,7 +353,7 @@ def sum_in_sequence(errors: list[np.float32]) -> np.float32:
 def search_in_stated_order(
     w: np.ndarray, element: ElementFormat, add: Callable[[list[np.float32]], np.float32] = tree_sum
 ) -> int:
-    """The documented order, one float32 operation at a time, on numpy and a list of values."""
+    """Repeat the search in the documented order, one float32 operation at a time, with numpy and a table of values."""
     values = np.array([element.decode(code) for code in range(element.max_code + 1)])
     midpoints = (values[1:] + values[:-1]) / 2
     floor = exact_e8m0(float(np.abs(w).max()), element, ScaleRule.FLOOR) if np.any(w) else 0
@@ -375,13 +376,13 @@ def search_in_stated_order(
 
 
 @pytest.mark.parametrize("element", [E2M1, E4M3], ids=lambda f: f.name)
-def test_the_search_repeats_the_stated_order_of_operations_to_the_bit(element: ElementFormat) -> None:
+def test_the_search_equals_the_documented_order_of_operations_bit_for_bit(element: ElementFormat) -> None:
     blocks = search_blocks()
     expected = [search_in_stated_order(block, element) for block in blocks.numpy()]
     assert search_e8m0_scales(blocks, GROUP_32, element).flatten().tolist() == expected
 
 
-def test_the_search_adds_in_the_stated_order_where_only_the_order_decides() -> None:
+def test_the_search_adds_in_the_documented_order() -> None:
     blocks = near_ties(300)
     expected = [search_in_stated_order(block, E2M1) for block in blocks.numpy()]
     in_sequence = [search_in_stated_order(block, E2M1, add=sum_in_sequence) for block in blocks.numpy()]
@@ -390,7 +391,7 @@ def test_the_search_adds_in_the_stated_order_where_only_the_order_decides() -> N
 
 
 @pytest.mark.parametrize("element", [E2M1, E4M3], ids=lambda f: f.name)
-def test_no_power_of_two_at_all_is_better_than_the_one_found(element: ElementFormat) -> None:
+def test_the_search_finds_the_best_of_all_powers_of_two(element: ElementFormat) -> None:
     blocks = search_blocks()
     found = search_e8m0_scales(blocks, GROUP_32, element).flatten()
     floors = e8m0_scales(amax(blocks, GROUP_32), element, ScaleRule.FLOOR).flatten().int()
@@ -421,7 +422,7 @@ def test_equal_errors_keep_the_earliest_offset() -> None:
     assert int(search_e8m0_scales(block, GROUP_32, E2M1)) == exact_e8m0(1.0, E2M1, ScaleRule.FLOOR)
 
 
-def test_the_search_result_moves_with_the_exponent_of_the_weights() -> None:
+def test_scaling_the_weights_by_a_power_of_two_shifts_the_code() -> None:
     blocks = gaussian(64, 32)
     codes = search_e8m0_scales(blocks, GROUP_32, E2M1).int()
     for exponent in (-110, -1, 1, 110):
@@ -429,7 +430,7 @@ def test_the_search_result_moves_with_the_exponent_of_the_weights() -> None:
         assert torch.equal(moved, codes + exponent)
 
 
-def test_the_search_at_the_ends_of_float32_stays_inside_the_codes() -> None:
+def test_the_search_gives_valid_codes_at_the_ends_of_float32() -> None:
     subnormals = gaussian(16, 32).abs() * 100 * FLOAT32.min_positive
     assert search_e8m0_scales(subnormals, GROUP_32, E2M1).max() <= 1
     huge = gaussian(16, 32).clamp(-1, 1) * FLOAT32.max
@@ -445,19 +446,19 @@ def test_the_search_skips_codes_below_zero() -> None:
     assert [int(code) for code in codes] == [1, 0, 0]
 
 
-def test_a_partial_group_is_a_group_padded_with_zeros() -> None:
+def test_a_partial_group_has_the_code_of_the_group_padded_with_zeros() -> None:
     w = gaussian(50, 40)
     padded = torch.nn.functional.pad(w, (0, 24))
     assert torch.equal(search_e8m0_scales(w, GROUP_32, E2M1), search_e8m0_scales(padded, GROUP_32, E2M1))
 
 
-def test_the_search_of_bfloat16_is_that_of_the_same_numbers_in_float32() -> None:
+def test_bfloat16_weights_give_the_codes_of_the_same_float32_weights() -> None:
     w = gaussian(50, 64).bfloat16()
     assert torch.equal(search_e8m0_scales(w, GROUP_32, E2M1), search_e8m0_scales(w.float(), GROUP_32, E2M1))
 
 
 @pytest.mark.parametrize("granularity", [TENSOR, CHANNEL, BLOCK_128, Granularity("group 1x24", 1, 24)], ids=str)
-def test_the_search_refuses_blocks_without_a_fixed_tree(granularity: Granularity) -> None:
+def test_the_search_refuses_blocks_that_it_cannot_sum_as_a_tree(granularity: Granularity) -> None:
     with pytest.raises(ValueError, match="one row and a power of two of columns"):
         search_e8m0_scales(torch.ones(2, 48), granularity, E2M1)
 
@@ -475,7 +476,7 @@ def test_the_grid_has_the_shape_and_dtype_of_the_scheme(spec: WeightSpec, shape:
 
 
 @each_scheme
-def test_row_slabs_with_the_amax_of_the_whole_give_the_scales_of_the_whole(spec: WeightSpec) -> None:
+def test_row_slabs_with_the_amax_of_the_tensor_give_the_scales_of_the_tensor(spec: WeightSpec) -> None:
     w = gaussian(300, 96)
     whole, divisor = choose_scales(w, spec)
     shared = amax(w, TENSOR)
@@ -487,7 +488,7 @@ def test_row_slabs_with_the_amax_of_the_whole_give_the_scales_of_the_whole(spec:
         assert torch.equal(torch.cat([slab for slab, _ in slabs]), whole)
 
 
-def test_a_shared_amax_takes_the_place_of_the_tensors_own() -> None:
+def test_a_shared_amax_replaces_the_amax_of_the_tensor() -> None:
     w = torch.ones(16, 16)
     scale, _ = choose_scales(w, SCHEMES["fp8-static"].weight, torch.tensor(4480.0))
     assert scale.tolist() == [[10.0]]
@@ -497,13 +498,13 @@ def test_a_shared_amax_takes_the_place_of_the_tensors_own() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, s in SCHEMES.items() if not s.weight.needs_tensor_amax])
-def test_a_shared_amax_changes_nothing_where_the_scheme_needs_none(name: str) -> None:
+def test_schemes_without_a_tensor_amax_ignore_a_shared_amax(name: str) -> None:
     w, spec = gaussian(4, 64), SCHEMES[name].weight
     assert torch.equal(choose_scales(w, spec, torch.tensor(1e6))[0], choose_scales(w, spec)[0])
 
 
 @pytest.mark.parametrize("rule", MX_RULES, ids=lambda r: r.value)
-def test_the_rule_of_the_spec_is_the_one_that_is_used(rule: ScaleRule) -> None:
+def test_scales_are_chosen_by_the_rule_of_the_spec(rule: ScaleRule) -> None:
     w = gaussian(64, 64)
     scale, divisor = choose_scales(w, WeightSpec(E4M3, GROUP_32, E8M0, rule))
     assert divisor is None
@@ -550,7 +551,7 @@ def test_a_missing_or_unwanted_divisor_is_refused() -> None:
 
 
 def cast(w: torch.Tensor, spec: WeightSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, effective scales and dequantized weight."""
+    """Return codes, effective scales and the dequantized weight."""
     scale, divisor = choose_scales(w, spec)
     factor = effective_scale(scale, spec, divisor)
     shape = (w.shape[0], w.shape[1])
@@ -593,7 +594,7 @@ def test_scales_stay_positive_and_finite_at_any_magnitude(spec: WeightSpec, magn
 
 
 @each_scheme
-def test_one_outlier_survives_and_costs_only_its_own_block(spec: WeightSpec) -> None:
+def test_an_outlier_is_kept_and_changes_only_its_own_block(spec: WeightSpec) -> None:
     w = gaussian(256, 256)
     clean = cast(w, spec)[2]
     w[3, 7] = 1000.0
@@ -615,7 +616,7 @@ def test_448_exactly_is_stored_as_448_with_scale_1() -> None:
     assert dequantized.tolist() == [[448.0, -448.0, 1.0]]
 
 
-def test_nan_in_a_weight_shows_up_as_nan_instead_of_a_number() -> None:
+def test_nan_in_a_weight_dequantizes_to_nan() -> None:
     w = gaussian(2, 64)
     w[0, 3] = math.nan
     dequantized = cast(w, SCHEMES["fp8"].weight)[2]
@@ -643,8 +644,8 @@ def test_nan_in_a_weight_shows_up_as_nan_instead_of_a_number() -> None:
     ],
     ids=lambda v: f"{v.element.name}-{v.granularity}-{v.rule.value}" if isinstance(v, WeightSpec) else str(v),
 )
-def test_sqnr_on_gaussian_data_is_the_known_one(spec: WeightSpec, expected: float) -> None:
-    # Power-of-two scales depend on where sigma lies between two powers of two: the known figures are means over that.
+def test_sqnr_of_gaussian_weights_has_the_known_value(spec: WeightSpec, expected: float) -> None:
+    # With power-of-two scales, SQNR depends on the position of sigma between powers of two; known values are means.
     measured = [sqnr(gaussian(256, 1024) * 2.0 ** (-6 + phase / 4), spec) for phase in range(4)]
     assert sum(measured) / len(measured) == pytest.approx(expected, abs=0.03)
 
@@ -657,7 +658,7 @@ def stats_at_scale_one(values: list[float], element: ElementFormat) -> CastStats
     return cast_stats(w, encode(w, element), torch.ones(1, 1), WeightSpec(element, CHANNEL))
 
 
-def test_sums_of_a_cast_by_hand() -> None:
+def test_the_statistics_of_a_small_cast_have_the_values_computed_by_hand() -> None:
     stats = stats_at_scale_one([0.0, 0.2, 1.0, 2.75, -10.0], E2M1)  # -> 0, 0, 1, 3, -6
     assert stats.elements == 5
     assert stats.signal == pytest.approx(0.04 + 1 + 7.5625 + 100)
@@ -672,7 +673,7 @@ def test_saturation_starts_half_a_step_beyond_the_largest_value(element: Element
     assert stats_at_scale_one([element.max, -beyond, beyond], element).saturated == 2
 
 
-def test_flushed_counts_values_that_became_zero_but_not_zeros() -> None:
+def test_flushed_counts_nonzero_values_that_became_zero() -> None:
     tie = E4M3.min_positive / 2
     above = float(np.nextafter(np.float32(tie), np.float32(1)))
     assert stats_at_scale_one([0.0, -0.0, tie, -tie, above, FLOAT32.min_positive], E4M3).flushed == 3

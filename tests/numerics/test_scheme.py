@@ -1,4 +1,4 @@
-"""The table of schemes: what each name stands for, and what it costs."""
+"""Tests of the table of schemes: formats and bits per weight."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_table_holds_exactly_these_schemes_under_their_own_names() -> None:
     assert [scheme.name for scheme in SCHEMES.values()] == NAMES
 
 
-def test_the_default_is_the_one_that_most_servers_load() -> None:
+def test_the_default_scheme_is_fp8_block() -> None:
     assert DEFAULT_SCHEME == "fp8-block"
     assert get_scheme(DEFAULT_SCHEME) is SCHEMES["fp8-block"]
 
@@ -46,7 +46,7 @@ def test_the_default_is_the_one_that_most_servers_load() -> None:
         ("nvfp4", WeightSpec(E2M1, GROUP_16, E4M3, ScaleRule.AMAX)),
     ],
 )
-def test_weights_are_stored_as_the_name_says(name: str, weight: WeightSpec) -> None:
+def test_every_scheme_stores_weights_in_its_format(name: str, weight: WeightSpec) -> None:
     assert SCHEMES[name].weight == weight
 
 
@@ -62,12 +62,12 @@ def test_weights_are_stored_as_the_name_says(name: str, weight: WeightSpec) -> N
         ("nvfp4", None),
     ],
 )
-def test_activations_are_what_the_server_is_told(name: str, activation: ActivationSpec | None) -> None:
+def test_every_scheme_declares_its_activation_format(name: str, activation: ActivationSpec | None) -> None:
     assert SCHEMES[name].activation == activation
 
 
 @each_scheme
-def test_the_kv_cache_stays_in_16_bits_unless_asked(scheme: Scheme) -> None:
+def test_every_scheme_leaves_the_kv_cache_in_16_bits(scheme: Scheme) -> None:
     assert scheme.kv is None
 
 
@@ -91,7 +91,7 @@ def test_every_summary_is_one_line(scheme: Scheme) -> None:
         ("nvfp4", (4, 64), 4.5 + 32 / 256),
     ],
 )
-def test_bits_per_weight_count_the_scales(name: str, shape: tuple[int, int], bits: float) -> None:
+def test_bits_per_weight_include_the_scales(name: str, shape: tuple[int, int], bits: float) -> None:
     assert SCHEMES[name].weight.bits_per_weight(shape) == pytest.approx(bits, rel=1e-12)
 
 
@@ -99,7 +99,7 @@ def test_bits_per_weight_of_an_empty_matrix_are_those_of_the_element() -> None:
     assert SCHEMES["mxfp4"].weight.bits_per_weight((0, 0)) == 4
 
 
-def test_only_nvfp4_has_a_second_scale_and_only_it_and_per_tensor_need_the_whole_amax() -> None:
+def test_only_nvfp4_has_a_global_scale_and_only_it_and_per_tensor_schemes_need_the_tensor_amax() -> None:
     assert [name for name, scheme in SCHEMES.items() if scheme.weight.has_global_scale] == ["nvfp4"]
     assert [name for name, scheme in SCHEMES.items() if scheme.weight.needs_tensor_amax] == ["fp8-static", "nvfp4"]
 

@@ -1,4 +1,4 @@
-"""`push`, to a hub on this machine."""
+"""Tests of `push` against a fake hub on this machine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from minifloat.errors import MinifloatError, UnsafeFileError
 from minifloat.publish.push import push_checkpoint
 from minifloat.quantize.job import quantize_checkpoint
 
-#: The folder of a quantized checkpoint that a test may write into.
+#: Function that returns a copy of a quantized checkpoint, into which the test may write.
 Copy = Callable[[], Path]
 
-STRANGERS = (".env", ".cache/huggingface/x", "notes.txt", "out.minifloat-work/journal", "consolidated.pth", "trace.log")
+OTHER_FILES = (
+    ".env",
+    ".cache/huggingface/x",
+    "notes.txt",
+    "out.minifloat-work/journal",
+    "consolidated.pth",
+    "trace.log",
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +49,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def test_what_is_uploaded_is_what_is_listed_and_what_lies_there(hub: FakeHub, home: Path, copy: Copy) -> None:
+def test_exactly_the_listed_files_are_uploaded_unchanged(hub: FakeHub, home: Path, copy: Copy) -> None:
     folder = copy()
     expected = set(contents(folder))
-    for name in STRANGERS:
+    for name in OTHER_FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("secret")
     result = hub.run(home, "push", "model", "me/storybook-fp8", "--license", "mit", "--json", HF_TOKEN=TOKEN)
@@ -56,7 +63,7 @@ def test_what_is_uploaded_is_what_is_listed_and_what_lies_there(hub: FakeHub, ho
     here = contents(folder)
     assert uploaded == {name: here[name] for name in expected}
     assert report["files"] == {name: len(here[name]) for name in sorted(expected)}
-    assert set(report["left"]) == {name.partition("/")[0] for name in STRANGERS}
+    assert set(report["left"]) == {name.partition("/")[0] for name in OTHER_FILES}
     assert report["url"].startswith(f"{hub.url}/me/storybook-fp8/commit/")
     assert all(
         path.startswith("/api/") or "model" in path or "upload" in path or "lfs" in path for _, path in hub.requests
@@ -79,7 +86,7 @@ def test_the_card_is_completed_in_the_folder_and_names_the_repository(hub: FakeH
     assert str(ModelCard.load(folder / "README.md").content) == str(card.content)
 
 
-def test_a_dry_run_lists_and_neither_sends_nor_writes(hub: FakeHub, home: Path, copy: Copy) -> None:
+def test_a_dry_run_lists_the_files_but_sends_and_writes_nothing(hub: FakeHub, home: Path, copy: Copy) -> None:
     folder = copy()
     before = contents(folder)
     result = hub.run(home, "push", "model", "me/x", "--license", "mit", "--dry-run")
@@ -90,7 +97,7 @@ def test_a_dry_run_lists_and_neither_sends_nor_writes(hub: FakeHub, home: Path, 
     assert contents(folder) == before
 
 
-def test_a_branch_a_message_and_a_pull_request(hub: FakeHub, home: Path, copy: Copy) -> None:
+def test_a_push_uses_the_requested_branch_message_and_pull_request(hub: FakeHub, home: Path, copy: Copy) -> None:
     copy()
     options = ("--license", "mit", "--message", "second try")
     branch = hub.run(home, "push", "model", "me/x", *options, "--revision", "fp8", "--private", HF_TOKEN=TOKEN)
@@ -107,7 +114,7 @@ def test_a_branch_a_message_and_a_pull_request(hub: FakeHub, home: Path, copy: C
     ]
 
 
-def test_a_checkpoint_that_is_not_quantized_goes_with_a_note_and_needs_no_base(
+def test_an_unquantized_checkpoint_is_pushed_with_a_note_and_needs_no_base_model(
     hub: FakeHub, home: Path, sharded: Path
 ) -> None:
     folder = shutil.copytree(sharded, home / "model")
@@ -133,7 +140,7 @@ def test_a_checkpoint_that_is_not_quantized_goes_with_a_note_and_needs_no_base(
         (["--license", "mit"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot be reached"),
     ],
 )
-def test_what_cannot_be_pushed_is_one_line_and_status_2(
+def test_a_refused_push_is_one_line_and_status_2(
     hub: FakeHub, home: Path, copy: Copy, options: list[str], variables: dict[str, str], message: str
 ) -> None:
     copy()
@@ -144,7 +151,7 @@ def test_what_cannot_be_pushed_is_one_line_and_status_2(
     assert not hub.commits
 
 
-def test_a_base_model_that_the_hub_does_not_have_is_refused_before_anything_is_made(
+def test_a_base_model_that_the_hub_does_not_have_is_refused_before_the_upload(
     hub: FakeHub, home: Path, copy: Copy
 ) -> None:
     folder = copy()
@@ -168,7 +175,7 @@ def test_a_base_model_that_the_hub_does_not_have_is_refused_before_anything_is_m
         ("model-00002-of-00005.safetensors", None, "missing"),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused(copy: Copy, name: str, content: str | None, message: str) -> None:
+def test_an_incomplete_folder_is_refused(copy: Copy, name: str, content: str | None, message: str) -> None:
     folder = copy()
     (folder / name).unlink()
     if content is not None:
@@ -177,7 +184,7 @@ def test_a_folder_that_is_not_whole_is_refused(copy: Copy, name: str, content: s
         push_checkpoint(folder, "me/x", dry_run=True)
 
 
-def test_a_link_out_of_the_folder_is_refused(copy: Copy, tmp_path: Path) -> None:
+def test_a_link_that_leads_out_of_the_folder_is_refused(copy: Copy, tmp_path: Path) -> None:
     folder = copy()
     (tmp_path / "secret").write_text("x")
     (folder / "tokenizer_config.json").unlink()

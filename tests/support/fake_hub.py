@@ -1,6 +1,6 @@
-"""A hub on this machine: as much of its HTTP interface as huggingface_hub needs, with a record of what was asked.
+"""A fake hub on this machine: the part of the HTTP interface that huggingface_hub needs, with a record of requests.
 
-Files that hold weights go the way of LFS. Everything is served by this process: there is no storage to redirect to.
+Files of weights are uploaded as LFS objects. This process serves all files itself, without redirects to a storage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 TOKEN = "hf_ofthetests"
 
 _API = re.compile(
-    r"/api/models/(?P<repo>[^/]+/[^/]+?)(?:/(?P<what>revision|tree|preupload|commit|branch)/(?P<rev>[^/]+))?"
+    r"/api/models/(?P<repo>[^/]+/[^/]+?)(?:/(?P<action>revision|tree|preupload|commit|branch)/(?P<rev>[^/]+))?"
 )
 _RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<file>.+)")
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
@@ -34,36 +34,36 @@ _LFS_BATCH = re.compile(r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch")
 
 @dataclass
 class Repo:
-    """A model: its branches, what is in each, and who may read it."""
+    """A model repository: files by branch, and access restrictions."""
 
     branches: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
     gated: bool = False
     private: bool = False
 
     def files(self, revision: str) -> dict[str, bytes] | None:
-        """The files of a branch or commit."""
+        """Return the files of a branch or commit; None if there is no such revision."""
         if revision in self.branches:
             return self.branches[revision]
         return next((files for files in self.branches.values() if commit_of(files) == revision), None)
 
 
 def commit_of(files: Mapping[str, bytes]) -> str:
-    """The hash of a tree, which serves as its commit."""
+    """Return the hash of the files, which serves as the commit id."""
     digests = [[name, hashlib.sha1(data).hexdigest()] for name, data in sorted(files.items())]
     return hashlib.sha1(json.dumps(digests).encode()).hexdigest()
 
 
 class FakeHub:
-    """The hub.
+    """A fake hub.
 
     Attributes:
-        url: Its endpoint.
-        repos: By id.
+        url: Endpoint.
+        repos: Repositories by id.
         requests: Method and path of every request, in order.
-        sent: Bytes of files that were sent.
-        commits: Branch, message and paths of every commit that was made.
-        down: Answer nothing but 503.
-        ranges: Whether it sends parts of files; whole ones otherwise.
+        sent: Number of bytes of files that were sent.
+        commits: Branch, message and paths of every commit.
+        down: Whether to answer every request with status 503.
+        ranges: Whether to answer range requests with a part of the file; otherwise with the whole file.
     """
 
     def __init__(self) -> None:
@@ -89,22 +89,22 @@ class FakeHub:
             setattr(repo, name, value)
         return repo
 
-    def asked_for(self, part: str) -> list[tuple[str, str]]:
-        """The requests whose path holds this."""
+    def requests_for(self, part: str) -> list[tuple[str, str]]:
+        """Return the requests whose path contains `part`."""
         return [(method, path) for method, path in self.requests if part in path]
 
     def environment(self, home: Path, **variables: str) -> dict[str, str]:
-        """The environment of a process whose hub this is, with its cache in a folder."""
-        ours = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        ours |= {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-        return ours | {
+        """Return the environment of a process that uses this hub, with the cache in `home`."""
+        base = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        base |= {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+        return base | {
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             **variables,
         }
 
     def run(self, home: Path, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of minifloat against this hub."""
+        """Run a minifloat command against this hub."""
         command = [sys.executable, "-m", "minifloat", *map(str, arguments)]
         return subprocess.run(
             command, env=self.environment(home, **variables), cwd=home, capture_output=True, text=True, check=False
@@ -112,7 +112,7 @@ class FakeHub:
 
     @contextmanager
     def serving(self) -> Iterator[FakeHub]:
-        """Answer requests until the end of the block."""
+        """Serve requests until the end of the block."""
         thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:
@@ -131,7 +131,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 
 
 class _Answer(NamedTuple):
-    """A status, a body, headers."""
+    """A response: status, body and headers."""
 
     status: int
     data: bytes = b""
@@ -139,23 +139,23 @@ class _Answer(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> _Answer:
-        """JSON."""
+        """Return a response of status 200 with `value` as JSON."""
         return cls(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     @classmethod
     def error(cls, status: int, code: str = "", message: str = "") -> _Answer:
-        """What huggingface_hub makes its errors of."""
+        """Return an error response with the headers from which huggingface_hub builds its errors."""
         return cls(status, b"{}", {"X-Error-Code": code, "X-Error-Message": message})
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handler of the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
     fake: FakeHub
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: `FakeHub.requests` has them."""
+        """Log nothing, because `FakeHub.requests` records all requests."""
 
     def _respond(self) -> None:
         path, body = unquote(urlsplit(self.path).path), self._body()
@@ -198,40 +198,40 @@ class _Handler(BaseHTTPRequestHandler):
         if match is None:
             return _Answer.error(404, "EntryNotFound")
         repo = self.fake.repos.get(match["repo"])
-        if repo is None or (repo.private and not self._known):
-            return _Answer.error(404 if self._known else 401, "RepoNotFound")
+        if repo is None or (repo.private and not self._has_token):
+            return _Answer.error(404 if self._has_token else 401, "RepoNotFound")
         if match.re is _RESOLVE:
             return self._resolve(repo, unquote(match["rev"]), match["file"])
-        return self._api(match["repo"], repo, match["what"], unquote(match["rev"] or "main"), body)
+        return self._api(match["repo"], repo, match["action"], unquote(match["rev"] or "main"), body)
 
     @property
-    def _known(self) -> bool:
+    def _has_token(self) -> bool:
         return self.headers.get("Authorization") == f"Bearer {TOKEN}"
 
-    def _api(self, repo_id: str, repo: Repo, what: str | None, revision: str, body: bytes) -> _Answer:
-        if self.command == "POST" and not self._known:
+    def _api(self, repo_id: str, repo: Repo, action: str | None, revision: str, body: bytes) -> _Answer:
+        if self.command == "POST" and not self._has_token:
             return _Answer.error(401, message="Invalid username or password.")
-        if what == "branch":
+        if action == "branch":
             repo.branches.setdefault(revision, dict(repo.branches["main"]))
             return _Answer.of({})
-        if what == "preupload":
+        if action == "preupload":
             return _Answer.of(
-                {"files": [{"path": one["path"], **_mode(one["path"])} for one in json.loads(body)["files"]]}
+                {"files": [{"path": file["path"], **_mode(file["path"])} for file in json.loads(body)["files"]]}
             )
         files = repo.files(revision)
         if files is None:
             return _Answer.error(404, "RevisionNotFound")
-        if what == "commit":
+        if action == "commit":
             return self._commit(repo_id, repo, revision, body)
-        if what == "tree":
+        if action == "tree":
             return _Answer.of([_entry(name, data) for name, data in sorted(files.items())])
         siblings: list[dict[str, Any]] = [{"rfilename": name} for name in sorted(files)]
         if "blobs" in self.path:
-            siblings = [{**one, "size": len(files[one["rfilename"]]), "blobId": "0" * 40} for one in siblings]
+            siblings = [{**entry, "size": len(files[entry["rfilename"]]), "blobId": "0" * 40} for entry in siblings]
         return _Answer.of({"id": repo_id, "sha": commit_of(files), "siblings": siblings, "private": repo.private})
 
     def _resolve(self, repo: Repo, revision: str, name: str) -> _Answer:
-        if repo.gated and not self._known:
+        if repo.gated and not self._has_token:
             return _Answer.error(403, "GatedRepo")
         files = repo.files(revision)
         if files is None:
@@ -250,19 +250,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------------------------------------ writing
 
-    def _create(self, wanted: dict[str, Any]) -> _Answer:
-        if not self._known:
+    def _create(self, request: dict[str, Any]) -> _Answer:
+        if not self._has_token:
             return _Answer.error(401, message="Invalid username or password.")
-        repo_id = f"{wanted['organization'] or 'me'}/{wanted['name']}"
+        repo_id = f"{request['organization'] or 'me'}/{request['name']}"
         if repo_id in self.fake.repos:
             return _Answer.of({"url": f"{self.fake.url}/{repo_id}"})._replace(status=409)
-        self.fake.repos[repo_id] = Repo(private=wanted.get("visibility") == "private" or bool(wanted.get("private")))
+        self.fake.repos[repo_id] = Repo(private=request.get("visibility") == "private" or bool(request.get("private")))
         return _Answer.of({"url": f"{self.fake.url}/{repo_id}", "name": repo_id})
 
-    def _lfs_batch(self, wanted: dict[str, Any]) -> _Answer:
+    def _lfs_batch(self, request: dict[str, Any]) -> _Answer:
         objects = [
-            {**one, "actions": {"upload": {"href": f"{self.fake.url}/upload/{one['oid']}", "header": {}}}}
-            for one in wanted["objects"]
+            {**entry, "actions": {"upload": {"href": f"{self.fake.url}/upload/{entry['oid']}", "header": {}}}}
+            for entry in request["objects"]
         ]
         return _Answer.of({"transfer": "basic", "objects": objects})
 

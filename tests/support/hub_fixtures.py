@@ -1,4 +1,4 @@
-"""A hub with a trained model in shards, its cache in a folder of each test."""
+"""Fixtures of a fake hub, a sharded trained model, and a home folder with the hub's cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"
 
 @pytest.fixture(scope="session")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example model as five shards: do not write into it."""
+    """The example model in five shards; tests must not write into the folder."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("hub") / "storybook"
@@ -25,12 +25,12 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
-    """An empty hub that answers."""
+    """A running fake hub without models."""
     with FakeHub().serving() as fake:
         yield fake
 
 
 @pytest.fixture
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that commands run in, with the hub's cache."""
+    """The working folder of commands, which also holds the hub's cache."""
     return tmp_path_factory.mktemp("home")

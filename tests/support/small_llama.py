@@ -1,4 +1,4 @@
-"""Small checkpoints written with numpy and the safetensors package: no torch, no model class."""
+"""Small Llama checkpoints written with numpy, without torch or a model class."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ HIDDEN, INNER, VOCAB = 64, 160, 96
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    """float32 to the bits of bfloat16, to nearest even."""
+    """Return the bits of float32 values as bfloat16, rounded to nearest even."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def llama_tensors(seed: int = 0, layers: int = 2) -> dict[str, np.ndarray]:
-    """The float32 tensors of a small Llama whose MLP (160) is no multiple of 128."""
+    """Return the float32 tensors of a small Llama whose MLP width, 160, is not a multiple of 128."""
     rng = np.random.default_rng(seed)
     tensors = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
     tensors["lm_head.weight"] = (VOCAB, HIDDEN)
@@ -41,7 +41,7 @@ def llama_tensors(seed: int = 0, layers: int = 2) -> dict[str, np.ndarray]:
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) -> None:
-    """A safetensors file, spelled out: length, header, data."""
+    """Write a safetensors file: length, header, data."""
     header, data = {}, b""
     for name, array in arrays.items():
         raw = array.tobytes()
