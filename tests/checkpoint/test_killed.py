@@ -142,7 +142,7 @@ def serve():
 
 @pytest.fixture(scope="module")
 def run_and_die():
-    """A function ``(moment, destination, overwrite=False)`` that runs a child killed at `moment`; returns its status."""
+    """A function ``(moment, destination, overwrite=False)``: run a child killed at `moment` and return its status."""
     here = Path(__file__)
     program = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem}; {here.stem}.serve()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

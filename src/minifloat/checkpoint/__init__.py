@@ -1,8 +1,8 @@
 """Checkpoints on disk: a lazy, validating reader of safetensors and a transactional, resumable writer.
 
 `tensors`, `header` and `index` implement the file format; `layout` knows the names of a model folder's files; `files`
-and `reader` read; `shard` (one file), `journal`, `lock` and `writer` (the transaction) write; `rewrite` holds what
-`quantize` and `convert` share. The package uses numpy and the standard library and imports no torch.
+and `reader` read; `shard` (one file), `journal`, `lock` and `writer` (the transaction) write; `job` and `rewrite` hold
+the code that `quantize` and `convert` share. The package uses numpy and the standard library and imports no torch.
 """
 
 from minifloat.checkpoint.index import encode_index

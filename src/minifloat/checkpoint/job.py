@@ -1,8 +1,8 @@
-"""`RewriteJob`: a run that makes the shards of one checkpoint from those of another.
+"""`RewriteJob`: a run that writes the shards of one checkpoint from those of another.
 
-`quantize` and `convert` share the order of the work: shards that an earlier run finished are kept if their source is
-unchanged; the work of each other shard goes to a pool of threads, tensor by tensor; a complete shard is synced and
-recorded. What happens to a tensor is the subclass's matter.
+`quantize` and `convert` share the order of the work. Shards that an earlier run finished are kept if their source is
+unchanged. The work of each other shard is submitted to a pool of threads, tensor by tensor, and a complete shard is
+synced and recorded. Subclasses define the work on a tensor.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from minifloat.checkpoint.reader import Checkpoint
-from minifloat.checkpoint.rewrite import keep_what_stands
+from minifloat.checkpoint.rewrite import restart_if_source_changed
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.tensors import OutputTensor, TensorInfo
 from minifloat.checkpoint.writer import CheckpointWriter
 
-#: Shards that are open for writing at a time: one is synced while the next is computed.
+#: Number of shards that are open for writing at a time: one is synced while the next is computed.
 _SHARDS_IN_FLIGHT = 2
 
-#: The plan of one or several tensors of the source: the unit of work of a job.
+#: The unit of work of a job: the plan of one or several tensors of the source.
 Item = TypeVar("Item")
 #: A row of the report, as JSON values.
 Entry = dict[str, Any]
@@ -31,11 +31,11 @@ Entry = dict[str, Any]
 
 @dataclass
 class OpenShard(Generic[Item]):
-    """A shard whose work is in the pool.
+    """A shard whose work has been submitted to the pool.
 
     Attributes:
         name: File name of the shard.
-        writer: The open output file; None where nothing of the shard is written.
+        writer: The open output file; None if the shard has no outputs.
         pending: The items of the shard, each with the futures of its work.
     """
 
@@ -52,11 +52,11 @@ class RewriteJob(ABC, Generic[Item]):
         checkpoint: The source.
         writer: The output.
         pool: Threads that do the work.
-        shards: Shard name -> its items, in the order of the source; the output has the same shards.
+        shards: Items by shard name, in the order of the source; the output has the same shards.
         metadata: Strings for the header of each shard.
-        progress: Called with bytes done, bytes in all, and the name of a tensor or a step; None: not called.
-        resumed: Number of shards that an earlier run had finished and `run` kept.
-        done_bytes: Bytes of the source's tensors whose work is done.
+        progress: Called with the bytes done, the total bytes, and the name of a tensor or a step, if not None.
+        resumed: Number of shards of an earlier run that `run` kept.
+        done_bytes: Bytes of the source tensors whose work is done.
     """
 
     checkpoint: Checkpoint
@@ -84,20 +84,20 @@ class RewriteJob(ABC, Generic[Item]):
 
     @abstractmethod
     def digests(self, item: Item) -> list[Future[str]]:
-        """Hash what an item is made from, in the order of its entries, without doing anything else."""
+        """Submit the hashing of the source tensors of an item, without other work; one future per entry, in order."""
 
     @abstractmethod
     def submit(self, item: Item, shard: ShardWriter | None) -> list[Future[Any]]:
-        """Hand the work of an item to the pool.
+        """Submit the work of an item to the pool.
 
         Args:
             item: The item.
-            shard: Where its output is written; None where its shard has no outputs.
+            shard: The output shard of the item; None if it has no outputs.
         """
 
     @abstractmethod
     def entries(self, item: Item, results: list[Any]) -> list[Entry]:
-        """Return the rows of the report about an item, each with a ``source_digest``.
+        """Return the rows of the report on an item, each with a ``source_digest``.
 
         Args:
             item: The item.
@@ -105,10 +105,10 @@ class RewriteJob(ABC, Generic[Item]):
         """
 
     def prepare(self) -> None:
-        """Do what must precede the first shard, after finished shards were checked. Nothing by default."""
+        """Run steps after the check of finished shards and before the first new shard. Nothing by default."""
 
     def record_beside(self, items: Sequence[Item]) -> dict[str, Any]:
-        """Return what the record of a shard holds beside its entries. Nothing by default."""
+        """Return further values for the record of a shard. None by default."""
         return {}
 
     # ------------------------------------------------------------------------------------------ the run
@@ -120,8 +120,8 @@ class RewriteJob(ABC, Generic[Item]):
             The entries of all items, in the order of the shards.
 
         Raises:
-            StorageError: The system refuses.
-            TensorError: A tensor cannot be rewritten.
+            StorageError: If the operating system refuses.
+            TensorError: If a tensor cannot be rewritten.
         """
         self._keep_finished_shards()
         self.prepare()
@@ -144,19 +144,19 @@ class RewriteJob(ABC, Generic[Item]):
     def _keep_finished_shards(self) -> None:
         """Start over if the source of a finished shard changed."""
         finished = [name for name in self.shards if name in self.writer.finished]
-        keep_what_stands(
+        restart_if_source_changed(
             self.writer,
             {name: [digest for item in self.shards[name] for digest in self.digests(item)] for name in finished},
         )
 
     def _start(self, name: str, items: Sequence[Item]) -> OpenShard[Item]:
-        """Open an output shard and hand its work to the pool."""
+        """Open an output shard and submit its work to the pool."""
         outputs = [output for item in items for output in self.outputs(item)]
         writer = self.writer.shard(name, outputs, self.metadata) if outputs else None
         return OpenShard(name, writer, [(item, self.submit(item, writer)) for item in items])
 
     def _finish(self, shard: OpenShard[Item]) -> dict[str, list[Entry]]:
-        """Wait for a shard's work and record it; return the entries of a shard that has no output, by its name."""
+        """Wait for the work of a shard and record it; return the entries of a shard without outputs by its name."""
         entries: list[Entry] = []
         for item, futures in shard.pending:
             entries += self.entries(item, [future.result() for future in futures])
@@ -172,6 +172,6 @@ class RewriteJob(ABC, Generic[Item]):
         self.report_progress(sources[0].name)
 
     def report_progress(self, message: str) -> None:
-        """Call `progress` with the bytes that are done."""
+        """Call `progress` with the number of bytes done."""
         if self.progress is not None:
             self.progress(self.done_bytes, self._source_bytes, message)

@@ -64,7 +64,7 @@ def worker_pool(threads: int, writer: CheckpointWriter) -> Iterator[ThreadPoolEx
             raise
 
 
-def keep_what_stands(writer: CheckpointWriter, digests: Mapping[str, Sequence[Future[str]]]) -> None:
+def restart_if_source_changed(writer: CheckpointWriter, digests: Mapping[str, Sequence[Future[str]]]) -> None:
     """Discard all finished shards if the source of one of them has changed.
 
     Args:
