@@ -66,7 +66,7 @@ def test_a_file_with_flipped_bytes_is_consistent_or_refused(folder, flips):
         content[position] ^= mask
     opened = opens(folder, bytes(content))
     if all(position >= DATA_START for position, _ in flips):
-        assert opened  # the format cannot notice it, and the tensors are where they were
+        assert opened  # the format has no checksum, and the tensors are at the same place
 
 
 @relaxed

@@ -184,7 +184,7 @@ def test_every_tensor_is_aligned_to_its_element_size_in_any_input_order():
     _, spans = encode_header([OutputTensor(f"t{i}", dtype, (3,)) for i, dtype in enumerate(dtypes)], {})
     for i, dtype in enumerate(dtypes):
         assert spans[f"t{i}"][0] % (DTYPES[dtype] // 8) == 0
-    assert spans["t1"] < spans["t5"]  # equals stay in the given order
+    assert spans["t1"] < spans["t5"]  # tensors of equal element size keep the given order
 
 
 @pytest.mark.parametrize("names", [["a", "a"], [""], ["__metadata__"]])

@@ -139,7 +139,7 @@ def test_nvfp4_scales_and_packed_codes_equal_those_of_compressed_tensors(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     w, args = weights(*shape, dtype), arguments(4, **NVFP4_ARGS)
-    w[2] = w[7]  # a block whose scale rounds to zero differs on purpose: see the next test
+    w[2] = w[7]  # replace the tiny row, whose scale rounds to zero: the next test covers it
     low, high = minimum_and_maximum(w, GROUP_16)
     divisor = ct_utils.generate_gparam(low.min(), high.max())
     block_scale, _ = ct_utils.calculate_qparams(low, high, args, global_scale=divisor)

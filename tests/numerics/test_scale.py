@@ -418,7 +418,7 @@ def test_the_error_of_the_search_is_never_above_that_of_floor() -> None:
 
 def test_equal_errors_keep_the_earliest_offset() -> None:
     block = torch.zeros(1, 32)
-    block[0, 3] = 1.0  # exact under FLOOR and under +1
+    block[0, 3] = 1.0  # exact with the offsets 0 and +1
     assert int(search_e8m0_scales(block, GROUP_32, E2M1)) == exact_e8m0(1.0, E2M1, ScaleRule.FLOOR)
 
 
@@ -441,7 +441,7 @@ def test_the_search_gives_valid_codes_at_the_ends_of_float32() -> None:
 
 def test_the_search_skips_codes_below_zero() -> None:
     block = torch.full((1, 32), 0.25)
-    block[0, 0] = 4.0  # prefers the code below FLOOR's
+    block[0, 0] = 4.0  # the best code would be one below FLOOR's
     codes = [search_e8m0_scales(torch.ldexp(block, torch.tensor(k)), GROUP_32, E2M1) for k in (-125, -126, -127)]
     assert [int(code) for code in codes] == [1, 0, 0]
 

@@ -108,7 +108,7 @@ class Checkpoint:
             StorageError: If the operating system refuses a read.
         """
         root = resolve_folder(path)
-        with storage_errors(root, "look into the folder"):
+        with storage_errors(root, "search the folder"):
             unfinished = (root / STATE_FILE).exists() or (root.parent / STATE_FILE).exists()
         if unfinished:
             raise NotACheckpointError(

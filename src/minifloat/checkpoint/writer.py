@@ -290,7 +290,7 @@ class CheckpointWriter:
             self._remove_work()
             state = {"version": _STATE_VERSION, "fingerprint": fingerprint}
             _write_synced(self.work / _STATE_DRAFT, json.dumps(state).encode())
-            with storage_errors(self.work, "begin"):
+            with storage_errors(self.work, "create the state file"):
                 (self.work / _STATE_DRAFT).replace(self.work / STATE_FILE)
         self._journal = Journal(self.work / _JOURNAL)
         with storage_errors(self.work, "clear unfinished files"):
@@ -317,7 +317,7 @@ class CheckpointWriter:
         return fingerprint if isinstance(fingerprint, str) else None
 
     def _check_space(self, total_bytes: int) -> None:
-        with storage_errors(self.work, "ask for the free space"):
+        with storage_errors(self.work, "read the free space"):
             done = sum((self.work / _OUTPUT / name).stat().st_size for name in self.finished)
             free = shutil.disk_usage(self.work).free
         if total_bytes - done > free:

@@ -172,10 +172,8 @@ def _algorithm(scheme: Scheme) -> str:
     """
     formats = (scheme.weight.element, scheme.weight.granularity, scheme.weight.scale)
     inputs = scheme.activation
-    if (
-        inputs is not None and scheme.weight.has_global_scale
-    ):  # NVFP4 inputs have dynamic block scales under a static scale
-        inputs = replace(inputs, dynamic=False)
+    if inputs is not None and scheme.weight.has_global_scale:
+        inputs = replace(inputs, dynamic=False)  # NVFP4 inputs have dynamic block scales under a static global scale
     for name, (weight, activation) in ALGORITHMS.items():
         if (weight.element, weight.granularity, weight.scale) == formats and activation == inputs:
             return name

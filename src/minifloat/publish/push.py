@@ -132,7 +132,7 @@ def _files(checkpoint: Checkpoint) -> dict[str, int]:
         path = resolve_inside(checkpoint.path, name)
         if not path.is_file():
             raise UnsafeFileError(path, "not a regular file")
-        with storage_errors(path, "look at it"):
+        with storage_errors(path, "read its size"):
             files[name] = path.stat().st_size
     return files
 
