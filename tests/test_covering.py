@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from covering import covering_pairs
-from modes import each_value
+from modes import each_pair, each_value
 
 
 def cases_of(*sizes: int) -> list[dict[str, int]]:
@@ -53,3 +53,14 @@ def test_the_everyday_run_has_each_value_of_each_list_and_the_full_run_every_cas
     assert len(everyday) == 3
     assert {letter for letter, _ in everyday} == {"a", "b", "c"}
     assert {number for _, number in everyday} == {1, 2}
+
+
+def test_the_everyday_run_has_each_pair_of_values_and_the_full_run_every_case() -> None:
+    cases = each_pair(["a", "b", "c"], [1, 2], ["x", "y", "z"])
+    assert [case.values for case in cases] == list(itertools.product("abc", (1, 2), "xyz"))
+    everyday = [case.values for case in cases if not case.marks]
+    assert len(everyday) < len(cases)
+    for first, second in itertools.combinations(range(3), 2):
+        assert {(case[first], case[second]) for case in everyday} == {
+            (case.values[first], case.values[second]) for case in cases
+        }

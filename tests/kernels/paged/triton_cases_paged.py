@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from modes import each_pair
 from torch import Tensor
 
 from minifloat.kernels.decoder import BLOCK_TOKENS
@@ -55,12 +56,14 @@ def test_silu_and_the_product(dtype: torch.dtype, columns: int) -> None:
     torch.testing.assert_close(found, expected, atol=ATOL[dtype], rtol=1e-3 if dtype == torch.float16 else 1e-5)
 
 
-@pytest.mark.parametrize("element", ["float32", "float16", E4M3.name])
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 2, 16), (6, 1, 24), (3, 3, 40)])
+@pytest.mark.parametrize(
+    ("shape", "norms", "element"),
+    each_pair([(4, 2, 16), (6, 1, 24), (3, 3, 40)], [False, True], ["float32", "float16", E4M3.name]),
+)
 def test_keys_and_values_lie_where_they_belong_and_nowhere_else(
-    heads: int, kv_heads: int, d: int, norms: bool, element: str
+    shape: tuple[int, int, int], norms: bool, element: str
 ) -> None:
+    heads, kv_heads, d = shape
     tokens = 7
     qkv = random(tokens, (heads + 2 * kv_heads) * d, scale=3.0)
     weights = (random(d, seed=3), random(d, seed=4)) if norms else (None, None)

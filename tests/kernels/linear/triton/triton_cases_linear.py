@@ -56,9 +56,9 @@ def cases() -> Iterator[tuple[str, Order]]:
 kinds = pytest.mark.parametrize(("kind", "order"), sorted(set(cases())))
 
 
-@kinds
-@pytest.mark.parametrize(("rows", "cols"), [(70, 160), (130, 256)])
-def test_the_product_is_that_in_float64(kind: str, order: Order, rows: int, cols: int) -> None:
+@pytest.mark.parametrize(("kind_and_order", "shape"), each_value(sorted(set(cases())), [(70, 160), (130, 256)]))
+def test_the_product_is_that_in_float64(kind_and_order: tuple[str, Order], shape: tuple[int, int]) -> None:
+    (kind, order), (rows, cols) = kind_and_order, shape
     weight, values = case(kind, rows, cols)
     packed = arrange(weight, order)
     numbers = itertools.cycle((1, 3, 16, 17, 64, 129))
