@@ -19,8 +19,8 @@ import click
 import torch
 
 from minifloat.compare.corpus import Corpus
-from minifloat.compare.models import Predictor, common_tokenizer, share_experts
-from minifloat.compare.scoring import Scoring
+from minifloat.compare.models import Predictor, common_tokenizer, match_experts_implementation
+from minifloat.compare.scoring_pass import ScoringPass
 
 
 def peak() -> float:
@@ -42,7 +42,7 @@ def plain_seconds(models: list[Predictor], corpus: Corpus) -> float:
 def scoring_seconds(models: list[Predictor], corpus: Corpus) -> float:
     """The same, and scored."""
     start = time.perf_counter()
-    Scoring(models[0], models[1:], corpus).run()
+    ScoringPass(models[0], models[1:], corpus).run()
     return time.perf_counter() - start
 
 
@@ -58,7 +58,7 @@ def main(
 ) -> None:
     """Print seconds, their ratio and memory."""
     models = [Predictor.of(folder, {}) for folder in (model, *candidates)]
-    share_experts(models)
+    match_experts_implementation(models)
     corpus = Corpus(data, common_tokenizer(models), window, tokens)
     ratios, loaded = [], peak()
     click.echo(f"{corpus.tokens:,} tokens, vocabulary {models[0].vocab_size:,}, {torch.get_num_threads()} threads")

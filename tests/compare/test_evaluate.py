@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.session import collect
-from minifloat.compare import Outcome, Tolerance, corpus, journal, models, scoring
+from minifloat.compare import Outcome, Tolerance, corpus, measurements, models, scoring_pass
 from minifloat.compare.evaluate import compare_models as compare_with_generation
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, StorageError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
@@ -121,7 +121,7 @@ def test_the_head_in_pieces_gives_what_the_model_gives(
     other = make_llama(tmp_path / "other", seed=1)
     whole = compare_models(llama_folder, other, [text], window=64, dtype="float32")
     monkeypatch.setattr(models, "_HEAD_LOGITS", 5 * 320)
-    monkeypatch.setattr(scoring, "_SLAB_ELEMENTS", 2 * 320)
+    monkeypatch.setattr(scoring_pass, "_SLAB_ELEMENTS", 2 * 320)
     pieces = compare_models(llama_folder, other, [text], window=64, dtype="float32")
     monkeypatch.setattr(models.Predictor, "_head_runs_alone", lambda _: False)
     undivided = compare_models(llama_folder, other, [text], window=64, dtype="float32")
@@ -374,7 +374,7 @@ def test_a_run_goes_on_where_it_stopped(
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     arguments: dict[str, Any] = {"window": 32, "resume": tmp_path / "work"}
     whole = compare_models(llama_folder, tmp_path / "q", [text], window=32)
-    monkeypatch.setattr(journal, "_SECONDS_BETWEEN_PARTS", 0)
+    monkeypatch.setattr(measurements, "_SECONDS_BETWEEN_PARTS", 0)
     compare_models(llama_folder, tmp_path / "q", [text], **arguments, progress=interrupted_after(3))
     passes: list[int] = []
     features = models.Predictor.features

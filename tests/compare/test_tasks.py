@@ -26,7 +26,7 @@ from click.testing import CliRunner
 
 from minifloat.commands.main import main
 from minifloat.compare import compare_models
-from minifloat.compare.statistics import FEWEST_UNITS, paired_mean_interval
+from minifloat.compare.intervals import FEWEST_UNITS, paired_mean_interval
 from minifloat.compare.tasks import TaskDifference, TaskRun, compare_tasks, load_tasks, run_tasks
 from minifloat.compare.tasks.difference import mcnemar
 from minifloat.compare.tasks.quiet import quiet
@@ -357,7 +357,7 @@ def deaf_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         pass  # imports what takes its time
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setattr("minifloat.compare.tasks.load._HUB_SECONDS", 0.5)
+        monkeypatch.setattr("minifloat.compare.tasks.loaded_tasks._HUB_SECONDS", 0.5)
         for module in (hub, importlib.import_module("datasets.config")):
             monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
         yield hub
@@ -380,7 +380,7 @@ def test_a_data_set_that_is_not_cached_is_one_line_and_no_wait(
 
 def test_local_tasks_never_ask_the_hub(folder: Path, deaf_hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("minifloat.compare.tasks.load._hub_answers", lambda: asked.append(1))
+    monkeypatch.setattr("minifloat.compare.tasks.loaded_tasks._hub_answers", lambda: asked.append(1))
     load_tasks(["tiny_group", "tiny_rolling"], include_path=folder)
     assert not asked
     assert not deaf_hub.HF_HUB_OFFLINE

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from minifloat.compare.statistics import Estimate
+from minifloat.compare.intervals import Estimate
 from minifloat.compare.summary import Summary
 from minifloat.compare.verdict import Outcome, Tolerance, judge
 from minifloat.errors import UsageError

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from minifloat.compare.attribution import Attribution, ModuleDamage, Suggestion
-from minifloat.compare.generation import GreedyDivergence, Sample
-from minifloat.compare.result import CandidateResult, Choice, Comparison, ModelRecord, TextRecord, WorstToken
-from minifloat.compare.statistics import Estimate
+from minifloat.compare.generation import ContinuationPair, GreedyDivergence
+from minifloat.compare.intervals import Estimate
+from minifloat.compare.result import CandidateResult, Comparison, LikelyToken, ModelRecord, TextRecord, WorstToken
 from minifloat.compare.summary import CURVE_FRACTIONS, MARGIN_EDGES, MarginBin, Summary
 from minifloat.compare.tasks import TaskDifference, TaskScore
 from minifloat.compare.verdict import Tolerance, judge
@@ -79,8 +79,8 @@ def make_worst(token: str = " dragon", context: str = "Once upon a time there wa
         context=context,
         token=token,
         kl=kl,
-        baseline=tuple(Choice(word, share) for word, share in zip((token, " cat", " dog", "\n", "!"), _SHARES)),  # noqa: B905
-        candidate=tuple(Choice(word, share) for word, share in zip((" cat", " dog", "\n", token, "?"), _SHARES)),  # noqa: B905
+        baseline=tuple(LikelyToken(word, share) for word, share in zip((token, " cat", " dog", "\n", "!"), _SHARES)),  # noqa: B905
+        candidate=tuple(LikelyToken(word, share) for word, share in zip((" cat", " dog", "\n", token, "?"), _SHARES)),  # noqa: B905
     )
 
 
@@ -91,9 +91,11 @@ def make_generation() -> GreedyDivergence:
     first = (None, 3, 12, 17, None, 40, 41, 64, None, 90)
     same = "there was a little girl named Lily. She loved to play outside"
     samples = (
-        Sample("Once upon a time", f"{same} in the park.\n\nOne day, she saw", f"{same} with her toys.\nOne day,", 3),
-        Sample("Tom and Sam were", f" best friends. {same}.", f" best friends. {same} all day long.", 40),
-        Sample("The end", same, same, None),
+        ContinuationPair(
+            "Once upon a time", f"{same} in the park.\n\nOne day, she saw", f"{same} with her toys.\nOne day,", 3
+        ),
+        ContinuationPair("Tom and Sam were", f" best friends. {same}.", f" best friends. {same} all day long.", 40),
+        ContinuationPair("The end", same, same, None),
     )
     return GreedyDivergence(10, 128, 7, first, 41.0, around(0.3, 0.24), around(0.51, 0.2), samples)
 
@@ -172,7 +174,7 @@ def full_candidate(name: str = "models/storybook-fp8-block", damage: float = 1.0
 def hostile_comparison() -> Comparison:
     """Everything that a model or a file name can say is `HOSTILE`."""
     one = full_candidate(f"models/{HOSTILE}")
-    sample = Sample(HOSTILE, f"a{HOSTILE}", f"b{HOSTILE}", 0)
+    sample = ContinuationPair(HOSTILE, f"a{HOSTILE}", f"b{HOSTILE}", 0)
     task = replace(make_tasks()[0], task=HOSTILE, metric=HOSTILE)
     assert one.generation is not None
     assert one.attribution is not None

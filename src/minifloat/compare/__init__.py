@@ -1,9 +1,9 @@
 """Is it still the same model? A quantized model against its baseline, on the same tokens."""
 
 from minifloat.compare.evaluate import compare_models
+from minifloat.compare.intervals import Estimate
 from minifloat.compare.options import CompareOptions
 from minifloat.compare.result import CandidateResult, Comparison
-from minifloat.compare.statistics import Estimate
 from minifloat.compare.summary import Summary
 from minifloat.compare.verdict import Outcome, Tolerance, Verdict
 

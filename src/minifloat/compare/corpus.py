@@ -61,7 +61,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Text:
+class TokenizedText:
     """A tokenized source.
 
     Attributes:
@@ -87,7 +87,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Batch:
+class WindowBatch:
     """Windows of one length of one text.
 
     Attributes:
@@ -162,7 +162,7 @@ class Corpus:
         tokenizer: PreTrainedTokenizerBase,
         room: int,
         max_tokens: int | None,
-    ) -> Text:
+    ) -> TokenizedText:
         windows: list[Window] = []
         tokens = nbytes = used = count = 0
         digest = hashlib.sha256()
@@ -180,21 +180,21 @@ class Corpus:
         if not windows:
             raise UsageError(f"{name}: {used} tokens; at least 2 are needed, of which the second can be predicted")
         unit = "document" if len({window.document for window in windows}) >= _FEWEST_DOCUMENTS else "window"
-        return Text(name, count, tuple(windows), nbytes / tokens, unit, digest.hexdigest())
+        return TokenizedText(name, count, tuple(windows), nbytes / tokens, unit, digest.hexdigest())
 
-    def batches(self) -> tuple[Batch, ...]:
+    def batches(self) -> tuple[WindowBatch, ...]:
         """All windows, in the order in which they are to be run; made once."""
         return self._batches
 
     @functools.cached_property
-    def _batches(self) -> tuple[Batch, ...]:
+    def _batches(self) -> tuple[WindowBatch, ...]:
         lists, first_unit = [], 0
         for number, text in enumerate(self.texts):
             lists.append(list(self._batches_of(number, text, first_unit)))
             first_unit += text.documents if text.unit == "document" else len(text.windows)
         return interleave(lists)
 
-    def _batches_of(self, number: int, text: Text, first_unit: int) -> Iterator[Batch]:
+    def _batches_of(self, number: int, text: TokenizedText, first_unit: int) -> Iterator[WindowBatch]:
         order = list(range(len(text.windows)))
         random.Random(text.name).shuffle(order)
         by_length: dict[int, list[int]] = {}
@@ -211,7 +211,7 @@ class Corpus:
             units = [w.document if text.unit == "document" else i for i, w in zip(chunk, windows, strict=True)]
             rows = [[*self.prefix, *window.ids.tolist()] for window in windows]
             tokens = sum(len(window.ids) for window in windows)
-            yield Batch(number, chunk, torch.tensor(rows), first_unit + torch.tensor(units), tokens)
+            yield WindowBatch(number, chunk, torch.tensor(rows), first_unit + torch.tensor(units), tokens)
 
 
 def _name(source: SourceLike) -> str:

@@ -23,14 +23,20 @@ from minifloat.calibration.data import SourceLike, as_source
 from minifloat.calibration.readers import locate
 from minifloat.checkpoint import Checkpoint
 from minifloat.compare.corpus import DEFAULT_WINDOW, Corpus
-from minifloat.compare.examination import Examination
-from minifloat.compare.journal import Journal
+from minifloat.compare.extra_measurements import ExtraMeasurements
 from minifloat.compare.kv_cache import CacheFactory, kv_cache_factory
+from minifloat.compare.measurements import MeasurementLog
 from minifloat.compare.metrics import concatenate
-from minifloat.compare.models import ModelLike, Predictor, common_tokenizer, longest_window, share_experts
+from minifloat.compare.models import (
+    ModelLike,
+    Predictor,
+    common_tokenizer,
+    longest_window,
+    match_experts_implementation,
+)
 from minifloat.compare.options import CompareOptions
 from minifloat.compare.result import CandidateResult, Comparison, ModelRecord, TextRecord
-from minifloat.compare.scoring import Scoring
+from minifloat.compare.scoring_pass import ScoringPass
 from minifloat.compare.summary import summarize
 from minifloat.compare.tasks import load_tasks
 from minifloat.compare.verdict import judge
@@ -109,9 +115,9 @@ class Run:
         everyone = (self.baseline, *self.candidates)
         self.tokenizer: PreTrainedTokenizerBase = common_tokenizer(everyone)
         self.window = _window(options.window, longest_window(everyone))
-        share_experts(everyone)
+        match_experts_implementation(everyone)
         self.corpus = Corpus(data, self.tokenizer, self.window, options.max_tokens, self.baseline.vocab_size)
-        self._examination = Examination(
+        self._examination = ExtraMeasurements(
             self.baseline,
             self.candidates,
             self.corpus,
@@ -159,9 +165,9 @@ class Run:
     def result(self) -> Comparison:
         """Measure everything."""
         started = time.perf_counter()
-        scoring = Scoring(self.baseline, self.candidates, self.corpus)
+        scoring = ScoringPass(self.baseline, self.candidates, self.corpus)
         if self._options.resume is not None:
-            scoring.journal = Journal(self._options.resume, self._facts(), scoring.worst)
+            scoring.journal = MeasurementLog(self._options.resume, self._facts(), scoring.worst)
         try:
             scoring.run(self._progress)
         except KeyboardInterrupt:
@@ -185,7 +191,7 @@ class Run:
             notes=(*self._notes, *self._examination.notes),
         )
 
-    def _candidate(self, scoring: Scoring, number: int) -> CandidateResult:
+    def _candidate(self, scoring: ScoringPass, number: int) -> CandidateResult:
         scores = [scoring.scores(number, text) for text in range(len(self.corpus.texts))]
         vocab_size = self.baseline.vocab_size
         summaries = tuple(

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from minifloat.compare.intervals import CONFIDENCE, Estimate, mean_interval
 from minifloat.compare.kv_cache import CacheFactory, check_takes_cache
-from minifloat.compare.statistics import CONFIDENCE, Estimate, mean_interval
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.report.progress import Progress
 from minifloat.serve.detokenize import Detokenizer
@@ -38,7 +38,7 @@ Continuations = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Sample:
+class ContinuationPair:
     """Both continuations of one prompt.
 
     Attributes:
@@ -76,7 +76,7 @@ class GreedyDivergence:
     median: float | None
     identical_fraction: Estimate
     mean_prefix_match: Estimate
-    samples: tuple[Sample, ...]
+    samples: tuple[ContinuationPair, ...]
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
@@ -258,9 +258,9 @@ def _sample(
     baseline: Sequence[int],
     candidate: Sequence[int],
     parted_at: int | None,
-) -> Sample:
+) -> ContinuationPair:
     text = str(tokenizer.decode(list(prompt), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-    return Sample(text, _text(tokenizer, prompt, baseline), _text(tokenizer, prompt, candidate), parted_at)
+    return ContinuationPair(text, _text(tokenizer, prompt, baseline), _text(tokenizer, prompt, candidate), parted_at)
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], continuation: Sequence[int]) -> str:

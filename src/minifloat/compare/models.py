@@ -169,7 +169,7 @@ def _replaced(module: nn.Module, output: Any) -> Iterator[None]:
         del module.forward
 
 
-def share_experts(predictors: Sequence[Predictor]) -> None:
+def match_experts_implementation(predictors: Sequence[Predictor]) -> None:
     """Let all run transformers' eager experts if one has quantized ones, which need them.
 
     A different order of summation would be taken for a difference of the weights.

@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Choice:
+class LikelyToken:
     """A token that a model finds probable.
 
     Attributes:
@@ -52,8 +52,8 @@ class WorstToken:
     context: str
     token: str
     kl: float
-    baseline: tuple[Choice, ...]
-    candidate: tuple[Choice, ...]
+    baseline: tuple[LikelyToken, ...]
+    candidate: tuple[LikelyToken, ...]
 
 
 @dataclass(frozen=True)

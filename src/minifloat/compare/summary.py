@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from minifloat.compare.intervals import Estimate, FloatArray, mean_interval, quantile_interval, sums_by_unit
 from minifloat.compare.metrics import TOP_K, TokenScores
-from minifloat.compare.statistics import Estimate, FloatArray, mean_interval, quantile_interval, sums_by_unit
 
 #: Nats between the baseline's first and second choice where bins of `MarginBin` begin.
 MARGIN_EDGES = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minifloat.compare.statistics import Estimate, units_to_decide
+from minifloat.compare.intervals import Estimate, units_to_decide
 from minifloat.compare.summary import Summary
 from minifloat.errors import UsageError
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from minifloat.compare.corpus import Batch, Corpus
+from minifloat.compare.corpus import Corpus, WindowBatch
 from minifloat.compare.metrics import Distribution, TokenScores
-from minifloat.compare.result import Choice, WorstToken
+from minifloat.compare.result import LikelyToken, WorstToken
 
 WORST_TOKENS = 20
 _CHOICES = 5
@@ -20,7 +20,7 @@ _CONTEXT_TOKENS = 48
 
 
 @dataclass(frozen=True)
-class Spot:
+class ScoredPosition:
     """A token of the corpus, and what both models expected there.
 
     Attributes:
@@ -45,14 +45,14 @@ class Spot:
         return self.text, self.window, self.column
 
 
-class WorstSpots:
+class WorstPositions:
     """The `WORST_TOKENS` spots of the largest KL among all that it is shown."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Spot]] = []
+        self._heap: list[tuple[float, int, ScoredPosition]] = []
         self._numbers = itertools.count()
 
-    def offer(self, spots: Iterable[Spot]) -> None:
+    def offer(self, spots: Iterable[ScoredPosition]) -> None:
         """Keep those that are among the worst; one that is known already counts once."""
         known = {spot.place for _, _, spot in self._heap}
         for spot in spots:
@@ -63,7 +63,7 @@ class WorstSpots:
             if len(self._heap) > WORST_TOKENS:
                 heapq.heappop(self._heap)
 
-    def look(self, scores: TokenScores, p: Distribution, q: Distribution, batch: Batch, first: int) -> None:
+    def look(self, scores: TokenScores, p: Distribution, q: Distribution, batch: WindowBatch, first: int) -> None:
         """Go through the scores of a slab of positions.
 
         Args:
@@ -79,9 +79,9 @@ class WorstSpots:
         for row in sorted(rows, key=lambda row: -scores.kl[row])[:WORST_TOKENS]:
             window, column = divmod(first + int(row), width)
             choices = (_choices(p, int(row)), _choices(q, int(row)))
-            self.offer([Spot(float(scores.kl[row]), batch.text, batch.windows[window], column + 1, *choices)])
+            self.offer([ScoredPosition(float(scores.kl[row]), batch.text, batch.windows[window], column + 1, *choices)])
 
-    def spots(self) -> list[Spot]:
+    def spots(self) -> list[ScoredPosition]:
         """Worst first."""
         return [spot for _, _, spot in sorted(self._heap, reverse=True)]
 
@@ -92,7 +92,7 @@ def _choices(distribution: Distribution, row: int) -> tuple[tuple[int, float], .
     return tuple(itertools.islice(pairs, _CHOICES))
 
 
-def describe(spot: Spot, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> WorstToken:
+def describe(spot: ScoredPosition, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> WorstToken:
     """A spot in words."""
     text = corpus.texts[spot.text]
     window = text.windows[spot.window]
@@ -102,8 +102,8 @@ def describe(spot: Spot, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    def choices(pairs: tuple[tuple[int, float], ...]) -> tuple[Choice, ...]:
-        return tuple(Choice(decode([token]), probability) for token, probability in pairs)
+    def choices(pairs: tuple[tuple[int, float], ...]) -> tuple[LikelyToken, ...]:
+        return tuple(LikelyToken(decode([token]), probability) for token, probability in pairs)
 
     return WorstToken(
         text=text.name,
@@ -117,6 +117,6 @@ def describe(spot: Spot, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> 
     )
 
 
-def scored_targets(batch: Batch) -> torch.Tensor:
+def scored_targets(batch: WindowBatch) -> torch.Tensor:
     """The tokens that are predicted in a batch, ``[B * (W - 1)]``."""
     return batch.ids[:, 1:].flatten()

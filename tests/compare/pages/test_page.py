@@ -19,9 +19,9 @@ from comparisons import (
     make_worst,
 )
 
+from minifloat.compare.intervals import Estimate
 from minifloat.compare.pages.page import compare_page
 from minifloat.compare.result import Comparison
-from minifloat.compare.statistics import Estimate
 from minifloat.compare.verdict import Outcome, Tolerance, judge
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,7 +7,7 @@ import time
 from minifloat.report.progress import Progress
 
 
-class Budget:
+class TimeBudget:
     """Counts from when it is made.
 
     Args:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minifloat.compare.attribution.budget import Budget
+from minifloat.compare.attribution.budget import TimeBudget
 from minifloat.compare.attribution.differences import Difference
 from minifloat.compare.attribution.mixture import Mixtures, spread
 from minifloat.compare.attribution.sqnr import measure_sqnr
@@ -98,7 +98,7 @@ def measure_damage(
     candidate: Predictor,
     differences: Sequence[Difference],
     windows: Tensor,
-    budget: Budget,
+    budget: TimeBudget,
     end: float,
 ) -> Damage:
     """Measure all modules on a small sample, then on larger ones as long as the time allows.
@@ -129,7 +129,9 @@ def measure_damage(
             return best
 
 
-def _measure_alone(mixtures: Mixtures, expected: Expectation, budget: Budget, end: float) -> dict[Difference, float]:
+def _measure_alone(
+    mixtures: Mixtures, expected: Expectation, budget: TimeBudget, end: float
+) -> dict[Difference, float]:
     """KL divergences of single exchanges: one of each kind first, then those that are expected to be the worst."""
     differences = list(expected.sqnr)
     alone: dict[Difference, float] = {}

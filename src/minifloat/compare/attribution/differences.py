@@ -22,7 +22,7 @@ from minifloat.runtime.experts import QuantizedExperts
 from minifloat.runtime.linear import QuantizedWeight
 
 #: What a module holds under a name.
-Held = nn.Module | Tensor | None
+ModuleOrTensor = nn.Module | Tensor | None
 
 #: More dimensions than a matrix: experts, each of which has its own name in a checkpoint.
 _MATRIX = 2
@@ -33,7 +33,7 @@ _PACKED = "packed"
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a module or tensor hangs in a model.
 
     Attributes:
@@ -49,7 +49,7 @@ class Place:
         """Both names as one."""
         return f"{self.holder}.{self.attribute}" if self.holder else self.attribute
 
-    def get(self, model: nn.Module) -> Held:
+    def get(self, model: nn.Module) -> ModuleOrTensor:
         """What is there in a model."""
         return _held(model.get_submodule(self.holder), self.attribute)
 
@@ -62,7 +62,7 @@ class Difference:
         places: Where; more than one where it is tied in both.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[Location, ...]
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ def find_differences(baseline: PreTrainedModel, candidate: PreTrainedModel) -> t
     Raises:
         UsageError: The models are of different architectures or sizes.
     """
-    tied: dict[object, list[Place]] = {}
+    tied: dict[object, list[Location]] = {}
     for place in _differing(baseline, candidate, ""):
         ids = [frozenset(map(id, _tensors(place.get(model)))) for model in (baseline, candidate)]
         tied.setdefault(tuple(ids) if all(ids) else place, []).append(place)
@@ -98,7 +98,7 @@ def exchanged(model: nn.Module, other: nn.Module, differences: Iterable[Differen
     places = [place for difference in differences for place in difference.places]
     holders = {place.holder: model.get_submodule(place.holder) for place in places}
     slots = [slot for holder in holders.values() for slot in (holder._parameters, holder._buffers, holder._modules)]
-    before: list[dict[str, Held]] = [dict(slot) for slot in slots]
+    before: list[dict[str, ModuleOrTensor]] = [dict(slot) for slot in slots]
     try:
         for place in places:
             _put(holders[place.holder], place.attribute, place.get(other))
@@ -109,7 +109,7 @@ def exchanged(model: nn.Module, other: nn.Module, differences: Iterable[Differen
             slot.update(content)  # type: ignore[arg-type]  # each gets back what it held
 
 
-def stored_bytes(held: Held, element_bytes: int) -> int:
+def stored_bytes(held: ModuleOrTensor, element_bytes: int) -> int:
     """Bytes in a checkpoint.
 
     Args:
@@ -127,13 +127,13 @@ def stored_bytes(held: Held, element_bytes: int) -> int:
     return quantized + sum(parameter.numel() for parameter in held.parameters()) * element_bytes
 
 
-def _differing(a: nn.Module, b: nn.Module, path: str) -> Iterator[Place]:
+def _differing(a: nn.Module, b: nn.Module, path: str) -> Iterator[Location]:
     if a is b:
         return
     if type(a) is not type(b):
         raise _unlike(path, type(a).__name__, type(b).__name__)
     for name in dict.fromkeys([*_names(a), *_names(b)]):
-        place, x, y = Place(path, name), _held(a, name), _held(b, name)
+        place, x, y = Location(path, name), _held(a, name), _held(b, name)
         if isinstance(x, nn.Module) and isinstance(y, nn.Module) and _is_entered(x) and _is_entered(y):
             yield from _differing(x, y, place.name)
         elif not _same(x, y):
@@ -156,7 +156,7 @@ def _is_entered(module: nn.Module) -> bool:
     return any(True for _ in module.children()) or any(p.ndim > _MATRIX for p in module.parameters(recurse=False))
 
 
-def _is_quantized(held: Held) -> bool:
+def _is_quantized(held: ModuleOrTensor) -> bool:
     return isinstance(held, (QuantizedWeight, QuantizedExperts))
 
 
@@ -164,14 +164,14 @@ def _names(module: nn.Module) -> list[str]:
     return [*module._parameters, *module._buffers, *module._modules]
 
 
-def _held(module: nn.Module, name: str) -> Held:
+def _held(module: nn.Module, name: str) -> ModuleOrTensor:
     for slot in (module._parameters, module._buffers, module._modules):
         if slot.get(name) is not None:
             return slot[name]
     return None
 
 
-def _put(module: nn.Module, name: str, value: Held) -> None:
+def _put(module: nn.Module, name: str, value: ModuleOrTensor) -> None:
     for slot in (module._parameters, module._buffers, module._modules):
         slot.pop(name, None)
     if isinstance(value, nn.Module):
@@ -182,23 +182,23 @@ def _put(module: nn.Module, name: str, value: Held) -> None:
         module._buffers[name] = value
 
 
-def _tensors(held: Held) -> Sequence[Tensor]:
+def _tensors(held: ModuleOrTensor) -> Sequence[Tensor]:
     if isinstance(held, nn.Module):
         return [*held.parameters(), *held.buffers()]
     return [] if held is None else [held]
 
 
-def _shape(held: Held) -> tuple[int, ...]:
+def _shape(held: ModuleOrTensor) -> tuple[int, ...]:
     """Of the weight; empty where there is none."""
     weight = held if isinstance(held, (Tensor, QuantizedWeight, QuantizedExperts)) else getattr(held, "weight", None)
     return () if weight is None else tuple(weight.shape)
 
 
-def _described(held: Held) -> str:
+def _described(held: ModuleOrTensor) -> str:
     return "missing" if held is None else f"{type(held).__name__} {list(_shape(held))}"
 
 
-def _same(x: Held, y: Held) -> bool:
+def _same(x: ModuleOrTensor, y: ModuleOrTensor) -> bool:
     """Whether two things do the same, bit by bit."""
     if x is y:
         return True

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minifloat.compare.attribution.budget import Budget
+from minifloat.compare.attribution.budget import TimeBudget
 from minifloat.compare.attribution.damage import measure_damage
 from minifloat.compare.attribution.differences import Difference, find_differences, stored_bytes
 from minifloat.compare.attribution.mixture import Mixtures, as_tensor
-from minifloat.compare.attribution.suggestion import Choices, Suggestion, suggest
-from minifloat.compare.models import Predictor, share_experts
+from minifloat.compare.attribution.suggestion import KeepableGroups, Suggestion, suggest
+from minifloat.compare.models import Predictor, match_experts_implementation
 from minifloat.compare.verdict import Tolerance
 from minifloat.report.progress import Progress
 from minifloat.runtime.linear import QuantizedWeight
@@ -94,8 +94,8 @@ def attribute(
         UsageError: The models are of different architectures or sizes.
         CheckpointError: The baseline's folder, which names the weights, cannot be read.
     """
-    budget = Budget(seconds, progress)
-    share_experts([baseline, candidate])
+    budget = TimeBudget(seconds, progress)
+    match_experts_implementation([baseline, candidate])
     with baseline.set_up(), candidate.set_up():
         differences = find_differences(baseline.model, candidate.model)
     if not differences:
@@ -109,7 +109,7 @@ def attribute(
     extra = _extra_bytes(baseline, candidate, differences)
     rows = tuple(ModuleDamage(d.name, expected.sqnr[d], alone.get(d), without.get(d), extra[d]) for d in ranked)
     damage = {difference: alone.get(difference, expected.damage(difference)) for difference in ranked}
-    choices = Choices.of(baseline, candidate, damage, extra)
+    choices = KeepableGroups.of(baseline, candidate, damage, extra)
     suggestion = None
     if choices.groups and budget.until():
         passes = math.ceil(math.log2(len(choices.groups) + 1)) + 1 + _PRUNING_PASSES
@@ -119,7 +119,7 @@ def attribute(
     return Attribution(rows, measured.mixtures.tokens, budget.spent, len(alone), len(rows), suggestion)
 
 
-def _measure_without(mixtures: Mixtures, ranked: Sequence[Difference], budget: Budget) -> dict[Difference, float]:
+def _measure_without(mixtures: Mixtures, ranked: Sequence[Difference], budget: TimeBudget) -> dict[Difference, float]:
     """KL divergences of the candidate without single differences, the first first."""
     without: dict[Difference, float] = {}
     for difference in ranked:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.architecture.roles import Role, is_matrix, role_of
 from minifloat.checkpoint import Checkpoint
-from minifloat.compare.attribution.budget import Budget
+from minifloat.compare.attribution.budget import TimeBudget
 from minifloat.compare.attribution.differences import Difference
 from minifloat.compare.attribution.mixture import Distance, Mixtures
 from minifloat.compare.attribution.overrides import override_patterns
@@ -64,7 +64,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class Group:
+class ModuleGroup:
     """Modules that are kept together or not at all.
 
     Attributes:
@@ -86,7 +86,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Choices:
+class KeepableGroups:
     """What could be kept.
 
     Attributes:
@@ -94,7 +94,7 @@ class Choices:
         names: All names of the baseline's checkpoint that overrides are searched in.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[ModuleGroup, ...]
     names: tuple[str, ...]
 
     @classmethod
@@ -104,7 +104,7 @@ class Choices:
         candidate: Predictor,
         damage: Mapping[Difference, float],
         extra_bytes: Mapping[Difference, int],
-    ) -> Choices:
+    ) -> KeepableGroups:
         """Those differences that `quantize` would not make if told so.
 
         Args:
@@ -129,7 +129,7 @@ class Choices:
             if names and difference.is_quantization(baseline.model, candidate.model):
                 grouped[expert_group(names[0]) or fused_group(names[0])].append((difference, names))
         groups = [
-            Group(
+            ModuleGroup(
                 tuple(difference for difference, _ in members),
                 tuple(name for _, names in members for name in names),
                 sum(extra_bytes[difference] for difference, _ in members),
@@ -142,10 +142,10 @@ class Choices:
 
 
 def suggest(
-    choices: Choices,
+    choices: KeepableGroups,
     mixtures: Mixtures,
     tolerance: Tolerance,
-    budget: Budget,
+    budget: TimeBudget,
 ) -> Suggestion | None:
     """Find what to keep.
 
@@ -186,10 +186,10 @@ def suggest(
 class _Search:
     """Measures choices until one is good or the time is up."""
 
-    def __init__(self, mixtures: Mixtures, tolerance: Tolerance, budget: Budget) -> None:
+    def __init__(self, mixtures: Mixtures, tolerance: Tolerance, budget: TimeBudget) -> None:
         self._mixtures, self._tolerance, self._budget = mixtures, tolerance, budget
 
-    def prefix(self, ranked: Sequence[Group]) -> tuple[list[Group], Distance]:
+    def prefix(self, ranked: Sequence[ModuleGroup]) -> tuple[list[ModuleGroup], Distance]:
         """The fewest groups from the first that are enough; all if even those are not."""
         low, high = 0, len(ranked)
         reached = self._measure(ranked)
@@ -202,7 +202,7 @@ class _Search:
                 low = middle
         return list(ranked[:high]), reached
 
-    def pruned(self, kept: list[Group], reached: Distance) -> tuple[list[Group], Distance]:
+    def pruned(self, kept: list[ModuleGroup], reached: Distance) -> tuple[list[ModuleGroup], Distance]:
         """Without groups that are not needed, the most expensive first.
 
         The last one is, or a shorter prefix would have been enough.
@@ -216,12 +216,12 @@ class _Search:
                 kept, reached = fewer, found
         return kept, reached
 
-    def _measure(self, groups: Sequence[Group]) -> Distance:
+    def _measure(self, groups: Sequence[ModuleGroup]) -> Distance:
         self._budget.tell(f"a suggestion of {sum(len(group.modules) for group in groups)} modules")
         return self._mixtures.measure(_differences(groups))
 
 
-def _differences(groups: Sequence[Group]) -> list[Difference]:
+def _differences(groups: Sequence[ModuleGroup]) -> list[Difference]:
     return [difference for group in groups for difference in group.differences]
 
 

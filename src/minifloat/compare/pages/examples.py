@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minifloat.compare.generation import GreedyDivergence, Sample
+from minifloat.compare.generation import ContinuationPair, GreedyDivergence
 from minifloat.compare.pages.numbers import number
-from minifloat.compare.result import CandidateResult, Choice, WorstToken
+from minifloat.compare.result import CandidateResult, LikelyToken, WorstToken
 from minifloat.report.charts import meter
 from minifloat.report.page import beside, folded, remark, subsection
 from minifloat.report.svg import escape
@@ -54,7 +54,7 @@ def _written(text: str, marked: str = "") -> str:
     return f'<p class="written"><bdi>{escape(text)}</bdi>{end}</p>'
 
 
-def _choices(who: str, choices: Sequence[Choice], came: str) -> str:
+def _choices(who: str, choices: Sequence[LikelyToken], came: str) -> str:
     """Tokens with their probabilities; the one that came is marked."""
     items = []
     for choice in choices:
@@ -80,7 +80,7 @@ def greedy_samples(found: GreedyDivergence, name: str) -> str:
     return subsection(name, *map(_sample, found.samples))
 
 
-def _sample(sample: Sample) -> str:
+def _sample(sample: ContinuationPair) -> str:
     first, second = (visible(text, lines=True)[:_WRITTEN] for text in (sample.baseline, sample.candidate))
     same = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))

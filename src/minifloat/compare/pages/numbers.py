@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from minifloat.compare.statistics import Estimate
+from minifloat.compare.intervals import Estimate
 from minifloat.compare.summary import Summary
 from minifloat.report.axes import format_number
 

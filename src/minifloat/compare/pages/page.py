@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from minifloat.compare.intervals import Estimate
 from minifloat.compare.metrics import TIE
 from minifloat.compare.pages.charts import (
     change_chart,
@@ -39,7 +40,6 @@ from minifloat.compare.pages.words import (
     verdict_line,
 )
 from minifloat.compare.result import CandidateResult, Comparison, ModelRecord
-from minifloat.compare.statistics import Estimate
 from minifloat.compare.summary import Summary
 from minifloat.compare.verdict import Outcome
 from minifloat.report.page import (

@@ -12,9 +12,9 @@ from typing import Any
 
 from minifloat.compare.attribution import Attribution, Suggestion
 from minifloat.compare.generation import GreedyDivergence
+from minifloat.compare.intervals import CONFIDENCE, FEWEST_UNITS
 from minifloat.compare.pages.numbers import NO_INTERVAL, change, number, percent, short, with_interval
 from minifloat.compare.result import CandidateResult, Comparison
-from minifloat.compare.statistics import CONFIDENCE, FEWEST_UNITS
 from minifloat.compare.verdict import Check, Outcome, Tolerance
 from minifloat.report.text import short_names, size_text, visible
 

@@ -9,7 +9,7 @@ Left out: tasks that run generated code, and tasks with images.
 """
 
 from minifloat.compare.tasks.difference import TaskDifference, compare_tasks
-from minifloat.compare.tasks.load import LoadedTasks, load_tasks
+from minifloat.compare.tasks.loaded_tasks import LoadedTasks, load_tasks
 from minifloat.compare.tasks.results import TaskRun, TaskScore
 from minifloat.compare.tasks.score import run_tasks
 

@@ -1,6 +1,6 @@
 """Two runs of the same tasks, item by item.
 
-The interval of a difference is that of a paired bootstrap over items (`minifloat.compare.statistics`).
+The interval of a difference is that of a paired bootstrap over items (`minifloat.compare.intervals`).
 
 Source: Q. McNemar, Note on the sampling error of the difference between correlated proportions or percentages,
 Psychometrika 12 (1947).
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minifloat.compare.statistics import CONFIDENCE, FEWEST_UNITS, Estimate, paired_mean_interval
+from minifloat.compare.intervals import CONFIDENCE, FEWEST_UNITS, Estimate, paired_mean_interval
 from minifloat.compare.tasks.results import (
     OF_MEANS,
     PERPLEXITIES,
@@ -43,7 +43,7 @@ class TaskDifference:
         baseline: The baseline's score.
         candidate: The candidate's.
         difference: Candidate - baseline, with the interval of a paired bootstrap over items; no interval below
-            `minifloat.compare.statistics.FEWEST_UNITS` items, one without width where no item differs. A perplexity's
+            `minifloat.compare.intervals.FEWEST_UNITS` items, one without width where no item differs. A perplexity's
             is that of the ratio of the two.
         recovery: Percent of the baseline's score that is kept: candidate / baseline, or baseline / candidate where
             less is better; NaN where that is no number.

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from minifloat.calibration.readers import first_line
-from minifloat.compare.tasks.load import LoadedTasks
+from minifloat.compare.tasks.loaded_tasks import LoadedTasks
 from minifloat.compare.tasks.quiet import harness, quiet
 from minifloat.errors import MinifloatError, NonFiniteError, UsageError
 from minifloat.report.progress import Progress

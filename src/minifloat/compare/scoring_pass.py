@@ -2,7 +2,7 @@
 
 So several candidates cost one pass of the baseline, nothing has to be kept but a few numbers per token, and a run that
 is interrupted has seen the same tokens with every model. Those numbers can be written down while it runs
-(`minifloat.compare.journal`).
+(`minifloat.compare.measurements`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from minifloat.compare.corpus import Batch, Corpus
-from minifloat.compare.journal import Journal
+from minifloat.compare.corpus import Corpus, WindowBatch
+from minifloat.compare.measurements import MeasurementLog
 from minifloat.compare.metrics import Distribution, TokenScores, concatenate, score_tokens
 from minifloat.compare.models import Predictor
-from minifloat.compare.worst import WorstSpots, scored_targets
+from minifloat.compare.worst import WorstPositions, scored_targets
 from minifloat.errors import NonFiniteError
 from minifloat.report.progress import Progress
 
@@ -24,7 +24,7 @@ from minifloat.report.progress import Progress
 _SLAB_ELEMENTS = 2**18
 
 
-class Scoring:
+class ScoringPass:
     """A pass over a corpus, and what came of it so far.
 
     Args:
@@ -39,14 +39,18 @@ class Scoring:
     """
 
     def __init__(
-        self, baseline: Predictor, candidates: Sequence[Predictor], corpus: Corpus, journal: Journal | None = None
+        self,
+        baseline: Predictor,
+        candidates: Sequence[Predictor],
+        corpus: Corpus,
+        journal: MeasurementLog | None = None,
     ) -> None:
         self.corpus = corpus
         self._models = (baseline, *candidates)
         self.journal = journal
         self._batches = corpus.batches()
         self._parts: list[list[list[TokenScores]]] = [[[] for _ in corpus.texts] for _ in candidates]
-        self.worst = [WorstSpots() for _ in candidates]
+        self.worst = [WorstPositions() for _ in candidates]
         self.done, self.total = 0, corpus.tokens
 
     @property
@@ -78,7 +82,7 @@ class Scoring:
         if self.journal is not None:
             self.journal.flush()
 
-    def _score(self, batch: Batch) -> list[TokenScores]:
+    def _score(self, batch: WindowBatch) -> list[TokenScores]:
         """The scores of each candidate."""
         targets = scored_targets(batch)
         units = batch.units[:, None].expand(-1, batch.ids.shape[1] - 1).flatten()

@@ -29,7 +29,7 @@ _PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Examination:
+class ExtraMeasurements:
     """The other measurements of a comparison.
 
     Attributes:

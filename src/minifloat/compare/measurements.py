@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from minifloat.checkpoint.files import storage_errors, written_whole
 from minifloat.compare.metrics import TokenScores
-from minifloat.compare.worst import Spot, WorstSpots
+from minifloat.compare.worst import ScoredPosition, WorstPositions
 from minifloat.errors import StorageError, UsageError
 
 _FACTS = "comparison.json"
@@ -28,7 +28,7 @@ _SECONDS_BETWEEN_PARTS = 5.0
 _FIELDS = tuple(field.name for field in dataclasses.fields(TokenScores))
 
 
-class Journal:
+class MeasurementLog:
     """The scores of batches, by number.
 
     Args:
@@ -41,7 +41,7 @@ class Journal:
         StorageError: The operating system refused to read or write.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], facts: dict[str, Any], worst: Sequence[WorstSpots]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], facts: dict[str, Any], worst: Sequence[WorstPositions]) -> None:
         self._folder = Path(folder)
         self._known: dict[int, list[TokenScores]] = {}
         self._waiting: dict[int, list[TokenScores]] = {}
@@ -109,6 +109,6 @@ class Journal:
             one.offer(_spot(values) for values in found)
 
 
-def _spot(values: dict[str, Any]) -> Spot:
+def _spot(values: dict[str, Any]) -> ScoredPosition:
     pairs = {side: tuple((int(token), float(p)) for token, p in values[side]) for side in ("baseline", "candidate")}
-    return Spot(**{**values, **pairs})
+    return ScoredPosition(**{**values, **pairs})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from modes import full
 
-from minifloat.compare.statistics import (
+from minifloat.compare.intervals import (
     FEWEST_UNITS,
     Estimate,
     mean_interval,
