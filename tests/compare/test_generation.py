@@ -185,7 +185,7 @@ def test_the_logits_of_a_text_that_has_ended_are_not_looked_at(llama_folder: Pat
         ([[1, 2], [3]], 4, r"2 prompts of \[1, 2\] tokens"),
         ([], 4, "0 prompts"),
         ([[]], 4, r"1 prompts of \[0\] tokens"),
-        ([[1]], 0, "0 to make"),
+        ([[1]], 0, "0 to generate"),
         ([[1] * 100], 29, "the model attends to 128"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Is it still the same model? A quantized model against its baseline, on the same tokens."""
+"""Comparison of a quantized model with its baseline on the same tokens, with a verdict."""
 
 from minifloat.compare.evaluate import compare_models
 from minifloat.compare.intervals import Estimate

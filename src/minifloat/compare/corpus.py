@@ -1,14 +1,15 @@
-"""Text to compare on, as windows of token ids.
+"""The text of a comparison, as windows of token ids.
 
-A source is what `calibrate` takes (`minifloat.calibration.readers`): files, folders, data sets of the hub. A text file
-is one document, or several with ``<|endoftext|>`` between them; each row of a table is one. Documents are tokenized
-without special tokens and cut into windows that do not overlap. The first token of a window has no context and is not
-scored. Where the tokenizer begins a text with a BOS token, as Gemma and Llama 3 need, every window begins with one in
-addition and all its tokens of text are scored. Nothing is padded. Perplexity therefore depends on the window: compare
-numbers of the same window only.
+Sources are the same as for `calibrate` (`minifloat.calibration.readers`): files, folders, data sets of the hub. A text
+file is one document, or several documents separated by ``<|endoftext|>``; each row of a table is one document.
 
-Windows come in batches of one length, in a random order that is always the same, the sources spread evenly among each
-other: what is known when a run is interrupted is a sample of the whole.
+Documents are tokenized without special tokens and cut into windows that do not overlap. The first token of a window has
+no context and is not scored. Where the tokenizer begins a text with a BOS token, as Gemma and Llama 3 need, every
+window begins with an additional BOS, and all its tokens of text are scored. Nothing is padded. Perplexity therefore
+depends on the window: compare only perplexities of the same window.
+
+Windows come in batches of one length. The order of the batches is random but fixed, and the sources are interleaved
+evenly, so that the scores of an interrupted run are a sample of all text.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from minifloat.errors import DataError, UsageError
 
 DEFAULT_WINDOW = 256
 
-#: Texts that come with minifloat, for those who name none.
+#: Texts that come with minifloat, used if the user names none.
 BUILT_IN = ("stories", "prose")
 
-#: Documents are drawn for intervals where there are so many; of fewer, their windows.
+#: The bootstrap draws documents if a text has at least this many, else windows.
 _FEWEST_DOCUMENTS = 15
 _BATCH_TOKENS = 2048
 _TEXT_SUFFIXES = (".txt", ".md")
@@ -47,12 +48,12 @@ _TEXT_SUFFIXES = (".txt", ".md")
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of a document.
+    """Consecutive tokens of a document.
 
     Attributes:
         document: Number of the document in its source.
-        start: Number of its first token in the document.
-        ids: int32 tokens of the text.
+        start: Position of the first token in the document.
+        ids: int32 token ids, without BOS.
     """
 
     document: int
@@ -62,15 +63,15 @@ class Window:
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A tokenized source.
+    """A source of text, tokenized and cut into windows.
 
     Attributes:
-        name: For reports.
-        documents: How many.
-        windows: All of them, at least one with a token to score.
-        bytes_per_token: UTF-8 bytes over tokens.
-        unit: What intervals draw: ``"document"`` or ``"window"``.
-        sha256: Of the token ids.
+        name: Name of the text in reports.
+        documents: Number of documents.
+        windows: The windows; at least one has a token to score.
+        bytes_per_token: UTF-8 bytes per token.
+        unit: Unit that the bootstrap draws: ``"document"`` or ``"window"``.
+        sha256: SHA-256 of the token ids.
     """
 
     name: str
@@ -82,20 +83,20 @@ class TokenizedText:
 
     @property
     def tokens(self) -> int:
-        """Tokens of text in all windows."""
+        """Number of tokens in all windows, without prefixes."""
         return sum(len(window.ids) for window in self.windows)
 
 
 @dataclass(frozen=True)
 class WindowBatch:
-    """Windows of one length of one text.
+    """Windows of one length from one text.
 
     Attributes:
         text: Number of the text.
         windows: Numbers of the windows in the text.
-        ids: ``[B, W]`` with what every window begins with.
-        units: ``[B]`` the unit of each window; no two texts share one.
-        tokens: Tokens of text.
+        ids: ``[B, W]`` token ids, with the prefix of every window.
+        units: ``[B]`` number of each window's unit; units of different texts have different numbers.
+        tokens: Number of tokens without the prefixes.
     """
 
     text: int
@@ -109,20 +110,20 @@ class Corpus:
     """The texts of a comparison, cut into windows.
 
     Args:
-        sources: As for `calibrate`; none: the texts that come with minifloat.
-        tokenizer: That of both models.
+        sources: Sources as for `calibrate`; empty: the texts that come with minifloat.
+        tokenizer: Tokenizer of all models.
         window: Tokens per window, BOS included.
-        max_tokens: Use only so many tokens of the start of each source.
-        vocab_size: Of the models; refuse token ids beyond it.
+        max_tokens: Number of tokens to use from the start of each source; None: all.
+        vocab_size: Vocabulary size of the models; larger token ids are refused. None: not checked.
 
     Attributes:
-        texts: One per source.
-        prefix: What every window begins with.
+        texts: One text per source.
+        prefix: Token ids that every window begins with: BOS, or nothing.
 
     Raises:
-        UsageError: A source has no token to score, or one that the models do not have.
-        DataError: It cannot be read or does not exist.
-        StorageError: The operating system refused a read.
+        UsageError: If a source has no token to score, or a token id beyond the vocabulary.
+        DataError: If a source does not exist or cannot be read.
+        StorageError: If the operating system refuses a read.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """Tokens of text in all windows."""
+        """Number of tokens in all windows of all texts, without prefixes."""
         return sum(text.tokens for text in self.texts)
 
     def _cut(
@@ -164,7 +165,7 @@ class Corpus:
         max_tokens: int | None,
     ) -> TokenizedText:
         windows: list[Window] = []
-        tokens = nbytes = used = count = 0
+        tokens = nbytes = used = documents_read = 0
         digest = hashlib.sha256()
         for number, document in enumerate(documents):
             ids = np.asarray(tokenizer(document, add_special_tokens=False, verbose=False).input_ids, dtype=np.int32)
@@ -172,7 +173,7 @@ class Corpus:
             ids = ids if max_tokens is None else ids[: max_tokens - used]
             used += len(ids)
             digest.update(ids.tobytes() + b"\n")
-            count = number + 1
+            documents_read = number + 1
             windows += [Window(number, start, ids[start : start + room]) for start in range(0, len(ids), room)]
             if used == max_tokens:
                 break
@@ -180,10 +181,10 @@ class Corpus:
         if not windows:
             raise UsageError(f"{name}: {used} tokens; at least 2 are needed, of which the second can be predicted")
         unit = "document" if len({window.document for window in windows}) >= _FEWEST_DOCUMENTS else "window"
-        return TokenizedText(name, count, tuple(windows), nbytes / tokens, unit, digest.hexdigest())
+        return TokenizedText(name, documents_read, tuple(windows), nbytes / tokens, unit, digest.hexdigest())
 
     def batches(self) -> tuple[WindowBatch, ...]:
-        """All windows, in the order in which they are to be run; made once."""
+        """Return all windows in batches, in the order of the scoring pass; equal at every call."""
         return self._batches
 
     @functools.cached_property
@@ -199,13 +200,13 @@ class Corpus:
         random.Random(text.name).shuffle(order)
         by_length: dict[int, list[int]] = {}
         chunks: list[tuple[int, ...]] = []
-        for index in order:  # a batch is ready when it is full, so that its place in the order is as random
+        for index in order:  # a batch ends when it is full, so that its place in the order is random too
             length = len(text.windows[index].ids)
-            waiting = by_length.setdefault(length, [])
-            waiting.append(index)
-            if len(waiting) * length >= _BATCH_TOKENS:
+            pending = by_length.setdefault(length, [])
+            pending.append(index)
+            if len(pending) * length >= _BATCH_TOKENS:
                 chunks.append(tuple(by_length.pop(length)))
-        chunks += [tuple(waiting) for waiting in by_length.values()]
+        chunks += [tuple(pending) for pending in by_length.values()]
         for chunk in chunks:
             windows = [text.windows[index] for index in chunk]
             units = [w.document if text.unit == "document" else i for i, w in zip(chunk, windows, strict=True)]
@@ -225,13 +226,13 @@ def _built_in(name: str) -> str:
 
 
 def _documents(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """The documents of a source, in order."""
+    """Yield the documents of a source, in order."""
     kind, files = locate(source)
     if kind == "hub":
         yield from _rows(source, tokenizer)
     for path in files:
         if path.suffix.lower() in _TEXT_SUFFIXES:
-            yield from _whole(path)
+            yield from _text_file(path)
         else:
             yield from _rows(Source(os.fspath(path), source.column), tokenizer)
 
@@ -241,7 +242,7 @@ def _rows(source: Source, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     return (document.text for document in reading.texts())
 
 
-def _whole(path: Path) -> Iterator[str]:
+def _text_file(path: Path) -> Iterator[str]:
     try:
         with storage_errors(path, "read it"):
             text = path.read_text(encoding="utf-8-sig")

@@ -1,7 +1,8 @@
-"""Is the quantized model still the same model? Models are run over the same text, and what they predict is compared.
+"""`compare_models`: run models over the same text, compare their predictions, and judge the difference.
 
-This is the front: it opens models and text, has everything measured, and puts the answers together. Windows and their
-order are `corpus`' business, the pass over them is `scoring`'s, what comes of it `summary`'s, and `verdict` judges.
+This module opens models and text, runs all measurements and assembles the result. `corpus` cuts text into windows,
+`scoring_pass` runs the models over the windows, `summary` reduces the scores, `verdict` judges them, and
+`extra_measurements` does the rest (continuations, tasks, attribution).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from minifloat._version import __version__
 from minifloat.calibration.data import SourceLike, as_source
 from minifloat.calibration.readers import locate
-from minifloat.checkpoint import Checkpoint
 from minifloat.compare.corpus import DEFAULT_WINDOW, Corpus
 from minifloat.compare.extra_measurements import ExtraMeasurements
 from minifloat.compare.kv_cache import CacheFactory, kv_cache_factory
@@ -40,12 +40,11 @@ from minifloat.compare.scoring_pass import ScoringPass
 from minifloat.compare.summary import summarize
 from minifloat.compare.tasks import load_tasks
 from minifloat.compare.verdict import judge
-from minifloat.compare.worst import describe
+from minifloat.compare.worst import to_worst_token
 from minifloat.errors import UsageError
 from minifloat.kernels import native, processors
 from minifloat.numerics.formats import E4M3
 from minifloat.report.progress import Progress
-from minifloat.runtime.kv_scales import kv_scales
 
 
 def compare_models(
@@ -56,42 +55,53 @@ def compare_models(
     progress: Progress | None = None,
     **options: Any,
 ) -> Comparison:
-    """Measure how far the candidates' predictions are from the baseline's, and judge whether that is near enough.
+    """Measure how far the candidates' predictions are from the baseline's, and judge whether they are close enough.
 
     A checkpoint that declares FP8 inputs or an FP8 KV cache is run with them, as servers with FP8 hardware run it, so
-    that the numbers are those of serving. With `variants` each candidate is run three times where it declares both: as
-    it is, without rounding keys and values, and with its weights alone, which is what servers without FP8 hardware
-    compute; each run is a candidate of its own.
+    that the results are those of serving. With `variants`, a candidate that declares both is run three times: as
+    declared, without rounding keys and values, and with quantized weights alone, which is what servers without FP8
+    hardware compute. Each run is a candidate of its own.
 
-    All run at the same time and see the same tokens. Mixture-of-experts models run transformers' eager experts on all
-    sides if one side's experts are quantized, so that a different order of summation is not taken for a difference of
-    the weights.
+    All models run at the same time and see the same tokens. If one model has quantized experts, all
+    mixture-of-experts models run transformers' eager experts, so that a different order of summation is not mistaken
+    for a difference of the weights.
 
-    Ctrl-C ends the measurement, not the function, once every text has been begun: what is known by then is returned,
-    and `Comparison.partial` says so.
+    After at least one batch of every text, Ctrl-C ends the measurement but not the function: the function returns the
+    results so far, and `Comparison.partial` is true.
 
     Args:
-        baseline: A folder, a model of the hub, or one made by `minifloat.runtime.load.load`.
-        candidates: One or several of the same.
+        baseline: A folder, a model of the hub, or a model from `minifloat.runtime.load.load`.
+        candidates: One or several models, given like the baseline.
         data: Text, as for `calibrate`: paths of files and folders, or names of data sets of the hub, with options after
             a ``#``. By default the two short texts that come with minifloat.
-        progress: Called after each batch.
-        options: Those of `CompareOptions`.
+        progress: Called after each batch with tokens done, tokens in total, and the name of the text.
+        options: Fields of `CompareOptions`.
 
     Raises:
-        UsageError: Two models have different vocabularies, or a text or window cannot be used; or `resume` is a
+        UsageError: If two models have different vocabularies, if a text or window cannot be used, or if `resume` is a
             folder of another comparison.
-        DataError: A text cannot be read or does not exist.
-        NonFiniteError: A model's logits are NaN or Inf; says where first.
-        CheckpointError: A folder cannot be loaded.
-        HubError: The hub has no such model, refuses it, or cannot be reached.
-        UnknownNameError: Another dtype.
+        DataError: If a text does not exist or cannot be read.
+        NonFiniteError: If a model's logits are NaN or Inf; the message names the first such token.
+        CheckpointError: If a folder cannot be loaded.
+        HubError: If the hub does not have the model, refuses it, or cannot be reached.
+        UnknownNameError: If `dtype` or `kv_cache` is not a valid name.
     """
-    return Run(baseline, _listed(candidates), _sources(data), CompareOptions(**options), progress).result()
+    comparison = _RunningComparison(
+        baseline, _as_list(candidates), _as_sources(data), CompareOptions(**options), progress
+    )
+    return comparison.result()
 
 
-class Run:
-    """A comparison while it is made."""
+class _RunningComparison:
+    """A comparison with its models and texts open.
+
+    Args:
+        baseline: The baseline.
+        candidates: The candidates.
+        data: Sources of text; empty: the texts that come with minifloat.
+        options: The settings.
+        progress: Called after each batch.
+    """
 
     def __init__(
         self,
@@ -106,18 +116,18 @@ class Run:
         if options.resume is not None and any(isinstance(m, PreTrainedModel) for m in (baseline, *candidates)):
             raise UsageError("resume needs folders: a loaded model may have been changed since")
         for source in data:
-            locate(as_source(source))  # what is not there is said before models are loaded
+            locate(as_source(source))  # report a missing source before loading models
         tasks = load_tasks(options.tasks, include_path=options.task_path) if options.tasks else None
         self._options, self._progress = options, progress
         self._notes: list[str] = []
-        self.baseline = Predictor.of(baseline, options.of_load(), options.revision)
-        self.candidates = [run for one in candidates for run in self._runs(one)]
-        everyone = (self.baseline, *self.candidates)
-        self.tokenizer: PreTrainedTokenizerBase = common_tokenizer(everyone)
-        self.window = _window(options.window, longest_window(everyone))
-        match_experts_implementation(everyone)
+        self.baseline = Predictor.of(baseline, options.load_options(), options.revision)
+        self.candidates = [variant for candidate in candidates for variant in self._variants(candidate)]
+        models = (self.baseline, *self.candidates)
+        self.tokenizer: PreTrainedTokenizerBase = common_tokenizer(models)
+        self.window = _window(options.window, longest_window(models))
+        match_experts_implementation(models)
         self.corpus = Corpus(data, self.tokenizer, self.window, options.max_tokens, self.baseline.vocab_size)
-        self._examination = ExtraMeasurements(
+        self._extra = ExtraMeasurements(
             self.baseline,
             self.candidates,
             self.corpus,
@@ -126,57 +136,55 @@ class Run:
             new_tokens=options.new_tokens,
             tasks=tasks,
             task_limit=options.task_limit,
-            attribute=options.attribute,
+            attribution_seconds=options.attribute,
             tolerance=options.tolerance,
             progress=progress,
         )
 
-    def _runs(self, candidate: ModelLike) -> list[Predictor]:
-        """A candidate as it is declared, and its variants if they are asked for."""
+    def _variants(self, candidate: ModelLike) -> list[Predictor]:
+        """Load a candidate and return it as declared, with its other variants if the options request them."""
         options = self._options
-        whole = Predictor.of(candidate, options.of_load())
+        model = Predictor.of(candidate, options.load_options(), read_kv_scales=options.kv_cache != "none")
         if isinstance(candidate, PreTrainedModel):
-            return [whole]
-        new_cache = self._new_cache(whole)
-        runs = [whole if new_cache is None else replace(whole, new_cache=new_cache)]
+            return [model]
+        new_cache = self._new_cache(model)
+        variants = [model if new_cache is None else replace(model, new_cache=new_cache)]
         if not options.variants:
-            return runs
+            return variants
         if new_cache is not None:
-            runs.append(replace(whole, name=f"{whole.name} (KV cache not rounded)"))
-        if whole.quantizes_inputs():
-            runs.append(replace(whole, name=f"{whole.name} (weights only)", weight_only=True))
-        return runs
+            variants.append(replace(model, name=f"{model.name} (KV cache not rounded)"))
+        if model.quantizes_inputs():
+            variants.append(replace(model, name=f"{model.name} (weights only)", weight_only=True))
+        return variants
 
     def _new_cache(self, model: Predictor) -> CacheFactory | None:
-        """What makes the simulated KV cache of a candidate."""
-        wanted = self._options.kv_cache
-        with Checkpoint.open(model.folder) as checkpoint:
-            scales = kv_scales(checkpoint) if wanted != "none" else None
-        if scales is None and wanted != "fp8":
+        """Return the factory of a candidate's simulated KV cache; None if its cache is not to be simulated."""
+        requested = self._options.kv_cache
+        if model.kv_scales is None and requested != "fp8":
             return None
         try:
-            return kv_cache_factory(model.model, scales or {})
+            return kv_cache_factory(model.model, model.kv_scales or {})
         except UsageError as error:
-            if wanted == "fp8":
+            if requested == "fp8":
                 raise
             self._notes.append(f"{model.name}: keys and values are not rounded: {error}")
             return None
 
     def result(self) -> Comparison:
-        """Measure everything."""
+        """Run all measurements and return the result."""
         started = time.perf_counter()
         scoring = ScoringPass(self.baseline, self.candidates, self.corpus)
         if self._options.resume is not None:
-            scoring.journal = MeasurementLog(self._options.resume, self._facts(), scoring.worst)
+            scoring.log = MeasurementLog(self._options.resume, self._settings(), scoring.worst)
         try:
             scoring.run(self._progress)
         except KeyboardInterrupt:
             if scoring.empty:
                 raise
-        candidates = [self._candidate(scoring, number) for number in range(len(self.candidates))]
+        candidates = [self._candidate_result(scoring, index) for index in range(len(self.candidates))]
         seconds = time.perf_counter() - started
         if scoring.done == scoring.total:
-            candidates = self._examination.of(candidates)
+            candidates = self._extra.add_to(candidates)
         return Comparison(
             baseline=_record(self.baseline),
             candidates=tuple(candidates),
@@ -188,38 +196,39 @@ class Run:
             seconds=seconds,
             machine=_machine(),
             command=self._options.command,
-            notes=(*self._notes, *self._examination.notes),
+            notes=(*self._notes, *self._extra.notes),
         )
 
-    def _candidate(self, scoring: ScoringPass, number: int) -> CandidateResult:
-        scores = [scoring.scores(number, text) for text in range(len(self.corpus.texts))]
+    def _candidate_result(self, scoring: ScoringPass, index: int) -> CandidateResult:
+        scores_by_text = [scoring.scores(index, text) for text in range(len(self.corpus.texts))]
         vocab_size = self.baseline.vocab_size
         summaries = tuple(
-            summarize(text.name, some, len(some) * text.bytes_per_token, text.unit, vocab_size)
-            for text, some in zip(self.corpus.texts, scores, strict=True)
+            summarize(text.name, scores, len(scores) * text.bytes_per_token, text.unit, vocab_size)
+            for text, scores in zip(self.corpus.texts, scores_by_text, strict=True)
         )
         overall = summaries[0]
         if len(summaries) > 1:
             unit = " or ".join(sorted({text.unit for text in self.corpus.texts}))
             nbytes = sum(summary.nbytes for summary in summaries)
-            overall = summarize("all texts", concatenate(scores), nbytes, unit, vocab_size)
-        everything = (*summaries, overall) if len(summaries) > 1 else summaries
+            overall = summarize("all texts", concatenate(scores_by_text), nbytes, unit, vocab_size)
+        judged = (*summaries, overall) if len(summaries) > 1 else summaries
+        positions = scoring.worst[index].ranked()
         return CandidateResult(
-            model=_record(self.candidates[number]),
+            model=_record(self.candidates[index]),
             texts=summaries,
             overall=overall,
-            verdict=judge(everything, self._options.tolerance),
-            worst=tuple(describe(spot, self.corpus, self.tokenizer) for spot in scoring.worst[number].spots()),
+            verdict=judge(judged, self._options.tolerance),
+            worst=tuple(to_worst_token(position, self.corpus, self.tokenizer) for position in positions),
         )
 
-    def _facts(self) -> dict[str, Any]:
-        """What scores depend on."""
+    def _settings(self) -> dict[str, Any]:
+        """Return everything that the scores depend on, for the measurement log."""
         options = self._options
         return {
             "minifloat": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "models": [_fingerprint(one) for one in (self.baseline, *self.candidates)],
+            "models": [_fingerprint(model) for model in (self.baseline, *self.candidates)],
             "texts": [[text.name, text.sha256, text.unit] for text in self.corpus.texts],
             "window": self.window,
             "dtype": self.baseline.dtype,
@@ -229,32 +238,32 @@ class Run:
 
 
 def _fingerprint(model: Predictor) -> dict[str, Any]:
-    """What tells a folder's weights from others without reading them: names, shapes, sizes and times of change."""
-    with Checkpoint.open(model.folder) as checkpoint:
-        stats = {name: (checkpoint.path / name).stat() for name in checkpoint.shards}
-        return {
-            "folder": str(checkpoint.path.resolve()),
-            "config": checkpoint.config,
-            "shards": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-            "activations": model.activations,
-            "kv_cache": model.new_cache is not None,
-        }
+    """Identify a folder's weights without reading them: by path, config, and the shards' sizes and times of change."""
+    checkpoint = model.headers()
+    stats = {name: (checkpoint.path / name).stat() for name in checkpoint.shards}
+    return {
+        "folder": str(checkpoint.path.resolve()),
+        "config": checkpoint.config,
+        "shards": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "activations": model.activations,
+        "kv_cache": model.new_cache is not None,
+    }
 
 
-def _listed(candidates: ModelLike | Sequence[ModelLike]) -> list[ModelLike]:
+def _as_list(candidates: ModelLike | Sequence[ModelLike]) -> list[ModelLike]:
     if isinstance(candidates, (PreTrainedModel, str, os.PathLike)):
         return [candidates]
     return list(candidates)
 
 
-def _sources(data: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
+def _as_sources(data: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
     if isinstance(data, Sequence) and not isinstance(data, str):
         return list(data)
     return [data]
 
 
 def _window(requested: int | None, longest: int | None) -> int:
-    """Tokens per window, BOS included."""
+    """Return the tokens per window, BOS included."""
     if requested is None:
         return DEFAULT_WINDOW if longest is None else min(DEFAULT_WINDOW, longest)
     if longest is not None and requested > longest:

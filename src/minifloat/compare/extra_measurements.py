@@ -1,6 +1,7 @@
-"""What is measured beside the scores of tokens: continuations, tasks, and which modules do the damage.
+"""Measurements beside the scores of tokens: greedy continuations, tasks, and attribution to modules.
 
-Each takes as long as scoring or longer, and none depends on another: an interruption leaves what is done.
+Each takes as long as the scoring pass or longer, and none depends on another, so an interrupt keeps the results of
+those that are complete.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from minifloat.compare.verdict import Tolerance
 from minifloat.errors import MinifloatError
 from minifloat.report.progress import Progress
 
-#: Tokens of a document that are continued.
+#: Tokens of a prompt, taken from the start of a window.
 _PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class ExtraMeasurements:
-    """The other measurements of a comparison.
+    """The measurements of a comparison beside the scores of tokens.
 
     Attributes:
-        baseline: The model that the others are held against.
-        candidates: At least one.
-        corpus: Where prompts and windows are taken from.
-        tokenizer: Of all models.
-        prompts: So many beginnings of windows are continued; 0: none.
-        new_tokens: Tokens of a continuation at most.
-        tasks: What to run; None: nothing.
-        task_limit: Items of each task; None: all.
-        attribute: Seconds to spend on the damage that modules do, for each candidate; 0: none.
-        tolerance: What a suggestion has to reach.
-        progress: Called by each of them.
-        notes: What could not be measured, and why.
+        baseline: The model that the candidates are compared with.
+        candidates: At least one model.
+        corpus: The windows, from which prompts and the sample for attribution are taken.
+        tokenizer: Tokenizer of all models.
+        prompts: Number of prompts to continue greedily; 0: none.
+        new_tokens: Largest number of tokens of a continuation.
+        tasks: Tasks to run; None: none.
+        task_limit: Number of items of each task to run; None: all.
+        attribution_seconds: Seconds to spend on attribution for each candidate; 0: no attribution.
+        tolerance: Bounds that a suggested mixture has to keep.
+        progress: Called during each measurement.
+        notes: For each measurement that failed, its name and the error.
     """
 
     baseline: Predictor
@@ -55,46 +56,46 @@ class ExtraMeasurements:
     new_tokens: int
     tasks: LoadedTasks | None
     task_limit: int | None
-    attribute: float
+    attribution_seconds: float
     tolerance: Tolerance
     progress: Progress | None
     notes: list[str] = field(default_factory=list)
 
-    def of(self, results: Sequence[CandidateResult]) -> list[CandidateResult]:
-        """The results of the candidates with what was measured besides; Ctrl-C ends the measuring."""
-        whole = list(results)
+    def add_to(self, results: Sequence[CandidateResult]) -> list[CandidateResult]:
+        """Return the results of the candidates with these measurements added; Ctrl-C ends the measuring."""
+        extended = list(results)
         with contextlib.suppress(KeyboardInterrupt):
             if self.prompts:
-                with self._noting("greedy continuations"):
-                    self._generate(whole)
+                with self._errors_as_notes("greedy continuations"):
+                    self._generate(extended)
             if self.tasks is not None:
-                with self._noting("tasks"):
-                    self._run_tasks(whole, self.tasks)
-            if self.attribute:
-                with self._noting("the damage of modules"):
-                    self._attribute(whole)
-        return whole
+                with self._errors_as_notes("tasks"):
+                    self._run_tasks(extended, self.tasks)
+            if self.attribution_seconds:
+                with self._errors_as_notes("the damage of modules"):
+                    self._attribute(extended)
+        return extended
 
     @contextlib.contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
-        """Let what was measured before not be lost to something that cannot be."""
+    def _errors_as_notes(self, measurement: str) -> Iterator[None]:
+        """Record an error of a measurement as a note, so that the results measured so far are kept."""
         try:
             yield
         except MinifloatError as error:
-            self.notes.append(f"{what}: {error}")
+            self.notes.append(f"{measurement}: {error}")
 
     def _generate(self, results: list[CandidateResult]) -> None:
         prompts = self._prompts()
         if not prompts:
             return
-        before = self._continue(self.baseline, prompts)
-        for number, model in enumerate(self.candidates):
-            after = self._continue(model, prompts)
-            found = greedy_divergence(self.tokenizer, prompts, before, after, self.new_tokens)
-            results[number] = replace(results[number], generation=found)
+        by_baseline = self._continue(self.baseline, prompts)
+        for index, model in enumerate(self.candidates):
+            by_candidate = self._continue(model, prompts)
+            divergence = greedy_divergence(self.tokenizer, prompts, by_baseline, by_candidate, self.new_tokens)
+            results[index] = replace(results[index], generation=divergence)
 
     def _prompts(self) -> list[list[int]]:
-        """The beginnings of windows, of all texts in turn."""
+        """Return the first tokens of windows, from all texts in turn."""
         batches = [batch for batch in self.corpus.batches() if batch.ids.shape[1] >= _PROMPT_TOKENS]
         rows = itertools.chain.from_iterable(batch.ids[:, :_PROMPT_TOKENS].tolist() for batch in batches)
         return list(itertools.islice(rows, self.prompts))
@@ -111,31 +112,31 @@ class ExtraMeasurements:
             )
 
     def _run_tasks(self, results: list[CandidateResult], tasks: LoadedTasks) -> None:
-        """The harness makes its own caches: keys and values are not rounded here."""
+        """Run the tasks; their keys and values are not rounded, because lm-evaluation-harness makes its own caches."""
 
         def run(model: Predictor) -> TaskRun:
             with model.set_up():
                 return run_tasks(model.model, self.tokenizer, tasks, limit=self.task_limit, progress=self.progress)
 
-        before = run(self.baseline)
-        for number, model in enumerate(self.candidates):
-            results[number] = replace(results[number], tasks=compare_tasks(before, run(model)))
+        by_baseline = run(self.baseline)
+        for index, model in enumerate(self.candidates):
+            results[index] = replace(results[index], tasks=compare_tasks(by_baseline, run(model)))
 
     def _attribute(self, results: list[CandidateResult]) -> None:
         windows = self._windows()
-        for number, model in enumerate(self.candidates):
-            damage = attribute(
+        for index, model in enumerate(self.candidates):
+            attribution = attribute(
                 self.baseline,
                 model,
                 windows,
                 tolerance=self.tolerance,
-                seconds=self.attribute,
+                seconds=self.attribution_seconds,
                 progress=self.progress,
             )
-            results[number] = replace(results[number], attribution=damage)
+            results[index] = replace(results[index], attribution=attribution)
 
     def _windows(self) -> Tensor:
-        """Those of the most frequent length, ``[N, W]``, all texts among each other."""
+        """Return the windows of the most frequent length, ``[N, W]``, with the texts interleaved."""
         by_width: dict[int, list[Tensor]] = {}
         for batch in self.corpus.batches():
             by_width.setdefault(batch.ids.shape[1], []).append(batch.ids)

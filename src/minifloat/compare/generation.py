@@ -1,11 +1,12 @@
-"""How long two models, both always taking the most probable token, write the same text.
+"""Greedy continuations of the same prompts by two models, and the token at which they diverge.
 
-Scores measure every prediction on a given text; here a model reads what it has written itself, so one token that
-differs sends it another way. That is what a user sees, and it is harsh: two tokens that are all but equally probable
-swap at any rounding, and texts that part are not worse for it. It is a description, not a verdict.
+Scores measure every prediction on a given text. Here a model reads its own output, so one different token changes all
+that follows. This is what a user sees, but it is a harsh measure: rounding can swap two tokens of nearly equal
+probability, and a continuation that diverges there is no worse. Hence continuations are reported and not part of the
+verdict.
 
-The loop is our own and takes the largest logit: transformers' `generate` adds what a checkpoint's generation_config
-says (repetition penalties, forced or suppressed tokens, sampling), and two checkpoints may say different things.
+The loop here always takes the largest logit. transformers' `generate` also applies the checkpoint's generation_config
+(repetition penalties, forced or suppressed tokens, sampling), which may differ between the two checkpoints.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from minifloat.compare.intervals import CONFIDENCE, Estimate, mean_interval
+from minifloat.compare.intervals import Estimate, fraction_interval, mean_interval
 from minifloat.compare.kv_cache import CacheFactory, check_takes_cache
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.report.progress import Progress
 from minifloat.serve.detokenize import Detokenizer
 
-#: Prompts that run together. Constant, as kernels may sum in another order for another number of rows.
+#: Prompts in a batch. Constant, because kernels may sum in another order for another number of rows.
 _BATCH = 16
-_WHAT = "generation"
+_ACTIVITY = "generation"
 
-#: Token ids by prompt; one that ended has its end token last.
+#: New token ids of each prompt; a continuation that ended has its end token last.
 Continuations = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class ContinuationPair:
-    """Both continuations of one prompt.
+    """The text of both continuations of one prompt.
 
     Attributes:
-        prompt: Text, without special tokens.
-        baseline: The continuation by the baseline.
-        candidate: The continuation by the candidate.
-        parted_at: Index of the first token of the continuation that differs; None: there is none.
+        prompt: Text of the prompt, without special tokens.
+        baseline: Text of the baseline's continuation.
+        candidate: Text of the candidate's continuation.
+        parted_at: Index of the first token of the continuation that differs; None if the continuations are the same.
     """
 
     prompt: str
@@ -56,17 +57,19 @@ class ContinuationPair:
 
 @dataclass(frozen=True)
 class GreedyDivergence:
-    """When two models' greedy continuations of the same prompts part.
+    """Where two models' greedy continuations of the same prompts diverge.
 
     Attributes:
-        prompts: How many.
-        new_tokens: Tokens of a continuation, at most.
-        parted: Prompts whose continuations differ.
-        first_difference: Of each prompt, the index of the first token of the continuation that differs, or None.
-        median: Of `first_difference`; None where at least half of the prompts never parted.
-        identical_fraction: Share of prompts whose continuations are the same to the end.
-        mean_prefix_match: Mean of the share of `new_tokens` before the first difference; 1 where there is none.
-        samples: Prompts that parted earliest, in the middle, and latest or never.
+        prompts: Number of prompts.
+        new_tokens: Largest number of tokens of a continuation.
+        parted: Number of prompts whose continuations differ.
+        first_difference: For each prompt, the index of the first token of the continuation that differs; None if the
+            continuations are the same.
+        median: Median of `first_difference`; None where at least half of the prompts have equal continuations.
+        identical_fraction: Fraction of prompts whose continuations are the same to the end.
+        mean_prefix_match: Mean over prompts of the fraction of `new_tokens` before the first difference; 1 for a prompt
+            with equal continuations.
+        samples: The prompts with the earliest, the median and the latest (or no) difference.
     """
 
     prompts: int
@@ -98,27 +101,28 @@ def generate_greedy(
     cache_factory: CacheFactory | None = None,
     progress: Progress | None = None,
 ) -> Continuations:
-    """Continue prompts by the token with the largest logit, the first of equals.
+    """Continue prompts by the token with the largest logit; of equal logits, by the first token.
 
     Args:
-        model: In eval mode. Nothing in its generation_config but the end tokens has an effect.
-        prompts: Token ids, the same number in each.
-        new_tokens: Tokens to make at most.
-        ends: Tokens that end a text; by default `end_tokens` of the model. Two models that are compared need the same.
-        cache_factory: Makes the cache of each batch, as `minifloat.compare.kv_cache.kv_cache_factory` does; by default
-            the model makes its own.
-        progress: Called after each token of a batch.
+        model: Model in eval mode. Of its generation_config only the end tokens have an effect.
+        prompts: Token ids of the prompts, all of the same length.
+        new_tokens: Largest number of tokens to generate for a prompt.
+        ends: Tokens that end a continuation; by default `end_tokens` of the model. Two models that are compared need
+            the same end tokens.
+        cache_factory: Function that returns an empty cache for a batch, such as one from
+            `minifloat.compare.kv_cache.kv_cache_factory`; by default the model makes its own cache.
+        progress: Called after each token of a batch, with tokens done, tokens in total, and ``"generation"``.
 
     Returns:
-        The new tokens of each prompt: `new_tokens`, or fewer, of which the last is an end token.
+        The new tokens of each prompt: `new_tokens` of them, or fewer, of which the last is an end token.
 
     Raises:
-        UsageError: The prompts differ in length, do not fit the model, or it takes no KV cache.
-        NonFiniteError: A model's largest logit is NaN or Inf; says where first.
+        UsageError: If the prompts differ in length or do not fit the model, or if the model takes no KV cache.
+        NonFiniteError: If the largest logit is NaN or Inf; the message names the prompt and the token.
     """
     _check(model, prompts, new_tokens)
     stop = sorted(end_tokens(model) if ends is None else ends)
-    made: list[tuple[int, ...]] = []
+    continuations: list[tuple[int, ...]] = []
     total = len(prompts) * new_tokens
     for first in range(0, len(prompts), _BATCH):
         rows = torch.tensor([list(prompt) for prompt in prompts[first : first + _BATCH]], device=model.device)
@@ -127,13 +131,13 @@ def generate_greedy(
         for tokens in _continue(model, rows, stop, cache, first):
             steps.append(tokens)
             if progress is not None:
-                progress(first * new_tokens + len(rows) * len(steps), total, _WHAT)
+                progress(first * new_tokens + len(rows) * len(steps), total, _ACTIVITY)
             if len(steps) == new_tokens:
                 break
-        made += [_cut(row, stop) for row in torch.stack(steps, dim=1).tolist()]
+        continuations += [_cut(row, stop) for row in torch.stack(steps, dim=1).tolist()]
     if progress is not None:
-        progress(total, total, _WHAT)
-    return tuple(made)
+        progress(total, total, _ACTIVITY)
+    return tuple(continuations)
 
 
 def greedy_divergence(
@@ -145,30 +149,31 @@ def greedy_divergence(
 ) -> GreedyDivergence:
     """Compare continuations of the same prompts.
 
-    A text that ended while the other went on parts from it there. The intervals take the prompts for a random sample
-    of prompts: Wilson's for the fraction, and for the mean a bootstrap over prompts. Where nothing parted, the
-    bootstrap has nothing to draw from and the mean takes the fraction's interval, below which it cannot be.
+    Two continuations of which one ends earlier differ at the end of the shorter one. The intervals treat the prompts
+    as a random sample of prompts: the fraction has Wilson's interval, the mean that of a bootstrap over prompts. Where
+    all continuations are the same, the bootstrap finds no spread, and the mean takes the interval of the fraction,
+    which the mean cannot be below.
 
     Args:
-        tokenizer: Of both models; for the samples.
-        prompts: Token ids.
-        baseline: What `generate_greedy` made of them with the baseline.
-        candidate: The same with the candidate, and the same end tokens.
-        new_tokens: As it was given there.
+        tokenizer: Tokenizer of both models, which decodes the samples.
+        prompts: Token ids of the prompts.
+        baseline: Continuations of the prompts by the baseline, from `generate_greedy`.
+        candidate: Continuations of the prompts by the candidate, with the same end tokens.
+        new_tokens: Largest number of tokens of a continuation, as `generate_greedy` got it.
 
     Raises:
-        UsageError: Not as many continuations as prompts, or no prompt.
+        UsageError: If there is no prompt, or if a prompt lacks a continuation.
     """
     if not prompts or not len(prompts) == len(baseline) == len(candidate):
         raise UsageError(
             f"expected a continuation by each model for each prompt, got {len(prompts)} prompts, {len(baseline)} and "
             f"{len(candidate)} continuations"
         )
-    parted = tuple(_parted_at(one, other) for one, other in zip(baseline, candidate, strict=True))
+    parted = tuple(_parted_at(*pair) for pair in zip(baseline, candidate, strict=True))
     places = [math.inf if place is None else place for place in parted]
     middle = statistics.median(places)
     order = sorted(range(len(places)), key=places.__getitem__)
-    identical = _fraction(parted.count(None), len(parted))
+    identical = fraction_interval(parted.count(None), len(parted))
     shares = np.minimum(np.array(places) / new_tokens, 1)
     mean = mean_interval(shares, np.ones_like(shares)).clipped(0, 1)
     return GreedyDivergence(
@@ -191,33 +196,43 @@ def _check(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens:
     lengths = {len(prompt) for prompt in prompts}
     if len(lengths) != 1 or 0 in lengths or new_tokens < 1:
         raise UsageError(
-            "expected prompts of one length, with at least one token, and at least one token to make; got "
-            f"{len(prompts)} prompts of {sorted(lengths)} tokens and {new_tokens} to make"
+            "expected prompts of one length, with at least one token, and at least one token to generate; got "
+            f"{len(prompts)} prompts of {sorted(lengths)} tokens and {new_tokens} to generate"
         )
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < max(lengths) + new_tokens:
-        raise UsageError(f"{max(lengths)} tokens of a prompt and {new_tokens} new ones; the model attends to {limit}")
+        raise UsageError(
+            f"prompts of {max(lengths)} tokens and {new_tokens} new tokens are too long: the model attends to {limit}; "
+            "generate fewer tokens"
+        )
 
 
 def _continue(model: PreTrainedModel, ids: Tensor, stop: Sequence[int], cache: Any, first: int) -> Iterator[Tensor]:
-    """The next token of each row ``[B]``, again and again until all rows have ended.
+    """Yield the next token of each row ``[B]``, step by step, until all rows have ended.
 
-    Rows that have ended stay in: what the others compute does not depend on when that was.
+    Rows that have ended stay in the batch, so that the arithmetic of the other rows does not depend on them.
+
+    Args:
+        model: Model in eval mode.
+        ids: ``[B, T]`` token ids of the prompts.
+        stop: Tokens that end a row.
+        cache: Empty cache; None: the model makes its own.
+        first: Number of the batch's first prompt, for errors.
     """
-    taken = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": True}
-    if "logits_to_keep" in taken:
+    if "logits_to_keep" in parameters:
         options["logits_to_keep"] = 1
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     stops = torch.tensor(stop, dtype=torch.long, device=ids.device)
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for step in itertools.count():
-        if "position_ids" in taken:  # not all models count from the length of the cache
+        if "position_ids" in parameters:  # not all models count from the length of the cache
             options["position_ids"] = positions
         output: Any = model(input_ids=ids, past_key_values=cache, **options)
-        cache = getattr(output, "past_key_values", cache)  # some do not return the one that they were given
+        cache = getattr(output, "past_key_values", cache)  # some models do not return their cache
         if cache is None:
-            raise UsageError(f"{type(model).__name__} gives no KV cache back: it cannot be generated with")
+            raise UsageError(f"{type(model).__name__} returns no KV cache, so it cannot generate text here")
         best, tokens = output.logits[:, -1].max(dim=-1)
         broken = ~(best.isfinite() | ended)
         if bool(broken.any()):
@@ -231,25 +246,16 @@ def _continue(model: PreTrainedModel, ids: Tensor, stop: Sequence[int], cache: A
 
 
 def _cut(row: list[int], stop: Sequence[int]) -> tuple[int, ...]:
-    """Up to the first end token, with it."""
+    """Return the tokens up to and including the first end token."""
     end = next((index for index, token in enumerate(row) if token in stop), len(row))
     return tuple(row[: end + 1])
 
 
 def _parted_at(baseline: Sequence[int], candidate: Sequence[int]) -> int | None:
-    for index, (one, other) in enumerate(zip(baseline, candidate, strict=False)):
-        if one != other:
+    for index, (first, second) in enumerate(zip(baseline, candidate, strict=False)):
+        if first != second:
             return index
     return None if len(baseline) == len(candidate) else min(len(baseline), len(candidate))
-
-
-def _fraction(count: int, total: int) -> Estimate:
-    """With Wilson's interval."""
-    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    share, spread = count / total, z * z / total
-    middle = (share + spread / 2) / (1 + spread)
-    half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
-    return Estimate(share, max(middle - half, 0.0), min(middle + half, 1.0))
 
 
 def _sample(
@@ -264,6 +270,6 @@ def _sample(
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], continuation: Sequence[int]) -> str:
-    """With the space that it may begin with, which tokenizers drop at the start of a text."""
+    """Decode a continuation; a space at its start is kept, which tokenizers drop at the start of a text."""
     detokenizer = Detokenizer(tokenizer, prompt)
     return "".join(map(detokenizer.add, continuation)) + detokenizer.rest()

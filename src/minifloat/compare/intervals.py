@@ -1,19 +1,23 @@
-"""How sure a figure is: 95% confidence intervals, by resampling documents.
+"""95% confidence intervals of everything that a comparison measures.
 
-Tokens of one document are alike, so it is documents (or windows of them) that are drawn, with all their tokens; and the
-two models see the same documents, so what is drawn is their difference. Both make intervals of a text's length honest:
-those of single tokens would be too narrow, those of two separate perplexities far too wide.
+Intervals come from resampling documents (or windows of them), each with all its tokens, because the tokens of one
+document are alike. Both models see the same documents, so the resampled quantity is the difference between the models.
+Intervals from single tokens would be too narrow, and those of two separate perplexities far too wide.
 
-Means are ratios of sums over units, ``sum(x) / sum(n)``, and get a studentized bootstrap: of the usual ones it is the
-one that keeps its coverage with 20 units of a skewed quantity, which KL divergences are. Items of tasks that are right
-or wrong differ between two models in a few places and nowhere else, which it cannot take: a draw without them has no
-spread to divide by. Their mean differences get a bias-corrected and accelerated one (BCa). Quantiles get Woodruff's
-interval: that of the fraction of tokens below, read backwards.
+The interval depends on the kind of quantity:
+
+- Means are ratios of sums over units, ``sum(x) / sum(n)``, and get a studentized bootstrap. Of the usual bootstraps it
+  is the one that keeps its coverage with 20 units of a skewed quantity, and KL divergences are skewed.
+- Mean differences of task items get a bias-corrected and accelerated bootstrap (BCa). Of items that are right or wrong,
+  two models differ on few. A draw without these has no spread, and the studentized bootstrap divides by the spread.
+- Task scores that are not functions of a mean get a percentile bootstrap, which computes the score of every draw.
+- Quantiles get Woodruff's interval: the interval of the fraction of tokens below the quantile, read backwards.
+- Fractions of prompts get Wilson's interval.
 
 Sources: B. Efron, R. Tibshirani, An Introduction to the Bootstrap (1993), sections 12.5 and 14.3; B. Efron, Better
 bootstrap confidence intervals, JASA 82 (1987); P. Hall, Theoretical comparison of bootstrap confidence intervals,
 Annals of Statistics 16 (1988); R. S. Woodruff, Confidence intervals for medians and other position measures, JASA 47
-(1952).
+(1952); E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).
 """
 
 from __future__ import annotations
@@ -33,11 +37,15 @@ CONFIDENCE = 0.95
 #: With fewer units an interval would say more about the method than about the model.
 FEWEST_UNITS = 8
 
+_TAILS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 _DRAWS = 2000
-#: BCa reads quantiles further out than the interval's.
+#: BCa reads quantiles that lie further out than the ends of the interval.
 _PAIRED_DRAWS = 4000
+#: A percentile bootstrap computes a score from all items in each draw, which is slow.
+_PERCENTILE_DRAWS = 1000
 _SEED = 0
-#: A draw whose units are all alike has no standard error but rounding, next to that of the sample.
+#: The standard error of a draw counts as 0 below this share of the sample's: such a draw holds only equal units, and
+#: its standard error is rounding.
 _DEGENERATE = 1e-6
 #: Draws times units (or kinds of items) that are held at a time.
 _BATCH_ELEMENTS = 2**22
@@ -48,9 +56,9 @@ class Estimate:
     """A measured value and its 95% confidence interval.
 
     Attributes:
-        value: As measured.
-        low: Lower end; NaN where there are too few units to tell.
-        high: Upper end; likewise.
+        value: The measured value.
+        low: Lower end of the interval; NaN where there are too few units for an interval.
+        high: Upper end of the interval; NaN where there are too few units for an interval.
     """
 
     value: float
@@ -63,30 +71,31 @@ class Estimate:
         return not math.isnan(self.low)
 
     def mapped(self, function: Callable[[float], float]) -> Estimate:
-        """The same of a growing function of the value."""
+        """Return the estimate of an increasing function of the value."""
         return Estimate(function(self.value), function(self.low), function(self.high))
 
     def clipped(self, low: float, high: float) -> Estimate:
-        """With an interval that ends where values do."""
+        """Return the estimate with its interval cut to the range of possible values."""
         if not self.known:
             return self
         return Estimate(self.value, min(max(self.low, low), high), min(max(self.high, low), high))
 
 
 def sums_by_unit(values: npt.NDArray[np.generic], units: IntArray, count: int) -> FloatArray:
-    """Sums of values ``[T]`` by the unit of each, 0 to ``count - 1``: ``[count]``."""
+    """Sum values ``[T]`` by the unit of each, which is 0 to ``count - 1``; returns ``[count]``."""
     return np.asarray(np.bincount(units, weights=values.astype(np.float64), minlength=count), dtype=np.float64)
 
 
 def mean_interval(sums: FloatArray, sizes: FloatArray) -> Estimate:
-    """The mean ``sum(sums) / sum(sizes)`` and its interval, by a studentized bootstrap over units.
+    """Estimate the mean ``sum(sums) / sum(sizes)`` by a studentized bootstrap over units.
 
     Args:
         sums: ``[U]`` sums of the quantity in each unit.
-        sizes: ``[U]`` what was summed in each, for example its tokens; above 0.
+        sizes: ``[U]`` number of summed values in each unit, for example its tokens; above 0.
 
     Returns:
-        The interval has no width where all units have the same mean, and none is given for fewer than `FEWEST_UNITS`.
+        The mean with its interval. The interval has width 0 where all units have the same mean. There is no interval
+        for fewer than `FEWEST_UNITS` units.
     """
     mean = float(sums.sum() / sizes.sum())
     count = len(sums)
@@ -101,80 +110,63 @@ def mean_interval(sums: FloatArray, sizes: FloatArray) -> Estimate:
         shifts = times @ residuals / (times @ sizes)  # of the mean; residuals keep the digits that sums would lose
         errors = _standard_error(times, residuals, sizes, shifts)
         studentized.append(np.divide(shifts, errors, out=np.zeros(len(errors)), where=errors > _DEGENERATE * error))
-    tails = np.quantile(np.concatenate(studentized), [(1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2])
-    low, high = mean - tails * error
+    high_tail, low_tail = np.quantile(np.concatenate(studentized), _TAILS)
+    low, high = mean - low_tail * error, mean - high_tail * error
     return Estimate(mean, float(min(low, mean)), float(max(high, mean)))
 
 
 def paired_mean_interval(changes: FloatArray, sizes: FloatArray) -> Estimate:
-    """The mean ``sum(changes) / sum(sizes)`` of paired differences and its BCa interval, by a bootstrap over items.
+    """Estimate the mean ``sum(changes) / sum(sizes)`` of paired differences by a BCa bootstrap over items.
 
     Args:
         changes: ``[N]`` candidate - baseline of each item.
-        sizes: ``[N]`` what each counts; above 0.
+        sizes: ``[N]`` weight of each item; above 0.
 
     Returns:
-        The interval has no width where all items have the same mean change, and none is given for fewer than
-        `FEWEST_UNITS` items.
+        The mean with its interval. The interval has width 0 where all items have the same mean change. There is no
+        interval for fewer than `FEWEST_UNITS` items.
     """
     mean = float(changes.sum() / sizes.sum())
     if len(changes) < FEWEST_UNITS or not np.isfinite(changes).all():
         return Estimate(mean, math.nan, math.nan)
-    # Items that are alike are drawn as one kind: right and wrong make three kinds of any number of items.
-    kinds, alike = np.unique(np.stack([changes, sizes], axis=1), axis=0, return_counts=True)
+    # Equal items are drawn as one kind: any number of items that are right or wrong makes only three kinds.
+    kinds, counts = np.unique(np.stack([changes, sizes], axis=1), axis=0, return_counts=True)
     if (np.ptp(kinds[:, 0] / kinds[:, 1])) == 0:
         return Estimate(mean, mean, mean)
-    draws = [times @ kinds[:, 0] / (times @ kinds[:, 1]) for times in _resamples(alike, _PAIRED_DRAWS)]
+    draws = [times @ kinds[:, 0] / (times @ kinds[:, 1]) for times in _resamples(counts, _PAIRED_DRAWS)]
     without = (changes.sum() - kinds[:, 0]) / (sizes.sum() - kinds[:, 1])
-    influence = np.average(without, weights=alike) - without
-    skew = (alike @ influence**3) / (6 * (alike @ influence**2) ** 1.5)
+    influence = np.average(without, weights=counts) - without
+    skew = (counts @ influence**3) / (6 * (counts @ influence**2) ** 1.5)
     low, high = _bca(np.concatenate(draws), mean, float(skew))
     return Estimate(mean, min(low, mean), max(high, mean))
 
 
-def _bca(draws: FloatArray, value: float, acceleration: float) -> tuple[float, float]:
-    """The ends of the interval: quantiles of the draws, moved by their bias and by how their spread changes."""
-    normal = NormalDist()
-    rounding = 1e-12 * np.abs(draws).max()
-    below = (np.mean(draws < value - rounding) + np.mean(draws <= value + rounding)) / 2
-    bias = normal.inv_cdf(min(max(float(below), 1 / len(draws)), 1 - 1 / len(draws)))
-    ends = []
-    for tail in ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2):
-        shift = bias + normal.inv_cdf(tail)
-        ends.append(normal.cdf(bias + shift / (1 - acceleration * shift)))
-    low, high = np.quantile(draws, ends)
-    return float(low), float(high)
-
-
-def _resamples(alike: FloatArray | IntArray, draws: int) -> Iterator[FloatArray]:
-    """How often each kind of unit comes in draws with replacement of as many units as there are: batches ``[D, K]``.
+def percentile_interval(value: float, count: int, statistic: Callable[[list[int]], float]) -> Estimate:
+    """Return a value with the interval of a percentile bootstrap over items.
 
     Args:
-        alike: ``[K]`` units of each kind.
-        draws: How many draws in all; the same ones every time.
+        value: The statistic of all items.
+        count: Number of items.
+        statistic: Computes the statistic from the indices of `count` drawn items.
+
+    Returns:
+        The value with its interval. There is no interval for fewer than `FEWEST_UNITS` items.
     """
+    if count < FEWEST_UNITS:
+        return Estimate(value, math.nan, math.nan)
     generator = np.random.default_rng(_SEED)
-    count = int(alike.sum())
-    batch = max(_BATCH_ELEMENTS // len(alike), 1)
-    for start in range(0, draws, batch):
-        yield generator.multinomial(count, alike / count, size=min(batch, draws - start)).astype(np.float64)
-
-
-def _standard_error(times: FloatArray, residuals: FloatArray, sizes: FloatArray, shifts: FloatArray) -> FloatArray:
-    """Of the means of draws ``[D, U]``, each with its mean `shifts` off, by linearization: ``[D]``."""
-    squares = times @ residuals**2 - 2 * shifts * (times @ (residuals * sizes)) + shifts**2 * (times @ sizes**2)
-    count = times.shape[1]
-    errors: FloatArray = np.sqrt(np.maximum(squares, 0) * count / (count - 1)) / (times @ sizes)
-    return errors
+    draws = [statistic(generator.integers(count, size=count).tolist()) for _ in range(_PERCENTILE_DRAWS)]
+    low, high = np.quantile(draws, _TAILS)
+    return Estimate(value, float(low), float(high))
 
 
 def quantile_interval(values: FloatArray, units: IntArray, count: int, fraction: float) -> Estimate:
-    """The value below which `fraction` of the tokens lie, and its interval.
+    """Estimate the value below which `fraction` of the tokens lie, with Woodruff's interval.
 
     Args:
-        values: ``[T]`` of each token.
-        units: ``[T]`` the unit of each.
-        count: Units.
+        values: ``[T]`` value of each token.
+        units: ``[T]`` unit of each token.
+        count: Number of units.
         fraction: Between 0 and 1.
     """
     value = float(np.quantile(values, fraction))
@@ -188,13 +180,75 @@ def quantile_interval(values: FloatArray, units: IntArray, count: int, fraction:
     return Estimate(value, float(min(low, value)), float(max(high, value)))
 
 
-def units_to_decide(estimate: Estimate, bound: float, count: int) -> int | None:
-    """About how many units would put the bound outside of the interval, which shrinks with the root of their number.
+def fraction_interval(count: int, total: int) -> Estimate:
+    """Return the fraction ``count / total`` with Wilson's interval."""
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    fraction, spread = count / total, z * z / total
+    middle = (fraction + spread / 2) / (1 + spread)
+    half = math.sqrt(fraction * (1 - fraction) * spread + spread * spread / 4) / (1 + spread)
+    return Estimate(fraction, max(middle - half, 0.0), min(middle + half, 1.0))
 
-    None where the value lies on the bound, or nothing is known of its spread.
+
+def units_to_decide(estimate: Estimate, bound: float, count: int) -> int | None:
+    """Return about how many units would put the bound outside of the interval.
+
+    The width of an interval shrinks with the square root of the number of units.
+
+    Args:
+        estimate: The value with its interval.
+        bound: A bound inside of the interval.
+        count: Number of units that gave the estimate.
+
+    Returns:
+        The number of units; None where the value equals the bound or has no interval.
     """
     distance = abs(estimate.value - bound)
     if not estimate.known or distance == 0:
         return None
     width = estimate.high - estimate.value if bound > estimate.value else estimate.value - estimate.low
     return max(math.ceil(count * (width / distance) ** 2), count)
+
+
+def _bca(draws: FloatArray, value: float, acceleration: float) -> tuple[float, float]:
+    """Return the ends of a BCa interval: quantiles of the draws, corrected for their bias and changing spread."""
+    normal = NormalDist()
+    rounding = 1e-12 * np.abs(draws).max()
+    below = (np.mean(draws < value - rounding) + np.mean(draws <= value + rounding)) / 2
+    bias = normal.inv_cdf(min(max(float(below), 1 / len(draws)), 1 - 1 / len(draws)))
+    ends = []
+    for tail in _TAILS:
+        shift = bias + normal.inv_cdf(tail)
+        ends.append(normal.cdf(bias + shift / (1 - acceleration * shift)))
+    low, high = np.quantile(draws, ends)
+    return float(low), float(high)
+
+
+def _resamples(counts: FloatArray | IntArray, draws: int) -> Iterator[FloatArray]:
+    """Draw all units with replacement, many times; yield how often each kind was drawn, in batches ``[D, K]``.
+
+    The seed is fixed, so that equal calls yield equal draws.
+
+    Args:
+        counts: ``[K]`` number of units of each kind.
+        draws: Number of draws in all batches together.
+    """
+    generator = np.random.default_rng(_SEED)
+    total = int(counts.sum())
+    batch = max(_BATCH_ELEMENTS // len(counts), 1)
+    for start in range(0, draws, batch):
+        yield generator.multinomial(total, counts / total, size=min(batch, draws - start)).astype(np.float64)
+
+
+def _standard_error(times: FloatArray, residuals: FloatArray, sizes: FloatArray, shifts: FloatArray) -> FloatArray:
+    """Return the standard errors ``[D]`` of the means of draws, by linearization.
+
+    Args:
+        times: ``[D, U]`` how often each unit was drawn.
+        residuals: ``[U]`` sums of the units less those that the sample's mean predicts.
+        sizes: ``[U]`` number of summed values in each unit.
+        shifts: ``[D]`` mean of each draw less the sample's mean.
+    """
+    squares = times @ residuals**2 - 2 * shifts * (times @ (residuals * sizes)) + shifts**2 * (times @ sizes**2)
+    count = times.shape[1]
+    errors: FloatArray = np.sqrt(np.maximum(squares, 0) * count / (count - 1)) / (times @ sizes)
+    return errors

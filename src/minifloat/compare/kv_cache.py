@@ -1,12 +1,12 @@
-"""What a server with an FP8 KV cache computes, by transformers' own code: keys and values are rounded as they come in.
+"""A simulated FP8 KV cache: transformers' own cache that rounds keys and values as they enter it.
 
-Such a server writes each key and value once, as an E4M3 code of ``x / scale``, and attends to ``code * scale``. So a
-cache that rounds what it is given, and is otherwise transformers' own, gives that server's attention: in a pass over a
-whole window, where a query sees the rounded key of its own token too, and step by step in generation.
+A server with an FP8 KV cache writes each key and value once, as an E4M3 code of ``x / scale``, and attends to
+``code * scale``. A transformers cache that rounds its inputs in the same way gives that server's attention, both in a
+pass over a whole window, where a query also sees the rounded key of its own token, and step by step in generation.
 
-Left out: caches that hold something else than keys and values as attention sees them (multi-head latent attention,
-compressed layers), which are refused, and the server's arithmetic after the cache: ``code * scale`` is rounded to the
-model's dtype here, which a power of two as scale passes exactly.
+Left out: caches that hold something other than the keys and values that attention reads (multi-head latent attention,
+compressed layers), which are refused; and the server's arithmetic after the cache. Here ``code * scale`` is rounded to
+the model's dtype, which is exact if the scale is a power of two.
 
 Source: vLLM, `csrc/cache_kernels.cu` and `BaseKVCacheMethod`.
 """
@@ -31,29 +31,31 @@ from minifloat.runtime.kv_scales import KVScales
 
 _LOG = logging.getLogger(__name__)
 
-#: Makes the empty cache of one batch.
+#: Function without arguments that returns an empty cache for one batch.
 CacheFactory = Callable[[], Any]
 
-#: What a layer without scales has, in servers too.
+#: (k_scale, v_scale) of a layer for which the checkpoint has no scales; servers use the same.
 _NO_SCALES = (1.0, 1.0)
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")
-#: Layers that hand back the keys and values that they are given, behind those of before.
-_KEEPING = (DynamicLayer.update, DynamicSlidingWindowLayer.update)
+#: `update` methods that append the new keys and values to the earlier ones and return all of them.
+_APPENDING = (DynamicLayer.update, DynamicSlidingWindowLayer.update)
 
 
 def kv_cache_factory(model: PreTrainedModel, scales: KVScales) -> CacheFactory:
-    """What makes caches for a model: one for each batch, passed as `past_key_values` with ``use_cache=True``.
+    """Return a function that makes simulated FP8 KV caches for a model.
+
+    Every batch needs a cache of its own, passed to the model as `past_key_values` with ``use_cache=True``.
 
     Args:
-        model: The one that the caches are for.
-        scales: From `kv_scales`.
+        model: The model that uses the caches.
+        scales: Scales from `minifloat.runtime.kv_scales.kv_scales`; a layer without scales gets 1.0.
 
     Returns:
-        A function without arguments that makes an empty `SimulatedKVCache`.
+        A function without arguments that returns an empty `SimulatedKVCache`.
 
     Raises:
-        UsageError: The model takes no cache, or one that is not made of keys and values, or a scale is of a layer that
-            it does not have.
+        UsageError: If the model takes no KV cache, if its cache does not hold plain keys and values, or if `scales`
+            names a layer that the model does not have.
     """
     name, runner = type(model).__name__, cast(Any, model)
     check_takes_cache(model)
@@ -62,13 +64,13 @@ def kv_cache_factory(model: PreTrainedModel, scales: KVScales) -> CacheFactory:
         raise UsageError(f"an FP8 KV cache cannot be simulated for {name}: it has a cache of its own kind")
     if getattr(config, "kv_lora_rank", None):
         raise UsageError(
-            f"an FP8 KV cache cannot be simulated for {name}: servers hold its latent vectors, transformers the keys "
-            "and values made of them"
+            f"an FP8 KV cache cannot be simulated for {name}: servers hold its latent vectors, transformers holds the "
+            "keys and values computed from them"
         )
     attentions = []
     for index, layer in enumerate(DynamicCache(config=config).layers):
         update = getattr(type(layer), "update", None)
-        if isinstance(layer, DynamicLayer) and update not in _KEEPING:
+        if isinstance(layer, DynamicLayer) and update not in _APPENDING:
             raise UsageError(
                 f"an FP8 KV cache cannot be simulated for {name}: layer {index} holds its keys and values in a "
                 f"{type(layer).__name__}"
@@ -79,7 +81,7 @@ def kv_cache_factory(model: PreTrainedModel, scales: KVScales) -> CacheFactory:
     missing = [index for index in attentions if index not in by_layer]
     if missing:
         _LOG.warning(
-            "%d of %d attention layers have no k_scale and v_scale: 1.0 is taken, as servers do",
+            "%d of %d attention layers have no k_scale and v_scale: 1.0 is used, as in servers",
             len(missing),
             len(attentions),
         )
@@ -87,21 +89,21 @@ def kv_cache_factory(model: PreTrainedModel, scales: KVScales) -> CacheFactory:
 
 
 def check_takes_cache(model: PreTrainedModel) -> None:
-    """See that a model can be run step by step with a cache that it is given.
+    """Check that a model takes a KV cache as an argument, so that it can run step by step.
 
     Raises:
-        UsageError: It cannot.
+        UsageError: If the model takes no KV cache.
     """
     if "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise UsageError(f"{type(model).__name__} takes no KV cache: it can be neither simulated nor generated with")
+        raise UsageError(f"{type(model).__name__} takes no KV cache, so an FP8 cache and generation are impossible")
 
 
 class SimulatedKVCache(DynamicCache):  # type: ignore[misc, no-any-unimported, unused-ignore]
-    """transformers' own cache, but what enters it is rounded to E4M3.
+    """transformers' own cache with keys and values rounded to E4M3.
 
     Args:
-        config: Of the model's decoder: it says which layers have sliding windows or recurrent states.
-        scales: (k_scale, v_scale) by layer; 1.0 for others.
+        config: Config of the model's decoder, which says which layers have sliding windows or recurrent states.
+        scales: (k_scale, v_scale) by number of the layer; 1.0 for other layers.
     """
 
     def __init__(self, config: Any, scales: Mapping[int, tuple[float, float]]) -> None:
@@ -111,7 +113,7 @@ class SimulatedKVCache(DynamicCache):  # type: ignore[misc, no-any-unimported, u
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add keys and values ``[B, kv_heads, T, head_dim]``; what comes back is rounded, the new ones too."""
+        """Add keys and values ``[B, kv_heads, T, head_dim]``, and return all of the layer's, rounded."""
         k_scale, v_scale = self._scales.get(layer_idx, _NO_SCALES)
         keys, values = round_to_cache(key_states, k_scale), round_to_cache(value_states, v_scale)
         updated: tuple[Tensor, Tensor] = super().update(keys, values, layer_idx, *args, **kwargs)
@@ -119,23 +121,23 @@ class SimulatedKVCache(DynamicCache):  # type: ignore[misc, no-any-unimported, u
 
 
 def round_to_cache(x: Tensor, scale: float) -> Tensor:
-    """Round as through an E4M3 cache: ``x / scale`` clamped, to nearest with ties to even, times scale.
+    """Round values as an E4M3 cache does: divide by the scale, clamp, round to nearest even, multiply by the scale.
 
     Args:
-        x: Any shape; float32, bfloat16 or float16.
-        scale: float32, positive.
+        x: Tensor of any shape; float32, bfloat16 or float16.
+        scale: Positive scale, exact in float32.
 
     Returns:
-        The shape and dtype of `x`. Inf is clamped, NaN stays.
+        The rounded values in the shape and dtype of `x`. Inf is clamped, NaN stays.
     """
-    # By a tensor: torch multiplies by the reciprocal of a number on some devices.
+    # The divisor is a tensor because torch, on some devices, multiplies by the reciprocal of a Python number.
     divisor = torch.tensor(scale, dtype=torch.float32, device=x.device)
     codes = (x.float() / divisor).clamp(-E4M3.max, E4M3.max).to(torch_dtype(E4M3))
     return (codes.float() * divisor).to(x.dtype)
 
 
 def _by_layer(scales: KVScales, layers: int) -> dict[int, tuple[float, float]]:
-    """By the number in the name of the attention module."""
+    """Return the scales by number of the layer, which the name of the attention module contains."""
     numbered: dict[int, tuple[float, float]] = {}
     for name, pair in scales.items():
         numbers = [int(number) for number in _NUMBER.findall(f".{name}.")]

@@ -1,7 +1,7 @@
-"""What a comparison has measured so far, on disk: a run that was interrupted goes on where it stopped.
+"""The scores of a comparison on disk, so that an interrupted run can continue.
 
-A folder holds ``comparison.json``, which says what is compared, and parts with the scores of some batches each. A part
-is written beside its place and renamed, so that it is there as a whole or not at all.
+A folder holds ``comparison.json``, which identifies the comparison, and part files with the scores of some batches
+each. A part is written under a temporary name and then renamed, so that a part is either complete or absent.
 """
 
 from __future__ import annotations
@@ -23,65 +23,67 @@ from minifloat.compare.metrics import TokenScores
 from minifloat.compare.worst import ScoredPosition, WorstPositions
 from minifloat.errors import StorageError, UsageError
 
-_FACTS = "comparison.json"
+_SETTINGS_FILE = "comparison.json"
 _SECONDS_BETWEEN_PARTS = 5.0
 _FIELDS = tuple(field.name for field in dataclasses.fields(TokenScores))
 
 
 class MeasurementLog:
-    """The scores of batches, by number.
+    """The scores of batches, by number of the batch, in a folder.
 
     Args:
-        folder: Made if it does not exist.
-        facts: What is compared on what, for JSON; a folder of other facts is refused.
-        worst: One per candidate; they are offered what earlier runs found.
+        folder: Folder of the log; created if it does not exist.
+        settings: Everything that the scores depend on, as JSON values. A folder with other settings is refused.
+        worst: The worst positions of each candidate; those of earlier runs are added to them.
 
     Raises:
-        UsageError: The folder holds another comparison, or something else.
-        StorageError: The operating system refused to read or write.
+        UsageError: If the folder holds another comparison, or other files.
+        StorageError: If the operating system refuses a read or write.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], facts: dict[str, Any], worst: Sequence[WorstPositions]) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], settings: dict[str, Any], worst: Sequence[WorstPositions]
+    ) -> None:
         self._folder = Path(folder)
-        self._known: dict[int, list[TokenScores]] = {}
-        self._waiting: dict[int, list[TokenScores]] = {}
+        self._logged: dict[int, list[TokenScores]] = {}
+        self._unwritten: dict[int, list[TokenScores]] = {}
         self._worst = worst
-        self._written = time.monotonic()
+        self._last_write = time.monotonic()
         with storage_errors(self._folder, "use it"):
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._identify(facts)
+            self._check_settings(settings)
             for path in sorted(self._folder.glob("part-*.npz")):
                 self._read(path, len(worst))
 
     def scores(self, batch: int) -> list[TokenScores] | None:
-        """Of each candidate, if an earlier run has scored the batch."""
-        return self._known.get(batch)
+        """Return the scores of each candidate on a batch; None if no earlier run has scored the batch."""
+        return self._logged.get(batch)
 
     def add(self, batch: int, scores: list[TokenScores]) -> None:
-        """Write down a batch, now or within seconds, and with it what is the worst by then."""
-        self._waiting[batch] = scores
-        if time.monotonic() - self._written > _SECONDS_BETWEEN_PARTS:
+        """Add the scores of each candidate on a batch; they are on disk within seconds."""
+        self._unwritten[batch] = scores
+        if time.monotonic() - self._last_write > _SECONDS_BETWEEN_PARTS:
             self.flush()
 
     def flush(self) -> None:
-        """Write down what waits."""
-        if not self._waiting:
+        """Write all scores that are not on disk yet, with the worst positions so far, as one part."""
+        if not self._unwritten:
             return
         arrays: dict[str, npt.NDArray[Any]] = {
             f"{batch}/{candidate}/{field}": getattr(scores, field)
-            for batch, candidates in self._waiting.items()
+            for batch, candidates in self._unwritten.items()
             for candidate, scores in enumerate(candidates)
             for field in _FIELDS
         }
-        spots = [[dataclasses.asdict(spot) for spot in one.spots()] for one in self._worst]
-        arrays["worst"] = np.frombuffer(json.dumps(spots).encode(), dtype=np.uint8)
-        with written_whole(self._folder / f"part-{min(self._waiting):08d}.npz") as file:
+        positions = [[dataclasses.asdict(position) for position in worst.ranked()] for worst in self._worst]
+        arrays["worst"] = np.frombuffer(json.dumps(positions).encode(), dtype=np.uint8)
+        with written_whole(self._folder / f"part-{min(self._unwritten):08d}.npz") as file:
             np.savez(file, allow_pickle=False, **arrays)
-        self._waiting, self._written = {}, time.monotonic()
+        self._unwritten, self._last_write = {}, time.monotonic()
 
-    def _identify(self, facts: dict[str, Any]) -> None:
-        path = self._folder / _FACTS
-        text = json.dumps(facts, indent=1, sort_keys=True)
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        path = self._folder / _SETTINGS_FILE
+        text = json.dumps(settings, indent=1, sort_keys=True)
         if path.exists():
             if path.read_text(encoding="utf-8") != text:
                 raise UsageError(
@@ -90,25 +92,29 @@ class MeasurementLog:
                 )
             return
         if any(self._folder.iterdir()):
-            raise UsageError(f"{self._folder} is neither empty nor of an earlier comparison")
+            raise UsageError(
+                f"{self._folder} is neither empty nor the folder of an earlier comparison: give another folder"
+            )
         with written_whole(path) as file:
             file.write(text.encode())
 
-    def _read(self, path: Path, candidates: int) -> None:
+    def _read(self, path: Path, num_candidates: int) -> None:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 for batch in sorted({int(name.partition("/")[0]) for name in arrays.files if "/" in name}):
-                    self._known[batch] = [
+                    self._logged[batch] = [
                         TokenScores(**{field: arrays[f"{batch}/{candidate}/{field}"] for field in _FIELDS})
-                        for candidate in range(candidates)
+                        for candidate in range(num_candidates)
                     ]
-                spots = json.loads(arrays["worst"].tobytes())
+                positions = json.loads(arrays["worst"].tobytes())
         except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise StorageError(f"{path}: not a part of a comparison's journal; delete it ({error})") from error
-        for one, found in zip(self._worst, spots, strict=True):
-            one.offer(_spot(values) for values in found)
+            raise StorageError(
+                f"{path}: expected scores of a comparison, found a damaged file ({error}); delete it"
+            ) from error
+        for worst, of_candidate in zip(self._worst, positions, strict=True):
+            worst.offer(_position(values) for values in of_candidate)
 
 
-def _spot(values: dict[str, Any]) -> ScoredPosition:
+def _position(values: dict[str, Any]) -> ScoredPosition:
     pairs = {side: tuple((int(token), float(p)) for token, p in values[side]) for side in ("baseline", "candidate")}
     return ScoredPosition(**{**values, **pairs})

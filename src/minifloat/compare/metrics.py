@@ -1,7 +1,7 @@
-"""What models' predictions for the same tokens say about each other: pure functions, no model and no file.
+"""Scores of tokens from the logits of two models: pure functions that need neither model nor file.
 
-Logits are compared as distributions, in float64, a slab of positions at a time, so that a model against itself gives
-exactly 0 and a vocabulary of any size fits. Of each token a few numbers are kept.
+Logits are compared as distributions, in float64, a slab of positions at a time. In float64 a model compared with itself
+gives exactly 0, and slabs make a vocabulary of any size fit into memory. A few numbers are kept for each token.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-#: Most probable tokens that two models are asked to have in common.
+#: Number of most probable tokens whose overlap between two models is counted.
 TOP_K = 10
 
-#: Nats between the baseline's two first choices below which it has no first choice: one is 1.1 times as probable.
+#: Nats between the baseline's two first choices below which they are tied: one is less than 1.1 times as probable.
 TIE = 0.1
 
 FloatArray = npt.NDArray[np.float64]
@@ -25,16 +25,16 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What is kept of each scored token; all arrays are ``[T]``.
+    """The scores of tokens; all arrays are ``[T]``.
 
     Attributes:
-        unit: The document or window that the token is of.
+        unit: Number of the document or window that contains the token.
         baseline_nll: -log of the probability that the baseline gives the token, in nats.
-        candidate_nll: The same of the candidate.
+        candidate_nll: -log of the probability that the candidate gives the token, in nats.
         kl: KL divergence of the candidate's distribution from the baseline's, in nats.
-        agree: Whether both find the same token the most probable.
-        overlap: How many of the baseline's `TOP_K` most probable tokens are among the candidate's.
-        margin: By how many nats the baseline's first choice is more probable than its second.
+        agree: Whether both models have the same most probable token.
+        overlap: Number of the baseline's `TOP_K` most probable tokens that are among the candidate's.
+        margin: Nats by which the baseline's first choice is more probable than its second.
     """
 
     unit: npt.NDArray[np.int64]
@@ -50,20 +50,20 @@ class TokenScores:
 
     @property
     def same_choice(self) -> npt.NDArray[np.bool_]:
-        """Whether both find the same token the most probable, or the baseline finds two nearly equally so (`TIE`)."""
+        """Whether both models have the same first choice, or the baseline's two first choices are tied (`TIE`)."""
         return self.agree | (self.margin < TIE)
 
 
 class Distribution:
-    """What is needed of one model's logits ``[R, V]`` to compare them with another's.
+    """The distributions of one model's logits ``[R, V]``.
 
     Attributes:
-        logits: float64, less their largest; ``[R, V]``.
-        weights: ``exp(logits)``, whose sum is not 1.
-        total: ``[R]`` the sums of `weights`.
-        log_total: ``[R]`` their logarithms.
-        top: ``[R, k]`` the most probable tokens, the first first.
-        top_logits: ``[R, k]`` their `logits`.
+        logits: ``[R, V]`` float64 logits less the largest of each row.
+        weights: ``[R, V]`` ``exp(logits)``; a row does not sum to 1.
+        total: ``[R]`` sums of `weights`.
+        log_total: ``[R]`` logarithms of `total`.
+        top: ``[R, k]`` ids of the most probable tokens, the most probable first.
+        top_logits: ``[R, k]`` `logits` of these tokens.
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -77,45 +77,50 @@ class Distribution:
         self.log_total = self.total.log()
 
     def nll(self, targets: Tensor) -> Tensor:
-        """-log of the probabilities of tokens ``[R]``, in nats."""
+        """Return -log of the probabilities of tokens ``[R]``, in nats."""
         return self.log_total - self.logits.gather(-1, targets[:, None].to(self.logits.device))[:, 0]
 
     def margin(self) -> Tensor:
-        """``[R]`` nats between the first and the second choice; Inf where there is no second."""
+        """Return the nats ``[R]`` between the first and the second choice; Inf where there is no second."""
         if self.top.shape[-1] < 2:
             return torch.full_like(self.total, torch.inf)
         return self.top_logits[:, 0] - self.top_logits[:, 1]
 
     def top_log_probabilities(self) -> Tensor:
-        """``[R, k]`` of `top`, in nats."""
+        """Return the log-probabilities ``[R, k]`` of the tokens in `top`, in nats."""
         return self.top_logits - self.log_total[:, None]
 
 
 def same_choice(p: Distribution, q: Distribution) -> Tensor:
-    """`TokenScores.same_choice` of a slab, ``[R]``."""
+    """Return ``[R]`` whether two models have the same first choice, or the baseline's two first choices are tied.
+
+    Args:
+        p: The baseline's distributions.
+        q: The candidate's distributions.
+    """
     return (p.top[:, 0] == q.top[:, 0]) | (p.margin().float() < TIE)
 
 
 def kl_divergence(p: Distribution, q: Distribution) -> Tensor:
-    """``sum p (log p - log q)`` over the vocabulary, in nats: ``[R]``.
+    """Return ``sum p (log p - log q)`` over the vocabulary, ``[R]``, in nats.
 
-    Where p is 0 the term is 0, whatever q; where q alone is 0 the result is Inf. NaN stays NaN.
+    A term with p = 0 is 0 for every q. Where q alone is 0 the result is Inf. NaN stays NaN.
     """
     total = (p.logits - q.logits).mul_(p.weights).sum(-1)
-    if bool(total.isnan().any()):  # 0 times infinity, or what is not a number in a model's logits
+    if bool(total.isnan().any()):  # 0 times infinity, or NaN in a model's logits
         terms = torch.where(p.weights == 0, torch.zeros_like(p.weights), p.weights * (p.logits - q.logits))
         total = terms.sum(-1)
-    return (total / p.total - p.log_total + q.log_total).clamp_min(0)  # rounding can put it below
+    return (total / p.total - p.log_total + q.log_total).clamp_min(0)  # rounding can make it negative
 
 
 def score_tokens(p: Distribution, q: Distribution, targets: Tensor, units: Tensor) -> TokenScores:
     """Score the predictions of a slab of positions.
 
     Args:
-        p: The baseline's.
-        q: The candidate's.
-        targets: ``[R]`` the tokens that came.
-        units: ``[R]`` the units that they are of.
+        p: The baseline's distributions.
+        q: The candidate's distributions.
+        targets: ``[R]`` ids of the tokens in the text.
+        units: ``[R]`` numbers of the units that contain them.
 
     Returns:
         The scores; NaN where a model's logits hold NaN or +Inf.
@@ -133,7 +138,7 @@ def score_tokens(p: Distribution, q: Distribution, targets: Tensor, units: Tenso
 
 
 def concatenate(parts: Sequence[TokenScores]) -> TokenScores:
-    """The scores of several stretches of text as one; there is at least one."""
+    """Concatenate the scores of one or more stretches of text."""
     return TokenScores(
         **{field.name: np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(TokenScores)}
     )

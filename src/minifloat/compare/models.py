@@ -1,16 +1,16 @@
-"""A model as `compare` runs it: windows of tokens become the inputs of its head, and those become logits.
+"""The models of a comparison: loading, forward passes up to the head, and the head for a few rows at a time.
 
-Logits are larger than everything else by far: 4,096 positions of a vocabulary of 151,936 take 1.2 GB in 16 bits. So a
-pass stops before the head, whose inputs are small, and the head runs for a few rows at a time. It runs inside the
-model's own forward, with the layers below it replaced by their result, so that whatever a model does with its logits
-(Gemma caps, Granite scales) is done.
+Logits are by far the largest tensors: 4,096 positions of a vocabulary of 151,936 take 1.2 GB in 16 bits. So a forward
+pass stops before the head, whose inputs are small, and the head runs for a few rows at a time. The head runs inside the
+model's own forward, with the layers below it replaced by their result, so that everything a model does to its logits
+(Gemma caps them, Granite scales them) is included.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,21 +21,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from minifloat.checkpoint import Checkpoint
+from minifloat.compare.kv_cache import CacheFactory
 from minifloat.errors import UsageError
 from minifloat.hub import model_folder
 from minifloat.numerics.activation import describe_activation
 from minifloat.numerics.cast import torch_dtype
 from minifloat.numerics.formats import BFLOAT16, FLOAT16, FLOAT32
 from minifloat.runtime.experts import QuantizedExperts
+from minifloat.runtime.kv_scales import KVScales, kv_scales
 from minifloat.runtime.linear import QuantizedWeight
 from minifloat.runtime.load import load
 from minifloat.runtime.tokenizer import load_tokenizer
 
-#: Logits of one model that are held at a time, unless a single row has more.
+#: Largest number of logits of one model that are held at a time, unless a single row has more.
 _HEAD_LOGITS = 2**25
-#: Rows of a trial of the head.
+#: Tokens of the trial that tells whether the head can run alone.
 _TRIAL_TOKENS = 8
-#: Largest difference of logits in that trial, relative to the largest logit; rounding alone makes far less.
+#: Largest difference of logits in this trial, relative to the largest logit; rounding alone makes far less.
 _TRIAL_TOLERANCE = 1e-2
 
 ModelLike = PreTrainedModel | str | os.PathLike[str]
@@ -43,80 +45,122 @@ ModelLike = PreTrainedModel | str | os.PathLike[str]
 
 @dataclass(eq=False)
 class Predictor:
-    """One of the models of a comparison.
+    """One of the models of a comparison, as the comparison runs it.
+
+    Several predictors may share one transformers model and run it in different ways.
 
     Attributes:
-        name: Its folder or id as it was given, with what is different about this run of it.
-        folder: Its folder.
-        model: In eval mode.
-        nbytes: Bytes of its weights: on disk, or in memory where a loaded model was given.
-        new_cache: Makes the simulated cache that keys and values pass through; None: there is none.
-        weight_only: Whether inputs stay as they are, whatever the model was loaded with.
+        name: Folder or hub id as the user gave it; a variant of the model has a suffix that says what differs.
+        folder: Folder of the checkpoint.
+        model: Model in eval mode.
+        nbytes: Bytes of the weights: on disk, or in memory if the user gave a loaded model.
+        new_cache: Function that returns an empty simulated KV cache; None: no cache is simulated.
+        weight_only: Whether to leave the inputs of linears unquantized, whatever the model was loaded with.
+        checkpoint: The closed checkpoint, of which config and headers are still known; None if the user gave a loaded
+            model.
+        kv_scales: Scales of the FP8 KV cache that the checkpoint declares; None if there are none or if they were not
+            requested.
     """
 
     name: str
     folder: str
     model: PreTrainedModel
     nbytes: int
-    new_cache: Callable[[], Any] | None = None
+    new_cache: CacheFactory | None = None
     weight_only: bool = False
+    checkpoint: Checkpoint | None = None
+    kv_scales: KVScales | None = None
 
     def __post_init__(self) -> None:
-        self._whole = not self._head_runs_alone()
+        self._runs_whole = not self._head_runs_alone()
 
     @classmethod
-    def of(cls, given: ModelLike, options: dict[str, Any], revision: str | None = None) -> Predictor:
-        """Load a folder or a model of the hub with these options of `load`, or take a loaded model as it is."""
-        if isinstance(given, PreTrainedModel):
-            quantized = sum(m.nbytes for m in given.modules() if isinstance(m, QuantizedWeight))
-            nbytes = quantized + sum(p.nbytes for p in given.parameters())
-            name = str(given.config.name_or_path)
-            return cls(name, name, given, nbytes)
-        folder = model_folder(given, revision=revision)
+    def of(
+        cls,
+        model: ModelLike,
+        load_options: dict[str, Any],
+        revision: str | None = None,
+        *,
+        read_kv_scales: bool = False,
+    ) -> Predictor:
+        """Load a folder or a model of the hub, or wrap a loaded model.
+
+        Args:
+            model: Folder, hub id or loaded model.
+            load_options: Keyword arguments for `minifloat.runtime.load.load`.
+            revision: Revision of a model of the hub.
+            read_kv_scales: Whether to read the scales of the KV cache from a folder.
+
+        Raises:
+            CheckpointError: If the folder cannot be loaded.
+            HubError: If the hub does not give the model.
+        """
+        if isinstance(model, PreTrainedModel):
+            quantized = sum(module.nbytes for module in model.modules() if isinstance(module, QuantizedWeight))
+            nbytes = quantized + sum(parameter.nbytes for parameter in model.parameters())
+            name = str(model.config.name_or_path)
+            return cls(name, name, model, nbytes)
+        folder = model_folder(model, revision=revision)
         with Checkpoint.open(folder) as checkpoint:
             nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
-        return cls(str(given), str(folder), load(folder, **options), nbytes)
+            scales = kv_scales(checkpoint) if read_kv_scales else None
+        loaded = load(folder, **load_options)
+        return cls(str(model), str(folder), loaded, nbytes, checkpoint=checkpoint, kv_scales=scales)
+
+    def headers(self) -> Checkpoint:
+        """Return the closed checkpoint of the model's folder: its config and the names, shapes and dtypes of tensors.
+
+        Raises:
+            CheckpointError: If the user gave a loaded model and its folder cannot be read.
+        """
+        if self.checkpoint is None:
+            with Checkpoint.open(self.folder) as checkpoint:
+                return checkpoint
+        return self.checkpoint
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary, with those that the tokenizer does not have."""
+        """Number of logits per token, which may be larger than the tokenizer's vocabulary."""
         return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def activations(self) -> str:
-        """How its quantized weights take their inputs, see `describe_inputs`."""
+        """Formats in which the quantized weights take their inputs, for example ``"E4M3 per token (dynamic)"``."""
         with self.set_up():
             return describe_inputs(self.model)
 
     @property
     def dtype(self) -> str:
-        """Of the activations, for example ``"bfloat16"``."""
+        """Dtype of the activations, for example ``"bfloat16"``."""
         return str(self.model.dtype).removeprefix("torch.")
 
     def features(self, ids: Tensor) -> Tensor:
-        """What the head needs for every position of windows ``[B, W]``: ``[B, W, ...]``."""
+        """Return the inputs of the head ``[B, W, ...]`` for windows of token ids ``[B, W]``.
+
+        Where the head cannot run alone, these are the logits themselves.
+        """
         ids = ids.to(self.model.device)
-        output = self._run(self.model if self._whole else self.model.base_model, ids)
-        features: Tensor = output.logits if self._whole else output.last_hidden_state
+        output = self._run(self.model if self._runs_whole else self.model.base_model, ids)
+        features: Tensor = output.logits if self._runs_whole else output.last_hidden_state
         return features
 
     def logits(self, features: Tensor) -> Tensor:
-        """``[R, V]`` for rows ``[R, ...]`` of features."""
-        if self._whole:
+        """Return the logits ``[R, V]`` of rows ``[R, ...]`` of features."""
+        if self._runs_whole:
             return features
-        rows = torch.zeros((1, len(features)), dtype=torch.long, device=features.device)
-        known = MoeModelOutputWithPast(last_hidden_state=features[None])
-        with self.set_up(), _replaced(self.model.base_model, known):
-            logits: Tensor = self.model(input_ids=rows, use_cache=False).logits[0]
+        unused_ids = torch.zeros((1, len(features)), dtype=torch.long, device=features.device)
+        base_output = MoeModelOutputWithPast(last_hidden_state=features[None])
+        with self.set_up(), _replaced(self.model.base_model, base_output):
+            logits: Tensor = self.model(input_ids=unused_ids, use_cache=False).logits[0]
         return logits
 
     def head_rows(self) -> int:
-        """Rows that `logits` should be called with."""
+        """Return the number of rows to pass to `logits` in one call."""
         return max(_HEAD_LOGITS // self.vocab_size, 1)
 
     @contextmanager
     def set_up(self) -> Iterator[None]:
-        """The model as this run of it wants it; several may share one."""
+        """Switch off the quantization of inputs while the context lasts, if this predictor is weight-only."""
         quantizing = self._quantizing() if self.weight_only else []
         before = [module.activation for module in quantizing]
         for module in quantizing:
@@ -128,7 +172,7 @@ class Predictor:
                 module.activation = activation
 
     def quantizes_inputs(self) -> bool:
-        """Whether some weight does."""
+        """Return whether any quantized weight also quantizes its inputs."""
         return not self.weight_only and bool(self._quantizing())
 
     def _quantizing(self) -> list[QuantizedWeight]:
@@ -143,25 +187,29 @@ class Predictor:
 
     @torch.inference_mode()
     def _head_runs_alone(self) -> bool:
-        """Whether the head, run alone, gives what the model gives; a model of unusual build may not be so divided."""
-        self._whole = False
+        """Return whether the head, run alone, gives the logits of the whole model.
+
+        Models of an unusual structure cannot be divided in this way.
+        """
+        self._runs_whole = False
         if self.model.base_model is self.model:
             return False
         ids = torch.arange(min(_TRIAL_TOKENS, self.vocab_size), device=self.model.device)[None]
         try:
-            found = self.logits(self.features(ids)[0])
+            actual = self.logits(self.features(ids)[0])
         except (TypeError, AttributeError, KeyError, ValueError, RuntimeError):
             return False
         expected = self._run(self.model, ids).logits[0]
-        if found.shape != expected.shape:
+        if actual.shape != expected.shape:
             return False
-        difference = (found.float() - expected.float()).abs().max()
-        return not bool(difference > _TRIAL_TOLERANCE * expected.float().abs().max())  # NaN is judged elsewhere
+        difference = (actual.float() - expected.float()).abs().max()
+        # NaN counts as equal here; `ScoringPass` reports it.
+        return not bool(difference > _TRIAL_TOLERANCE * expected.float().abs().max())
 
 
 @contextmanager
 def _replaced(module: nn.Module, output: Any) -> Iterator[None]:
-    """Let a module return something that is already known."""
+    """Let a module return a fixed output while the context lasts."""
     module.forward = lambda *_, **__: output
     try:
         yield
@@ -170,21 +218,23 @@ def _replaced(module: nn.Module, output: Any) -> Iterator[None]:
 
 
 def match_experts_implementation(predictors: Sequence[Predictor]) -> None:
-    """Let all run transformers' eager experts if one has quantized ones, which need them.
+    """Switch all models to transformers' eager experts if a model has quantized experts, which need them.
 
-    A different order of summation would be taken for a difference of the weights.
+    With different implementations, a different order of summation would look like a difference of the weights.
     """
-    if any(isinstance(module, QuantizedExperts) for one in predictors for module in one.model.modules()):
-        for one in predictors:
-            one.model.set_experts_implementation("eager")
+    if any(isinstance(module, QuantizedExperts) for model in predictors for module in model.model.modules()):
+        for model in predictors:
+            model.model.set_experts_implementation("eager")
 
 
 def common_tokenizer(predictors: Sequence[Predictor]) -> PreTrainedTokenizerBase:
-    """The tokenizer of all; token i must be the same string in each, or their distributions are not over the same.
+    """Return the tokenizer that all models share.
+
+    Token i must be the same string for every model, so that all distributions are over the same tokens.
 
     Raises:
-        UsageError: Two have different vocabularies.
-        CheckpointError: A folder has no tokenizer.
+        UsageError: If two models have different vocabularies.
+        CheckpointError: If a folder has no tokenizer.
     """
     first, *others = predictors
     tokenizer = load_tokenizer(first.folder)
@@ -202,16 +252,18 @@ def common_tokenizer(predictors: Sequence[Predictor]) -> PreTrainedTokenizerBase
 
 
 def longest_window(predictors: Sequence[Predictor]) -> int | None:
-    """Tokens that all can attend to; None where no config says."""
-    limits = [getattr(one.model.config.get_text_config(), "max_position_embeddings", None) for one in predictors]
+    """Return the number of tokens that every model can attend to; None if no config states a limit."""
+    configs = [model.model.config.get_text_config() for model in predictors]
+    limits = [getattr(config, "max_position_embeddings", None) for config in configs]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
 def describe_inputs(model: PreTrainedModel) -> str:
-    """How a model's quantized weights take their inputs.
+    """Describe the formats in which a model's quantized weights take their inputs.
 
-    ``"E4M3 per token (dynamic)"``, the name of the 16- or 32-bit format where they run weight-only (``"BF16"``), or
-    what share of them does what.
+    Returns:
+        ``"E4M3 per token (dynamic)"``, or the name of the 16- or 32-bit format where inputs are not quantized
+        (``"BF16"``); with counts where the weights differ.
     """
     weights = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
     counts = Counter(describe_activation(weight.activation) for weight in weights if weight.activation is not None)

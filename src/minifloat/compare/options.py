@@ -1,4 +1,4 @@
-"""How models are compared: the settings of `minifloat.compare.compare_models`."""
+"""The settings of `minifloat.compare.compare_models`."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """How models are compared.
+    """The settings of a comparison.
 
     Attributes:
-        window: Tokens per window; by default 256, or what the models can attend to if that is less.
-        max_tokens: Use only so many tokens of the start of each text.
-        tolerance: What the verdict holds the candidates against.
-        dtype: "bfloat16", "float16" or "float32" for all; by default what each config.json says. Loaded models keep
-            theirs.
-        device: Where folders are loaded to.
-        weight_only: Load folders with all inputs in `dtype`. Loaded models keep what they were loaded with.
-        kv_cache: "auto": candidates that declare an FP8 KV cache get a simulated one; "none": none does; "fp8": all do,
-            with scales of 1 where they have none. Loaded models get none.
-        variants: Compare each candidate also without what it declares besides its weights, see `compare_models`.
-        prompts: So many beginnings of documents are continued greedily by all models; 0: none.
-        new_tokens: Tokens of a continuation at most.
-        tasks: Names of tasks of lm-evaluation-harness, see `minifloat.compare.tasks.load_tasks`.
-        task_path: A folder of task files.
-        task_limit: Use only so many items of each task.
-        attribute: Seconds to spend on finding out which modules do the damage, for each candidate; 0: none.
-        impl: What multiplies the quantized weights of folders, as in `minifloat.runtime.load.load`. The kernels do not
-            round weights to the 16 bits of `dtype`; "reference" does, as servers that dequantize first.
-        resume: A folder that scores are written down in while they are measured, and read from if it has some.
-        revision: Of the baseline, if it is of the hub, as in `minifloat.hub.model_folder`.
-        command: For the record.
+        window: Tokens per window; by default 256, or the number that the models can attend to if it is smaller.
+        max_tokens: Number of tokens to use from the start of each text; None: all.
+        tolerance: Bounds of the verdict.
+        dtype: "bfloat16", "float16" or "float32" for all models; by default the dtype in each config.json. Loaded
+            models keep their dtype.
+        device: Device to load folders to.
+        weight_only: Whether to load folders with all inputs in `dtype`. Loaded models stay as they are.
+        kv_cache: "auto": simulate an FP8 KV cache for candidates that declare one; "none": simulate none; "fp8":
+            simulate one for all candidates, with scales of 1 where a candidate has none. Loaded models run without.
+        variants: Whether to also compare each candidate without its FP8 KV cache, and without quantized inputs.
+        prompts: Number of windows whose first tokens all models continue greedily; 0: none.
+        new_tokens: Largest number of tokens of a continuation.
+        tasks: Names of tasks of lm-evaluation-harness, as `minifloat.compare.tasks.load_tasks` takes them.
+        task_path: Folder of task files.
+        task_limit: Number of items of each task to use; None: all.
+        attribute: Seconds to spend for each candidate on finding the modules that do the damage; 0: none.
+        impl: Implementation that multiplies the quantized weights of folders, as in `minifloat.runtime.load.load`. The
+            kernels do not round weights to the 16 bits of `dtype`; "reference" does, like servers that dequantize
+            weights before they multiply.
+        resume: Folder to write scores to during the run, and to read the scores of an earlier run from.
+        revision: Revision of the baseline if it is a model of the hub, as in `minifloat.hub.model_folder`.
+        command: The command line, for the reports.
     """
 
     window: int | None = None
@@ -71,7 +72,7 @@ class CompareOptions:
         if self.prompts < 0 or self.new_tokens < 1:
             raise UsageError(f"expected prompts >= 0 and new_tokens >= 1, got {self.prompts} and {self.new_tokens}")
 
-    def of_load(self) -> dict[str, Any]:
-        """What `minifloat.runtime.load.load` is told."""
+    def load_options(self) -> dict[str, Any]:
+        """Return the keyword arguments for `minifloat.runtime.load.load`."""
         dtype = None if self.dtype is None else _DTYPES[self.dtype]
         return {"dtype": dtype, "device": self.device, "weight_only": self.weight_only, "impl": self.impl}

@@ -1,4 +1,4 @@
-"""What a comparison found, as plain values: for the terminal, for JSON and for the reports."""
+"""The result of a comparison as plain values, for the terminal, for JSON and for the reports."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from minifloat.compare.attribution import Attribution
 from minifloat.compare.generation import GreedyDivergence
 from minifloat.compare.summary import Summary
 from minifloat.compare.tasks import TaskDifference
-from minifloat.compare.verdict import Outcome, Verdict, worst
+from minifloat.compare.verdict import Outcome, Verdict, worst_outcome
 
-#: Of `Comparison.to_dict`; a larger one has changed what a name means, a new name alone does not change it.
+#: Version of the dictionary from `Comparison.to_dict`. It grows when the meaning of a key changes, not for a new key.
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
 class LikelyToken:
-    """A token that a model finds probable.
+    """A token that a model predicts, and its probability.
 
     Attributes:
-        token: Its text.
+        token: Text of the token.
         probability: Between 0 and 1.
     """
 
@@ -33,17 +33,17 @@ class LikelyToken:
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A place where the two models differ most.
+    """A token at which the predictions of the two models differ most.
 
     Attributes:
         text: Name of the text.
-        document: Number of the document in it, from 0.
+        document: Number of the document in the text, from 0.
         position: Number of the token in the document, from 0.
-        context: The text before it.
-        token: The token that came.
+        context: Text before the token.
+        token: The token that the text has here.
         kl: KL divergence in nats.
-        baseline: The baseline's five most probable tokens, the first first.
-        candidate: The candidate's.
+        baseline: The baseline's five most probable tokens, the most probable first.
+        candidate: The candidate's five most probable tokens, likewise.
     """
 
     text: str
@@ -58,13 +58,13 @@ class WorstToken:
 
 @dataclass(frozen=True)
 class TextRecord:
-    """What was read.
+    """A text that the models were compared on.
 
     Attributes:
-        name: Of the text.
-        documents: In it, as far as it was read.
-        tokens: Of it, as far as it was read.
-        sha256: Of those.
+        name: Name of the text.
+        documents: Number of documents that were read.
+        tokens: Number of tokens that were read.
+        sha256: SHA-256 of these tokens' ids.
     """
 
     name: str
@@ -78,11 +78,11 @@ class ModelRecord:
     """One of the models.
 
     Attributes:
-        name: Its folder.
-        nbytes: Bytes of its weights: on disk, or in memory where a loaded model was given.
-        activations: How its quantized weights took their inputs: ``"E4M3 per token (dynamic)"``, the name of the 16- or
-            32-bit format where they ran weight-only (``"BF16"``), or what share of them did what.
-        kv_cache: The format that keys and values were rounded to; None: they were not.
+        name: Folder of the model.
+        nbytes: Bytes of the weights: on disk, or in memory if the user gave a loaded model.
+        activations: Format in which the quantized weights took their inputs: ``"E4M3 per token (dynamic)"``, or the
+            name of the 16- or 32-bit format where they ran weight-only (``"BF16"``); with counts where weights differ.
+        kv_cache: Format that keys and values were rounded to; None if they were not rounded.
     """
 
     name: str
@@ -93,17 +93,17 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """What was found of one candidate.
+    """The results of one candidate.
 
     Attributes:
-        model: Which.
+        model: The candidate.
         texts: One summary per text.
-        overall: All texts together, each token counting the same.
-        verdict: Whether it is the same model, within the tolerance.
-        worst: Where it differs most, worst first.
-        generation: Greedy continuations; None: not asked for.
-        attribution: Which modules do the damage; None: not asked for.
-        tasks: Scores of tasks.
+        overall: Summary of all texts together, each token counting the same.
+        verdict: Whether the candidate is within the tolerance.
+        worst: Tokens at which it differs most from the baseline, the largest difference first.
+        generation: Greedy continuations; None if not requested.
+        attribution: Damage by module; None if not requested.
+        tasks: Scores of tasks; empty if none were requested.
     """
 
     model: ModelRecord
@@ -117,7 +117,7 @@ class CandidateResult:
 
     @property
     def summaries(self) -> tuple[Summary, ...]:
-        """One per text, and one of all where there are several."""
+        """The summaries of the texts, and of all texts together where there are several."""
         return (*self.texts, self.overall) if len(self.texts) > 1 else self.texts
 
 
@@ -126,17 +126,17 @@ class Comparison:
     """The result of `compare_models`.
 
     Attributes:
-        baseline: The model that the others are held against.
+        baseline: The model that the candidates are compared with.
         candidates: At least one.
         window: Tokens per window.
-        dtype: Dtype that all models compute in, for example ``"bfloat16"``.
-        texts: What was read.
+        dtype: Dtype of the baseline's activations, for example ``"bfloat16"``.
+        texts: The texts.
         tokens_done: Tokens that all models have seen.
-        tokens_total: Tokens that they were to see; more than were done in a report of an interrupted run.
-        seconds: That scoring took.
+        tokens_total: Tokens of all texts; more than `tokens_done` if the run was interrupted.
+        seconds: Time of the scoring pass.
         machine: Versions, processors, date.
-        command: That made it; empty if it was not the command line.
-        notes: What was asked for and could not be measured, and why.
+        command: The command line; empty if the comparison was made from Python.
+        notes: Requested measurements that failed, each with the reason.
     """
 
     baseline: ModelRecord
@@ -158,11 +158,11 @@ class Comparison:
 
     @property
     def outcome(self) -> Outcome:
-        """The worst of the verdicts."""
-        return worst([candidate.verdict.outcome for candidate in self.candidates])
+        """The worst outcome of all candidates."""
+        return worst_outcome([candidate.verdict.outcome for candidate in self.candidates])
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; a number that is not finite becomes None."""
+        """Return the comparison as JSON values; a number that is not finite becomes None."""
         values = {field.name: _jsonable(getattr(self, field.name)) for field in dataclasses.fields(self)}
         return {"schema_version": SCHEMA_VERSION, "outcome": self.outcome.value, "partial": self.partial} | values
 

@@ -1,8 +1,8 @@
-"""All models over all windows, in lockstep: a batch goes through each of them before the next one comes.
+"""The pass that scores every token: each batch of windows goes through all models before the next batch starts.
 
-So several candidates cost one pass of the baseline, nothing has to be kept but a few numbers per token, and a run that
-is interrupted has seen the same tokens with every model. Those numbers can be written down while it runs
-(`minifloat.compare.measurements`).
+Several candidates therefore cost one pass of the baseline, only a few numbers per token are kept, and an interrupted
+run has seen the same tokens with every model. `minifloat.compare.measurements` can write the scores down during the
+pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minifloat.compare.corpus import Corpus, WindowBatch
 from minifloat.compare.measurements import MeasurementLog
 from minifloat.compare.metrics import Distribution, TokenScores, concatenate, score_tokens
 from minifloat.compare.models import Predictor
-from minifloat.compare.worst import WorstPositions, scored_targets
+from minifloat.compare.worst import WorstPositions
 from minifloat.errors import NonFiniteError
 from minifloat.report.progress import Progress
 
@@ -25,29 +25,24 @@ _SLAB_ELEMENTS = 2**18
 
 
 class ScoringPass:
-    """A pass over a corpus, and what came of it so far.
+    """A pass of all models over a corpus, and its scores so far.
 
     Args:
-        baseline: The model that the others are held against.
-        candidates: At least one.
+        baseline: The model that the candidates are compared with.
+        candidates: At least one model.
         corpus: The windows.
-        journal: What an earlier run has done, and where to write down what is done.
 
     Attributes:
+        log: Scores of an earlier run, and the place to write new scores to; None: scores are not written down.
+        worst: For each candidate, the positions at which it differs most from the baseline.
         done: Tokens of text that all models have seen.
         total: Tokens of text in all windows.
     """
 
-    def __init__(
-        self,
-        baseline: Predictor,
-        candidates: Sequence[Predictor],
-        corpus: Corpus,
-        journal: MeasurementLog | None = None,
-    ) -> None:
+    def __init__(self, baseline: Predictor, candidates: Sequence[Predictor], corpus: Corpus) -> None:
         self.corpus = corpus
+        self.log: MeasurementLog | None = None
         self._models = (baseline, *candidates)
-        self.journal = journal
         self._batches = corpus.batches()
         self._parts: list[list[list[TokenScores]]] = [[[] for _ in corpus.texts] for _ in candidates]
         self.worst = [WorstPositions() for _ in candidates]
@@ -59,32 +54,32 @@ class ScoringPass:
         return not all(parts for candidate in self._parts for parts in candidate)
 
     def scores(self, candidate: int, text: int) -> TokenScores:
-        """What is known of a text."""
+        """Return the scores so far of one candidate on one text."""
         return concatenate(self._parts[candidate][text])
 
     @torch.inference_mode()
     def run(self, progress: Progress | None = None) -> None:
-        """Go through the corpus, or through what is left of it.
+        """Score all windows of the corpus that the log does not contain.
 
         Raises:
-            NonFiniteError: A model's logits are NaN or Inf; says where first.
+            NonFiniteError: If a model's logits are NaN or Inf; the message names the first such token.
         """
         for number, batch in enumerate(self._batches):
-            known = self.journal.scores(number) if self.journal is not None else None
-            scores = self._score(batch) if known is None else known
-            for parts, one in zip(self._parts, scores, strict=True):
-                parts[batch.text].append(one)
+            logged = self.log.scores(number) if self.log is not None else None
+            scores_by_candidate = self._score(batch) if logged is None else logged
+            for parts, scores in zip(self._parts, scores_by_candidate, strict=True):
+                parts[batch.text].append(scores)
             self.done += batch.tokens
-            if self.journal is not None and known is None:
-                self.journal.add(number, scores)
+            if self.log is not None and logged is None:
+                self.log.add(number, scores_by_candidate)
             if progress is not None:
                 progress(self.done, self.total, self.corpus.texts[batch.text].name)
-        if self.journal is not None:
-            self.journal.flush()
+        if self.log is not None:
+            self.log.flush()
 
     def _score(self, batch: WindowBatch) -> list[TokenScores]:
-        """The scores of each candidate."""
-        targets = scored_targets(batch)
+        """Return the scores of each candidate on a batch."""
+        targets = batch.ids[:, 1:].flatten()
         units = batch.units[:, None].expand(-1, batch.ids.shape[1] - 1).flatten()
         features = [model.features(batch.ids)[:, :-1].flatten(0, 1) for model in self._models]
         parts: list[list[TokenScores]] = [[] for _ in self._models[1:]]
@@ -92,23 +87,24 @@ class ScoringPass:
         slab = max(_SLAB_ELEMENTS // self._models[0].vocab_size, 1)
         for start in range(0, len(targets), rows):
             logits = [m.logits(x[start : start + rows]) for m, x in zip(self._models, features, strict=True)]
+            device = logits[0].device
             for first in range(0, len(logits[0]), slab):
                 where = slice(start + first, start + min(first + slab, len(logits[0])))
-                p, *others = (Distribution(some[first : first + slab].to(logits[0].device)) for some in logits)
+                p, *others = (Distribution(of_model[first : first + slab].to(device)) for of_model in logits)
                 for candidate, q in enumerate(others):
                     scores = score_tokens(p, q, targets[where], units[where])
-                    self._check(scores, candidate)
-                    self.worst[candidate].look(scores, p, q, batch, where.start)
+                    self._refuse_nan(scores, candidate)
+                    self.worst[candidate].add(scores, p, q, batch, where.start)
                     parts[candidate].append(scores)
-        return [concatenate(some) for some in parts]
+        return [concatenate(of_candidate) for of_candidate in parts]
 
-    def _check(self, scores: TokenScores, candidate: int) -> None:
+    def _refuse_nan(self, scores: TokenScores, candidate: int) -> None:
         for model, nll in ((self._models[0], scores.baseline_nll), (self._models[candidate + 1], scores.candidate_nll)):
             if np.isnan(nll).any():
                 raise self._first_nan(model)
 
     def _first_nan(self, model: Predictor) -> NonFiniteError:
-        """Where a model's logits are NaN or Inf for the first time, in the order of the text."""
+        """Return the error that names the first token, in the order of the text, with NaN or Inf logits."""
         for text in self.corpus.texts:
             for window in text.windows:
                 ids = torch.tensor([[*self.corpus.prefix, *window.ids.tolist()]])

@@ -1,4 +1,4 @@
-"""The scores of a text's tokens in a few numbers, each with its interval."""
+"""Summary of the scores of a text: means and quantiles over tokens, with their intervals."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy.typing as npt
 from minifloat.compare.intervals import Estimate, FloatArray, mean_interval, quantile_interval, sums_by_unit
 from minifloat.compare.metrics import TOP_K, TokenScores
 
-#: Nats between the baseline's first and second choice where bins of `MarginBin` begin.
+#: Lower ends of the bins of `MarginBin`, in nats between the baseline's first and second choice.
 MARGIN_EDGES = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-#: Steps of `Summary.kl_curve`.
+#: Fractions of the tokens in `Summary.kl_curve`.
 CURVE_FRACTIONS = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.995, 0.999, 0.9995, 0.9999)
 
 
 @dataclass(frozen=True)
 class MarginBin:
-    """Tokens at which the baseline preferred its first choice by about as much.
+    """Tokens at which the baseline's margin, the distance of its first and second choice, lies in one range.
 
-    A choice that flips where the baseline hardly had one is no loss; one that flips where it was sure is.
+    A different first choice is no loss where the baseline's margin is small, and a loss where it is large.
 
     Attributes:
-        low: Nats between first and second choice; from here,
-        high: to below here; Inf in the last bin.
-        tokens: How many tokens.
-        agreement: Fraction of them at which the candidate's first choice is the same; NaN of none.
-        kl_mean: Their mean KL divergence in nats; NaN of none.
+        low: Smallest margin of the bin in nats.
+        high: End of the bin, which no margin of it reaches; Inf in the last bin.
+        tokens: Number of tokens.
+        agreement: Fraction of these tokens at which both models have the same first choice; NaN without tokens.
+        kl_mean: Mean KL divergence of these tokens in nats; NaN without tokens.
     """
 
     low: float
@@ -40,30 +40,31 @@ class MarginBin:
 
 @dataclass(frozen=True)
 class Summary:
-    """The scores of a text, or of all texts, in a few numbers.
+    """Summary of the scores of one text, or of all texts.
 
     Attributes:
-        name: The text.
-        unit: What was drawn for the intervals: ``"document"`` or ``"window"``.
-        units: How many of them.
-        tokens: Scored tokens.
-        nbytes: UTF-8 bytes that the scored tokens stand for.
-        baseline_perplexity: exp of the mean negative log-likelihood per token.
-        candidate_perplexity: The same of the candidate.
-        perplexity_ratio: The second over the first, with a paired interval.
-        baseline_bits_per_byte: Negative log-likelihood in bits, per byte of text; comparable between vocabularies.
-        candidate_bits_per_byte: The same of the candidate.
+        name: Name of the text.
+        unit: Unit that the bootstrap draws: ``"document"`` or ``"window"``.
+        units: Number of units.
+        tokens: Number of scored tokens.
+        nbytes: Number of UTF-8 bytes of the scored tokens.
+        baseline_perplexity: The baseline's perplexity: exp of the mean negative log-likelihood per token.
+        candidate_perplexity: The candidate's perplexity.
+        perplexity_ratio: The candidate's perplexity over the baseline's, with a paired interval.
+        baseline_bits_per_byte: The baseline's negative log-likelihood in bits per byte of text; comparable between
+            vocabularies.
+        candidate_bits_per_byte: The candidate's negative log-likelihood in bits per byte of text.
         kl_mean: Mean KL divergence in nats per token.
-        kl_median: Its median; likewise its 99th and 99.9th percentile.
-        kl_p99: See `kl_median`.
-        kl_p999: See `kl_median`.
-        kl_max: Its largest value.
-        top1_agreement: Fraction of the tokens at which both models' first choice is the same.
-        agreement: The same, ties apart: tokens count as agreed at which the baseline's two first choices are within
-            `minifloat.compare.metrics.TIE` nats.
+        kl_median: Median of the KL divergence.
+        kl_p99: 99th percentile of the KL divergence.
+        kl_p999: 99.9th percentile of the KL divergence.
+        kl_max: Largest KL divergence.
+        top1_agreement: Fraction of the tokens at which both models have the same first choice.
+        agreement: Like `top1_agreement`, but tokens at which the probabilities of the baseline's two first choices are
+            within `minifloat.compare.metrics.TIE` nats (a tie) count as agreeing.
         topk_overlap: Fraction of the baseline's ten most probable tokens that are among the candidate's ten.
-        margins: Agreement by how sure the baseline was.
-        kl_curve: Pairs of a fraction of the tokens and the KL divergence that so many stay below.
+        margins: Agreement by the baseline's margin.
+        kl_curve: Pairs of a fraction of the tokens and the KL divergence that this fraction stays below.
     """
 
     name: str
@@ -89,12 +90,12 @@ class Summary:
 
 
 def perplexity(nll: FloatArray) -> float:
-    """The exponential of the mean of negative log-likelihoods in nats; Inf where that is too large for a float."""
+    """Return exp of the mean of negative log-likelihoods in nats; Inf where it is too large for a float."""
     return _exp(float(nll.mean()))
 
 
 def bits_per_byte(nll: FloatArray, nbytes: float) -> float:
-    """Negative log-likelihoods in nats as bits per byte of the text."""
+    """Convert negative log-likelihoods in nats to bits per byte of the text."""
     return float(nll.sum()) / math.log(2) / nbytes
 
 
@@ -102,11 +103,11 @@ def summarize(name: str, scores: TokenScores, nbytes: float, unit: str, vocab_si
     """Reduce scores to a `Summary`.
 
     Args:
-        name: The text.
-        scores: At least one token.
-        nbytes: UTF-8 bytes of the scored tokens.
-        unit: What `TokenScores.unit` counts.
-        vocab_size: Tokens of the vocabulary.
+        name: Name of the text.
+        scores: Scores of at least one token.
+        nbytes: Number of UTF-8 bytes of the scored tokens.
+        unit: Name of the unit that `TokenScores.unit` numbers.
+        vocab_size: Number of tokens in the vocabulary.
     """
     numbers, index = np.unique(scores.unit, return_inverse=True)
     index, count = index.astype(np.int64), len(numbers)
@@ -149,10 +150,10 @@ def _margins(scores: TokenScores) -> tuple[MarginBin, ...]:
     bins = []
     numbers = np.digitize(scores.margin, MARGIN_EDGES) - 1
     for number, (low, high) in enumerate(zip(MARGIN_EDGES, (*MARGIN_EDGES[1:], math.inf), strict=True)):
-        chosen = numbers == number
-        tokens = int(chosen.sum())
-        agreement = float(scores.agree[chosen].mean()) if tokens else math.nan
-        kl = float(scores.kl[chosen].mean()) if tokens else math.nan
+        in_bin = numbers == number
+        tokens = int(in_bin.sum())
+        agreement = float(scores.agree[in_bin].mean()) if tokens else math.nan
+        kl = float(scores.kl[in_bin].mean()) if tokens else math.nan
         bins.append(MarginBin(low, high, tokens, agreement, kl))
     return tuple(bins)
 

@@ -1,7 +1,8 @@
-"""Is it still the same model? An answer against stated bounds, or how much text would give one.
+"""The verdict: whether a candidate is within stated bounds of the baseline, or how much more text would decide.
 
-A bound is kept if the whole 95% interval keeps it, broken if the whole interval breaks it; in between the text does not
-tell. Every text is judged, not only all of them together, or much prose would hide what happened to a little code.
+A bound is kept if the whole 95% interval keeps it and broken if the whole interval breaks it; otherwise the check is
+undecided. Every text is judged by itself too, because a large text of prose would hide the damage to a small text of
+code.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from minifloat.errors import UsageError
 
 
 class Outcome(enum.Enum):
-    """What a verdict says, and the exit status of the command for it."""
+    """The result of a check or a verdict, and the exit status of the command for it."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -25,21 +26,21 @@ class Outcome(enum.Enum):
 
     @property
     def exit_code(self) -> int:
-        """0, 1 or 3; 2 is a user's mistake."""
+        """Exit status: 0, 1 or 3. Status 2 is a usage error."""
         return {Outcome.PASSED: 0, Outcome.FAILED: 1, Outcome.UNDECIDED: 3}[self]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a quantized model may be from the original.
+    """The bounds that a candidate has to keep.
 
     Attributes:
-        max_ppl_increase: Of perplexity; 0.01 is 1%.
-        max_kl: Mean KL divergence in nats per token.
-        min_agreement: Fraction of tokens with the same first choice, ties apart (`Summary.agreement`).
+        max_ppl_increase: Largest relative increase of perplexity; 0.01 is 1%.
+        max_kl: Largest mean KL divergence in nats per token.
+        min_agreement: Smallest fraction of tokens with the same first choice, ties excepted (`Summary.agreement`).
 
     Raises:
-        UsageError: A bound is below 0, or not a number, or the agreement above 1.
+        UsageError: If a bound is below 0 or NaN, or if the agreement is above 1.
     """
 
     max_ppl_increase: float = 0.01
@@ -58,10 +59,11 @@ class Check:
     Attributes:
         text: Name of the text.
         quantity: ``"perplexity increase"``, ``"mean KL"`` or ``"agreement"``.
-        estimate: What was measured.
-        bound: What it was held against.
-        outcome: Whether the bound was kept.
-        tokens_needed: About how many tokens of this text would decide; None where it is decided or nobody can say.
+        estimate: The measured quantity.
+        bound: The bound.
+        outcome: Whether the estimate keeps the bound.
+        tokens_needed: About how many tokens of this text would decide; None if the check is decided, or if the number
+            cannot be estimated.
     """
 
     text: str
@@ -74,10 +76,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer, and every check that it was made of.
+    """The verdict on a candidate, with its checks.
 
     Attributes:
-        outcome: Failed if one check failed, else undecided if one is undecided, else passed.
+        outcome: Failed if any check failed, else undecided if any is undecided, else passed.
         tolerance: The bounds.
         checks: Three per text, and three for all texts together where there are several.
     """
@@ -88,22 +90,22 @@ class Verdict:
 
     @property
     def unmet(self) -> tuple[Check, ...]:
-        """The checks that made the outcome what it is; none if it is passed."""
+        """The checks with the same outcome as the verdict; none if the verdict is passed."""
         if self.outcome is Outcome.PASSED:
             return ()
         return tuple(check for check in self.checks if check.outcome is self.outcome)
 
 
-def worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """Failed if one is, else undecided if one is, else passed."""
+def worst_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return failed if any outcome is failed, else undecided if any is undecided, else passed."""
     order = (Outcome.FAILED, Outcome.UNDECIDED, Outcome.PASSED)
     return min(outcomes, key=order.index, default=Outcome.PASSED)
 
 
 def judge(summaries: Sequence[Summary], tolerance: Tolerance) -> Verdict:
-    """Hold each summary against the bounds."""
+    """Check each summary against the bounds."""
     checks = tuple(check for summary in summaries for check in _checks(summary, tolerance))
-    return Verdict(worst([check.outcome for check in checks]), tolerance, checks)
+    return Verdict(worst_outcome([check.outcome for check in checks]), tolerance, checks)
 
 
 def _checks(summary: Summary, tolerance: Tolerance) -> list[Check]:

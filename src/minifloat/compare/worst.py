@@ -1,4 +1,4 @@
-"""The tokens at which two models differ most, with what each of them would have said."""
+"""The tokens at which two models differ most, with the tokens that each model expected there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from minifloat.compare.corpus import Corpus, WindowBatch
@@ -15,21 +14,21 @@ from minifloat.compare.metrics import Distribution, TokenScores
 from minifloat.compare.result import LikelyToken, WorstToken
 
 WORST_TOKENS = 20
-_CHOICES = 5
+_LIKELY_TOKENS = 5
 _CONTEXT_TOKENS = 48
 
 
 @dataclass(frozen=True)
 class ScoredPosition:
-    """A token of the corpus, and what both models expected there.
+    """A token of the corpus, and the tokens that both models expected there.
 
     Attributes:
-        kl: In nats.
+        kl: KL divergence in nats.
         text: Number of the text.
-        window: Number of the window in it.
+        window: Number of the window in the text.
         column: Number of the token in the window.
-        baseline: Pairs of a token id and its probability, the most probable first.
-        candidate: The same of the candidate.
+        baseline: The baseline's most probable tokens as pairs of token id and probability, in descending order.
+        candidate: The candidate's most probable tokens, likewise.
     """
 
     kl: float
@@ -41,36 +40,36 @@ class ScoredPosition:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Where it is."""
+        """Text, window and column."""
         return self.text, self.window, self.column
 
 
 class WorstPositions:
-    """The `WORST_TOKENS` spots of the largest KL among all that it is shown."""
+    """The `WORST_TOKENS` positions with the largest KL divergence of all that were added."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, ScoredPosition]] = []
         self._numbers = itertools.count()
 
-    def offer(self, spots: Iterable[ScoredPosition]) -> None:
-        """Keep those that are among the worst; one that is known already counts once."""
-        known = {spot.place for _, _, spot in self._heap}
-        for spot in spots:
-            if spot.place in known:
+    def offer(self, positions: Iterable[ScoredPosition]) -> None:
+        """Add positions, and drop all but the worst; a position that is already here is not added again."""
+        places = {position.place for _, _, position in self._heap}
+        for position in positions:
+            if position.place in places:
                 continue
-            known.add(spot.place)
-            heapq.heappush(self._heap, (spot.kl, -next(self._numbers), spot))
+            places.add(position.place)
+            heapq.heappush(self._heap, (position.kl, -next(self._numbers), position))
             if len(self._heap) > WORST_TOKENS:
                 heapq.heappop(self._heap)
 
-    def look(self, scores: TokenScores, p: Distribution, q: Distribution, batch: WindowBatch, first: int) -> None:
-        """Go through the scores of a slab of positions.
+    def add(self, scores: TokenScores, p: Distribution, q: Distribution, batch: WindowBatch, first: int) -> None:
+        """Add the worst positions of a slab.
 
         Args:
-            scores: Of the slab.
+            scores: Scores of the slab.
             p: The baseline's distributions.
-            q: The candidate's.
-            batch: That the slab is of.
+            q: The candidate's distributions.
+            batch: The batch that contains the slab.
             first: Number of the slab's first position among the scored positions of the batch.
         """
         bound = self._heap[0][0] if len(self._heap) == WORST_TOKENS else 0.0
@@ -78,45 +77,40 @@ class WorstPositions:
         width = batch.ids.shape[1] - 1
         for row in sorted(rows, key=lambda row: -scores.kl[row])[:WORST_TOKENS]:
             window, column = divmod(first + int(row), width)
-            choices = (_choices(p, int(row)), _choices(q, int(row)))
-            self.offer([ScoredPosition(float(scores.kl[row]), batch.text, batch.windows[window], column + 1, *choices)])
+            tokens = (_likely_tokens(p, int(row)), _likely_tokens(q, int(row)))
+            self.offer([ScoredPosition(float(scores.kl[row]), batch.text, batch.windows[window], column + 1, *tokens)])
 
-    def spots(self) -> list[ScoredPosition]:
-        """Worst first."""
-        return [spot for _, _, spot in sorted(self._heap, reverse=True)]
+    def ranked(self) -> list[ScoredPosition]:
+        """Return the positions, the largest KL divergence first."""
+        return [position for _, _, position in sorted(self._heap, reverse=True)]
 
 
-def _choices(distribution: Distribution, row: int) -> tuple[tuple[int, float], ...]:
+def _likely_tokens(distribution: Distribution, row: int) -> tuple[tuple[int, float], ...]:
     probabilities = distribution.top_log_probabilities()[row].exp()
     pairs = zip(distribution.top[row].tolist(), probabilities.tolist(), strict=True)
-    return tuple(itertools.islice(pairs, _CHOICES))
+    return tuple(itertools.islice(pairs, _LIKELY_TOKENS))
 
 
-def describe(spot: ScoredPosition, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> WorstToken:
-    """A spot in words."""
-    text = corpus.texts[spot.text]
-    window = text.windows[spot.window]
-    column = spot.column - len(corpus.prefix)
-    before = window.ids[max(column - _CONTEXT_TOKENS, 0) : column].tolist()
+def to_worst_token(position: ScoredPosition, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> WorstToken:
+    """Decode a position: its context, its token, and the tokens that both models expected."""
+    text = corpus.texts[position.text]
+    window = text.windows[position.window]
+    column = position.column - len(corpus.prefix)
+    context = window.ids[max(column - _CONTEXT_TOKENS, 0) : column].tolist()
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    def choices(pairs: tuple[tuple[int, float], ...]) -> tuple[LikelyToken, ...]:
+    def likely_tokens(pairs: tuple[tuple[int, float], ...]) -> tuple[LikelyToken, ...]:
         return tuple(LikelyToken(decode([token]), probability) for token, probability in pairs)
 
     return WorstToken(
         text=text.name,
         document=window.document,
         position=window.start + column,
-        context=decode(before),
+        context=decode(context),
         token=decode([int(window.ids[column])]),
-        kl=spot.kl,
-        baseline=choices(spot.baseline),
-        candidate=choices(spot.candidate),
+        kl=position.kl,
+        baseline=likely_tokens(position.baseline),
+        candidate=likely_tokens(position.candidate),
     )
-
-
-def scored_targets(batch: WindowBatch) -> torch.Tensor:
-    """The tokens that are predicted in a batch, ``[B * (W - 1)]``."""
-    return batch.ids[:, 1:].flatten()

@@ -15,10 +15,10 @@ from torch import nn
 from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.checkpoint import Checkpoint
 from minifloat.compare.attribution import Suggestion, attribute
-from minifloat.compare.attribution.budget import Budget
-from minifloat.compare.attribution.differences import Difference, Place, find_differences
+from minifloat.compare.attribution.budget import TimeBudget
+from minifloat.compare.attribution.differences import Difference, Location, find_differences
 from minifloat.compare.attribution.mixture import Distance, Mixtures
-from minifloat.compare.attribution.suggestion import Choices, Group, suggest
+from minifloat.compare.attribution.suggestion import KeepableGroups, ModuleGroup, suggest
 from minifloat.compare.metrics import TIE
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
@@ -141,10 +141,10 @@ def test_what_is_suggested_costs_little_more_than_the_best_of_all_choices(llama_
 
 def test_what_turns_out_not_to_be_needed_is_given_back() -> None:
     """Of the first three it takes the third, and one of the others, of which the second is cheaper."""
-    differences = {name: Difference((Place("", name),)) for name in "abcd"}
+    differences = {name: Difference((Location("", name),)) for name in "abcd"}
     damage = {"a": 4.0, "b": 3.0, "c": 2.0, "d": 0.1}
     nbytes = {"a": 4, "b": 3, "c": 20, "d": 10}
-    groups = tuple(Group((differences[name],), (name,), nbytes[name], damage[name]) for name in "abcd")
+    groups = tuple(ModuleGroup((differences[name],), (name,), nbytes[name], damage[name]) for name in "abcd")
 
     class Fake:
         tokens = 1
@@ -157,7 +157,7 @@ def test_what_turns_out_not_to_be_needed_is_given_back() -> None:
             return len(list(kept)) < 4
 
     fake: Any = Fake()
-    found = suggest(Choices(groups, tuple("abcd")), fake, Tolerance(), Budget(SECONDS))
+    found = suggest(KeepableGroups(groups, tuple("abcd")), fake, Tolerance(), TimeBudget(SECONDS))
     assert found is not None
     assert (found.modules, found.extra_bytes, found.reaches, found.everything) == (("b", "c"), 23, True, False)
 

@@ -1,9 +1,9 @@
-"""Where the damage comes from: which modules of a quantized model make it differ from its baseline.
+"""Attribution: which modules of a quantized model make it differ from its baseline.
 
-Every module in which the two differ gets the signal-to-noise ratio of its output, from one pass. That says how well it
-is quantized but not what the model makes of the error, so modules are also exchanged one at a time, the worst of them
-are taken out of the candidate, and with what is known then a mixture is looked for that is within the tolerance. All on
-a sample of the text, for as long as the time allows.
+One pass measures the signal-to-quantization-noise ratio (SQNR) of the output of every module in which the two models
+differ. The SQNR says how well a module is quantized, but not how the model amplifies the error. So modules are also
+exchanged between the models one at a time, the worst modules are taken out of the candidate, and a search finds a
+mixture of both models that is within the tolerance. All measurements use a sample of the text, within a time budget.
 """
 
 from minifloat.compare.attribution.modules import Attribution, ModuleDamage, attribute

@@ -1,4 +1,4 @@
-"""A time to keep to, and what is told of it."""
+"""A time budget with progress reports."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from minifloat.report.progress import Progress
 
 
 class TimeBudget:
-    """Counts from when it is made.
+    """A time budget that starts when it is created.
 
     Args:
-        seconds: The time.
-        progress: Told about it.
+        seconds: The time in seconds.
+        progress: Called with milliseconds spent, milliseconds in total, and the current activity.
     """
 
     def __init__(self, seconds: float, progress: Progress | None = None) -> None:
@@ -21,21 +21,21 @@ class TimeBudget:
 
     @property
     def spent(self) -> float:
-        """Seconds."""
+        """Seconds since the start."""
         return time.perf_counter() - self._started
 
     def until(self, fraction: float = 1.0) -> float:
-        """Seconds until so much of the time is spent; 0 after that."""
+        """Return the seconds until this fraction of the budget is spent; 0 after that."""
         return max(fraction * self._seconds - self.spent, 0.0)
 
-    def tell(self, what: str) -> None:
-        """What is done from now on."""
+    def report(self, activity: str) -> None:
+        """Report the activity that starts now."""
         if self._progress is not None:
             total = round(self._seconds * 1000)
-            self._progress(min(round(self.spent * 1000), total), total, what)
+            self._progress(min(round(self.spent * 1000), total), total, activity)
 
-    def end(self) -> None:
-        """All is done, however early."""
+    def finish(self) -> None:
+        """Report the whole budget as spent."""
         if self._progress is not None:
             total = round(self._seconds * 1000)
             self._progress(total, total, "")

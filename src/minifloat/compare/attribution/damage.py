@@ -1,7 +1,7 @@
-"""What single modules of a quantized model do to its predictions, on as large a sample as the time allows.
+"""Damage of single modules of a quantized model, measured on as large a sample as the time budget allows.
 
-Modules are exchanged in the order of the damage that is expected of them, so that what the time does not suffice for
-matters least. First one of each kind: the same noise does more in a key projection than in a gate.
+Modules are exchanged in the order of their expected damage, so that those left over when the time is up matter least.
+One module of each role comes first, because the same noise does more damage in a key projection than in a gate.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from minifloat.compare.attribution.mixture import Mixtures, spread
 from minifloat.compare.attribution.sqnr import measure_sqnr
 from minifloat.compare.models import Predictor
 
-#: Of the first sample.
+#: Scored tokens of the first sample.
 _FEWEST_TOKENS = 512
-#: Of inputs of the head that are held for a sample.
+#: Memory for the inputs of the head on a sample.
 _FEATURE_BYTES = 2**30
-#: What the SQNR takes, in passes of one model.
+#: Time of measuring all SQNRs, in passes of one model.
 _SQNR_PASSES = 3
-#: Of the time that is left, what measuring again on a larger sample may take, so that it is done in time.
-_PART = 0.7
-#: By how much a sample has to be larger to measure again.
-_WORTHWHILE = 1.5
+#: Fraction of the remaining time to plan for measuring again on a larger sample, so that it ends in time.
+_PLANNED_SHARE = 0.7
+#: Smallest growth of the sample that justifies measuring again.
+_SMALLEST_GROWTH = 1.5
 
 
 class Expectation:
-    """What damage is expected of modules, by the noise of their output and what others of their kind did.
+    """Expected damage of modules, from the noise of their output and the damage of measured modules of the same role.
 
     Args:
-        sqnr: Of all modules, in dB.
+        sqnr: SQNR of every differing module in dB.
     """
 
     def __init__(self, sqnr: Mapping[Difference, float]) -> None:
@@ -43,36 +43,36 @@ class Expectation:
         self._ratios: dict[str, list[float]] = defaultdict(list)
 
     def noise(self, difference: Difference) -> float:
-        """Relative to the signal; 0 where the module never ran."""
+        """Return the power of the noise relative to the signal; 0 where the module never ran."""
         sqnr = self.sqnr[difference]
         return 0.0 if math.isnan(sqnr) else 10 ** (-sqnr / 10)
 
-    def learn(self, difference: Difference, kl: float) -> None:
-        """Take note of what was measured."""
+    def add(self, difference: Difference, kl: float) -> None:
+        """Add the measured KL divergence of a module."""
         noise = self.noise(difference)
         if math.isfinite(kl) and 0 < noise < math.inf:
             self._ratios[difference.role].append(kl / noise)
 
-    def is_needed(self, difference: Difference) -> bool:
-        """Whether none of its kind was measured."""
+    def has_new_role(self, difference: Difference) -> bool:
+        """Return whether no module of the same role has been measured, and the module has noise."""
         return difference.role not in self._ratios and self.noise(difference) > 0
 
     def damage(self, difference: Difference) -> float:
-        """KL divergence in nats per token; of an unknown kind that of the average one."""
-        ratios = self._ratios.get(difference.role) or [r for known in self._ratios.values() for r in known] or [1.0]
+        """Return the expected KL divergence in nats per token; for a role without measurement, from all roles."""
+        ratios = self._ratios.get(difference.role) or [r for of_role in self._ratios.values() for r in of_role] or [1.0]
         noise = self.noise(difference)
         return noise * sum(ratios) / len(ratios) if math.isfinite(noise) else math.inf
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What was measured on one sample.
+    """The measurements on one sample.
 
     Attributes:
-        mixtures: The sample.
-        expected: From the SQNR of all modules, and what was learned.
-        alone: KL divergences of single exchanges, as far as the time allowed.
-        seconds: That it took.
+        mixtures: The models on the sample.
+        expected: Expected damage of all modules.
+        alone: KL divergence in nats per token of each module that was exchanged alone.
+        seconds: Time of the measurements.
     """
 
     mixtures: Mixtures
@@ -82,15 +82,15 @@ class Damage:
 
     @property
     def complete(self) -> bool:
-        """Whether every module was exchanged."""
+        """Whether every module was exchanged alone."""
         return len(self.alone) == len(self.expected.sqnr)
 
     def sample(self, windows: Tensor, seconds: float) -> Tensor:
-        """As many windows as a pass of so many seconds can run, but no fewer than here."""
+        """Return as many windows as one pass can run in `seconds`, but no fewer than in this sample."""
         passes = max(len(self.alone), 1) + _SQNR_PASSES
         growth = max(seconds * passes / self.seconds, 1)
-        most = _FEATURE_BYTES // self.mixtures.feature_bytes
-        return spread(windows, min(growth * self.mixtures.windows, most))
+        largest = _FEATURE_BYTES // self.mixtures.feature_bytes
+        return spread(windows, min(growth * self.mixtures.windows, largest))
 
 
 def measure_damage(
@@ -101,47 +101,51 @@ def measure_damage(
     budget: TimeBudget,
     end: float,
 ) -> Damage:
-    """Measure all modules on a small sample, then on larger ones as long as the time allows.
+    """Measure all modules on a small sample, then on larger samples as long as the time allows.
 
     Args:
-        baseline: Gives modules their inputs, and the predictions that others are held against.
-        candidate: Whose modules do the damage.
-        differences: Of the two.
-        windows: ``[B, W]`` token ids, of which samples are taken.
-        budget: The time.
-        end: How much of it may be spent.
+        baseline: The model whose inputs modules get, and whose predictions are the reference.
+        candidate: The model whose modules do the damage.
+        differences: All differences of the two models.
+        windows: ``[B, W]`` token ids, from which samples are taken.
+        budget: The time budget.
+        end: Fraction of the budget that may be spent.
 
     Returns:
-        Of the largest sample on which every module could be exchanged; of the first if that was none.
+        The measurements on the largest sample for which every module could be exchanged; if there is no such sample,
+        those on the first sample.
     """
     sample = spread(windows, math.ceil(_FEWEST_TOKENS / (windows.shape[1] - 1)))
     best = None
     while True:
         started = budget.spent
         mixtures = Mixtures(baseline, candidate, sample)
-        budget.tell("output of all modules")
+        budget.report("output of all modules")
         expected = Expectation(measure_sqnr(baseline, candidate, differences, mixtures.batches))
         alone = _measure_alone(mixtures, expected, budget, end)
-        found = Damage(mixtures, expected, alone, budget.spent - started)
-        best = found if best is None or found.complete else best
-        sample = found.sample(windows, _PART * budget.until(end) / (len(differences) + _SQNR_PASSES))
-        if not found.complete or len(sample) < _WORTHWHILE * mixtures.windows:
+        damage = Damage(mixtures, expected, alone, budget.spent - started)
+        best = damage if best is None or damage.complete else best
+        sample = damage.sample(windows, _PLANNED_SHARE * budget.until(end) / (len(differences) + _SQNR_PASSES))
+        if not damage.complete or len(sample) < _SMALLEST_GROWTH * mixtures.windows:
             return best
 
 
 def _measure_alone(
     mixtures: Mixtures, expected: Expectation, budget: TimeBudget, end: float
 ) -> dict[Difference, float]:
-    """KL divergences of single exchanges: one of each kind first, then those that are expected to be the worst."""
+    """Return the KL divergences of modules exchanged alone, as many as the time allows.
+
+    One module of each role comes first, then the module with the largest expected damage.
+    """
     differences = list(expected.sqnr)
     alone: dict[Difference, float] = {}
     while len(alone) < len(differences) and budget.until(end):
-        chosen = max(
+        exchanged = max(
             (difference for difference in differences if difference not in alone),
-            key=lambda difference: (expected.is_needed(difference), expected.damage(difference)),
+            key=lambda difference: (expected.has_new_role(difference), expected.damage(difference)),
         )
-        budget.tell(f"{chosen.name} alone")
-        others = [difference for difference in differences if difference is not chosen]
-        alone[chosen] = mixtures.measure(others, cache=False).kl
-        expected.learn(chosen, alone[chosen])
+        budget.report(f"{exchanged.name} alone")
+        others = [difference for difference in differences if difference is not exchanged]
+        alone[exchanged] = mixtures.measure(others, cache=False).kl
+        expected.add(exchanged, alone[exchanged])
     return alone

@@ -1,8 +1,8 @@
-"""The candidate with some of its modules the baseline's: how far is it from the baseline?
+"""Distance from the baseline of mixtures: the candidate with some of its modules replaced by the baseline's.
 
-One operation answers every question of attribution. With all modules but one the baseline's, it is what exchanging that
-module alone does; with one, what remains without it; with those of a suggestion, what the suggestion would give. Only
-the candidate is changed, and only as long as a measurement takes.
+Every measurement of attribution is one of a mixture. With all modules but one from the baseline, it is the damage of
+this module alone; with one module from the baseline, the damage of all others; with the modules of a suggestion, the
+effect of the suggestion. Only the candidate is changed, and only while a measurement runs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
 from minifloat.runtime.linear import QuantizedWeight
 
-#: Tokens of a batch of windows.
+#: Tokens in a batch of windows.
 _BATCH_TOKENS = 2048
-#: What may be held of the baseline's distributions, so that they are computed once.
+#: Memory for the baseline's distributions. If they fit, they are computed only once.
 _HELD_BYTES = 2**28
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a model is from the baseline, on a sample.
+    """Distance of a model from the baseline, on a sample.
 
     Attributes:
         kl: Mean KL divergence in nats per token.
-        ppl_increase: Perplexity over the baseline's, less 1.
-        agreement: Fraction of tokens with the same first choice, ties apart.
+        ppl_increase: Perplexity over the baseline's perplexity, less 1.
+        agreement: Fraction of tokens with the same first choice, ties excepted.
     """
 
     kl: float
@@ -43,7 +43,7 @@ class Distance:
     agreement: float
 
     def within(self, tolerance: Tolerance) -> bool:
-        """Whether the values, taken as exact, keep all bounds."""
+        """Return whether the values, without intervals, keep all bounds."""
         return (
             self.kl <= tolerance.max_kl
             and self.ppl_increase <= tolerance.max_ppl_increase
@@ -55,39 +55,39 @@ class Mixtures:
     """Measures mixtures of two models on the same windows.
 
     Args:
-        baseline: What the baseline says of the windows is computed once.
-        candidate: Of the same architecture.
+        baseline: The baseline; the inputs of its head are computed once.
+        candidate: A model of the same architecture.
         windows: ``[B, W]`` token ids.
 
     Attributes:
-        windows: How many.
-        tokens: Scored tokens.
-        batches: The windows as they are run.
+        windows: Number of windows.
+        tokens: Number of scored tokens.
+        batches: The windows in batches.
     """
 
     def __init__(self, baseline: Predictor, candidate: Predictor, windows: Tensor) -> None:
         self._baseline, self._candidate = baseline, candidate
         self._runner = copy.copy(candidate)
-        self._runner.weight_only = False  # or it would be that of the baseline's modules, too
+        self._runner.weight_only = False  # it would also apply to the baseline's modules
         self.windows = len(windows)
         self.tokens = self.windows * (windows.shape[1] - 1)
         self.batches = torch.split(windows, max(_BATCH_TOKENS // windows.shape[1], 1))
         self._features = [_scored(baseline.features(ids)) for ids in self.batches]
-        width = torch.float64.itemsize * 2  # of the two large tensors of a `Distribution`
-        self._holds = self.tokens * baseline.vocab_size * width <= _HELD_BYTES
+        width = torch.float64.itemsize * 2  # a `Distribution` has two large tensors
+        self._hold_distributions = self.tokens * baseline.vocab_size * width <= _HELD_BYTES
         self._distributions: dict[tuple[int, int], Distribution] = {}
 
     @property
     def feature_bytes(self) -> int:
-        """Bytes that are held per window."""
+        """Bytes per window of the baseline's head inputs, which are held."""
         return sum(features.nbytes for features in self._features) // self.windows
 
     def measure(self, kept: Iterable[Difference], *, cache: bool = True) -> Distance:
-        """The candidate with these differences undone.
+        """Measure the candidate with some of the baseline's modules.
 
         Args:
-            kept: The differences in which it is to be as the baseline.
-            cache: Let its keys and values pass through what the candidate's pass through, not the baseline's.
+            kept: Differences for which the mixture has the baseline's modules.
+            cache: Whether to use the candidate's simulated KV cache; otherwise the baseline's, if it has one.
         """
         runner, kl, nll, agree = self._runner, 0.0, 0.0, 0.0
         runner.new_cache = self._candidate.new_cache if cache else self._baseline.new_cache
@@ -102,13 +102,13 @@ class Mixtures:
         return Distance(kl / self.tokens, _expm1(nll / self.tokens), agree / self.tokens)
 
     def keeps_quantized(self, kept: Iterable[Difference]) -> bool:
-        """Whether a mixture has any quantized weight."""
+        """Return whether a mixture still has a quantized weight."""
         with self._mixed(kept):
             return any(isinstance(module, QuantizedWeight) for module in self._candidate.model.modules())
 
     @contextmanager
     def _mixed(self, kept: Iterable[Difference]) -> Iterator[None]:
-        """Let every module be as its own model has it."""
+        """Mix the models; each module quantizes its inputs or not as in the predictor that it comes from."""
         with (
             self._baseline.set_up(),
             self._candidate.set_up(),
@@ -117,29 +117,29 @@ class Mixtures:
             yield
 
     def _baseline_of(self, batch: int, step: int) -> Iterator[tuple[slice, Distribution]]:
-        """What the baseline says of a batch, some rows at a time."""
+        """Yield the baseline's distributions of a batch, `step` rows at a time."""
         features = self._features[batch]
         for start in range(0, len(features), step):
-            known = self._distributions.get((batch, start))
-            p = known or Distribution(self._baseline.logits(features[start : start + step]))
-            if self._holds:
+            held = self._distributions.get((batch, start))
+            p = held or Distribution(self._baseline.logits(features[start : start + step]))
+            if self._hold_distributions:
                 self._distributions[batch, start] = p
             yield slice(start, start + step), p
 
 
 def spread(windows: Tensor, count: float) -> Tensor:
-    """About so many windows of all, at least one, evenly spread among them."""
+    """Return about `count` windows, at least one, spread evenly over all windows."""
     whole = int(min(max(count, 1), len(windows)))
     return windows[torch.arange(whole) * len(windows) // whole]
 
 
 def as_tensor(windows: Tensor | Sequence[Sequence[int]]) -> Tensor:
-    """Windows ``[B, W]``."""
+    """Return windows of token ids as a tensor ``[B, W]``."""
     return windows if isinstance(windows, Tensor) else torch.tensor([list(window) for window in windows])
 
 
 def _scored(features: Tensor) -> Tensor:
-    """The rows that predict a token of the window: ``[B, W, ...]`` to ``[B (W - 1), ...]``."""
+    """Select the rows that predict a token of the window: ``[B, W, ...]`` to ``[B (W - 1), ...]``."""
     return features[:, :-1].flatten(0, 1)
 
 

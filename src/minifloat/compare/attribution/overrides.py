@@ -1,7 +1,7 @@
-r"""Regular expressions that match the chosen names and no others, short enough to read and to type.
+r"""Short regular expressions that match chosen module names and no other names.
 
-Names are of modules in a checkpoint, ``model.layers.3.self_attn.q_proj``. What is chosen is mostly the same few
-projections in some layers, so a pattern says which layers and which projections: ``layers\\.(0|3)\\.mlp\\.down_proj$``.
+Names are those of modules in a checkpoint, ``model.layers.3.self_attn.q_proj``. Most choices are the same few
+projections in some layers, so a pattern lists the layers and the projections: ``layers\\.(0|3)\\.mlp\\.down_proj$``.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ _NUMBERED = re.compile(r"^(?P<stem>.*?\w+)\.(?P<index>\d+)\.(?P<tail>.*)$")
 
 
 def override_patterns(chosen: Collection[str], names: Collection[str]) -> tuple[str, ...]:
-    """Patterns that together match every chosen name, and of all names no other.
+    """Return patterns that together match every chosen name and no other name.
 
     Args:
-        chosen: Some of the names.
-        names: All names that a pattern is searched in.
+        chosen: The names to match, a subset of `names`.
+        names: All names.
     """
-    left, others = dict.fromkeys(chosen), [name for name in names if name not in chosen]
+    unmatched, others = dict.fromkeys(chosen), [name for name in names if name not in chosen]
     patterns = []
     for pattern in [*_layer_patterns(chosen, names), *(f"^{re.escape(name)}$" for name in chosen)]:
-        matched = [name for name in left if re.search(pattern, name)]
+        matched = [name for name in unmatched if re.search(pattern, name)]
         if matched and not any(re.search(pattern, name) for name in others):
             patterns.append(pattern)
             for name in matched:
-                del left[name]
+                del unmatched[name]
     return tuple(patterns)
 
 
@@ -37,15 +37,15 @@ class _Layers:
     """The numbered layers under one name.
 
     Attributes:
-        tails: Of each layer's number, the names within it.
-        chosen: Those of them that are chosen.
+        tails: Names within each layer, without the layer's prefix, by number of the layer.
+        chosen: The chosen ones of these names, by number of the layer.
     """
 
     tails: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     chosen: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def whole(self, tail: str) -> frozenset[int]:
-        """The layers in which all names that are or begin with `tail` are chosen, and there are some."""
+        """Return the layers in which every name that is `tail` or under it is chosen, and at least one exists."""
         return frozenset(
             index
             for index, chosen in self.chosen.items()
@@ -53,12 +53,12 @@ class _Layers:
         )
 
     def having(self, tail: str) -> frozenset[int]:
-        """The layers in which there is such a name."""
+        """Return the layers with a name that is `tail` or under it."""
         return frozenset(index for index, tails in self.tails.items() if _under(tail, tails))
 
 
 def _layer_patterns(chosen: Collection[str], names: Collection[str]) -> Iterator[str]:
-    """Patterns of whole layers first, then of blocks in them, then of single modules."""
+    """Yield patterns for whole layers first, then for blocks in them, then for single modules."""
     stems: dict[str, _Layers] = defaultdict(_Layers)
     for name in names:
         match = _NUMBERED.match(name)
@@ -79,9 +79,14 @@ def _layer_patterns(chosen: Collection[str], names: Collection[str]) -> Iterator
 
 
 def _merged(layers: _Layers) -> Iterator[tuple[frozenset[int], bool, list[str]]]:
-    """Layers, whether that is all that have them, and the tails that are chosen in them as a whole."""
+    """Group the chosen tails by layers.
+
+    Yields:
+        The numbers of layers, whether they are all layers that have these tails, and the tails that are chosen as a
+        whole in these layers.
+    """
     covered: dict[int, set[str]] = defaultdict(set)
-    found: dict[tuple[frozenset[int], bool, str], list[str]] = defaultdict(list)
+    grouped: dict[tuple[frozenset[int], bool, str], list[str]] = defaultdict(list)
     for tail in _prefixes(layers):
         whole = frozenset(index for index in layers.whole(tail) if _under(tail, layers.chosen[index]) - covered[index])
         if not whole:
@@ -90,15 +95,15 @@ def _merged(layers: _Layers) -> Iterator[tuple[frozenset[int], bool, list[str]]]
             covered[index] |= _under(tail, layers.chosen[index])
         is_block = any(name != tail for index in whole for name in _under(tail, layers.tails[index]))
         parent = tail if is_block else tail.rpartition(".")[0]  # a block is a pattern of its own
-        found[whole, layers.whole(tail) == layers.having(tail), parent].append(
+        grouped[whole, layers.whole(tail) == layers.having(tail), parent].append(
             f"{tail}." if is_block and tail else tail
         )
-    for (indices, all_of_them, _), tails in found.items():
+    for (indices, all_of_them, _), tails in grouped.items():
         yield indices, all_of_them, tails
 
 
 def _prefixes(layers: _Layers) -> list[str]:
-    """All beginnings of chosen tails, the shortest first; the empty one is the whole layer."""
+    """Return all prefixes of chosen tails, the shortest first; the empty prefix stands for the whole layer."""
     tails = dict.fromkeys(tail for chosen in layers.chosen.values() for tail in sorted(chosen))
     prefixes = {".".join(tail.split(".")[:count]): count for tail in tails for count in range(tail.count(".") + 2)}
     return sorted(prefixes, key=lambda prefix: prefixes[prefix])
@@ -109,7 +114,7 @@ def _under(tail: str, names: set[str]) -> set[str]:
 
 
 def _alternatives(tails: list[str]) -> str:
-    """A pattern for names that end alike, or for the one block ``"mlp."``."""
+    """Return a pattern for several tails, or for a single block such as ``"mlp."``."""
     if tails[0].endswith("."):
         return re.escape(tails[0])
     start = _common_start(tails)

@@ -1,7 +1,7 @@
-"""Signal to quantization noise of the output of modules, on the inputs that the baseline gives them.
+"""Signal-to-quantization-noise ratio (SQNR) of the outputs of modules, on the baseline's inputs.
 
-Sums of squares are all that is kept, so one pass measures every module whatever the sample's size. The noise of a stack
-of experts is that of the module that holds it, which has no output between its projections.
+Only sums of squares are kept, so one pass measures every module on a sample of any size. A stack of experts is measured
+at the output of the module that holds it, because that module has no output between its projections.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from minifloat.runtime.experts import QuantizedExperts
 
 
 class _Meter:
-    """Sums the squares of one module's output and of its error."""
+    """Forward hook that sums the squares of one module's output and of its error."""
 
     def __init__(self, baseline: nn.Module, candidate: nn.Module, difference: Difference) -> None:
         self._baseline, self._candidate, self._difference = baseline, candidate, difference
-        place = difference.places[0]
-        held, other = place.get(baseline), place.get(candidate)
-        runs = isinstance(held, nn.Module) and not isinstance(held, QuantizedExperts) and isinstance(other, nn.Module)
+        location = difference.locations[0]
+        own, other = location.get(baseline), location.get(candidate)
+        runs = isinstance(own, nn.Module) and not isinstance(own, QuantizedExperts) and isinstance(other, nn.Module)
         self._other = other if runs else None
-        self.host = baseline.get_submodule(place.name if runs else place.holder)
+        self.host = baseline.get_submodule(location.name if runs else location.holder)
         self.signal = self.noise = 0.0
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """As a forward hook."""
+        """Run the candidate's module on the same inputs, and add the squares of the output and of the error."""
         if isinstance(self._other, nn.Module):
-            found = self._other(*args, **kwargs)
+            other_output = self._other(*args, **kwargs)
         else:
             with exchanged(self._baseline, self._candidate, [self._difference]):
-                found = module.forward(*args, **kwargs)
+                other_output = module.forward(*args, **kwargs)
         expected = _tensor(output).double()
         self.signal += float(expected.square().sum())
-        self.noise += float((_tensor(found).double() - expected).square().sum())
+        self.noise += float((_tensor(other_output).double() - expected).square().sum())
 
     def sqnr(self) -> float:
-        """In dB: Inf where there is no noise, -Inf where there is nothing else, NaN where the module never ran."""
+        """Return the ratio in dB: Inf without noise, -Inf without signal, NaN where the module never ran."""
         if math.isnan(self.noise) or math.isinf(self.noise):
             return -math.inf
         if self.noise == 0:
@@ -55,13 +55,13 @@ class _Meter:
 def measure_sqnr(
     baseline: Predictor, candidate: Predictor, differences: Sequence[Difference], batches: Iterable[Tensor]
 ) -> Mapping[Difference, float]:
-    """The ratio in dB of every difference.
+    """Return the SQNR in dB of every difference.
 
     Args:
-        baseline: Is run.
-        candidate: Its modules are run on the same inputs.
-        differences: Of the two.
-        batches: ``[B, W]`` token ids each.
+        baseline: The model to run.
+        candidate: The model whose modules run on the baseline's inputs.
+        differences: All differences of the two models.
+        batches: Batches of token ids ``[B, W]``.
     """
     meters = {difference: _Meter(baseline.model, candidate.model, difference) for difference in differences}
     with ExitStack() as hooks, candidate.set_up():
@@ -75,7 +75,7 @@ def measure_sqnr(
 
 
 def _tensor(output: Any) -> Tensor:
-    """The first tensor of a module's output."""
+    """Return the first tensor of a module's output."""
     while not isinstance(output, Tensor):
         output = output[0]
     return output

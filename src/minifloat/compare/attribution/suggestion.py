@@ -1,11 +1,11 @@
-"""Which modules to keep in 16 bits so that a quantized model is the same model again, for the fewest extra bytes.
+"""Suggestion of modules to keep in 16 bits, so that a quantized model is within the tolerance for few extra bytes.
 
-Modules are ranked by the damage that they do per byte that keeping them costs. How many of that ranking are enough is
-found by bisection, each step measuring the mixture as it would be, because damages of modules do not add up; then those
-that turn out not to be needed are given back. What servers run as one (q/k/v, gate/up, all experts of a layer) is kept
-as one.
+Modules are ranked by their damage per extra byte of keeping them. Bisection finds how many modules from the top of this
+ranking are enough; each step measures the mixture itself, because the damages of modules do not add up. Modules that
+turn out to be unnecessary are then dropped. Modules that servers fuse (q/k/v, gate/up, all experts of a layer) are kept
+or dropped together.
 
-Left out: proof that no cheaper choice exists. There are too many to try.
+Left out: a proof that no cheaper choice exists. There are too many choices to try.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.architecture.roles import Role, is_matrix, role_of
-from minifloat.checkpoint import Checkpoint
 from minifloat.compare.attribution.budget import TimeBudget
 from minifloat.compare.attribution.differences import Difference
 from minifloat.compare.attribution.mixture import Distance, Mixtures
@@ -30,23 +29,23 @@ from minifloat.runtime.names import assign
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Modules to leave in the baseline's precision, and what the model is then, measured.
+    """Modules to leave in the baseline's precision, and the measured effect.
 
-    Figures are of a sample of the text and have no interval.
+    All measurements are of a sample of the text and have no interval.
 
     Attributes:
-        overrides: As ``minifloat quantize --override`` takes them, ``"REGEX=bf16"``.
-        modules: The modules that these match, by their names in the baseline's checkpoint.
-        extra_bytes: What that costs.
+        overrides: Values for ``minifloat quantize --override``, ``"REGEX=bf16"``.
+        modules: The modules that the overrides match, by their names in the baseline's checkpoint.
+        extra_bytes: Bytes by which the checkpoint grows.
         kl_before: Mean KL divergence of the candidate in nats per token.
-        kl_after: The same with the suggestion.
-        ppl_increase_before: Perplexity over the baseline's, less 1, of the candidate.
-        ppl_increase_after: The same with the suggestion.
-        agreement_before: Fraction of tokens at which the candidate's first choice is the baseline's, ties apart.
-        agreement_after: The same with the suggestion.
-        reaches: Whether the model is then within the tolerance.
-        everything: Whether nothing would stay quantized; another scheme is the better answer then.
-        tokens: Scored tokens of the sample.
+        kl_after: Mean KL divergence with the suggestion.
+        ppl_increase_before: The candidate's perplexity over the baseline's, less 1.
+        ppl_increase_after: Perplexity increase with the suggestion.
+        agreement_before: Fraction of tokens at which the candidate has the baseline's first choice, ties excepted.
+        agreement_after: Agreement with the suggestion.
+        reaches: Whether the model with the suggestion is within the tolerance.
+        everything: Whether no module would stay quantized; another scheme is then better than the suggestion.
+        tokens: Number of scored tokens of the sample.
     """
 
     overrides: tuple[str, ...]
@@ -65,13 +64,13 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """Modules that are kept together or not at all.
+    """Modules that are kept in 16 bits together or not at all.
 
     Attributes:
-        differences: In which the candidate would be as the baseline.
-        modules: Their names in the baseline's checkpoint; one of the model may be many there.
-        extra_bytes: What keeping them costs.
-        damage: What they do: KL divergences of each alone, measured or expected, added up.
+        differences: Differences between the models that keeping the group removes.
+        modules: Names in the baseline's checkpoint; one module of the model may have many names there.
+        extra_bytes: Bytes by which the checkpoint grows if the group is kept.
+        damage: Sum of the KL divergences of each module alone, measured or expected.
     """
 
     differences: tuple[Difference, ...]
@@ -81,17 +80,17 @@ class ModuleGroup:
 
     @property
     def worth(self) -> float:
-        """Damage per byte."""
+        """Damage per extra byte."""
         return self.damage / self.extra_bytes if self.extra_bytes > 0 else math.inf
 
 
 @dataclass(frozen=True)
 class KeepableGroups:
-    """What could be kept.
+    """The groups of modules that could be kept in 16 bits.
 
     Attributes:
-        groups: The most worth first.
-        names: All names of the baseline's checkpoint that overrides are searched in.
+        groups: The groups, in descending order of damage per extra byte.
+        names: Names of all modules in the baseline's checkpoint that overrides apply to.
     """
 
     groups: tuple[ModuleGroup, ...]
@@ -105,27 +104,27 @@ class KeepableGroups:
         damage: Mapping[Difference, float],
         extra_bytes: Mapping[Difference, int],
     ) -> KeepableGroups:
-        """Those differences that `quantize` would not make if told so.
+        """Group the differences that an override of `quantize` would remove.
 
         Args:
-            baseline: Its folder says how tensors are named; none can be kept if it is itself quantized.
-            candidate: Its quantized weights are the choices.
-            damage: Of all differences.
-            extra_bytes: Of all differences.
+            baseline: The baseline, whose checkpoint names the tensors; if it is quantized, there are no groups.
+            candidate: The candidate, whose quantized weights could be kept in 16 bits.
+            damage: KL divergence of each difference alone, measured or expected.
+            extra_bytes: Bytes by which each difference makes the baseline's checkpoint larger.
 
         Raises:
-            CheckpointError: The folder of the baseline cannot be read.
+            CheckpointError: If the headers of the baseline's folder cannot be read.
         """
-        with Checkpoint.open(baseline.folder) as checkpoint:
-            if checkpoint.quantization_config is not None:
-                return cls((), ())
-            infos = dict(checkpoint.tensors)
+        checkpoint = baseline.headers()
+        if checkpoint.quantization_config is not None:
+            return cls((), ())
+        infos = dict(checkpoint.tensors)
         assignments, _ = assign(baseline.model, infos)
         sources = {assignment.target: assignment.sources for assignment in assignments}
         grouped: dict[str, list[tuple[Difference, tuple[str, ...]]]] = defaultdict(list)
         for difference in damage:
-            place = difference.places[0].name
-            names = tuple(map(_module, sources.get(place) or sources.get(f"{place}.weight") or ()))
+            location = difference.locations[0].name
+            names = tuple(map(_module, sources.get(location) or sources.get(f"{location}.weight") or ()))
             if names and difference.is_quantization(baseline.model, candidate.model):
                 grouped[expert_group(names[0]) or fused_group(names[0])].append((difference, names))
         groups = [
@@ -142,33 +141,33 @@ class KeepableGroups:
 
 
 def suggest(
-    choices: KeepableGroups,
+    keepable: KeepableGroups,
     mixtures: Mixtures,
     tolerance: Tolerance,
     budget: TimeBudget,
 ) -> Suggestion | None:
-    """Find what to keep.
+    """Search for the modules to keep in 16 bits.
 
     Args:
-        choices: At least one group.
-        mixtures: Of the baseline and the candidate that is to be brought within the tolerance.
-        tolerance: How far the model may be from the baseline.
-        budget: When it is spent, the best that is known is taken.
+        keepable: At least one group.
+        mixtures: Measures mixtures of the baseline and the candidate.
+        tolerance: Bounds to keep.
+        budget: Time budget; when it is spent, the best choice so far is returned.
 
     Returns:
-        None if the candidate is within the tolerance as it is.
+        The suggestion; None if the candidate is already within the tolerance.
     """
-    budget.tell("the candidate on the sample")
+    budget.report("the candidate on the sample")
     before = mixtures.measure(())
     if before.within(tolerance):
         return None
     search = _Search(mixtures, tolerance, budget)
-    kept, after = search.prefix(choices.groups)
+    kept, after = search.prefix(keepable.groups)
     if after.within(tolerance):
         kept, after = search.pruned(kept, after)
     modules = tuple(name for group in kept for name in group.modules)
     return Suggestion(
-        overrides=tuple(str(Override(pattern, None)) for pattern in override_patterns(modules, choices.names)),
+        overrides=tuple(str(Override(pattern, None)) for pattern in override_patterns(modules, keepable.names)),
         modules=modules,
         extra_bytes=sum(group.extra_bytes for group in kept),
         kl_before=before.kl,
@@ -184,40 +183,40 @@ def suggest(
 
 
 class _Search:
-    """Measures choices until one is good or the time is up."""
+    """Measures choices of groups until one is within the tolerance or the time is up."""
 
     def __init__(self, mixtures: Mixtures, tolerance: Tolerance, budget: TimeBudget) -> None:
         self._mixtures, self._tolerance, self._budget = mixtures, tolerance, budget
 
     def prefix(self, ranked: Sequence[ModuleGroup]) -> tuple[list[ModuleGroup], Distance]:
-        """The fewest groups from the first that are enough; all if even those are not."""
+        """Return the shortest prefix of the ranking that is within the tolerance; all groups if none is."""
         low, high = 0, len(ranked)
         reached = self._measure(ranked)
         while reached.within(self._tolerance) and high - low > 1 and self._budget.until():
             middle = (low + high) // 2
-            found = self._measure(ranked[:middle])
-            if found.within(self._tolerance):
-                high, reached = middle, found
+            distance = self._measure(ranked[:middle])
+            if distance.within(self._tolerance):
+                high, reached = middle, distance
             else:
                 low = middle
         return list(ranked[:high]), reached
 
     def pruned(self, kept: list[ModuleGroup], reached: Distance) -> tuple[list[ModuleGroup], Distance]:
-        """Without groups that are not needed, the most expensive first.
+        """Drop groups that are unnecessary, trying the most expensive first.
 
-        The last one is, or a shorter prefix would have been enough.
+        The last group is necessary, because otherwise a shorter prefix would have been enough.
         """
         for group in sorted(kept[:-1], key=lambda group: -group.extra_bytes):
             if not self._budget.until():
                 break
             fewer = [other for other in kept if other is not group]
-            found = self._measure(fewer)
-            if found.within(self._tolerance):
-                kept, reached = fewer, found
+            distance = self._measure(fewer)
+            if distance.within(self._tolerance):
+                kept, reached = fewer, distance
         return kept, reached
 
     def _measure(self, groups: Sequence[ModuleGroup]) -> Distance:
-        self._budget.tell(f"a suggestion of {sum(len(group.modules) for group in groups)} modules")
+        self._budget.report(f"a suggestion of {sum(len(group.modules) for group in groups)} modules")
         return self._mixtures.measure(_differences(groups))
 
 

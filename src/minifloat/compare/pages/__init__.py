@@ -1,1 +1,1 @@
-"""A comparison as a page, as a section of the model card, and as the words and numbers that both share."""
+"""Reports of a comparison: an HTML page, a section of the model card, and the sentences and numbers of both."""

@@ -1,9 +1,10 @@
 """The evaluation section of a model card (README.md): a comparison in Markdown, between two marker comments.
 
-Texts' names and models' tokens stand in tables of a file that hubs render as HTML. In `markdown` every character that
-could begin markup becomes a numeric reference, which Markdown never takes for structure. Metadata in the card's head
-(``model-index``) is left out: it has no place for intervals and verdicts, and numbers without them would be the ones
-that spread.
+Hubs render the file as HTML, and its tables contain names of texts and tokens of models. `markdown` replaces every
+character that could begin markup by a numeric reference, which Markdown never interprets as structure.
+
+Left out: metadata in the card's head (``model-index``). It cannot hold intervals and verdicts, and the numbers without
+them would spread.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _WORST, _CONTEXT, _TOKEN = 5, 40, 40
 
 
 def card_section(comparison: Comparison) -> str:
-    """What a comparison found, as Markdown, with the markers around it.
+    """Return the evaluation section of a comparison as Markdown, including its markers.
 
-    Several candidates share the tables. Of the model's text only the five tokens that differ most are quoted.
+    Several candidates share the tables. The only quoted text is that of the five tokens that differ most.
     """
     names = [markdown(name) for name in candidate_names(comparison)]
     pairs = list(zip(names, comparison.candidates, strict=True))
@@ -61,7 +62,7 @@ def card_section(comparison: Comparison) -> str:
         "",
         *_numbers(pairs),
         *_tasks(pairs),
-        *_rest(pairs),
+        *_generation_and_attribution(pairs),
         *_worst(pairs),
         *_provenance(comparison, pairs),
         END,
@@ -73,15 +74,15 @@ _Pairs = Sequence[tuple[str, CandidateResult]]
 
 
 def _verdicts(pairs: _Pairs) -> Iterator[str]:
-    for name, one in pairs:
-        yield f"- **{name}: {markdown(verdict_line(one))}**"
-        lines = unmet_lines(one)
+    for name, candidate in pairs:
+        yield f"- **{name}: {markdown(verdict_line(candidate))}**"
+        lines = unmet_lines(candidate)
         if len(lines) > 1:
             yield from (f"  - {markdown(line)}" for line in lines)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells that are Markdown already, and an empty line."""
+    """Return the lines of a table whose cells are Markdown already, and an empty line."""
     lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
 
@@ -104,29 +105,33 @@ def _numbers(pairs: _Pairs) -> list[str]:
         "top-10",
     )
     rows = [
-        [_labelled(pairs, markdown(one.summaries[place].name), name), *_row(one.summaries[place])]
+        [_labelled(pairs, markdown(candidate.summaries[place].name), name), *_row(candidate.summaries[place])]
         for place in range(len(pairs[0][1].summaries))
-        for name, one in pairs
+        for name, candidate in pairs
     ]
     return _table(columns, rows)
 
 
-def _row(one: Summary) -> list[str]:
+def _row(summary: Summary) -> list[str]:
     return [
-        f"{one.tokens:,}",
-        f"{number(one.baseline_perplexity)} -> {number(one.candidate_perplexity)}",
-        with_interval(increase(one), as_percent=True, signed=True),
-        f"{number(one.baseline_bits_per_byte)} -> {number(one.candidate_bits_per_byte)}",
-        with_interval(one.kl_mean),
-        with_interval(one.kl_p99),
-        with_interval(one.agreement, as_percent=True),
-        with_interval(one.top1_agreement, as_percent=True),
-        with_interval(one.topk_overlap, as_percent=True),
+        f"{summary.tokens:,}",
+        f"{number(summary.baseline_perplexity)} -> {number(summary.candidate_perplexity)}",
+        with_interval(increase(summary), as_percent=True, signed=True),
+        f"{number(summary.baseline_bits_per_byte)} -> {number(summary.candidate_bits_per_byte)}",
+        with_interval(summary.kl_mean),
+        with_interval(summary.kl_p99),
+        with_interval(summary.agreement, as_percent=True),
+        with_interval(summary.top1_agreement, as_percent=True),
+        with_interval(summary.topk_overlap, as_percent=True),
     ]
 
 
 def _tasks(pairs: _Pairs) -> list[str]:
-    rows = [[_labelled(pairs, markdown(task.task), name), *_task(task)] for name, one in pairs for task in one.tasks]
+    rows = [
+        [_labelled(pairs, markdown(task.task), name), *_task(task)]
+        for name, candidate in pairs
+        for task in candidate.tasks
+    ]
     columns = ("task", "metric", "items", "baseline", "candidate", "difference", "McNemar's p", "recovery")
     return _table(columns, rows) if rows else []
 
@@ -143,37 +148,37 @@ def _task(task: TaskDifference) -> list[str]:
     ]
 
 
-def _rest(pairs: _Pairs) -> Iterator[str]:
-    """Generation and attribution, a sentence each."""
-    for name, one in pairs:
+def _generation_and_attribution(pairs: _Pairs) -> Iterator[str]:
+    """Yield a sentence on generation and one on attribution for each candidate that has them."""
+    for name, candidate in pairs:
         label = f"{name}: " if len(pairs) > 1 else ""
-        if one.generation is not None:
-            yield from (f"{label}Greedy generation: {generation_text(one.generation)}.", "")
-        if one.attribution is not None and one.attribution.suggestion is not None:
-            advice = one.attribution.suggestion
-            yield f"{label}{suggestion_text(advice)} ({attribution_text(one.attribution)})."
-            yield from (f"minifloat quantize takes {markdown(option)}." for option in override_options(advice))
+        if candidate.generation is not None:
+            yield from (f"{label}Greedy generation: {generation_text(candidate.generation)}.", "")
+        if candidate.attribution is not None and candidate.attribution.suggestion is not None:
+            suggestion = candidate.attribution.suggestion
+            yield f"{label}{suggestion_text(suggestion)} ({attribution_text(candidate.attribution)})."
+            yield from (f"minifloat quantize takes {markdown(option)}." for option in override_options(suggestion))
             yield ""
 
 
 def _worst(pairs: _Pairs) -> list[str]:
     rows = [
-        [_labelled(pairs, number(worst.kl, 3), name), *_spot(worst)]
-        for name, one in pairs
-        for worst in one.worst[:_WORST]
+        [_labelled(pairs, number(worst.kl, 3), name), *_worst_cells(worst)]
+        for name, candidate in pairs
+        for worst in candidate.worst[:_WORST]
     ]
     columns = ("KL", "after", "came", "baseline expected", "candidate expected")
     return ["The tokens that differ most:", "", *_table(columns, rows)] if rows else []
 
 
-def _spot(worst: WorstToken) -> list[str]:
-    firsts = [
-        f"{_token(choices[0].token)} ({choices[0].probability:.0%})" if choices else "-"
-        for choices in (worst.baseline, worst.candidate)
+def _worst_cells(worst: WorstToken) -> list[str]:
+    first_choices = [
+        f"{_token(tokens[0].token)} ({tokens[0].probability:.0%})" if tokens else "-"
+        for tokens in (worst.baseline, worst.candidate)
     ]
     context = visible(worst.context)
     before = f"…{context[-_CONTEXT:]}" if len(context) > _CONTEXT else context
-    return [markdown(before), _token(worst.token), *firsts]
+    return [markdown(before), _token(worst.token), *first_choices]
 
 
 def _token(token: str) -> str:
@@ -181,10 +186,10 @@ def _token(token: str) -> str:
 
 
 def _provenance(comparison: Comparison, pairs: _Pairs) -> Iterator[str]:
-    for name, one in pairs:
-        cache = f", keys and values in {one.model.kv_cache}" if one.model.kv_cache else ""
-        inputs = markdown(f"{one.model.activations}{cache}")
-        yield f"- {name}: {markdown(size_lines(comparison, one))}; inputs of the linears in {inputs}"
+    for name, candidate in pairs:
+        cache = f", keys and values in {candidate.model.kv_cache}" if candidate.model.kv_cache else ""
+        inputs = markdown(f"{candidate.model.activations}{cache}")
+        yield f"- {name}: {markdown(size_lines(comparison, candidate))}; inputs of the linears in {inputs}"
     for text in comparison.texts:
         yield (
             f"- {markdown(text.name)}: {text.documents:,} documents, {text.tokens:,} tokens, "

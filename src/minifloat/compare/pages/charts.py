@@ -1,4 +1,4 @@
-"""The charts of a comparison's page; each is empty text where there is nothing to draw."""
+"""The charts of a comparison's page; a function returns an empty string if there is nothing to draw."""
 
 from __future__ import annotations
 
@@ -18,34 +18,37 @@ from minifloat.report.svg import COLORS
 from minifloat.report.text import visible
 
 _WORST_MODULES = 15
-#: Points of a curve over the tokens of continuations.
-_STEPS = 100
-#: KL divergences that are so much smaller than the largest are rounding, and would take most of a log axis.
+#: About how many points a curve over the tokens of continuations has.
+_CURVE_POINTS = 100
+#: Smaller fractions of the largest KL divergence are rounding, and would take most of a log axis.
 _SMALLEST_SHARE = 1e-7
 
 
 def change_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> str:
-    """Change of perplexity by text, with intervals and the bound."""
+    """Draw the change of perplexity by text, with intervals and the bound."""
     rows = []
     for place, summary in enumerate(candidates[0].summaries):
-        changes = [increase(one.summaries[place]) for one in candidates]
-        texts = [with_interval(one, as_percent=True, signed=True) for one in changes]
-        dots = [Dot(one.value, text, one.low, one.high) for one, text in zip(changes, texts, strict=True)]
+        changes = [increase(candidate.summaries[place]) for candidate in candidates]
+        texts = [with_interval(change, as_percent=True, signed=True) for change in changes]
+        dots = [Dot(change.value, text, change.low, change.high) for change, text in zip(changes, texts, strict=True)]
         rows.append((visible(summary.name), dots))
     bound = candidates[0].verdict.tolerance.max_ppl_increase
     caption = "Change of perplexity with its 95% interval, by text"
-    below = any(min(dot.value, dot.low) < 0 for _, dots in rows for dot in dots)
-    axis = Axis("change of perplexity", percent=True, low=None if below else 0.0)
+    decreases = any(min(dot.value, dot.low) < 0 for _, dots in rows for dot in dots)
+    axis = Axis("change of perplexity", percent=True, low=None if decreases else 0.0)
     return dot_figure(rows, names, caption, axis, (bound, f"bound {percent(bound)}"))
 
 
 def kl_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> str:
-    """How many tokens have a KL divergence above a value: by text of one candidate, of all texts by candidate."""
+    """Draw the share of tokens with a KL divergence above a value.
+
+    One candidate gets a curve per text; several candidates get one curve each, over all texts.
+    """
     if len(candidates) == 1:
-        found = [(visible(summary.name), summary) for summary in candidates[0].summaries]
+        curves = [(visible(summary.name), summary) for summary in candidates[0].summaries]
     else:
-        found = [(name, one.overall) for name, one in zip(names, candidates, strict=True)]
-    largest = max((kl for _, one in found for _, kl in one.kl_curve if math.isfinite(kl)), default=0.0)
+        curves = [(name, candidate.overall) for name, candidate in zip(names, candidates, strict=True)]
+    largest = max((kl for _, summary in curves for _, kl in summary.kl_curve if math.isfinite(kl)), default=0.0)
     if largest <= 0:
         return ""
     series = [
@@ -53,11 +56,11 @@ def kl_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> str
             name,
             [
                 (kl, 1 - fraction)
-                for fraction, kl in one.kl_curve
-                if kl > largest * _SMALLEST_SHARE and (1 - fraction) * one.tokens >= 1
+                for fraction, kl in summary.kl_curve
+                if kl > largest * _SMALLEST_SHARE and (1 - fraction) * summary.tokens >= 1
             ],
         )
-        for name, one in found
+        for name, summary in curves
     ]
     caption = "Share of the tokens whose KL divergence is larger"
     x = Axis("KL divergence, nats", log=True)
@@ -66,34 +69,45 @@ def kl_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> str
 
 
 def margin_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> str:
-    """Agreement by how much the baseline preferred its first choice."""
+    """Draw the agreement by the baseline's margin."""
     rows = []
     for place, first in enumerate(candidates[0].overall.margins):
-        found = [one.overall.margins[place].agreement for one in candidates]
+        agreements = [candidate.overall.margins[place].agreement for candidate in candidates]
         reach = f"{first.low:g} to {first.high:g}" if math.isfinite(first.high) else f"above {first.low:g}"
         if first.tokens:
-            rows.append((f"{reach} nats ({first.tokens:,} tokens)", [Dot(one, f"{one:.2%}") for one in found]))
+            rows.append(
+                (
+                    f"{reach} nats ({first.tokens:,} tokens)",
+                    [Dot(agreement, f"{agreement:.2%}") for agreement in agreements],
+                )
+            )
     caption = "The same first choice, by how sure the baseline was: nats between its first and second choice"
     return dot_figure(rows, names, caption, Axis("top-1 agreement", percent=True, high=1.0))
 
 
-def survival_chart(found: Sequence[tuple[str, GreedyDivergence]]) -> str:
-    """Share of the prompts whose continuations are still the same after so many tokens."""
-    series = [Series(name, _survival(one)) for name, one in found]
+def survival_chart(divergences: Sequence[tuple[str, GreedyDivergence]]) -> str:
+    """Draw the share of prompts whose continuations are still the same, by number of tokens.
+
+    Args:
+        divergences: Names of candidates with their continuations.
+    """
+    series = [Series(name, _survival(divergence)) for name, divergence in divergences]
     caption = "Prompts that both models still continue by the same tokens"
     x, y = Axis("tokens", whole=True), Axis("share of the prompts", percent=True, low=0.0, high=1.0)
     return figure(caption, lambda width: line_chart(series, title=caption, x=x, y=y, width=width, markers=False))
 
 
-def _survival(found: GreedyDivergence) -> list[tuple[float, float]]:
-    counts = sorted({*range(0, found.new_tokens, max(found.new_tokens // _STEPS, 1)), found.new_tokens})
-    same = [found.new_tokens if first is None else first for first in found.first_difference]
-    return [(float(count), sum(one >= count for one in same) / max(len(same), 1)) for count in counts]
+def _survival(divergence: GreedyDivergence) -> list[tuple[float, float]]:
+    counts = sorted(
+        {*range(0, divergence.new_tokens, max(divergence.new_tokens // _CURVE_POINTS, 1)), divergence.new_tokens}
+    )
+    lengths = [divergence.new_tokens if first is None else first for first in divergence.first_difference]
+    return [(float(count), sum(length >= count for length in lengths) / max(len(lengths), 1)) for count in counts]
 
 
-def module_chart(found: Attribution, tolerance: Tolerance) -> str:
-    """KL divergence that single modules cause, the worst."""
-    measured = [row for row in found.rows if row.kl_alone is not None][:_WORST_MODULES]
+def module_chart(attribution: Attribution, tolerance: Tolerance) -> str:
+    """Draw the KL divergence of the worst modules alone."""
+    measured = [row for row in attribution.rows if row.kl_alone is not None][:_WORST_MODULES]
     bars = [
         Bar(visible(row.module), row.kl_alone or 0.0, f"{number(row.kl_alone or 0.0, 2)}; {number(row.sqnr_db, 3)} dB")
         for row in measured
@@ -108,12 +122,12 @@ def module_chart(found: Attribution, tolerance: Tolerance) -> str:
     return figure(caption, lambda width: bar_chart(bars, title=caption, axis=axis, mark=mark, width=width))
 
 
-def layer_charts(found: Attribution) -> str:
-    """KL divergence and SQNR by layer, a line per kind of module; nothing where there is one layer."""
-    if len({split_layer(row.module)[0] for row in found.rows}) < 2:
+def layer_charts(attribution: Attribution) -> str:
+    """Draw KL divergence and SQNR by layer, with a line per kind of module; empty for a single layer."""
+    if len({split_layer(row.module)[0] for row in attribution.rows}) < 2:
         return ""
-    kl = _by_layer(found.rows, lambda row: row.kl_alone, max)
-    sqnr = _by_layer(found.rows, lambda row: row.sqnr_db, min)
+    kl = _by_layer(attribution.rows, lambda row: row.kl_alone, max)
+    sqnr = _by_layer(attribution.rows, lambda row: row.sqnr_db, min)
     return _layer_figure("KL divergence with a module alone quantized, by layer", kl, Axis("nats", log=True)) + (
         _layer_figure("SQNR of a module's output, by layer", sqnr, Axis("dB"))
     )
@@ -124,13 +138,13 @@ def _by_layer(
     value: Callable[[ModuleDamage], float | None],
     worst: Callable[[float, float], float],
 ) -> list[Series]:
-    """Lines of as many kinds as there are colours; of the experts of a layer the worst."""
+    """Return a line per kind of module, at most as many as there are colours; of a layer's experts, the worst."""
     kinds: dict[str, dict[int, float]] = {}
     for row in rows:
-        layer, found = split_layer(row.module)[0], value(row)
-        if found is not None and math.isfinite(found):
+        layer, measured = split_layer(row.module)[0], value(row)
+        if measured is not None and math.isfinite(measured):
             layers = kinds.setdefault(visible(kind_of(row.module)), {})
-            layers[layer] = worst(layers.get(layer, found), found)
+            layers[layer] = worst(layers.get(layer, measured), measured)
     shown = list(kinds.items())[: len(COLORS)]
     return [Series(kind, [(float(layer), layers[layer]) for layer in sorted(layers)]) for kind, layers in shown]
 
@@ -149,7 +163,15 @@ def dot_figure(
     axis: Axis,
     mark: tuple[float, str] | None = None,
 ) -> str:
-    """A chart of values with their intervals; see `dot_chart`."""
+    """Draw values with their intervals.
+
+    Args:
+        rows: Label and one dot per name for each row.
+        names: Names of the candidates.
+        caption: Caption of the figure.
+        axis: Axis of the values.
+        mark: Position and label of a vertical line; None: no line.
+    """
     if not any(math.isfinite(dot.value) for _, dots in rows for dot in dots):
         return ""
     return figure(caption, lambda width: dot_chart(rows, names, title=caption, axis=axis, mark=mark, width=width))

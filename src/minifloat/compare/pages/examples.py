@@ -1,7 +1,7 @@
-"""Examples on a comparison's page: tokens at which two models differ most, and what each writes by itself.
+"""Examples on a comparison's page: the tokens at which two models differ most, and pairs of continuations.
 
-What models write is hostile until shown otherwise: it goes through `visible`, is escaped, keeps its direction to itself
-(``bdi``) and is cut where it is long.
+Text from models is treated as hostile: it goes through `visible`, is escaped, cannot change the direction of other text
+(``bdi``), and is cut if it is long.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from minifloat.report.svg import escape
 from minifloat.report.text import token_text, visible
 
 _SHOWN = 5
-_CONTEXT, _TOKEN, _WRITTEN = 240, 40, 1500  #: characters at most
+_CONTEXT, _TOKEN, _WRITTEN = 240, 40, 1500  #: largest numbers of characters
 
 
 def worst_tokens(candidate: CandidateResult, name: str) -> str:
-    """Where a candidate differs most, in context, with the first choices of both.
+    """Show the tokens at which a candidate differs most, in context, with the first choices of both models.
 
     Args:
-        candidate: Whose.
-        name: Heading; none: no heading.
+        candidate: The candidate.
+        name: Heading; empty: no heading.
     """
     cases = [_case(worst) for worst in candidate.worst]
     rest = cases[_SHOWN:]
@@ -40,7 +40,7 @@ def _case(worst: WorstToken) -> str:
     return _block(
         remark(f"KL {number(worst.kl, 3)} nats; {place}"),
         _written(before, _token(worst.token)),
-        beside(*(_choices(who, choices, worst.token) for who, choices in sides)),
+        beside(*(_likely_tokens(model, tokens, worst.token) for model, tokens in sides)),
     )
 
 
@@ -49,20 +49,20 @@ def _block(*parts: str) -> str:
 
 
 def _written(text: str, marked: str = "") -> str:
-    """What was written, with its end marked; each keeps its direction to itself."""
+    """Return a paragraph of text with a marked end, each with its own direction."""
     end = f"<mark><bdi>{escape(marked)}</bdi></mark>" if marked else ""
     return f'<p class="written"><bdi>{escape(text)}</bdi>{end}</p>'
 
 
-def _choices(who: str, choices: Sequence[LikelyToken], came: str) -> str:
-    """Tokens with their probabilities; the one that came is marked."""
+def _likely_tokens(model: str, tokens: Sequence[LikelyToken], actual: str) -> str:
+    """Return a list of tokens with their probabilities; the token that the text has is marked."""
     items = []
-    for choice in choices:
-        token = f"<bdi>{escape(_token(choice.token))}</bdi>"
-        token = f"<mark>{token}</mark>" if choice.token == came else token
-        share = f"{choice.probability:.1%}"
-        items.append(f"<li><span>{token}</span> <span>{share}</span> {meter(choice.probability, 80)}</li>")
-    return f'{remark(who)}<ol class="choices">{"".join(items)}</ol>'
+    for likely in tokens:
+        token = f"<bdi>{escape(_token(likely.token))}</bdi>"
+        token = f"<mark>{token}</mark>" if likely.token == actual else token
+        share = f"{likely.probability:.1%}"
+        items.append(f"<li><span>{token}</span> <span>{share}</span> {meter(likely.probability, 80)}</li>")
+    return f'{remark(model)}<ol class="choices">{"".join(items)}</ol>'
 
 
 def _token(token: str) -> str:
@@ -70,19 +70,19 @@ def _token(token: str) -> str:
     return f"{shown[:_TOKEN]}…" if len(shown) > _TOKEN else shown
 
 
-def greedy_samples(found: GreedyDivergence, name: str) -> str:
-    """What both models wrote, side by side.
+def greedy_samples(divergence: GreedyDivergence, name: str) -> str:
+    """Show continuations of both models side by side.
 
     Args:
-        found: Of one candidate.
-        name: Heading; none: no heading.
+        divergence: The continuations of one candidate.
+        name: Heading; empty: no heading.
     """
-    return subsection(name, *map(_sample, found.samples))
+    return subsection(name, *map(_sample, divergence.samples))
 
 
 def _sample(sample: ContinuationPair) -> str:
     first, second = (visible(text, lines=True)[:_WRITTEN] for text in (sample.baseline, sample.candidate))
-    same = next(
+    common = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
     parted = f"they part at token {sample.parted_at}" if sample.parted_at is not None else "the same to the end"
@@ -92,5 +92,5 @@ def _sample(sample: ContinuationPair) -> str:
     return _block(
         remark(f"Prompt; {parted} of the continuation"),
         _written(prompt),
-        beside(*(remark(who) + _written(text[:same], text[same:]) for who, text in sides)),
+        beside(*(remark(model) + _written(text[:common], text[common:]) for model, text in sides)),
     )

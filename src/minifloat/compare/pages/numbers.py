@@ -1,6 +1,6 @@
-"""How the numbers of a comparison are written.
+"""Formatting of the numbers of a comparison.
 
-An interval stands behind its value, both with the digits that the interval allows: ``+0.31% [0.12, 0.50]``.
+An interval follows its value, and the width of the interval decides the digits of both: ``+0.31% [0.12, 0.50]``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from minifloat.compare.intervals import Estimate
 from minifloat.compare.summary import Summary
 from minifloat.report.axes import format_number
 
-#: How an interval is written that there is too little data for.
+#: Text in place of an interval for which there is too little data.
 NO_INTERVAL = "[?]"
-_TINY = 1e-4  #: below, numbers are written with an exponent
-_DECIMALS = 6  #: at most, of a number that is not tiny
+_TINY = 1e-4  #: smaller numbers are written with an exponent
+_DECIMALS = 6  #: largest number of decimals of a number that is not tiny
 _CERTAIN = 4  #: digits of a number without an interval
 
 
 def number(value: float, digits: int = _CERTAIN) -> str:
-    """A number with so many digits; ``∞`` and ``-`` where there is none."""
+    """Format a number with `digits` significant digits; Inf is ``∞`` and NaN is ``-``."""
     if not math.isfinite(value):
         return "-" if math.isnan(value) else "∞" if value > 0 else "-∞"
     if value == 0:
@@ -35,30 +35,30 @@ def _decimals(value: float, digits: int) -> int:
 
 
 def short(value: float) -> str:
-    """The same without zeros at the end, for numbers that somebody chose."""
+    """Format a number that a person chose, such as a bound: at most four digits, without trailing zeros."""
     return format_number(float(f"{value:.{_CERTAIN}g}")) if math.isfinite(value) else number(value)
 
 
 def percent(value: float) -> str:
-    """A fraction in percent, likewise."""
+    """Format a fraction that a person chose in percent, without trailing zeros."""
     return f"{short(100 * value)}%" if math.isfinite(value) else number(value)
 
 
 def change(value: float) -> str:
-    """A relative change in percent, with its sign."""
+    """Format a relative change in percent, with its sign."""
     return f"{value:+.2%}" if math.isfinite(value) else number(value)
 
 
 def interval_parts(
     estimate: Estimate, *, as_percent: bool = False, signed: bool = False, digits: int = 2
 ) -> tuple[str, str]:
-    """A value and its interval, which is `NO_INTERVAL` where there is none.
+    """Format a value and its interval; the interval is `NO_INTERVAL` if the estimate has none.
 
     Args:
-        estimate: What was measured.
-        as_percent: It is a fraction, and written in percent; the sign ``%`` stands behind the value alone.
-        signed: Write ``+`` too.
-        digits: Of what the interval reaches, which says how many all numbers get.
+        estimate: The estimate.
+        as_percent: Whether to write fractions in percent; only the value gets the sign ``%``.
+        signed: Whether to write ``+`` before a positive value.
+        digits: Significant digits of half the interval's width; all numbers get the same number of decimals.
     """
     values = [100 * end if as_percent else end for end in (estimate.value, estimate.low, estimate.high)]
     unit = "%" if as_percent else ""
@@ -75,7 +75,7 @@ def interval_parts(
 
 
 def _to_digits(value: float, middle: float, reach: float, digits: int) -> str:
-    """As many digits as an interval that reaches so far leaves."""
+    """Format a value with the decimals that `digits` significant digits of `reach`, half the width, have."""
     if abs(middle) + reach < _TINY:
         return number(value, 3)
     decimals = digits - 1 - math.floor(math.log10(reach * 1.05))  # 0.0999 counts as 0.1
@@ -83,10 +83,10 @@ def _to_digits(value: float, middle: float, reach: float, digits: int) -> str:
 
 
 def with_interval(estimate: Estimate, *, as_percent: bool = False, signed: bool = False, digits: int = 2) -> str:
-    """``+0.31% [0.12, 0.50]``; see `interval_parts`."""
+    """Format a value with its interval, ``+0.31% [0.12, 0.50]``; the arguments are those of `interval_parts`."""
     return " ".join(interval_parts(estimate, as_percent=as_percent, signed=signed, digits=digits))
 
 
 def increase(summary: Summary) -> Estimate:
-    """By how much the perplexity is larger, as a fraction."""
+    """Return the relative increase of perplexity as a fraction."""
     return summary.perplexity_ratio.mapped(lambda ratio: ratio - 1)

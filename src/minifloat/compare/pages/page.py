@@ -1,7 +1,7 @@
-"""A comparison as a page for somebody who has to decide whether to ship the quantized model: the verdict first.
+"""A comparison as an HTML page for the person who decides whether to ship the quantized model; the verdict comes first.
 
-One candidate or several side by side. Parts that were not measured are left out. What is said in words comes from
-`compare_words`, which the terminal and the model card share; nothing is computed here.
+The page shows one candidate, or several side by side. Parts that were not measured are left out. The sentences come
+from `minifloat.compare.pages.words`, which the terminal and the model card share. Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _KINDS = {Outcome.PASSED: "passed", Outcome.FAILED: "failed", Outcome.UNDECIDED:
 
 
 def compare_page(comparison: Comparison) -> str:
-    """A self-contained HTML page about a comparison."""
+    """Return a self-contained HTML page about a comparison."""
     names = candidate_names(comparison)
     title = names[0] if len(names) == 1 else f"{len(names)} candidates"
     return page(
@@ -72,7 +72,7 @@ def compare_page(comparison: Comparison) -> str:
         _perplexity(comparison, names),
         _divergence(comparison, names),
         _agreement(comparison, names),
-        tasks_section([(name, one.tasks) for name, one in zip(names, comparison.candidates, strict=True)]),
+        tasks_section([(name, candidate.tasks) for name, candidate in zip(names, comparison.candidates, strict=True)]),
         _generation(comparison, names),
         _damage(comparison, names),
         _worst(comparison, names),
@@ -83,10 +83,10 @@ def compare_page(comparison: Comparison) -> str:
 def _verdicts(comparison: Comparison, names: Sequence[str]) -> str:
     partial, notes = partial_text(comparison), note_lines(comparison)
     boxes = []
-    for name, one in zip(names, comparison.candidates, strict=True):
-        lines = unmet_lines(one)
-        title, body = (verdict_count(one), bullets(lines)) if len(lines) > 1 else (verdict_line(one), "")
-        boxes.append(box(_KINDS[one.verdict.outcome], f"{name}: {title}", body))
+    for name, candidate in zip(names, comparison.candidates, strict=True):
+        lines = unmet_lines(candidate)
+        title, body = (verdict_count(candidate), bullets(lines)) if len(lines) > 1 else (verdict_line(candidate), "")
+        boxes.append(box(_KINDS[candidate.verdict.outcome], f"{name}: {title}", body))
     bounds = tolerance_text(comparison.candidates[0].verdict.tolerance)
     return section(
         "Verdict",
@@ -99,21 +99,21 @@ def _verdicts(comparison: Comparison, names: Sequence[str]) -> str:
 
 
 def _overview(comparison: Comparison, names: Sequence[str]) -> str:
-    """One row per model, on all texts."""
+    """Return a table with one row per model, on all texts together."""
     columns = ("model", "weights", "perplexity", "change", "mean KL", "agreement", "verdict")
     first = comparison.candidates[0].overall
     base: list[Cell] = [baseline_name(comparison), size_text(comparison.baseline.nbytes)]
     rows = [[*base, number(first.baseline_perplexity), "", "", "", "baseline"]]
-    for name, one in zip(names, comparison.candidates, strict=True):
+    for name, candidate in zip(names, comparison.candidates, strict=True):
         rows.append(
             [
                 name,
-                stacked(size_text(one.model.nbytes), f"{smaller(comparison, one)} smaller"),
-                number(one.overall.candidate_perplexity),
-                _cell(increase(one.overall), as_percent=True, signed=True),
-                _cell(one.overall.kl_mean),
-                _cell(one.overall.agreement, as_percent=True),
-                Markup(f'<span class="words">{OUTCOMES[one.verdict.outcome].lower()}</span>'),
+                stacked(size_text(candidate.model.nbytes), f"{smaller(comparison, candidate)} smaller"),
+                number(candidate.overall.candidate_perplexity),
+                _cell(increase(candidate.overall), as_percent=True, signed=True),
+                _cell(candidate.overall.kl_mean),
+                _cell(candidate.overall.agreement, as_percent=True),
+                Markup(f'<span class="words">{OUTCOMES[candidate.verdict.outcome].lower()}</span>'),
             ]
         )
     return table(columns, rows)
@@ -126,25 +126,25 @@ def _cell(estimate: Estimate, *, as_percent: bool = False, signed: bool = False)
 def _by_text(
     comparison: Comparison, names: Sequence[str], columns: Sequence[str], cells: Callable[[Summary], list[Cell]]
 ) -> str:
-    """A row per text, and within it per candidate."""
+    """Return a table with a row for each candidate on each text."""
     rows: list[list[Cell]] = []
     for place, summary in enumerate(comparison.candidates[0].summaries):
         if len(names) > 1:
             rows.append([visible(summary.name)])
-        for name, one in zip(names, comparison.candidates, strict=True):
-            rows.append([name if len(names) > 1 else visible(summary.name), *cells(one.summaries[place])])
+        for name, candidate in zip(names, comparison.candidates, strict=True):
+            rows.append([name if len(names) > 1 else visible(summary.name), *cells(candidate.summaries[place])])
     return table(("text" if len(names) == 1 else "candidate", *columns), rows)
 
 
 def _perplexity(comparison: Comparison, names: Sequence[str]) -> str:
-    def cells(one: Summary) -> list[Cell]:
+    def cells(summary: Summary) -> list[Cell]:
         return [
-            stacked(f"{one.tokens:,}", f"{one.units:,} {one.unit.replace(' or ', 's or ')}s"),
-            number(one.baseline_perplexity),
-            number(one.candidate_perplexity),
-            _cell(increase(one), as_percent=True, signed=True),
-            number(one.baseline_bits_per_byte),
-            number(one.candidate_bits_per_byte),
+            stacked(f"{summary.tokens:,}", f"{summary.units:,} {summary.unit.replace(' or ', 's or ')}s"),
+            number(summary.baseline_perplexity),
+            number(summary.candidate_perplexity),
+            _cell(increase(summary), as_percent=True, signed=True),
+            number(summary.baseline_bits_per_byte),
+            number(summary.candidate_bits_per_byte),
         ]
 
     columns = ("tokens", "baseline", "candidate", "change", "baseline bits/byte", "candidate bits/byte")
@@ -153,9 +153,9 @@ def _perplexity(comparison: Comparison, names: Sequence[str]) -> str:
 
 
 def _divergence(comparison: Comparison, names: Sequence[str]) -> str:
-    def cells(one: Summary) -> list[Cell]:
-        estimates = (one.kl_mean, one.kl_median, one.kl_p99, one.kl_p999)
-        return [*(_cell(estimate) for estimate in estimates), number(one.kl_max, 3)]
+    def cells(summary: Summary) -> list[Cell]:
+        estimates = (summary.kl_mean, summary.kl_median, summary.kl_p99, summary.kl_p999)
+        return [*(_cell(estimate) for estimate in estimates), number(summary.kl_max, 3)]
 
     columns = ("mean", "median", "p99", "p99.9", "max")
     note = (
@@ -167,8 +167,8 @@ def _divergence(comparison: Comparison, names: Sequence[str]) -> str:
 
 
 def _agreement(comparison: Comparison, names: Sequence[str]) -> str:
-    def cells(one: Summary) -> list[Cell]:
-        return [_cell(some, as_percent=True) for some in (one.agreement, one.top1_agreement, one.topk_overlap)]
+    def cells(summary: Summary) -> list[Cell]:
+        return [_cell(e, as_percent=True) for e in (summary.agreement, summary.top1_agreement, summary.topk_overlap)]
 
     note = (
         "A first choice that flips where the baseline hardly had one is no loss; one where it was sure is. Agreement "
@@ -182,26 +182,30 @@ def _agreement(comparison: Comparison, names: Sequence[str]) -> str:
 
 
 def _headings(names: Sequence[str]) -> Sequence[str]:
-    """Of parts that each candidate has for itself: none are needed for one."""
+    """Return the headings of parts that each candidate has for itself; a single candidate needs no heading."""
     return names if len(names) > 1 else [""]
 
 
 def _generation(comparison: Comparison, names: Sequence[str]) -> str:
     candidates = zip(names, _headings(names), comparison.candidates, strict=True)
-    found = [(name, heading, one.generation) for name, heading, one in candidates if one.generation is not None]
-    if not found:
+    generated = [
+        (name, heading, candidate.generation)
+        for name, heading, candidate in candidates
+        if candidate.generation is not None
+    ]
+    if not generated:
         return ""
     note = (
         "Both models write what they find the most probable. One token that differs sends them different ways, even "
         "where the two choices were all but equal, so texts that part are not worse for it."
     )
-    lines = [f"{heading}{': ' if heading else ''}{generation_text(one)}." for _, heading, one in found]
+    lines = [f"{heading}{': ' if heading else ''}{generation_text(found)}." for _, heading, found in generated]
     return section(
         "Greedy generation",
         paragraph(note),
         bullets(lines) if len(lines) > 1 else paragraph(lines[0]),
-        survival_chart([(name, one) for name, _, one in found]),
-        *(greedy_samples(one, heading) for _, heading, one in found),
+        survival_chart([(name, found) for name, _, found in generated]),
+        *(greedy_samples(found, heading) for _, heading, found in generated),
     )
 
 
@@ -211,8 +215,8 @@ def _damage(comparison: Comparison, names: Sequence[str]) -> str:
 
 
 def _candidate_damage(heading: str, candidate: CandidateResult) -> str:
-    found = candidate.attribution
-    if found is None:
+    attribution = candidate.attribution
+    if attribution is None:
         return ""
     columns = ("module", "SQNR, dB", "KL alone", "KL of all others", "bytes more in BF16")
     rows = [
@@ -223,24 +227,27 @@ def _candidate_damage(heading: str, candidate: CandidateResult) -> str:
             "-" if row.kl_without is None else number(row.kl_without, 3),
             size_text(row.extra_bytes),
         ]
-        for row in found.rows
+        for row in attribution.rows
     ]
-    advice = found.suggestion
-    options = override_options(advice)
+    suggestion = attribution.suggestion
+    options = override_options(suggestion)
     return subsection(
         heading,
-        paragraph(f"{attribution_text(found)}."),
-        paragraph(f"{suggestion_text(advice)}.") if advice else "",
+        paragraph(f"{attribution_text(attribution)}."),
+        paragraph(f"{suggestion_text(suggestion)}.") if suggestion else "",
         paragraph("What to tell minifloat quantize:") + code("\n".join(options)) if options else "",
-        module_chart(found, candidate.verdict.tolerance),
-        layer_charts(found),
+        module_chart(attribution, candidate.verdict.tolerance),
+        layer_charts(attribution),
         folded("All modules, the worst first", table(columns, rows)),
     )
 
 
 def _worst(comparison: Comparison, names: Sequence[str]) -> str:
-    parts = [worst_tokens(one, heading) for heading, one in zip(_headings(names), comparison.candidates, strict=True)]
-    note = "The token that came is marked; below it what each model found the most probable there."
+    parts = [
+        worst_tokens(candidate, heading)
+        for heading, candidate in zip(_headings(names), comparison.candidates, strict=True)
+    ]
+    note = "The token of the text is marked; below it are the tokens that each model found the most probable there."
     return section("Where they differ most", paragraph(note), *parts) if any(parts) else ""
 
 
@@ -250,7 +257,8 @@ def _worst(comparison: Comparison, names: Sequence[str]) -> str:
 def _run(comparison: Comparison, names: Sequence[str]) -> str:
     columns = ("text", "documents", "tokens", "sha256")
     rows = [
-        [visible(one.name), f"{one.documents:,}", f"{one.tokens:,}", f"{one.sha256[:16]}"] for one in comparison.texts
+        [visible(text.name), f"{text.documents:,}", f"{text.tokens:,}", f"{text.sha256[:16]}"]
+        for text in comparison.texts
     ]
     return section(
         "What was run",
@@ -262,8 +270,8 @@ def _run(comparison: Comparison, names: Sequence[str]) -> str:
 
 def _run_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield "baseline", _model_text(comparison.baseline)
-    for one in comparison.candidates:
-        yield "candidate", _model_text(one.model)
+    for candidate in comparison.candidates:
+        yield "candidate", _model_text(candidate.model)
     yield "windows", f"{comparison.window:,} tokens, in {comparison.dtype}"
     share = "" if not comparison.partial else f" of {comparison.tokens_total:,}"
     yield "tokens", f"{comparison.tokens_done:,}{share}, scored in {number(comparison.seconds, 3)} s"

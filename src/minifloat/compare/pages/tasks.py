@@ -1,4 +1,4 @@
-"""The tasks of a comparison: scores and their differences in words, and their part of the page."""
+"""The tasks of a comparison: formatting of scores and differences, and the section of the page."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from minifloat.report.text import visible
 
 
 def recovery(task: TaskDifference) -> str:
-    """How much of the baseline's score is kept."""
+    """Format the percentage of the baseline's score that the candidate keeps."""
     return f"{task.recovery:.1f}%" if math.isfinite(task.recovery) else "-"
 
 
-def task_score(task: TaskDifference, found: TaskScore) -> str:
-    """A score with its standard error; in percent where items are right or wrong."""
+def task_score(task: TaskDifference, score: TaskScore) -> str:
+    """Format a score with its standard error; in percent where items are right or wrong."""
     as_percent = task.mcnemar_p is not None
-    text = f"{found.score:.1%}" if as_percent else number(found.score)
-    if not math.isfinite(found.stderr):
+    text = f"{score.score:.1%}" if as_percent else number(score.score)
+    if not math.isfinite(score.stderr):
         return text
-    return f"{text} ± {100 * found.stderr:.1f}" if as_percent else f"{text} ± {number(found.stderr, 2)}"
+    return f"{text} ± {100 * score.stderr:.1f}" if as_percent else f"{text} ± {number(score.stderr, 2)}"
 
 
 def task_difference(task: TaskDifference) -> str:
-    """Candidate - baseline with its interval; in percentage points where items are right or wrong."""
+    """Format candidate - baseline with its interval; in percentage points where items are right or wrong."""
     return " ".join(_difference(task))
 
 
@@ -38,31 +38,31 @@ def _difference(task: TaskDifference) -> tuple[str, str]:
     return value.replace("%", " pp"), interval
 
 
-def tasks_section(found: Sequence[tuple[str, Sequence[TaskDifference]]]) -> str:
-    """The part of the page; nothing where no task was run.
+def tasks_section(candidates: Sequence[tuple[str, Sequence[TaskDifference]]]) -> str:
+    """Return the page's section on tasks; empty if no task was run.
 
     Args:
-        found: Names of the candidates, with their tasks.
+        candidates: Names of the candidates, with their tasks.
     """
-    found = [(name, tasks) for name, tasks in found if tasks]
+    candidates = [(name, tasks) for name, tasks in candidates if tasks]
     by_label: dict[str, list[tuple[str, TaskDifference]]] = {}
-    for name, tasks in found:
+    for name, tasks in candidates:
         for task in tasks:
             by_label.setdefault(_label(task), []).append((name, task))
-    if not found:
+    if not candidates:
         return ""
     columns = ("task", "items", "baseline", "candidate", "difference", "recovery", "better : worse")
     rows: list[list[Cell]] = []
     for label, entries in by_label.items():
-        if len(found) > 1:
+        if len(candidates) > 1:
             rows.append([label])
-        rows += [[name if len(found) > 1 else label, *_row(task)] for name, task in entries]
+        rows += [[name if len(candidates) > 1 else label, *_row(task)] for name, task in entries]
     note = (
         "Scores ± standard error. The difference is paired, over the same items; in percentage points (pp) where items "
         "are right or wrong. Recovery: how much of the baseline's score is kept. Better : worse: items that only the "
         "candidate, and only the baseline, gets right; p: McNemar's, small where they are too uneven for chance."
     )
-    return section("Tasks", _chart(found, by_label), table(columns, rows), paragraph(note))
+    return section("Tasks", _chart(candidates, by_label), table(columns, rows), paragraph(note))
 
 
 def _label(task: TaskDifference) -> str:
@@ -84,19 +84,20 @@ def _row(task: TaskDifference) -> list[Cell]:
 
 
 def _chart(
-    found: Sequence[tuple[str, Sequence[TaskDifference]]], by_label: Mapping[str, Sequence[tuple[str, TaskDifference]]]
+    candidates: Sequence[tuple[str, Sequence[TaskDifference]]],
+    by_label: Mapping[str, Sequence[tuple[str, TaskDifference]]],
 ) -> str:
-    """Differences with their intervals, of the tasks whose items are right or wrong."""
+    """Draw the differences of the tasks whose items are right or wrong, with their intervals."""
     rows = []
     for label, entries in by_label.items():
         tasks = [task for _, task in entries]
-        if len(tasks) == len(found) and all(task.mcnemar_p is not None for task in tasks):
+        if len(tasks) == len(candidates) and all(task.mcnemar_p is not None for task in tasks):
             changes = [task.difference for task in tasks]
             dots = [
-                Dot(one.value, task_difference(task), one.low, one.high)
-                for task, one in zip(tasks, changes, strict=True)
+                Dot(change.value, task_difference(task), change.low, change.high)
+                for task, change in zip(tasks, changes, strict=True)
             ]
             rows.append((label, dots))
     axis = Axis("difference of scores, percentage points", percent=True)
     caption = "Candidate's score less the baseline's, with its 95% interval"
-    return dot_figure(rows, [name for name, _ in found], caption, axis, (0.0, "no difference"))
+    return dot_figure(rows, [name for name, _ in candidates], caption, axis, (0.0, "no difference"))

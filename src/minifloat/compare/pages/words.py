@@ -1,6 +1,6 @@
-"""A comparison in words and numbers, once for the page, the model card and the terminal.
+"""Sentences about a comparison, shared by the page, the model card and the terminal.
 
-Everything here is plain text that is safe to show (`visible`); each place adds its own markup.
+All functions return plain text without control characters (`visible`); the callers add their own markup.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INCREASE, _AGREEMENT = "perplexity increase", "agreement"
 
 
 def tolerance_text(tolerance: Tolerance) -> str:
-    """The bounds."""
+    """List the bounds of a tolerance."""
     return (
         f"perplexity increase at most {percent(tolerance.max_ppl_increase)}, mean KL at most "
         f"{short(tolerance.max_kl)} nats per token, agreement on the first choice at least "
@@ -35,7 +35,7 @@ def tolerance_text(tolerance: Tolerance) -> str:
 
 
 def confidence_text() -> str:
-    """What the brackets are."""
+    """Explain the brackets that follow numbers."""
     return (
         f"Brackets are {CONFIDENCE:.0%} intervals; {NO_INTERVAL}: fewer than {FEWEST_UNITS} documents or windows, "
         "too little for one."
@@ -43,7 +43,7 @@ def confidence_text() -> str:
 
 
 def verdict_line(candidate: CandidateResult) -> str:
-    """The verdict and its first reason, one line, without the name of the candidate."""
+    """Return the verdict and its first reason in one line, without the name of the candidate."""
     verdict = candidate.verdict
     if verdict.outcome is Outcome.PASSED:
         measured = ", ".join(_measured(check) for check in verdict.checks if check.text == candidate.overall.name)
@@ -56,24 +56,24 @@ def verdict_line(candidate: CandidateResult) -> str:
 
 
 def verdict_count(candidate: CandidateResult) -> str:
-    """The verdict, and how many checks made it what it is."""
+    """Return the verdict and the number of checks with the same outcome."""
     verdict = candidate.verdict
-    found = {Outcome.PASSED: "kept", Outcome.FAILED: "broken", Outcome.UNDECIDED: "undecided"}[verdict.outcome]
+    word = {Outcome.PASSED: "kept", Outcome.FAILED: "broken", Outcome.UNDECIDED: "undecided"}[verdict.outcome]
     count = len(verdict.unmet) or len(verdict.checks)
-    return f"{OUTCOMES[verdict.outcome]}: {count} of {len(verdict.checks)} bounds are {found}"
+    return f"{OUTCOMES[verdict.outcome]}: {count} of {len(verdict.checks)} bounds are {word}"
 
 
 def unmet_lines(candidate: CandidateResult) -> list[str]:
-    """Every check that made the verdict what it is, the clearest first."""
+    """Return a line for each check with the outcome of the verdict, the clearest first."""
     return [check_text(check) for check in _ranked(candidate.verdict.unmet)]
 
 
 def check_text(check: Check) -> str:
-    """One bound on one text, and what came of it."""
-    asked = (
+    """Describe a check: the estimate, the bound and, if it is undecided, the reason."""
+    bound = (
         f"at least {_bound(check)} is wanted" if check.quantity == _AGREEMENT else f"at most {_bound(check)} is allowed"
     )
-    text = f"{_measured(check)} on {visible(check.text)} ({asked})"
+    text = f"{_measured(check)} on {visible(check.text)} ({bound})"
     if check.outcome is not Outcome.UNDECIDED:
         return text
     if check.tokens_needed is not None:
@@ -84,7 +84,7 @@ def check_text(check: Check) -> str:
 
 
 def _rounded(count: int) -> int:
-    """Up, to two digits."""
+    """Round up to two digits."""
     unit = int(10 ** max(len(str(count)) - 2, 0))
     return -(-count // unit) * unit
 
@@ -100,20 +100,20 @@ def _bound(check: Check) -> str:
 
 
 def _ranked(checks: Sequence[Check]) -> list[Check]:
-    """By how far they are from the bound, measured in what the interval reaches; without an interval last."""
+    """Sort checks by their distance from the bound in half widths of the interval; those without interval are last."""
 
-    def clearness(check: Check) -> float:
+    def sort_key(check: Check) -> float:
         estimate = check.estimate
         if math.isinf(estimate.value):
             return -math.inf
         reach = (estimate.high - estimate.low) / 2 + 1e-12
         return -abs(estimate.value - check.bound) / reach if estimate.known else math.inf
 
-    return sorted(checks, key=clearness)
+    return sorted(checks, key=sort_key)
 
 
 def partial_text(comparison: Comparison) -> str:
-    """That a run was interrupted, and how far it had come; empty of one that was not."""
+    """Say that the run was interrupted, and after how many tokens; empty if it was not."""
     if not comparison.partial:
         return ""
     share = comparison.tokens_done / comparison.tokens_total
@@ -124,7 +124,7 @@ def partial_text(comparison: Comparison) -> str:
 
 
 def note_lines(comparison: Comparison) -> list[str]:
-    """What was asked for and could not be measured."""
+    """Return a line for each requested measurement that failed."""
     return [visible(note) for note in comparison.notes]
 
 
@@ -132,68 +132,76 @@ def note_lines(comparison: Comparison) -> list[str]:
 
 
 def candidate_names(comparison: Comparison) -> list[str]:
-    """Short names of the candidates, which differ from each other."""
-    return short_names([comparison.baseline.name, *(one.model.name for one in comparison.candidates)])[1:]
+    """Return distinct short names of the candidates."""
+    return _short_names(comparison)[1:]
 
 
 def baseline_name(comparison: Comparison) -> str:
-    """A short name that differs from those of the candidates."""
-    return short_names([comparison.baseline.name, *(one.model.name for one in comparison.candidates)])[0]
+    """Return a short name of the baseline that differs from those of the candidates."""
+    return _short_names(comparison)[0]
+
+
+def _short_names(comparison: Comparison) -> list[str]:
+    return short_names([comparison.baseline.name, *(candidate.model.name for candidate in comparison.candidates)])
 
 
 def size_lines(comparison: Comparison, candidate: CandidateResult) -> str:
-    """Bytes before and after."""
+    """Return the sizes of the baseline and the candidate."""
     before, after = comparison.baseline.nbytes, candidate.model.nbytes
     return f"{size_text(before)} -> {size_text(after)} ({smaller(comparison, candidate)} smaller)"
 
 
 def smaller(comparison: Comparison, candidate: CandidateResult) -> str:
-    """How many times."""
+    """Return how many times smaller than the baseline the candidate is."""
     return f"{comparison.baseline.nbytes / max(candidate.model.nbytes, 1):.2f}x"
 
 
-def generation_text(found: GreedyDivergence) -> str:
-    """When greedy continuations part, in a sentence."""
-    same = with_interval(found.identical_fraction, as_percent=True)
-    match = with_interval(found.mean_prefix_match, as_percent=True)
-    half = f"half of them had parted by token {found.median:g}" if found.median is not None else "most never parted"
+def generation_text(generation: GreedyDivergence) -> str:
+    """Describe where greedy continuations diverge."""
+    same = with_interval(generation.identical_fraction, as_percent=True)
+    match = with_interval(generation.mean_prefix_match, as_percent=True)
+    half = (
+        f"half of them had parted by token {generation.median:g}"
+        if generation.median is not None
+        else "most never parted"
+    )
     return (
-        f"{found.prompts - found.parted} of {found.prompts} prompts ({same}) were continued by the same "
-        f"{found.new_tokens} tokens; {half}; on average the first {match} of a continuation were the same"
+        f"{generation.prompts - generation.parted} of {generation.prompts} prompts ({same}) were continued by the same "
+        f"{generation.new_tokens} tokens; {half}; on average the first {match} of a continuation were the same"
     )
 
 
-def attribution_text(found: Attribution) -> str:
-    """How the table of modules was made."""
+def attribution_text(attribution: Attribution) -> str:
+    """Describe the measurements behind the table of modules."""
     return (
-        f"{found.measured} of {found.of} modules were measured alone, on {found.tokens:,} tokens, "
-        f"in {number(found.seconds, 2)} s"
+        f"{attribution.measured} of {attribution.of} modules were measured alone, on {attribution.tokens:,} tokens, "
+        f"in {number(attribution.seconds, 2)} s"
     )
 
 
-def suggestion_text(found: Suggestion) -> str:
-    """What leaving modules unquantized would do."""
-    if found.everything:
+def suggestion_text(suggestion: Suggestion) -> str:
+    """Describe the effect of leaving the suggested modules unquantized."""
+    if suggestion.everything:
         return "Only with every module unquantized it is inside the tolerance: another scheme is the better answer"
-    end = "which is inside the tolerance" if found.reaches else "which is not yet inside the tolerance"
-    count = len(found.modules)
+    end = "which is inside the tolerance" if suggestion.reaches else "which is not yet inside the tolerance"
+    count = len(suggestion.modules)
     modules = f"{count} {'module' if count == 1 else 'modules'}"
     return (
-        f"Leaving {modules} unquantized costs {size_text(found.extra_bytes)} and brings the mean KL "
-        f"from {number(found.kl_before, 3)} to {number(found.kl_after, 3)} and the perplexity increase to "
-        f"{change(found.ppl_increase_after)} (measured on {found.tokens:,} tokens), {end}"
+        f"Leaving {modules} unquantized costs {size_text(suggestion.extra_bytes)} and brings the mean KL "
+        f"from {number(suggestion.kl_before, 3)} to {number(suggestion.kl_after, 3)} and the perplexity increase to "
+        f"{change(suggestion.ppl_increase_after)} (measured on {suggestion.tokens:,} tokens), {end}"
     )
 
 
-def override_options(found: Suggestion | None) -> list[str]:
-    """What to tell ``minifloat quantize``; nothing where that is no advice."""
-    if found is None or found.everything:
+def override_options(suggestion: Suggestion | None) -> list[str]:
+    """Return options for ``minifloat quantize``; none if there is no suggestion, or if it keeps every module."""
+    if suggestion is None or suggestion.everything:
         return []
-    return [f"--override {shlex.quote(visible(override))}" for override in found.overrides]
+    return [f"--override {shlex.quote(visible(override))}" for override in suggestion.overrides]
 
 
 def machine_facts(machine: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names and values, whatever was written down; what is not known is left out."""
+    """Yield names and values of the machine; values that are None are left out."""
     for key, value in machine.items():
         if value is not None:
             yield visible(key.replace("_", " ")), _brief(value)

@@ -1,9 +1,10 @@
-"""Two models on the same benchmark items, as lm-evaluation-harness (package lm-eval, of the extra `eval`) scores them.
+"""Two models on the same benchmark items, scored by lm-evaluation-harness (package lm-eval, from the extra `eval`).
 
-A quantized model answers most items as the original does, so what tells them apart is the items on which they differ:
-scores of the two models come with intervals far too wide to show a loss of one percent, the paired difference does not.
-Hence every item's result is kept, both runs must have seen the same items with the same prompts, and the difference has
-an interval of its own; for items that are right or wrong McNemar's exact test says how likely it is by chance.
+A quantized model answers most items like the original, so only the items on which they differ tell them apart. The
+intervals of the two separate scores are far too wide to show a loss of one percent; the interval of the paired
+difference is not. Hence the result of every item is kept, both runs need the same items with the same prompts, and the
+difference has an interval of its own. For items that are right or wrong, McNemar's exact test says how likely the
+difference is by chance.
 
 Left out: tasks that run generated code, and tasks with images.
 """

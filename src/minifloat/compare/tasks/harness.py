@@ -1,7 +1,7 @@
-"""A model of transformers as lm-evaluation-harness runs it, with batches that fit and an error where an answer is NaN.
+"""A transformers model in lm-evaluation-harness, with batches that fit into memory and an error for NaN answers.
 
-Log-probabilities are taken in float32 whatever the model's dtype: summed in bfloat16, as the harness does unless told
-otherwise, those of a document would be rounded to a multiple of 4 or 8.
+Log-probabilities are computed in float32 for every dtype of the model. The harness by default sums them in bfloat16,
+which would round the sum of a document to a multiple of 4 or 8.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from minifloat.compare.tasks.quiet import harness, quiet
 from minifloat.errors import MinifloatError, NonFiniteError, UsageError
 from minifloat.report.progress import Progress
 
-#: Seeds that the harness sets unless told otherwise.
+#: Default seeds of the harness.
 _PYTHON_SEED, _SEED = 0, 1234
-#: Resamplings behind the standard error of a metric that is not a mean; the harness takes 100 times as many, which
-#: takes minutes and changes the third digit.
+#: Resamplings for the standard error of a metric that is not a mean. The harness makes 100 times as many by default,
+#: which takes minutes and changes the third digit.
 _RESAMPLINGS = 1000
-#: Log-probabilities that one forward pass may make.
+#: Largest number of log-probabilities of one forward pass.
 _BATCH_LOGITS = 2**27
 _LARGEST_BATCH = 16
 _GENERATED_TOGETHER = 8
 
-_DOING = {
+_ACTIVITIES = {
     "loglikelihood": "scoring answers",
     "loglikelihood_rolling": "scoring documents",
     "generate_until": "generating answers",
@@ -53,16 +53,31 @@ def evaluate(
     chat_template: bool,
     progress: Progress | None,
 ) -> dict[str, Any]:
-    """Run tasks and return what `lm_eval.evaluate` does, samples included; for arguments and errors see `run_tasks`."""
+    """Run tasks and return the results of `lm_eval.evaluate`, samples included.
+
+    Args:
+        model: Model in eval mode.
+        tokenizer: The model's tokenizer.
+        tasks: The tasks with their data.
+        limit: Number of items of each task; below 1, this fraction of them; None: all.
+        batch_size: Requests per forward pass; None: as many as fit.
+        max_length: Tokens of prompt and answer; None: the length that the model attends to.
+        chat_template: Whether to put prompts into the tokenizer's chat template.
+        progress: Called after each request.
+
+    Raises:
+        UsageError: If lm-eval cannot run the model or the tasks.
+        NonFiniteError: If an answer of the model is NaN.
+    """
     with quiet():
-        wrapped = _wrap(model, tokenizer, batch_size, max_length, _Counter(tasks, progress))
+        wrapped = _wrap(model, tokenizer, batch_size, max_length, _RequestCounter(tasks, progress))
     with quiet(warn=True), torch.inference_mode():
         random.seed(_PYTHON_SEED)
         np.random.seed(_SEED)
         torch.manual_seed(_SEED)
         for task in tasks.loaded["tasks"].values():
             task.set_fewshot_seed(seed=_SEED)
-        # The harness would fork a process that holds a model and its threads.
+        # Without the variable, the harness would fork this process, which has a model and its threads.
         with _environment("DISABLE_MULTIPROC", "1"):
             try:
                 results: dict[str, Any] = harness("lm_eval.evaluator").evaluate(
@@ -102,12 +117,12 @@ def _wrap(
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int | None,
     max_length: int | None,
-    counter: _Counter,
+    counter: _RequestCounter,
 ) -> Any:
-    """A model as the harness wants it. The tokenizer is a copy, since it is given a padding token."""
+    """Wrap a model for the harness. The tokenizer is copied because the harness adds a padding token to it."""
     parent = harness("lm_eval.models.huggingface").HFLM
     try:
-        wrapped = type("MinifloatModel", (_Watched, parent), {})(
+        wrapped = type("MinifloatModel", (_CheckedModel, parent), {})(
             pretrained=model,
             backend="causal",
             tokenizer=copy.deepcopy(tokenizer),
@@ -124,8 +139,8 @@ def _wrap(
     return wrapped
 
 
-class _Counter:
-    """Stands where the harness has its cache of answers, which is told of each request that is done."""
+class _RequestCounter:
+    """Progress reports, in place of the harness' cache of answers, which it calls after each request."""
 
     def __init__(self, tasks: LoadedTasks, progress: Progress | None) -> None:
         self._tasks, self._progress = tasks.loaded["tasks"].values(), progress
@@ -137,11 +152,11 @@ class _Counter:
         if not self._total:
             self._total = sum(instance.repeats or 1 for task in self._tasks for instance in task.instances)
         self._done += 1
-        self._progress(min(self._done, self._total), self._total, _DOING.get(kind, kind))
+        self._progress(min(self._done, self._total), self._total, _ACTIVITIES.get(kind, kind))
 
 
-class _Watched:
-    """What is put before the harness' model class: batches that fit, no bars, and an error where an answer is NaN."""
+class _CheckedModel:
+    """Mixin for the harness' model class: batches that fit, no progress bars, and an error for NaN answers."""
 
     fixed_batch_size: int | None
     batch_size_per_gpu: int
@@ -149,21 +164,21 @@ class _Watched:
     model: PreTrainedModel
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations and whether each is what greedy decoding gives."""
+        """Return the log-likelihoods of continuations, each with whether greedy decoding gives this continuation."""
         del disable_tqdm
         answers: list[tuple[float, bool]] = cast(Any, super()).loglikelihood(requests, disable_tqdm=True)
         _refuse_nan(requests, (answer[0] for answer in answers))
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
-        """Log-likelihoods of documents, a few at a time so that progress is seen."""
+        """Return the log-likelihoods of documents, computed a few at a time so that progress is visible."""
         del disable_tqdm
         answers: list[float] = []
         for start in range(0, len(requests), _LARGEST_BATCH):
-            some = requests[start : start + _LARGEST_BATCH]
+            batch = requests[start : start + _LARGEST_BATCH]
             self.batch_size_per_gpu = self.fixed_batch_size or _LARGEST_BATCH
-            answers += cast(Any, super()).loglikelihood_rolling(some, disable_tqdm=True)
-            _refuse_nan(some, answers[start:])
+            answers += cast(Any, super()).loglikelihood_rolling(batch, disable_tqdm=True)
+            _refuse_nan(batch, answers[start:])
         return answers
 
     def _loglikelihood_tokens(
@@ -181,7 +196,7 @@ class _Watched:
         return answers
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """Texts as far as a stop sequence."""
+        """Generate texts up to a stop sequence."""
         del disable_tqdm
         self.batch_size_per_gpu = self.fixed_batch_size or _GENERATED_TOGETHER
         answers: list[str] = cast(Any, super()).generate_until(requests, disable_tqdm=True)

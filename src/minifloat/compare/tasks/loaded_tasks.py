@@ -1,7 +1,7 @@
-"""Tasks by name, and their data: from task files and the local cache, from the hub only where nothing else is left.
+"""Tasks by name with their data, read from task files and the local cache; the hub is the last resort.
 
-The libraries of the hub retry for half a minute where there is no network, and longer where packets are lost. So they
-are kept to their caches at first; the hub is asked only for what is not there, and only if it answers within seconds.
+Without a network, the hub's libraries retry for half a minute, and longer where packets are lost. So they first read
+only their caches. The hub gets a request only for missing data, and only if it answers within seconds.
 
 Left out: tasks that run generated code, and tasks with images; the harness refuses them.
 """
@@ -24,18 +24,18 @@ from minifloat.errors import DataError, MinifloatError, UnknownNameError, UsageE
 _LOG = logging.getLogger(__name__)
 
 _HUB_SECONDS = 5.0
-#: From this HTTP status on, it is not the hub that answers, or it cannot.
+#: Smallest HTTP status with which the hub, or a proxy before it, refuses all requests.
 _SERVER_ERROR = 500
 _NEAR_NAMES = 8
 
 
 @dataclass(frozen=True)
 class LoadedTasks:
-    """Tasks with their data, ready to be run any number of times.
+    """Tasks with their data, which can be run any number of times.
 
     Attributes:
-        names: As they were asked for.
-        loaded: What the harness made of them: its tasks and groups by name.
+        names: Requested names.
+        loaded: The harness' tasks and groups by name, under the keys ``"tasks"`` and ``"groups"``.
     """
 
     names: tuple[str, ...]
@@ -51,17 +51,18 @@ def load_tasks(
     """Find tasks and read their data.
 
     Args:
-        tasks: Names of tasks, groups or tags, paths of task files, or patterns with ``*``, which are of the folder's
-            tasks if any of those match.
-        include_path: A folder of task files in the harness' format, which win over its own. Data that they name is
-            relative to the current folder, or else to the task file. A task file can name Python functions, which are
-            run.
-        num_fewshot: Examples in each prompt, except for tasks that are set to none; by default what each task says.
+        tasks: Names of tasks, groups or tags, paths of task files, or patterns with ``*``. A pattern stands for tasks
+            of the folder if it matches any of them, else for the harness' own tasks.
+        include_path: Folder of task files in the harness' format, which take precedence over its own. Paths of data in
+            them are relative to the current folder or, if there is no such file, to the task file. A task file can
+            name Python functions, which are run.
+        num_fewshot: Examples in each prompt, except for tasks that declare 0; by default the number that each task
+            declares.
 
     Raises:
-        UnknownNameError: A task that does not exist; lists those with a similar name.
-        DataError: The data of a task is neither cached nor to be had, or a task file cannot be read.
-        UsageError: lm-eval is not installed, no task is named, or one twice.
+        UnknownNameError: If a task does not exist; the message lists tasks with similar names.
+        DataError: If the data of a task is neither cached nor available from the hub, or a task file cannot be read.
+        UsageError: If lm-eval is not installed, no task is named, or a task is named twice.
     """
     if isinstance(tasks, str) or not tasks:
         raise UsageError("tasks: expected the names of one or more tasks")
@@ -71,8 +72,8 @@ def load_tasks(
         manager = _manager(tasks, None if include_path is None else Path(include_path))
         built: list[Any] = []
         for name in _expanded(manager, tasks, include_path):
-            found = _read(manager, name)
-            built.extend(list(found["groups"].values())[:1] or found["tasks"].values())
+            entries = _read(manager, name)
+            built.extend(list(entries["groups"].values())[:1] or entries["tasks"].values())
         try:
             loaded = manager.load(built)
         except ValueError as error:
@@ -86,7 +87,7 @@ def load_tasks(
 
 
 def _manager(tasks: Sequence[str], include_path: Path | None) -> Any:
-    """The harness' index of tasks; without its own where those of the folder are enough, which take seconds to read."""
+    """Return the harness' index of tasks; its own tasks are indexed only if needed, because that takes seconds."""
     make = harness("lm_eval.tasks").TaskManager
     if include_path is not None and not include_path.is_dir():
         raise DataError(f"{include_path}: no such folder of task files")
@@ -101,7 +102,7 @@ def _manager(tasks: Sequence[str], include_path: Path | None) -> Any:
 
 
 def _find_beside_task_files(manager: Any) -> None:
-    """The harness finds data relative to the current folder only; a folder of tasks should work from anywhere."""
+    """Make the harness also find data beside the task file; it looks only in the current folder."""
     factory = manager._factory
     load = factory._load_full_config
 
@@ -117,7 +118,7 @@ def _find_beside_task_files(manager: Any) -> None:
 
 
 def _beside(files: Any, folder: Path) -> Any:
-    """Names of files, lists or mappings of them, in a folder where they are not in the current one but there."""
+    """Replace names of files, in lists or mappings, by paths in `folder` if the files exist only there."""
     if isinstance(files, dict):
         return {split: _beside(names, folder) for split, names in files.items()}
     if isinstance(files, list):
@@ -126,7 +127,7 @@ def _beside(files: Any, folder: Path) -> Any:
 
 
 def _names(manager: Any, name: str) -> list[str]:
-    """The names that a name or a pattern stands for, as far as the index has them; the path of a task file itself."""
+    """Return the names in the index that a name or pattern stands for; for the path of a task file, the path."""
     if name in manager.task_index or _is_task_file(name):
         return [name]
     return sorted(manager.match_tasks([name])) if "*" in name else []
@@ -137,7 +138,7 @@ def _is_task_file(name: str) -> bool:
 
 
 def _complete(index: dict[str, Any], name: Any) -> bool:
-    """Whether a name and all that belongs to it is in an index; the path of a file is taken to be that of a task."""
+    """Return whether an index has a name and all tasks that belong to it; paths of task files count as indexed."""
     entry = index.get(name) if isinstance(name, str) else None
     if entry is None:
         return isinstance(name, str) and _is_task_file(name)
@@ -150,7 +151,11 @@ def _complete(index: dict[str, Any], name: Any) -> bool:
 
 
 def _expanded(manager: Any, tasks: Sequence[str], include_path: str | os.PathLike[str] | None) -> Iterator[str]:
-    """The names that the harness knows; a pattern stands for all that it matches."""
+    """Yield the names of all requested tasks, with patterns replaced by the names that they match.
+
+    Raises:
+        UnknownNameError: If a name or pattern matches no task.
+    """
     for name in dict.fromkeys(tasks):
         if names := _names(manager, name):
             yield from names
@@ -166,30 +171,30 @@ def _within(entry: Any, folder: str | os.PathLike[str]) -> bool:
 
 
 def _refuse_damaged(include_path: Path | None) -> None:
-    """Name the first task file that cannot be read: the harness passes over it, and its task seems not to exist."""
+    """Raise an error for the first task file that cannot be read; the harness skips it, so its task seems missing."""
     read = harness("lm_eval.tasks._yaml_loader").load_yaml
     for path in [] if include_path is None else sorted(include_path.rglob("*.yaml")):
         try:
             read(path, resolve_func=False)
-        except Exception as error:  # of yaml's classes, or the harness' own
+        except Exception as error:  # a class of yaml or of the harness
             raise DataError(f"{path}: not a task file that can be read: {' '.join(str(error).split())}") from error
 
 
 def _read(manager: Any, name: str) -> dict[str, Any]:
-    """A task or group by name, with its data: from the cache, else from the hub."""
+    """Load a task or group with its data, from the cache or else from the hub."""
     try:
-        with _cache_only() as by_choice:
+        with _cache_only() as offline_requested:
             return _refuse_unknown_metrics(manager.load([name]))
     except MinifloatError:
         raise
     except FileNotFoundError as error:
         raise DataError(f"task {name}: {first_line(error)}") from error
     except (OSError, ValueError) as error:
-        if by_choice or not _hub_answers():
-            why = "HF_HUB_OFFLINE is set" if by_choice else "the hub does not answer"
+        if offline_requested or not _hub_answers():
+            reason = "HF_HUB_OFFLINE is set" if offline_requested else "the hub does not answer"
             raise DataError(
-                f"task {name}: its data cannot be read: {first_line(error)}; what is not cached comes from the hub, "
-                f"and {why}"
+                f"task {name}: its data cannot be read: {first_line(error)}; it is not cached, and the hub was not "
+                f"used because {reason}"
             ) from error
     except Exception as error:  # a task file can be wrong in many ways, and run code of its own
         raise _unusable(name, error) from error
@@ -203,33 +208,33 @@ def _unusable(name: str, error: Exception) -> DataError:
     return DataError(f"task {name}: cannot be loaded: {type(error).__name__}: {first_line(error)}")
 
 
-def _refuse_unknown_metrics(found: dict[str, Any]) -> dict[str, Any]:
-    """The harness logs that it has no such metric, and fails when the model has answered everything."""
-    for name, task in found["tasks"].items():
+def _refuse_unknown_metrics(loaded: dict[str, Any]) -> dict[str, Any]:
+    """Raise an error for a metric that does not exist; the harness would fail only after all answers."""
+    for name, task in loaded["tasks"].items():
         if task.get_config("process_results") is not None:
             continue
         for metric, function in getattr(task, "_metric_fn_list", {}).items():
             if function is None:
                 raise ConnectionError(f"{name}: lm-eval has no metric {metric!r}, and neither has the cache")
-    return found
+    return loaded
 
 
 @contextlib.contextmanager
 def _cache_only() -> Iterator[bool]:
-    """Keep the hub's libraries to their caches; yields whether the user has told them to, with HF_HUB_OFFLINE."""
+    """Restrict the hub's libraries to their caches; yield whether HF_HUB_OFFLINE had already requested that."""
     hub, datasets, evaluate = map(harness, ("huggingface_hub.constants", "datasets.config", "evaluate.config"))
     with contextlib.ExitStack() as stack:
-        by_choice = bool(hub.HF_HUB_OFFLINE or datasets.HF_HUB_OFFLINE)
+        offline_requested = bool(hub.HF_HUB_OFFLINE or datasets.HF_HUB_OFFLINE)
         for module, name in ((hub, "HF_HUB_OFFLINE"), (datasets, "HF_HUB_OFFLINE"), (evaluate, "HF_EVALUATE_OFFLINE")):
             stack.enter_context(replaced(module, name, True))
-        yield by_choice
+        yield offline_requested
 
 
 def _hub_answers() -> bool:
     endpoint = harness("huggingface_hub.constants").ENDPOINT
     try:
         response = harness("huggingface_hub.utils").get_session().head(endpoint, timeout=_HUB_SECONDS)
-    except Exception as error:  # whatever the client of this version raises where there is no network
+    except Exception as error:  # versions of the client raise different classes without a network
         _LOG.debug("%s does not answer: %s", endpoint, error)
         return False
     return bool(response.status_code < _SERVER_ERROR)

@@ -1,8 +1,8 @@
-"""lm-evaluation-harness as a library that behaves like one.
+"""lm-evaluation-harness as a library without side effects.
 
-It is written for its own command line: it prints, logs, draws progress bars and seeds every generator of the process.
-Here it keeps to itself, and what it changes is put back. Nothing of it is imported before it is needed: that takes
-seconds.
+The harness is written for its own command line: it prints, logs, draws progress bars and seeds every random generator
+of the process. The contexts here suppress its output and restore the state that it changes. The harness is imported
+only when needed, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from minifloat.errors import UsageError
 
 _LOG = logging.getLogger(__name__)
 
-#: Imported before anything is put in the place of what they import.
+#: Modules to import before replacing attributes of modules that they import.
 _IMPORTED = ("lm_eval.evaluator", "lm_eval.models.huggingface", "evaluate")
-_TALKATIVE = ("lm_eval", "datasets", "evaluate", "huggingface_hub", "transformers")
+_LOGGERS = ("lm_eval", "datasets", "evaluate", "huggingface_hub", "transformers")
 
 
 def harness(module: str) -> Any:
-    """A module of lm-eval, or of what it brings along.
+    """Import a module of lm-eval or of its dependencies.
 
     Raises:
-        UsageError: It is not installed.
+        UsageError: If lm-eval is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -43,7 +43,7 @@ def harness(module: str) -> Any:
 
 @contextlib.contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of a module for a while; one that this version does not have is left alone."""
+    """Replace an attribute of a module while the context lasts; do nothing if this version lacks the attribute."""
     if not hasattr(module, name):
         yield
         return
@@ -57,17 +57,20 @@ def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet(*, warn: bool = False) -> Iterator[None]:
-    """What the harness and its libraries print goes to the log; bars, warnings and seeds are as before afterwards.
+    """Send the output of the harness and its libraries to the log while the context lasts.
+
+    Progress bars, warnings and random generators are restored at the end.
 
     Args:
-        warn: Hand on the harness' own warnings as such, one of each kind; else they are details for debugging.
+        warn: Whether to log the first of each kind of the harness' own warnings as a warning. Everything else is logged
+            for debugging.
 
     Raises:
-        UsageError: lm-eval is not installed.
+        UsageError: If lm-eval is not installed.
     """
     with contextlib.ExitStack() as stack:
         printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        for name in _TALKATIVE:
+        for name in _LOGGERS:
             stack.enter_context(_forwarded(logging.getLogger(name), warn and name == "lm_eval"))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -83,16 +86,16 @@ def quiet(*, warn: bool = False) -> Iterator[None]:
 
 
 class _Forward(logging.Handler):
-    """Hands records to this module's log, where they are details, or warnings where they say so and are the first."""
+    """Forward records to this module's log, at debug level or, for the first of each kind of warning, as a warning."""
 
     def __init__(self, warn: bool) -> None:
         super().__init__()
-        self._warn, self._seen = warn, set[tuple[str, int]]()
+        self._warn, self._warned = warn, set[tuple[str, int]]()
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = (record.name, record.lineno)
-        first = self._warn and record.levelno >= logging.WARNING and kind not in self._seen
-        self._seen.add(kind)
+        first = self._warn and record.levelno >= logging.WARNING and kind not in self._warned
+        self._warned.add(kind)
         _LOG.log(logging.WARNING if first else logging.DEBUG, "%s: %s", record.name, record.getMessage())
 
 
@@ -128,6 +131,6 @@ def _without_bars() -> Iterator[None]:
             if not module.are_progress_bars_disabled():
                 module.disable_progress_bars()
                 stack.callback(module.enable_progress_bars)
-        for module in (bars, task):  # other modules of the harness can be told to draw none
+        for module in (bars, task):  # other modules of the harness have an option for it
             stack.enter_context(replaced(module, "tqdm", hidden))
         yield

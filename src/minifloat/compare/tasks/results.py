@@ -1,7 +1,8 @@
-"""What a run of tasks leaves behind: scores as the harness reports them, and the results of all items.
+"""The result of a run of tasks: scores as the harness reports them, and the results of all items.
 
-Most scores are functions of a mean over items: the mean itself, or for likelihoods a perplexity. Those are known here,
-so that intervals need no other code than sums; whether a score is one is checked by computing it anew.
+Most scores are functions of a mean over items: the mean itself or, for likelihoods, a perplexity. This module lists
+these functions, so that intervals can be computed from sums. A score counts as one of them only if computing it in this
+way gives the harness' score.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _bits(mean: float) -> float:
     return mean / math.log(2)
 
 
-#: How the harness makes a score of items' results -> the function of their (weighted) mean that it is; for the
+#: Name of the harness' aggregation -> the same score as a function of the (weighted) mean of the items' results; for
 #: likelihoods, of the mean negative log-likelihood.
 OF_MEANS: dict[str, Callable[[float], float]] = {
     "mean": _identity,
@@ -46,8 +47,8 @@ class TaskScore:
     """A score as the harness reports it.
 
     Attributes:
-        score: In the metric's own unit.
-        stderr: Its standard error; NaN where the harness has none.
+        score: The score in the metric's own unit.
+        stderr: Standard error of the score; NaN if the harness gives none.
     """
 
     score: float
@@ -56,18 +57,18 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class MetricRun:
-    """One metric of one task: the score, and what it was made of.
+    """One metric of one task: the score, and the results of the items.
 
     Attributes:
-        task: Its name.
-        metric: ``"acc"``; with the filter where the task has one: ``"exact_match,strict-match"``.
-        higher_is_better: What the task says of the metric.
+        task: Name of the task.
+        metric: Name of the metric, ``"acc"``; with the filter where the task has one: ``"exact_match,strict-match"``.
+        higher_is_better: Whether the task declares that a higher score is better.
         fewshot: Examples in each prompt.
-        score: Of all items.
-        items: What tells an item from others: its number and the hashes of its document, prompt and target.
-        results: Of each item: a number, or what the metric makes its score of.
+        score: Score of all items.
+        items: Identifier of each item: its number and the hashes of its document, prompt and target.
+        results: Result of each item: a number, or another input of the metric's aggregation.
         aggregation: A key of `OF_MEANS`, or ``"other"``.
-        aggregate: Makes a score of results.
+        aggregate: Function that computes the score from the results.
     """
 
     task: str
@@ -83,14 +84,14 @@ class MetricRun:
 
 @dataclass(frozen=True)
 class GroupRun:
-    """A score that is the mean of those of several tasks.
+    """A score that is the mean of the scores of several tasks.
 
     Attributes:
-        group: Its name.
-        metric: As in `MetricRun`.
-        score: As the harness reports it.
-        members: The tasks.
-        by_size: Whether each counts with its number of items.
+        group: Name of the group.
+        metric: Name of the metric, as in `MetricRun`.
+        score: Score as the harness reports it.
+        members: Names of the tasks.
+        by_size: Whether tasks are weighted by their number of items.
     """
 
     group: str
@@ -102,10 +103,10 @@ class GroupRun:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """What `run_tasks` returns.
+    """The result of `run_tasks`.
 
     Attributes:
-        tasks: As they were asked for.
+        tasks: Requested names of tasks.
         harness: Version of lm-eval.
         metrics: One entry per task, metric and filter.
         groups: One entry per group that has a score, metric and filter.
@@ -118,31 +119,35 @@ class TaskRun:
 
 
 def mean(values: Sequence[float]) -> float:
-    """What the harness takes where a task names no aggregation."""
+    """Return the mean, which the harness computes where a task names no aggregation."""
     return sum(values) / len(values)
 
 
 def aggregation_name(aggregate: Callable[[Sequence[Any]], float], values: Sequence[Any], score: float) -> str:
-    """How a score is made of the results: by its function's name, believed only if that gives this score again."""
+    """Return the key of `OF_MEANS` that computes the score from the results, or ``"other"``.
+
+    The name of the aggregation function is trusted only if computing the score by that key gives `score` again.
+    """
     name = getattr(aggregate, "__name__", "")
     try:
         sums, sizes = parts(name, values)
-        again = OF_MEANS[name](float(sums.sum() / sizes.sum()))
+        recomputed = OF_MEANS[name](float(sums.sum() / sizes.sum()))
     except (KeyError, TypeError, ValueError):
         return "other"
-    return name if math.isclose(again, score, rel_tol=1e-9, abs_tol=1e-12) else "other"
+    return name if math.isclose(recomputed, score, rel_tol=1e-9, abs_tol=1e-12) else "other"
 
 
 def parts(aggregation: str, values: Sequence[Any]) -> tuple[FloatArray, FloatArray]:
-    """Sums and sizes ``[N]`` of items; the score is a function of the sums' mean per size.
+    """Return the sums ``[N]`` and sizes ``[N]`` of items; the score is a function of ``sum(sums) / sum(sizes)``.
 
     Args:
         aggregation: A key of `OF_MEANS`.
-        values: Results: numbers, log-likelihoods in nats, or those with the words or bytes of the document.
+        values: Results of the items: numbers, log-likelihoods in nats, or pairs of a log-likelihood and the number of
+            words or bytes of the document.
 
     Raises:
-        TypeError: The results are none of these.
-        ValueError: Likewise.
+        TypeError: If the results are none of these.
+        ValueError: If the results are none of these.
     """
     numbers = np.asarray(values, np.float64).reshape(len(values), 2 if aggregation in _WEIGHTED else 1)
     sums = -numbers[:, 0] if aggregation in (*PERPLEXITIES, *_WEIGHTED) else numbers[:, 0]

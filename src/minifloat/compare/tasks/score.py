@@ -1,4 +1,4 @@
-"""A run of tasks with one model: from names to scores with the results of all items."""
+"""`run_tasks`: run tasks with one model and return their scores with the results of all items."""
 
 from __future__ import annotations
 
@@ -35,24 +35,23 @@ def run_tasks(
     """Run tasks of lm-evaluation-harness, and keep the result of every item.
 
     Args:
-        model: In eval mode; neither it nor the tokenizer is changed.
-        tokenizer: The model's.
-        tasks: As for `load_tasks`, or what that returned, which saves reading the data once more for another model.
-        include_path: As for `load_tasks`.
-        limit: Use only the first so many items of each task; below 1, that share of them.
-        num_fewshot: As for `load_tasks`.
-        batch_size: Requests per forward pass; by default as many as have room in 512 MiB of log-probabilities, at
-            most 16.
-        max_length: Tokens of prompt and answer; by default what the model attends to. A longer prompt loses its
-            beginning, a longer document is cut into windows.
-        chat_template: Put prompts into the tokenizer's chat template.
-        progress: Called with requests done, requests in all, and what is done to them.
+        model: Model in eval mode; neither the model nor the tokenizer is changed.
+        tokenizer: The model's tokenizer.
+        tasks: Names of tasks as for `load_tasks`, or its result, so that several models share the data.
+        include_path: Folder of task files, as for `load_tasks`.
+        limit: Number of items to use from the start of each task; below 1, the fraction of items to use.
+        num_fewshot: Examples in each prompt, as for `load_tasks`.
+        batch_size: Requests per forward pass; by default as many as fit into 512 MiB of log-probabilities, at most 16.
+        max_length: Tokens of prompt and answer; by default the length that the model attends to. A longer prompt loses
+            its beginning, a longer document is cut into windows.
+        chat_template: Whether to put prompts into the tokenizer's chat template.
+        progress: Called with requests done, requests in total, and the activity.
 
     Raises:
-        UnknownNameError: A task that does not exist.
-        DataError: The data of a task is neither cached nor to be had.
-        NonFiniteError: The model's answer to an item is NaN; says which.
-        UsageError: lm-eval is not installed, an option is out of range, or a task cannot be run.
+        UnknownNameError: If a task does not exist.
+        DataError: If the data of a task is neither cached nor available from the hub.
+        NonFiniteError: If the model's answer to an item is NaN; the message names the item.
+        UsageError: If lm-eval is not installed, an option is out of range, or a task cannot be run.
     """
     if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
         raise UsageError(f"expected a whole number of items per task, or a share of them below 1, got {limit}")
@@ -61,7 +60,7 @@ def run_tasks(
     if not isinstance(tasks, LoadedTasks):
         tasks = load_tasks(tasks, include_path=include_path, num_fewshot=num_fewshot)
     elif include_path is not None or num_fewshot is not None:
-        raise UsageError("include_path and num_fewshot are for load_tasks where it has loaded the tasks")
+        raise UsageError("include_path and num_fewshot have no effect on loaded tasks: give them to load_tasks")
     results = evaluate(
         model,
         tokenizer,
@@ -82,15 +81,15 @@ def _metric_runs(name: str, task: Any, results: dict[str, Any]) -> list[MetricRu
     runs = []
     higher = results["higher_is_better"].get(name, {})
     for key in _metric_keys(results["results"][name]):
-        metric, _, chosen = key.rpartition(",")
-        samples = [s for s in results["samples"][name] if s["filter"] == chosen and metric in s["metrics"]]
+        metric, _, filter_name = key.rpartition(",")
+        samples = [s for s in results["samples"][name] if s["filter"] == filter_name and metric in s["metrics"]]
         values = tuple(_plain(sample[metric]) for sample in samples)
         aggregate = task.aggregation().get(metric, mean)
         score = _score(results["results"][name], key)
         runs.append(
             MetricRun(
                 task=name,
-                metric=_shown(key),
+                metric=_without_filter_none(key),
                 higher_is_better=bool(higher.get(metric, True)),
                 fewshot=int(results["n-shot"].get(name) or 0),
                 score=score,
@@ -104,29 +103,33 @@ def _metric_runs(name: str, task: Any, results: dict[str, Any]) -> list[MetricRu
 
 
 def _group_runs(name: str, group: Any, results: dict[str, Any]) -> list[GroupRun]:
-    found = results["results"].get(name, {})
+    group_results = results["results"].get(name, {})
     by_size = {entry.metric: entry.weight_by_size for entry in group.aggregate_metric_list or ()}
     tasks = [task.task_name for task in group.get_all_tasks()]
     runs = []
-    for key in _metric_keys(found):
+    for key in _metric_keys(group_results):
         members = tuple(task for task in tasks if key in results["results"].get(task, {}))
-        runs.append(GroupRun(name, _shown(key), _score(found, key), members, by_size[key.rpartition(",")[0]]))
+        runs.append(
+            GroupRun(
+                name, _without_filter_none(key), _score(group_results, key), members, by_size[key.rpartition(",")[0]]
+            )
+        )
     return runs
 
 
-def _metric_keys(found: dict[str, Any]) -> list[str]:
-    """The keys ``metric,filter`` of a task's results."""
-    return [key for key in found if "," in key and not key.rpartition(",")[0].endswith("_stderr")]
+def _metric_keys(task_results: dict[str, Any]) -> list[str]:
+    """Return the keys ``metric,filter`` of a task's results."""
+    return [key for key in task_results if "," in key and not key.rpartition(",")[0].endswith("_stderr")]
 
 
-def _shown(key: str) -> str:
+def _without_filter_none(key: str) -> str:
     return key.removesuffix(",none")
 
 
-def _score(found: dict[str, Any], key: str) -> TaskScore:
-    metric, _, chosen = key.rpartition(",")
-    stderr = found.get(f"{metric}_stderr,{chosen}")
-    return TaskScore(float(found[key]), math.nan if stderr is None or isinstance(stderr, str) else float(stderr))
+def _score(task_results: dict[str, Any], key: str) -> TaskScore:
+    metric, _, filter_name = key.rpartition(",")
+    stderr = task_results.get(f"{metric}_stderr,{filter_name}")
+    return TaskScore(float(task_results[key]), math.nan if stderr is None or isinstance(stderr, str) else float(stderr))
 
 
 def _identify(sample: dict[str, Any]) -> str:
@@ -135,7 +138,7 @@ def _identify(sample: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A result without arrays, so that two can be told equal."""
+    """Convert arrays in a result to Python values, so that results can be compared with ``==``."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, list | tuple):
