@@ -307,7 +307,7 @@ def test_models_of_different_sizes_are_refused(
     llama_folder: Path, make_llama: MakeModel, tmp_path: Path, config: dict[str, int]
 ) -> None:
     other = make_llama(tmp_path / "other", **config)
-    with pytest.raises(UsageError, match="one architecture only"):
+    with pytest.raises(UsageError, match="two models of one architecture"):
         attributed(llama_folder, other)
 
 
