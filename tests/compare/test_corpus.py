@@ -1,4 +1,4 @@
-"""Text becomes windows: every token once, in batches of one length, sources among each other."""
+"""Windows of text: every token is in one window, batches have one length, and sources are interleaved."""
 
 import json
 from collections import Counter
@@ -54,7 +54,7 @@ def test_batches_hold_every_window_once_in_rows_of_one_length(
     assert {0, 1} == set(half)  # an interrupted run has seen of both
 
 
-def test_documents_are_units_where_there_are_many_and_windows_where_there_are_few(
+def test_units_are_documents_where_there_are_many_and_windows_where_there_are_few(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     many = write(tmp_path / "many.jsonl", "\n".join(json.dumps({"text": TEXT}) for _ in range(15)))
@@ -66,12 +66,12 @@ def test_documents_are_units_where_there_are_many_and_windows_where_there_are_fe
     assert not units[0] & units[1]
 
 
-def test_a_stretch_of_one_token_is_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_window_of_one_token_is_left_out(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     corpus = Corpus([write(tmp_path / "t.txt", "abcdefghi")], tokenizer, 4)
     assert [len(window.ids) for window in corpus.texts[0].windows] == [4, 4]
 
 
-def test_a_number_of_tokens_ends_each_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_max_tokens_limits_each_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = write(tmp_path / "rows.jsonl", "\n".join(json.dumps({"text": "abcdefghij"}) for _ in range(9)))
     corpus = Corpus([rows], tokenizer, 32, max_tokens=25)
     assert [len(window.ids) for window in corpus.texts[0].windows] == [10, 10, 5]
@@ -91,14 +91,16 @@ def test_the_same_text_gives_the_same_batches(tmp_path: Path, tokenizer: PreTrai
 
 
 @pytest.mark.parametrize(("text", "message"), [("", "0 tokens; at least 2"), ("a", "1 tokens; at least 2")])
-def test_a_text_of_nothing_to_predict_is_refused(
+def test_a_text_without_a_token_to_predict_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, text: str, message: str
 ) -> None:
     with pytest.raises(UsageError, match=rf"t\.txt: {message}"):
         Corpus([write(tmp_path / "t.txt", text)], tokenizer, 32)
 
 
-def test_what_cannot_be_used_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_sources_and_windows_that_cannot_be_used_are_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     path = write(tmp_path / "t.txt", TEXT)
     with pytest.raises(UsageError, match="at least 2 tokens, got 1"):
         Corpus([path], tokenizer, 1)

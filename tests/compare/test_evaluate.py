@@ -1,4 +1,4 @@
-"""Whole comparisons of tiny models: against transformers' own loss, against themselves, and what is refused."""
+"""`compare_models` on tiny models: the loss of transformers, a model against itself, interruptions and refusals."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def changed(folder: Path, copy: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """A copy of a checkpoint with other weights."""
+    """Copy a checkpoint and change its weights."""
     shutil.copytree(folder, copy)
     tensors = load_file(copy / "model.safetensors")
     change(tensors)
@@ -47,7 +47,7 @@ def changed(folder: Path, copy: Path, change: Callable[[dict[str, torch.Tensor]]
 
 
 @pytest.mark.parametrize(("window", "max_tokens"), [(32, None), (50, 101), (128, 60)])
-def test_perplexity_is_that_of_the_loss_of_transformers_over_the_same_windows(
+def test_perplexity_equals_the_loss_of_transformers_on_the_same_windows(
     llama_folder: Path, make_llama: MakeModel, tmp_path: Path, text: Path, window: int, max_tokens: int | None
 ) -> None:
     other = make_llama(tmp_path / "other", seed=1)
@@ -68,7 +68,7 @@ def test_perplexity_is_that_of_the_loss_of_transformers_over_the_same_windows(
         assert found == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
-def test_kl_is_that_of_torch(llama_folder: Path, make_llama: MakeModel, tmp_path: Path, text: Path) -> None:
+def test_kl_equals_torchs_kl(llama_folder: Path, make_llama: MakeModel, tmp_path: Path, text: Path) -> None:
     other = make_llama(tmp_path / "other", seed=1)
     result = compare_models(llama_folder, other, [text], window=128, max_tokens=100, dtype="float32")
     ids = torch.tensor([AutoTokenizer.from_pretrained(llama_folder)(TEXT, add_special_tokens=False).input_ids[:100]])
@@ -87,7 +87,7 @@ def test_kl_is_that_of_torch(llama_folder: Path, make_llama: MakeModel, tmp_path
     assert [choice.probability for choice in worst.baseline] == pytest.approx(expected.values.tolist(), rel=1e-6)
 
 
-def test_a_model_is_itself(llama_folder: Path, text: Path) -> None:
+def test_a_model_against_itself_has_no_difference(llama_folder: Path, text: Path) -> None:
     result = compare_models(llama_folder, llama_folder, [text], window=32)
     overall = result.candidates[0].overall
     assert (overall.kl_mean.value, overall.kl_max, overall.top1_agreement.value) == (0, 0, 1)
@@ -97,7 +97,7 @@ def test_a_model_is_itself(llama_folder: Path, text: Path) -> None:
     assert result.candidates[0].worst == ()
 
 
-def test_several_candidates_cost_one_pass_of_the_baseline_and_get_what_each_would_get_alone(
+def test_several_candidates_cost_one_pass_of_the_baseline_and_score_as_if_alone(
     llama_folder: Path, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for scheme in ("fp8", "mxfp4"):
@@ -115,7 +115,7 @@ def test_several_candidates_cost_one_pass_of_the_baseline_and_get_what_each_woul
     assert passes.count(llama_folder.name) - 1 == (len(passes) - 3) / 3  # less the trial of each head
 
 
-def test_the_head_in_pieces_gives_what_the_model_gives(
+def test_the_head_run_in_pieces_gives_the_scores_of_the_whole_model(
     llama_folder: Path, make_llama: MakeModel, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = make_llama(tmp_path / "other", seed=1)
@@ -173,7 +173,7 @@ def test_quantized_experts_add_no_difference_of_their_own(make_mixtral: MakeMode
         ("fp8-block", "E4M3 per group 1x128 (dynamic)"),
     ],
 )
-def test_it_is_recorded_how_the_candidate_took_its_inputs(
+def test_the_format_of_the_candidates_inputs_is_recorded(
     llama_folder: Path, tmp_path: Path, text: Path, scheme: str, activations: str
 ) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", scheme)
@@ -187,7 +187,7 @@ def test_it_is_recorded_how_the_candidate_took_its_inputs(
     assert compare_models(tmp_path / "q", llama_folder, [text]).candidates[0].model.activations == "BF16"
 
 
-def test_a_loaded_model_keeps_its_inputs_and_a_mixture_is_counted(
+def test_a_loaded_model_keeps_its_inputs_and_different_formats_are_counted(
     llama_folder: Path, tmp_path: Path, text: Path
 ) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-dynamic", overrides=["down_proj=fp8"])
@@ -197,7 +197,9 @@ def test_a_loaded_model_keeps_its_inputs_and_a_mixture_is_counted(
     assert result.candidates[0].model.activations == expected
 
 
-def test_texts_count_by_their_tokens(llama_folder: Path, make_llama: MakeModel, tmp_path: Path, text: Path) -> None:
+def test_texts_are_weighted_by_their_tokens(
+    llama_folder: Path, make_llama: MakeModel, tmp_path: Path, text: Path
+) -> None:
     short = tmp_path / "short.txt"
     short.write_text("Zürich, überall.", encoding="utf-8")
     other = make_llama(tmp_path / "other", seed=1)
@@ -242,7 +244,9 @@ def test_a_tokenizer_that_begins_texts_with_bos_begins_every_window_with_it(
     assert overall.baseline_perplexity == pytest.approx(math.exp(loss), rel=1e-5)
 
 
-def test_batches_change_no_number_of_tokens(llama_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_batches_does_not_change_the_scores(
+    llama_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     together = compare_models(llama_folder, llama_folder, [text], window=32, dtype="float32").candidates[0].overall
     monkeypatch.setattr(corpus, "_BATCH_TOKENS", 1)
     alone = compare_models(llama_folder, llama_folder, [text], window=32, dtype="float32").candidates[0].overall
@@ -259,7 +263,7 @@ def test_progress_ends_at_the_tokens_of_the_texts(llama_folder: Path, text: Path
     assert [call[0] for call in calls] == sorted(call[0] for call in calls)
 
 
-def test_the_dictionary_is_json_without_inf(llama_folder: Path, text: Path) -> None:
+def test_the_dictionary_is_valid_json_without_inf(llama_folder: Path, text: Path) -> None:
     result = compare_models(llama_folder, llama_folder, [text], max_tokens=64)
     document = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     (candidate,) = document["candidates"]
@@ -270,7 +274,7 @@ def test_the_dictionary_is_json_without_inf(llama_folder: Path, text: Path) -> N
     assert (document["schema_version"], document["dtype"], document["partial"]) == (1, "bfloat16", False)
 
 
-def test_a_tolerance_decides(llama_folder: Path, tmp_path: Path, text: Path) -> None:
+def test_the_tolerance_decides_the_outcome(llama_folder: Path, tmp_path: Path, text: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     generous, strict = (
         compare_models(llama_folder, tmp_path / "q", [text], window=32, tolerance=tolerance)
@@ -294,7 +298,7 @@ def test_beginnings_of_windows_are_continued_by_all_models(llama_folder: Path, t
     assert all(TEXT.find(sample.prompt) >= 0 for sample in quantized.samples)
 
 
-def test_continuations_that_cannot_be_made_cost_no_scores(llama_folder: Path, text: Path) -> None:
+def test_an_error_of_the_continuations_becomes_a_note_and_the_scores_are_kept(llama_folder: Path, text: Path) -> None:
     result = compare_with_generation(llama_folder, llama_folder, [text], window=40, prompts=2, new_tokens=97)
     assert result.outcome is Outcome.PASSED
     assert result.candidates[0].generation is None
@@ -309,7 +313,7 @@ def test_a_text_too_short_to_continue_has_no_continuations(llama_folder: Path, t
     assert compare_with_generation(llama_folder, llama_folder, [short]).candidates[0].generation is None
 
 
-def test_variants_leave_out_what_a_checkpoint_declares_besides_its_weights(
+def test_variants_leave_out_the_fp8_cache_and_the_quantized_inputs(
     llama_folder: Path, tmp_path: Path, text: Path
 ) -> None:
     stats = collect(llama_folder, [text], samples=8, seq_len=32).stats
@@ -352,14 +356,14 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "_BATCH_TOKENS", 32)
 
 
-def test_an_interrupted_run_reports_what_it_has_measured(llama_folder: Path, text: Path, small_batches: None) -> None:
+def test_an_interrupted_run_returns_the_scores_so_far(llama_folder: Path, text: Path, small_batches: None) -> None:
     result = compare_models(llama_folder, llama_folder, [text], window=32, progress=interrupted_after(3))
     assert result.partial
     assert (result.tokens_done, result.tokens_total) == (96, len(TEXT.encode()))
     assert result.candidates[0].overall.tokens == 93
 
 
-def test_a_run_interrupted_before_every_text_was_begun_reports_nothing(
+def test_a_run_interrupted_before_every_text_has_a_score_raises(
     llama_folder: Path, tmp_path: Path, text: Path, small_batches: None
 ) -> None:
     short = tmp_path / "short.txt"
@@ -368,7 +372,7 @@ def test_a_run_interrupted_before_every_text_was_begun_reports_nothing(
         compare_models(llama_folder, llama_folder, [text, short], window=32, progress=interrupted_after(1))
 
 
-def test_a_run_goes_on_where_it_stopped(
+def test_an_interrupted_run_resumes_after_the_last_written_batch(
     llama_folder: Path, tmp_path: Path, text: Path, small_batches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
@@ -388,7 +392,9 @@ def test_a_run_goes_on_where_it_stopped(
     assert len(passes) == 2
 
 
-def test_scores_of_another_comparison_are_not_taken_over(llama_folder: Path, tmp_path: Path, text: Path) -> None:
+def test_resuming_from_the_folder_of_another_comparison_is_refused(
+    llama_folder: Path, tmp_path: Path, text: Path
+) -> None:
     compare_models(llama_folder, llama_folder, [text], window=32, resume=tmp_path / "work")
     with pytest.raises(UsageError, match="scores of other models, texts or settings"):
         compare_models(llama_folder, llama_folder, [text], window=31, resume=tmp_path / "work")
@@ -398,7 +404,7 @@ def test_scores_of_another_comparison_are_not_taken_over(llama_folder: Path, tmp
         compare_models(llama_folder, load(llama_folder), [text], resume=tmp_path / "other")
 
 
-def test_a_broken_part_of_a_journal_is_named(llama_folder: Path, tmp_path: Path, text: Path) -> None:
+def test_a_damaged_part_of_the_measurement_log_is_named(llama_folder: Path, tmp_path: Path, text: Path) -> None:
     compare_models(llama_folder, llama_folder, [text], window=32, resume=tmp_path / "work")
     (part,) = (tmp_path / "work").glob("part-*.npz")
     part.write_bytes(part.read_bytes()[:-100])
@@ -410,7 +416,7 @@ def test_a_broken_part_of_a_journal_is_named(llama_folder: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("batch", [32, 2048])
-def test_the_first_logit_that_is_nan_is_placed(
+def test_the_error_names_the_first_token_with_a_nan_logit(
     llama_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     monkeypatch.setattr(corpus, "_BATCH_TOKENS", batch)
@@ -436,9 +442,7 @@ def test_models_of_different_vocabularies_are_refused(
         compare_models(llama_folder, other, [text])
 
 
-def test_tokenizers_that_number_their_tokens_otherwise_are_refused(
-    llama_folder: Path, tmp_path: Path, text: Path
-) -> None:
+def test_tokenizers_with_different_token_ids_are_refused(llama_folder: Path, tmp_path: Path, text: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(llama_folder, other)
     config = json.loads((other / "tokenizer.json").read_text())
@@ -459,18 +463,18 @@ def test_tokenizers_that_number_their_tokens_otherwise_are_refused(
         ({"candidates": []}, "no model to compare"),
     ],
 )
-def test_a_request_that_cannot_be_met_is_refused(
+def test_options_that_do_not_fit_the_models_or_the_text_are_refused(
     llama_folder: Path, text: Path, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         compare_models(**{"baseline": llama_folder, "candidates": llama_folder, "data": [text], **arguments})
 
 
-def test_a_text_that_is_not_there_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_a_missing_text_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"absent\.txt: no such file"):
         compare_models(tmp_path / "no_model", tmp_path / "no_model", [tmp_path / "absent.txt"])
 
 
-def test_a_folder_that_is_no_model_is_an_error_of_ours(llama_folder: Path, tmp_path: Path, text: Path) -> None:
+def test_a_folder_without_a_model_raises_a_minifloat_error(llama_folder: Path, tmp_path: Path, text: Path) -> None:
     with pytest.raises(MinifloatError):
         compare_models(llama_folder, tmp_path, [text])

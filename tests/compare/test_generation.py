@@ -1,4 +1,4 @@
-"""Greedy continuations: against transformers' own, what may not change them, where texts end, and where they part."""
+"""Greedy continuations: those of transformers, end tokens, NaN logits, and where two continuations differ."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ def tokenizer(llama_folder: Path) -> Any:
         ("qwen3_next", {}),
     ],
 )
-def test_continuations_are_those_of_transformers(
+def test_continuations_equal_those_of_transformers(
     make_model: MakeModel, tmp_path: Path, model_type: str, config: dict[str, Any]
 ) -> None:
     folder = make_model(tmp_path / "m", model_type, dtype="float32", **config)
@@ -68,7 +68,7 @@ def test_continuations_are_those_of_transformers(
     assert generate_greedy(reference, given, NEW) == tuple(expected)
 
 
-def test_nothing_in_the_generation_config_changes_them(llama_folder: Path, model: Any) -> None:
+def test_the_generation_config_does_not_change_continuations(llama_folder: Path, model: Any) -> None:
     expected = generate_greedy(model, prompts(4), NEW, ends=())
     other = opened(llama_folder)
     other.generation_config = GenerationConfig(
@@ -86,7 +86,7 @@ def test_nothing_in_the_generation_config_changes_them(llama_folder: Path, model
     assert generate_greedy(other, prompts(4), NEW, ends=()) == expected
 
 
-def test_a_text_ends_with_its_end_token_and_the_others_go_on(model: Any) -> None:
+def test_a_continuation_ends_with_its_end_token_and_the_others_continue(model: Any) -> None:
     whole = generate_greedy(model, prompts(4), NEW, ends=())
     assert {len(row) for row in whole} == {NEW}
     end = whole[1][5]
@@ -96,7 +96,7 @@ def test_a_text_ends_with_its_end_token_and_the_others_go_on(model: Any) -> None
     assert generate_greedy(model, prompts(4), NEW, ends=(end, 287)) == expected
 
 
-def test_where_all_texts_have_ended_nothing_more_is_computed(model: Any) -> None:
+def test_generation_stops_when_all_continuations_have_ended(model: Any) -> None:
     given = prompts(3)
     first = {row[0] for row in generate_greedy(model, given, 1, ends=())}
     calls: list[tuple[int, int, str]] = []
@@ -114,7 +114,7 @@ def test_progress_counts_tokens_over_batches(model: Any) -> None:
 @pytest.mark.parametrize(
     ("declared", "expected"), [(None, {257}), (7, {7}), ([7, 9], {7, 9})], ids=["config", "one", "several"]
 )
-def test_end_tokens_are_those_of_the_generation_config_else_of_the_config(
+def test_end_tokens_come_from_the_generation_config_or_else_from_the_config(
     llama_folder: Path, declared: Any, expected: set[int]
 ) -> None:
     model = opened(llama_folder)
@@ -122,14 +122,14 @@ def test_end_tokens_are_those_of_the_generation_config_else_of_the_config(
     assert end_tokens(model) == expected
 
 
-def test_a_model_without_end_tokens_goes_on(make_llama: MakeModel, tmp_path: Path) -> None:
+def test_a_model_without_end_tokens_generates_all_new_tokens(make_llama: MakeModel, tmp_path: Path) -> None:
     model = opened(make_llama(tmp_path / "m", eos_token_id=None))
     assert end_tokens(model) == frozenset()
     assert [len(row) for row in generate_greedy(model, prompts(2), 5)] == [5, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_never_parts_from_itself(llama_folder: Path, tokenizer: Any, dtype: torch.dtype) -> None:
+def test_a_model_never_diverges_from_itself(llama_folder: Path, tokenizer: Any, dtype: torch.dtype) -> None:
     given = prompts(20)
     first, second = (generate_greedy(load(llama_folder, dtype=dtype), given, 40) for _ in range(2))
     result = greedy_divergence(tokenizer, given, first, second, 40)
@@ -154,7 +154,7 @@ def test_a_simulated_cache_is_used_in_every_step(llama_folder: Path) -> None:
 
 
 def broken(model: Any, row: int, calls: set[int]) -> Any:
-    """Make the logits of a row NaN in these calls of the model."""
+    """Make a logit of one row NaN in some calls of the model, numbered from 0."""
     count = itertools.count()
 
     def spoil(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -166,12 +166,12 @@ def broken(model: Any, row: int, calls: set[int]) -> Any:
     return model
 
 
-def test_a_logit_that_is_not_a_number_is_named(llama_folder: Path) -> None:
+def test_the_error_for_a_nan_logit_names_the_prompt_and_the_token(llama_folder: Path) -> None:
     with pytest.raises(NonFiniteError, match="logits: NaN or Inf where token 1 after prompt 17 is chosen"):
         generate_greedy(broken(opened(llama_folder), 1, {4}), prompts(18), 3, ends=())
 
 
-def test_the_logits_of_a_text_that_has_ended_are_not_looked_at(llama_folder: Path, model: Any) -> None:
+def test_nan_logits_of_a_continuation_that_has_ended_are_ignored(llama_folder: Path, model: Any) -> None:
     expected = generate_greedy(model, prompts(2), 4, ends=())
     end = expected[0][0]
     assert end not in expected[1]
@@ -189,7 +189,7 @@ def test_the_logits_of_a_text_that_has_ended_are_not_looked_at(llama_folder: Pat
         ([[1] * 100], 29, "the model attends to 128"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(model: Any, given: list[list[int]], new: int, message: str) -> None:
+def test_prompts_that_do_not_fit_are_refused(model: Any, given: list[list[int]], new: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         generate_greedy(model, given, new)
 
@@ -204,7 +204,7 @@ def divergence(tokenizer: Any, baseline: Continuations, candidate: Continuations
     return greedy_divergence(tokenizer, [[72, 73]] * len(baseline), baseline, candidate, 4)
 
 
-def test_where_texts_part_is_counted_in_tokens_of_the_continuation(tokenizer: Any) -> None:
+def test_the_first_difference_is_counted_in_tokens_of_the_continuation(tokenizer: Any) -> None:
     baseline = ((1, 2, 3, 4), (1, 2, 3, 4), (1, 257), (1, 257), (1, 2, 3, 4))
     candidate = ((1, 2, 3, 4), (1, 2, 3, 5), (1, 257), (1, 257, 3, 4), (9, 2, 3, 4))
     result = divergence(tokenizer, baseline * 2, candidate * 2)
@@ -216,17 +216,17 @@ def test_where_texts_part_is_counted_in_tokens_of_the_continuation(tokenizer: An
     assert [sample.parted_at for sample in result.samples] == [0, 3, None]
 
 
-def test_the_median_is_none_where_half_never_parted(tokenizer: Any) -> None:
+def test_the_median_is_none_if_half_of_the_continuations_are_equal(tokenizer: Any) -> None:
     assert divergence(tokenizer, ((1,), (1,)), ((1,), (2,))).median is None
     assert divergence(tokenizer, ((1, 2), (1, 2)), ((1, 3), (2, 2))).median == 0.5
 
 
-def test_the_interval_of_a_fraction_is_that_of_wilson(tokenizer: Any) -> None:
+def test_the_identical_fraction_has_wilsons_interval(tokenizer: Any) -> None:
     found = divergence(tokenizer, ((1,),) * 10, (((1,),) * 8) + (((2,),) * 2)).identical_fraction
     assert (found.value, found.low, found.high) == pytest.approx((0.8, 0.490162, 0.943318), abs=1e-6)
 
 
-def test_of_one_prompt_there_is_no_interval_of_the_mean(tokenizer: Any) -> None:
+def test_the_mean_of_one_prompt_has_no_interval(tokenizer: Any) -> None:
     found = divergence(tokenizer, ((1, 2, 3, 4),), ((1, 2, 3, 5),)).mean_prefix_match
     assert found.value == 0.75
     assert math.isnan(found.low)

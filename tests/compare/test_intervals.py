@@ -1,4 +1,4 @@
-"""Intervals against their promise (coverage), against scipy's, and at their ends."""
+"""Intervals: their coverage on simulated data, scipy's intervals, and degenerate data."""
 
 import math
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from minifloat.compare.intervals import (
     FEWEST_UNITS,
     Estimate,
     mean_interval,
+    paired_mean_interval,
     quantile_interval,
     sums_by_unit,
     units_to_decide,
@@ -20,7 +21,7 @@ Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
 
 
 def kl_of_documents(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Skewed tokens, documents that differ from each other and in length."""
+    """Draw skewed values of tokens, in documents with different means and lengths."""
     sizes = rng.integers(50, 256, count)
     level = np.exp(rng.normal(0, 0.3, count))
     return np.array([(k * rng.lognormal(-7, 1.2, n)).sum() for k, n in zip(level, sizes, strict=True)]), sizes * 1.0
@@ -38,7 +39,7 @@ def agreements(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.nda
 
 
 @pytest.mark.parametrize("draw", [kl_of_documents, full(changes_of_likelihood), full(agreements)])
-def test_95_of_100_intervals_of_a_mean_hold_the_truth(draw: Draw) -> None:
+def test_95_of_100_intervals_of_a_mean_contain_the_true_mean(draw: Draw) -> None:
     rng = np.random.default_rng(1)
     sums, sizes = draw(rng, 100_000)
     truth = sums.sum() / sizes.sum()
@@ -46,7 +47,7 @@ def test_95_of_100_intervals_of_a_mean_hold_the_truth(draw: Draw) -> None:
     assert 0.93 <= np.mean([one.low <= truth <= one.high for one in found]) <= 0.97
 
 
-def test_95_of_100_intervals_of_a_quantile_hold_the_truth() -> None:
+def test_95_of_100_intervals_of_a_quantile_contain_the_true_quantile() -> None:
     rng = np.random.default_rng(2)
     hits = []
     truth = float(np.quantile(rng.lognormal(-7, 1.2, (1_000_000,)) * np.exp(rng.normal(0, 0.3, 1_000_000)), 0.9))
@@ -68,7 +69,7 @@ def test_tokens_of_one_document_do_not_count_as_independent() -> None:
     assert width == pytest.approx(2 * 2.093 * levels.std(ddof=1) / math.sqrt(20), rel=0.15)  # Student's t, 19 degrees
 
 
-def test_an_interval_is_near_that_of_scipy() -> None:
+def test_an_interval_of_a_mean_is_close_to_scipys() -> None:
     stats = pytest.importorskip("scipy.stats")
     sums, sizes = kl_of_documents(np.random.default_rng(4), 200)
     found = mean_interval(sums, sizes)
@@ -80,18 +81,45 @@ def test_an_interval_is_near_that_of_scipy() -> None:
     assert found.high == pytest.approx(other.high, abs=0.2 * width)
 
 
+def test_the_paired_interval_equals_scipys_bca_interval() -> None:
+    stats = pytest.importorskip("scipy.stats", reason="compares the interval with SciPy's")
+    generator = np.random.default_rng(3)
+    changes, sizes = generator.lognormal(size=60) - 1, generator.integers(5, 50, size=60).astype(float)
+    for divisor in (np.ones(60), sizes):
+        expected = stats.bootstrap(
+            (changes, divisor),
+            lambda change, size, axis=-1: change.sum(axis) / size.sum(axis),
+            paired=True,
+            n_resamples=20000,
+            rng=np.random.default_rng(4),
+        ).confidence_interval
+        found, width = paired_mean_interval(changes, divisor), expected.high - expected.low
+        assert abs(found.low - expected.low) < 0.05 * width
+        assert abs(found.high - expected.high) < 0.05 * width
+
+
+def test_intervals_of_rare_losses_have_their_coverage() -> None:
+    generator = np.random.default_rng(0)
+    truth, items, inside = -0.04, 200, 0
+    for _ in range(200):
+        changes = generator.choice([-1.0, 0.0, 1.0], p=[0.06, 0.92, 0.02], size=items)
+        estimate = paired_mean_interval(changes, np.ones(items))
+        inside += estimate.low <= truth <= estimate.high
+    assert 0.91 <= inside / 200 <= 0.985
+
+
 def test_the_same_data_give_the_same_interval() -> None:
     data = kl_of_documents(np.random.default_rng(5), 30)
     assert mean_interval(*data) == mean_interval(*data)
 
 
-def test_units_that_all_have_the_mean_have_an_interval_without_width() -> None:
+def test_units_with_equal_means_have_an_interval_of_width_zero() -> None:
     sizes = np.arange(1.0, 21)
     assert mean_interval(np.zeros(20), sizes) == Estimate(0, 0, 0)
     assert mean_interval(sizes, sizes) == Estimate(1, 1, 1)
 
 
-def test_of_a_few_units_nothing_is_known_but_the_mean() -> None:
+def test_a_few_units_have_a_mean_but_no_interval() -> None:
     few = mean_interval(np.zeros(FEWEST_UNITS - 1), np.ones(FEWEST_UNITS - 1))
     assert few.value == 0
     assert not few.known
@@ -99,14 +127,14 @@ def test_of_a_few_units_nothing_is_known_but_the_mean() -> None:
     assert not quantile_interval(np.arange(10.0), np.zeros(10, dtype=np.int64), 1, 0.5).known
 
 
-def test_an_infinite_unit_leaves_no_interval() -> None:
+def test_with_an_infinite_unit_there_is_no_interval() -> None:
     sums = np.ones(20)
     sums[3] = math.inf
     assert mean_interval(sums, np.ones(20)).value == math.inf
     assert not mean_interval(sums, np.ones(20)).known
 
 
-def test_one_unit_that_is_unlike_all_others_is_inside_of_the_interval_it_makes() -> None:
+def test_an_interval_contains_the_mean_if_one_unit_differs_from_all_others() -> None:
     sums = np.zeros(30)
     sums[0] = 100
     interval = mean_interval(sums, np.ones(30))
@@ -114,7 +142,7 @@ def test_one_unit_that_is_unlike_all_others_is_inside_of_the_interval_it_makes()
     assert interval.high > interval.value
 
 
-def test_draws_of_equal_units_do_not_blow_up_the_interval() -> None:
+def test_draws_of_equal_units_do_not_make_the_interval_huge() -> None:
     wins = np.zeros(20)
     wins[0], wins[1:3] = 1, -1
     interval = mean_interval(wins, np.ones(20))

@@ -1,4 +1,4 @@
-"""The simulated FP8 KV cache: its rounding, the attention it gives, the scales it reads, and what is refused."""
+"""The simulated FP8 KV cache: rounding, attention, the scales of checkpoints, and refused models."""
 
 import json
 import logging
@@ -48,9 +48,9 @@ def windowed(function: Any) -> Any:
 
 
 def opened(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
-    """In float64 a rounding to E4M3 does not depend on the order of sums."""
+    """Load a model, by default in float64, where rounding to E4M3 does not depend on the order of sums."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    model.set_experts_implementation("eager")  # the grouped one knows no float64
+    model.set_experts_implementation("eager")  # the grouped experts do not support float64
     return model
 
 
@@ -64,7 +64,7 @@ def ids(rows: int = 2) -> Tensor:
 
 
 def nearest(x: np.ndarray) -> np.ndarray:
-    """The nearest values of E4M3 in float64 by search, ties to the even code."""
+    """Return the nearest E4M3 values in float64 by search, ties to the even code."""
     values = np.array(E4M3.values[: E4M3.max_code + 1])
     above = np.searchsorted(values, np.abs(x)).clip(1, E4M3.max_code)
     low, high = values[above - 1], values[above]
@@ -94,7 +94,7 @@ def test_values_beyond_the_largest_are_clamped_and_nan_stays() -> None:
 
 
 def by_hand(model: Any, tokens: Tensor, scales: KVScales) -> Tensor:
-    """Logits of a Llama in float64, all of it written out; keys and values through `nearest`."""
+    """Compute the logits of a Llama in float64 step by step, with keys and values rounded by `nearest`."""
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
     config = model.config
     heads, groups = config.num_attention_heads, config.num_key_value_heads
@@ -134,7 +134,7 @@ def by_hand(model: Any, tokens: Tensor, scales: KVScales) -> Tensor:
 
 
 @torch.inference_mode()
-def test_a_window_is_scored_as_a_formula_in_float64_scores_it(llama_folder: Path) -> None:
+def test_the_logits_of_a_window_equal_a_float64_calculation(llama_folder: Path) -> None:
     model = opened(llama_folder)
     tokens, scales = ids(), scales_of(model)
     factory = kv_cache_factory(model, scales)
@@ -146,7 +146,7 @@ def test_a_window_is_scored_as_a_formula_in_float64_scores_it(llama_folder: Path
 
 @pytest.mark.parametrize(("model_type", "config"), [("llama", {}), ("mistral", {"sliding_window": 9})])
 @torch.inference_mode()
-def test_a_window_is_scored_as_our_own_decoder_with_an_fp8_cache_scores_it(
+def test_the_logits_of_a_window_equal_those_of_the_native_decoder_with_an_fp8_cache(
     make_model: MakeModel, tmp_path: Path, model_type: str, config: dict[str, Any]
 ) -> None:
     model = load(make_model(tmp_path / "m", model_type, **config), dtype=torch.float32)
@@ -168,7 +168,7 @@ def test_a_window_is_scored_as_our_own_decoder_with_an_fp8_cache_scores_it(
 
 @windowed
 @torch.inference_mode()
-def test_without_the_rounding_the_cache_changes_nothing(
+def test_a_cache_that_does_not_round_changes_no_logit(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, config: dict[str, Any]
 ) -> None:
     model = opened(make_model(tmp_path / "m", model_type, dtype="float32", **config))
@@ -180,7 +180,7 @@ def test_without_the_rounding_the_cache_changes_nothing(
 
 @windowed
 @torch.inference_mode()
-def test_a_window_at_once_is_the_same_as_token_by_token(
+def test_a_window_in_one_pass_has_the_logits_of_token_by_token_passes(
     make_model: MakeModel, tmp_path: Path, model_type: str, config: dict[str, Any]
 ) -> None:
     model = opened(make_model(tmp_path / "m", model_type, dtype="float32", **config))
@@ -195,7 +195,7 @@ def test_a_window_at_once_is_the_same_as_token_by_token(
 
 
 @torch.inference_mode()
-def test_recurrent_layers_of_a_hybrid_model_are_left_alone(
+def test_recurrent_layers_of_a_hybrid_model_are_not_rounded(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = opened(make_model(tmp_path / "m", "qwen3_next", dtype="float32"), torch.float32)
@@ -213,7 +213,7 @@ def test_recurrent_layers_of_a_hybrid_model_are_left_alone(
 
 
 @pytest.mark.parametrize("name", ["llmc-fp8-kv", "modelopt-fp8-kv"])
-def test_scales_are_those_that_other_tools_wrote(name: str) -> None:
+def test_scales_equal_those_that_other_tools_wrote(name: str) -> None:
     written = json.loads((INTEROP / name / "expected.json").read_text())["kv_scales"]
     together: dict[str, dict[str, float]] = {}
     for module, scales in written.items():
@@ -231,7 +231,7 @@ def test_a_checkpoint_without_an_fp8_cache_has_no_scales(llama_folder: Path) -> 
 
 
 def with_scales(tmp_path: Path, change: Callable[[dict[str, Tensor]], object]) -> KVScales | None:
-    """The scales of a checkpoint that declares an FP8 cache, with other tensors."""
+    """Return the KV scales of a checkpoint that declares an FP8 cache, after changing its tensors."""
     folder = tmp_path / "changed"
     shutil.copytree(INTEROP / "llmc-fp8-kv", folder)
     tensors = load_file(folder / "model.safetensors")
@@ -256,13 +256,13 @@ def test_a_cache_that_is_declared_without_scales_has_scales_of_one(
     assert torch.equal(values, round_to_cache(3 * x, 1.0))
 
 
-def test_one_scale_of_a_pair_is_both(tmp_path: Path) -> None:
+def test_a_single_scale_of_a_pair_is_used_for_keys_and_values(tmp_path: Path) -> None:
     scales = with_scales(tmp_path, lambda tensors: tensors.pop("model.layers.0.self_attn.k_scale"))
     assert scales == {"model.layers.0.self_attn": (0.01446533203125, 0.01446533203125)}
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_a_scale_that_is_no_positive_number_is_refused(tmp_path: Path, value: float) -> None:
+def test_a_scale_that_is_not_a_positive_number_is_refused(tmp_path: Path, value: float) -> None:
     name = "model.layers.0.self_attn.v_scale"
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.v_scale: a scale is a positive number"):
         with_scales(tmp_path, lambda tensors: tensors.update({name: torch.tensor([value])}))

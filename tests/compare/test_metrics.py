@@ -1,4 +1,4 @@
-"""The metrics against torch's own and against distributions whose numbers are known."""
+"""The metrics against torch's functions and on distributions with known values."""
 
 import math
 
@@ -28,13 +28,13 @@ def score(p: torch.Tensor, q: torch.Tensor) -> TokenScores:
     return score_tokens(Distribution(p), Distribution(q), TARGETS[: len(p)], UNITS[: len(p)])
 
 
-def test_kl_is_that_of_torch_in_float64() -> None:
+def test_kl_equals_torchs_kl_in_float64() -> None:
     p, q = logits(seed=1).double(), logits(seed=2).double()
     expected = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="none", log_target=True)
     np.testing.assert_allclose(score(p, q).kl, expected.sum(-1).numpy(), rtol=1e-12)
 
 
-def test_likelihoods_are_those_of_cross_entropy() -> None:
+def test_likelihoods_equal_those_of_cross_entropy() -> None:
     p, q = logits(seed=1), logits(seed=2)
     scores = score(p, q)
     for found, given in ((scores.baseline_nll, p), (scores.candidate_nll, q)):
@@ -58,19 +58,19 @@ def test_a_tiny_difference_is_not_lost_to_rounding() -> None:
     np.testing.assert_allclose(score(p, p + shift).kl, expected.numpy(), rtol=1e-2, atol=1e-15)
 
 
-def test_a_shift_of_all_logits_is_no_difference() -> None:
+def test_a_shift_of_all_logits_makes_no_difference() -> None:
     p = logits().double()
     np.testing.assert_allclose(score(p, p + 1000).kl, 0, atol=1e-13)
 
 
-def test_what_the_reference_excludes_adds_nothing() -> None:
+def test_tokens_that_the_baseline_excludes_add_nothing_to_kl() -> None:
     p = Distribution(torch.tensor([[0.5, 0.5, 0.0]]).log())
     q = Distribution(torch.tensor([[0.25, 0.25, 0.5]]).log())
     torch.testing.assert_close(kl_divergence(p, q), torch.tensor([math.log(2)], dtype=torch.float64))
     assert kl_divergence(p, p).item() == 0
 
 
-def test_what_only_the_candidate_excludes_is_infinite() -> None:
+def test_a_token_that_only_the_candidate_excludes_makes_kl_infinite() -> None:
     p, q = Distribution(torch.tensor([[0.5, 0.5]]).log()), Distribution(torch.tensor([[1.0, 0.0]]).log())
     assert kl_divergence(p, q).item() == math.inf
 
@@ -92,7 +92,7 @@ def test_the_margin_is_between_the_first_and_the_second_choice() -> None:
     assert Distribution(torch.zeros(2, 1)).margin().tolist() == [math.inf, math.inf]
 
 
-def test_the_overlap_counts_what_both_have_among_their_ten_first() -> None:
+def test_the_overlap_counts_tokens_among_the_first_ten_of_both_models() -> None:
     p = -torch.arange(30.0).repeat(2, 1)
     q = p.clone()
     q[1, :4] = -100.0  # four of the first ten are now last
@@ -104,7 +104,7 @@ def test_the_overlap_counts_what_both_have_among_their_ten_first() -> None:
     assert not scores.agree[0]
 
 
-def test_a_flip_where_the_baseline_had_two_first_choices_is_no_disagreement() -> None:
+def test_a_different_first_choice_at_a_tie_of_the_baseline_counts_as_agreement() -> None:
     p = torch.tensor([[0.50, 0.48, 0.02], [0.52, 0.40, 0.08], [0.40, 0.40, 0.20]]).log()
     q = p[:, [1, 0, 2]]
     scores = score(p, q)
@@ -113,12 +113,12 @@ def test_a_flip_where_the_baseline_had_two_first_choices_is_no_disagreement() ->
     assert same_choice(Distribution(p), Distribution(q)).tolist() == [True, False, True]
 
 
-def test_probabilities_of_the_first_choices_are_those_of_softmax() -> None:
+def test_probabilities_of_the_first_choices_equal_those_of_softmax() -> None:
     found = Distribution(logits()).top_log_probabilities().exp()
     torch.testing.assert_close(found, logits().double().softmax(-1).topk(TOP_K).values)
 
 
-def test_stretches_are_put_together_field_by_field() -> None:
+def test_scores_of_stretches_are_concatenated_field_by_field() -> None:
     whole = score(logits(seed=1), logits(seed=2))
     parts = [
         score_tokens(Distribution(p), Distribution(q), target, unit)

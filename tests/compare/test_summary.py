@@ -1,4 +1,4 @@
-"""Summaries of scores whose numbers are known."""
+"""Summaries of scores with known values."""
 
 import math
 
@@ -26,7 +26,7 @@ def noisy(seed: int, tokens: int = 200, scale: float = 1.0) -> torch.Tensor:
     return base + scale * torch.randn(tokens, 40, generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_summary_of_uniform_predictions_is_known() -> None:
+def test_uniform_predictions_have_a_known_summary() -> None:
     uniform = torch.zeros(80, 16)
     summary = summary_of(uniform, uniform, nbytes=160)
     assert (summary.tokens, summary.units, summary.unit) == (80, 10, "document")
@@ -50,7 +50,7 @@ def test_the_interval_of_the_ratio_is_paired() -> None:
     )
 
 
-def test_agreement_counts_first_choices() -> None:
+def test_agreement_is_the_fraction_of_equal_first_choices() -> None:
     p, q = torch.eye(4), torch.eye(4)
     q[3] = torch.tensor([1.0, 0, 0, 0])
     summary = summary_of(p, q, units=1)
@@ -58,7 +58,7 @@ def test_agreement_counts_first_choices() -> None:
     assert not summary.top1_agreement.known
 
 
-def test_quantiles_are_of_the_tokens() -> None:
+def test_quantiles_are_taken_over_tokens() -> None:
     scores = scores_of(noisy(1), noisy(2))
     summary = summarize("text", scores, 1, "document", 40)
     assert summary.kl_median.value == pytest.approx(float(np.median(scores.kl)))

@@ -1,4 +1,4 @@
-"""Tasks that the tests write, run by lm-evaluation-harness with tiny models."""
+"""Tasks of lm-evaluation-harness, written by these tests and run with tiny models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from click.testing import CliRunner
 
 from minifloat.commands.main import main
 from minifloat.compare import compare_models
-from minifloat.compare.intervals import FEWEST_UNITS, paired_mean_interval
+from minifloat.compare.intervals import FEWEST_UNITS
 from minifloat.compare.tasks import TaskDifference, TaskRun, compare_tasks, load_tasks, run_tasks
 from minifloat.compare.tasks.difference import mcnemar
 from minifloat.compare.tasks.quiet import quiet
@@ -105,7 +105,7 @@ _FILES = {"choice": _CHOICE, "likelihood": _LIKELIHOOD, "rolling": _ROLLING, "ge
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Task files and their data, which they name without a path."""
+    """A folder with task files and their data, which they name without a path."""
     pytest.importorskip("lm_eval", reason=_NO_HARNESS)
     folder = tmp_path_factory.mktemp("tasks")
     write_tasks(folder, **_FILES)
@@ -121,14 +121,14 @@ def write_tasks(folder: Path, **files: str) -> Path:
 
 @pytest.fixture(scope="module")
 def models(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two models of other weights and one tokenizer."""
+    """Two models with different weights and the same tokenizer."""
     folder = tmp_path_factory.mktemp("models")
     return make_llama(folder / "first", dtype="float32"), make_llama(folder / "second", dtype="float32", seed=1)
 
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, models: tuple[Path, Path]) -> tuple[TaskRun, TaskRun]:
-    """All tasks with both models, the data read once."""
+    """Runs of all tasks with both models; the data is read once."""
     tasks = load_tasks(["tiny_group", "tiny_rolling", "tiny_generation"], include_path=folder)
     first, second = (run_tasks(load(model), load_tokenizer(model), tasks) for model in models)
     return first, second
@@ -161,7 +161,7 @@ def test_every_metric_and_filter_of_every_task_and_group_is_compared(runs: tuple
     assert all(d.items == len(_QUESTIONS) for key, d in differences.items() if key[0] != "tiny_group")
 
 
-def test_scores_are_those_that_the_harness_reports(
+def test_scores_equal_those_that_the_harness_reports(
     folder: Path, models: tuple[Path, Path], runs: tuple[TaskRun, TaskRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluator = pytest.importorskip("lm_eval.evaluator", reason=_NO_HARNESS)
@@ -221,7 +221,7 @@ def test_documents_in_bfloat16_are_summed_in_float32(folder: Path, llama_folder:
 # ------------------------------------------------------------------------------------------------- differences
 
 
-def test_a_model_against_itself_differs_by_exactly_nothing(
+def test_a_model_against_itself_has_a_difference_of_exactly_zero(
     folder: Path, models: tuple[Path, Path], runs: tuple[TaskRun, TaskRun]
 ) -> None:
     model, tokenizer = load(models[0]), load_tokenizer(models[0])
@@ -233,7 +233,7 @@ def test_a_model_against_itself_differs_by_exactly_nothing(
         assert difference.recovery == 100 or difference.baseline.score == 0
 
 
-def test_wins_losses_and_p_are_those_counted_by_hand(runs: tuple[TaskRun, TaskRun]) -> None:
+def test_wins_losses_and_p_equal_those_counted_by_hand(runs: tuple[TaskRun, TaskRun]) -> None:
     first, second = (next(run for run in side.metrics if run.metric == "acc") for side in runs)
     right = [1.0] * 11 + [0.0] * 13
     then = [1.0] * 4 + [0.0] * 7 + [1.0] * 2 + [0.0] * 11  # 7 lost, 2 won
@@ -250,36 +250,9 @@ def test_wins_losses_and_p_are_those_counted_by_hand(runs: tuple[TaskRun, TaskRu
 
 @pytest.mark.parametrize(("wins", "losses"), [(0, 0), (1, 0), (3, 3), (2, 9), (40, 61), (2500, 2700)])
 def test_mcnemar_is_the_two_sided_binomial_test(wins: int, losses: int) -> None:
-    stats = pytest.importorskip("scipy.stats", reason="holds the exact test to SciPy's")
+    stats = pytest.importorskip("scipy.stats", reason="compares the exact test with SciPy's")
     expected = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1
     assert mcnemar(wins, losses) == pytest.approx(expected, rel=1e-9)
-
-
-def test_the_interval_is_scipys_bca_interval() -> None:
-    stats = pytest.importorskip("scipy.stats", reason="holds the interval to SciPy's")
-    generator = np.random.default_rng(3)
-    changes, sizes = generator.lognormal(size=60) - 1, generator.integers(5, 50, size=60).astype(float)
-    for divisor in (np.ones(60), sizes):
-        expected = stats.bootstrap(
-            (changes, divisor),
-            lambda change, size, axis=-1: change.sum(axis) / size.sum(axis),
-            paired=True,
-            n_resamples=20000,
-            rng=np.random.default_rng(4),
-        ).confidence_interval
-        found, width = paired_mean_interval(changes, divisor), expected.high - expected.low
-        assert abs(found.low - expected.low) < 0.05 * width
-        assert abs(found.high - expected.high) < 0.05 * width
-
-
-def test_intervals_of_rare_losses_have_their_coverage() -> None:
-    generator = np.random.default_rng(0)
-    truth, items, inside = -0.04, 200, 0
-    for _ in range(200):
-        changes = generator.choice([-1.0, 0.0, 1.0], p=[0.06, 0.92, 0.02], size=items)
-        estimate = paired_mean_interval(changes, np.ones(items))
-        inside += estimate.low <= truth <= estimate.high
-    assert 0.91 <= inside / 200 <= 0.985
 
 
 def test_too_few_items_give_no_interval(folder: Path, models: tuple[Path, Path]) -> None:
@@ -308,13 +281,13 @@ def test_where_less_is_better_a_loss_is_a_recovery_below_100(runs: tuple[TaskRun
             assert (difference.losses > difference.wins) == (difference.difference.value > 0)
 
 
-def test_a_metric_that_is_no_mean_has_an_interval_too(runs: tuple[TaskRun, TaskRun]) -> None:
+def test_a_metric_that_is_not_a_mean_has_an_interval_too(runs: tuple[TaskRun, TaskRun]) -> None:
     difference = by_name(compare_tasks(*runs))["tiny_choice", "brier_score"]
     assert difference.difference.low < difference.difference.value < difference.difference.high
     assert difference.mcnemar_p is None
 
 
-def test_runs_of_other_items_are_not_compared(
+def test_runs_with_different_items_are_refused(
     folder: Path, models: tuple[Path, Path], runs: tuple[TaskRun, TaskRun]
 ) -> None:
     model, tokenizer = load(models[0]), load_tokenizer(models[0])
@@ -343,18 +316,18 @@ def test_an_unknown_task_is_an_error_with_similar_names(folder: Path, monkeypatc
     assert "tiny_rolling" in caught.value.valid
 
 
-def test_a_pattern_and_a_file_name_tasks_too(folder: Path) -> None:
+def test_tasks_can_be_named_by_pattern_or_file(folder: Path) -> None:
     assert set(load_tasks(["tiny_*ing"], include_path=folder).loaded["tasks"]) == {"tiny_rolling"}
     assert set(load_tasks([str(folder / "choice.yaml")], include_path=folder).loaded["tasks"]) == {"tiny_choice"}
 
 
 @pytest.fixture
 def deaf_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A hub that takes connections and never answers; gives the module that says whether the hub may be asked."""
+    """A hub that accepts connections and never answers; yields the module with the setting HF_HUB_OFFLINE."""
     pytest.importorskip("lm_eval", reason=_NO_HARNESS)
     hub = pytest.importorskip("huggingface_hub.constants")
     with quiet():
-        pass  # imports what takes its time
+        pass  # import lm-eval, which takes seconds
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         monkeypatch.setattr("minifloat.compare.tasks.loaded_tasks._HUB_SECONDS", 0.5)
@@ -364,7 +337,7 @@ def deaf_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("by_choice", [True, False])
-def test_a_data_set_that_is_not_cached_is_one_line_and_no_wait(
+def test_a_data_set_that_is_not_cached_fails_within_seconds_with_one_line(
     tmp_path: Path, by_choice: bool, deaf_hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deaf_hub, "HF_HUB_OFFLINE", by_choice)
@@ -378,7 +351,7 @@ def test_a_data_set_that_is_not_cached_is_one_line_and_no_wait(
     assert by_choice == deaf_hub.HF_HUB_OFFLINE
 
 
-def test_local_tasks_never_ask_the_hub(folder: Path, deaf_hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_tasks_send_no_request_to_the_hub(folder: Path, deaf_hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr("minifloat.compare.tasks.loaded_tasks._hub_answers", lambda: asked.append(1))
     load_tasks(["tiny_group", "tiny_rolling"], include_path=folder)
@@ -395,7 +368,7 @@ def test_local_tasks_never_ask_the_hub(folder: Path, deaf_hub: Any, monkeypatch:
         (("output_type: multiple_choice", "output_type: [}"), "broken.yaml: not a task file that can be read"),
     ],
 )
-def test_a_task_file_that_is_wrong_is_named(tmp_path: Path, change: tuple[str, str], expected: str) -> None:
+def test_the_error_names_a_wrong_task_file(tmp_path: Path, change: tuple[str, str], expected: str) -> None:
     pytest.importorskip("lm_eval", reason=_NO_HARNESS)
     write_tasks(tmp_path, broken=_CHOICE.replace(*change))
     with pytest.raises(DataError, match=expected) as caught:
@@ -426,7 +399,7 @@ def test_no_task_and_no_folder_are_refused(folder: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("task", ["tiny_choice", "tiny_rolling", "tiny_generation"])
-def test_a_model_that_gives_nan_is_an_error_and_no_score(folder: Path, llama_folder: Path, task: str) -> None:
+def test_a_nan_answer_is_an_error_and_not_a_score(folder: Path, llama_folder: Path, task: str) -> None:
     model = load(llama_folder)
     model.get_output_embeddings().weight.data[5] = math.nan
     with pytest.raises(NonFiniteError, match=r"item 0 of task|is generated"):
@@ -439,7 +412,7 @@ def test_without_lm_eval_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
         load_tasks(["tiny_choice"], include_path=folder)
 
 
-# ------------------------------------------------------------------------------------------------- manners
+# ------------------------------------------------------------------------------------------------- side effects
 
 
 def test_importing_compare_imports_no_harness() -> None:
@@ -501,7 +474,7 @@ def test_a_quantized_model_runs_and_is_not_changed(
 # ------------------------------------------------------------------------------------------------- in a comparison
 
 
-def test_a_comparison_runs_tasks_beside_its_scores(llama_folder: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_comparison_runs_tasks(llama_folder: Path, folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 20)
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
@@ -524,8 +497,10 @@ def test_a_comparison_runs_tasks_beside_its_scores(llama_folder: Path, folder: P
         compare_models(llama_folder, tmp_path / "q", [text], tasks=["tiny_choise"], task_path=folder)
 
 
-def test_likelihoods_of_a_comparison_are_those_of_the_harness(llama_folder: Path, folder: Path, tmp_path: Path) -> None:
-    """The harness predicts the first token of a document from BOS: so does a text that begins with it."""
+def test_likelihoods_of_a_comparison_equal_those_of_the_harness(
+    llama_folder: Path, folder: Path, tmp_path: Path
+) -> None:
+    """The harness predicts the first token of a document from BOS, so the compared text begins with BOS too."""
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     begin = load_tokenizer(llama_folder).bos_token
     pages = [question["page"][:100] for question in _QUESTIONS]

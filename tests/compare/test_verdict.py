@@ -1,4 +1,4 @@
-"""Verdicts on measurements that are made up."""
+"""Verdicts on hand-made summaries."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ def summary(name: str = "text", ratio: Estimate | None = None, kl: Estimate | No
     )
 
 
-def test_all_bounds_kept_by_whole_intervals_is_passed() -> None:
+def test_the_verdict_is_passed_if_whole_intervals_keep_all_bounds() -> None:
     verdict = judge([summary(kl=Estimate(0.01, 0.005, 0.02))], Tolerance())
     assert verdict.outcome is Outcome.PASSED
     assert verdict.outcome.exit_code == 0
@@ -46,7 +46,7 @@ def test_all_bounds_kept_by_whole_intervals_is_passed() -> None:
     assert verdict.unmet == ()
 
 
-def test_a_bound_that_a_whole_interval_breaks_is_failed() -> None:
+def test_the_verdict_is_failed_if_a_whole_interval_breaks_a_bound() -> None:
     verdict = judge([summary(ratio=Estimate(1.02, 1.011, 1.03))], Tolerance())
     assert verdict.outcome is Outcome.FAILED
     assert verdict.outcome.exit_code == 1
@@ -55,7 +55,7 @@ def test_a_bound_that_a_whole_interval_breaks_is_failed() -> None:
     assert check.estimate.value == pytest.approx(0.02)
 
 
-def test_an_interval_around_the_bound_says_how_much_text_would_decide() -> None:
+def test_a_check_whose_interval_contains_the_bound_estimates_the_tokens_needed() -> None:
     verdict = judge([summary(kl=Estimate(0.015, 0.01, 0.025))], Tolerance())
     assert verdict.outcome is Outcome.UNDECIDED
     assert verdict.outcome.exit_code == 3
@@ -65,7 +65,7 @@ def test_an_interval_around_the_bound_says_how_much_text_would_decide() -> None:
     )  # twice as near as the bound is: four times as many
 
 
-def test_no_interval_is_undecided_unless_the_value_is_infinite() -> None:
+def test_a_check_without_an_interval_is_undecided_unless_the_value_is_infinite() -> None:
     unknown = Estimate(0.0, math.nan, math.nan)
     (check,) = judge([summary(kl=unknown)], Tolerance()).unmet
     assert (check.outcome, check.tokens_needed) == (Outcome.UNDECIDED, None)
@@ -73,7 +73,7 @@ def test_no_interval_is_undecided_unless_the_value_is_infinite() -> None:
     assert judge([summary(kl=lost)], Tolerance()).outcome is Outcome.FAILED
 
 
-def test_one_bad_text_fails_whatever_the_others_do() -> None:
+def test_one_failed_text_fails_the_verdict() -> None:
     bad = summary("code", kl=Estimate(0.5, 0.4, 0.6))
     unsure = summary("dialogue", kl=Estimate(0.02, 0.01, 0.03))
     verdict = judge([summary(), unsure, bad], Tolerance())
@@ -82,13 +82,13 @@ def test_one_bad_text_fails_whatever_the_others_do() -> None:
     assert judge([summary(), unsure], Tolerance()).outcome is Outcome.UNDECIDED
 
 
-def test_agreement_is_a_lower_bound() -> None:
+def test_the_bound_on_agreement_is_a_lower_bound() -> None:
     low = replace(summary(), agreement=Estimate(0.9, 0.89, 0.91))
     assert judge([low], Tolerance()).unmet[0].quantity == "agreement"
     assert judge([low], Tolerance(min_agreement=0.85)).outcome is Outcome.PASSED
 
 
 @pytest.mark.parametrize("bad", [{"max_kl": -1}, {"min_agreement": 97}, {"max_ppl_increase": math.nan}])
-def test_a_tolerance_that_is_none_is_refused(bad: dict[str, float]) -> None:
+def test_a_tolerance_out_of_range_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="a tolerance is at least 0"):
         Tolerance(**bad)

@@ -1,10 +1,10 @@
-"""Whether another engine computes the same model as we do.
+"""Agreement of two engines: whether another engine computes the same model as minifloat.
 
-Two engines that multiply the same weights in BF16 differ, because each rounds in its own places. How far BF16 is from
-exact arithmetic is a property of format and model, and it is measured, not guessed: the same checkpoint is run here in
-float32 and in BF16. Another engine must be as close to float32 as our own BF16 is; half as much again is allowed,
-because it may round in more places (vLLM rounds logits to BF16, we do not: one rounding more among ten a layer). Inputs
-that are quantized to FP8 enlarge both distances alike, since a value near the middle of two codes may go either way.
+Two engines that multiply the same weights in BF16 differ, because each rounds in different places. The distance of BF16
+from exact arithmetic depends on the model and is measured: the checkpoint runs here in float32 and in BF16. The other
+engine may be 1.5 times as far from float32 as minifloat's BF16, because it may round in more places (vLLM rounds logits
+to BF16, minifloat does not: one more rounding, where each layer has ten). Inputs that are quantized to FP8 enlarge both
+distances alike, because a value near the middle of two codes may be rounded either way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from minifloat.runtime.load import load
 
-_ROUNDS_MORE = 1.5
+#: Allowed distance of another engine from float32, in distances of minifloat's BF16.
+_ALLOWED_RATIO = 1.5
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class Answer:
     """A greedy continuation.
 
     Attributes:
-        prompt: Token ids.
-        tokens: What follows, by token id.
-        top: The log-probabilities of the most probable tokens in each place from the prompt's second token on.
+        prompt: Token ids of the prompt.
+        tokens: Token ids of the continuation.
+        top: For each position from the prompt's second token on, log-probabilities of the most probable tokens by id.
     """
 
     prompt: Sequence[int]
@@ -39,23 +40,23 @@ class Answer:
 
 
 class Reference:
-    """A checkpoint as we run it, in float32 and in BF16."""
+    """A checkpoint in minifloat, in float32 and in BF16."""
 
     def __init__(self, folder: Path, *, weight_only: bool = False) -> None:
         self._exact = load(folder, dtype=torch.float32, weight_only=weight_only)
         self._rounded = load(folder, dtype=torch.bfloat16, weight_only=weight_only)
 
     def distance(self, answers: Sequence[Answer]) -> tuple[float, float]:
-        """Root of the mean squared difference of log-probabilities: theirs to float32, and our BF16 to float32."""
+        """Return two root mean square differences of log-probabilities: theirs to float32, and our BF16 to float32."""
         theirs, ours = [], []
         for answer in answers:
             tokens = torch.tensor([[*answer.prompt, *answer.tokens]])
             exact, rounded = (_logprobs(model, tokens) for model in (self._exact, self._rounded))
             assert len(answer.top) == tokens.shape[1] - 1
-            for place, top in enumerate(answer.top):
+            for position, top in enumerate(answer.top):
                 ids = list(top)
-                theirs.append(torch.tensor(list(top.values())) - exact[place, ids])
-                ours.append(rounded[place, ids] - exact[place, ids])
+                theirs.append(torch.tensor(list(top.values())) - exact[position, ids])
+                ours.append(rounded[position, ids] - exact[position, ids])
         return _rms(theirs), _rms(ours)
 
 
@@ -69,9 +70,9 @@ def _rms(differences: Sequence[Tensor]) -> float:
 
 
 def is_same_model(folder: Path, answers: Sequence[Answer], *, weight_only: bool = False) -> bool:
-    """Whether answers are those of a checkpoint, within the rounding of BF16."""
+    """Return whether answers are those of a checkpoint, within the rounding of BF16."""
     theirs, ours = Reference(folder, weight_only=weight_only).distance(answers)
-    return theirs <= _ROUNDS_MORE * ours
+    return theirs <= _ALLOWED_RATIO * ours
 
 
 _TOP = 20
@@ -79,11 +80,11 @@ _TOP = 20
 
 @dataclass(frozen=True)
 class Noise:
-    """How far apart two engines may be that both compute a checkpoint in BF16.
+    """The error of BF16 arithmetic for a checkpoint, which limits how far apart two engines may be.
 
     Attributes:
-        typical: Root of the mean squared error of the log-probabilities of likely tokens.
-        largest: The largest of these errors.
+        typical: Root mean square error of the log-probabilities of likely tokens.
+        largest: Largest of these errors.
     """
 
     typical: float
@@ -91,45 +92,46 @@ class Noise:
 
     @classmethod
     def of(cls, folder: Path, prompts: Sequence[Sequence[int]], *, inputs_too: bool = False) -> Noise:
-        """Measured on prompts, as the distance of our BF16 to float32.
+        """Measure the distance of our BF16 to float32 on prompts.
 
         Args:
-            folder: The checkpoint.
-            prompts: Token ids.
+            folder: Folder of the checkpoint.
+            prompts: Token ids of the prompts.
             inputs_too: Whether one of the engines quantizes the inputs of linears and the other does not.
         """
         exact = load(folder, dtype=torch.float32, weight_only=True)
         rounded = load(folder, dtype=torch.bfloat16, weight_only=not inputs_too)
         errors = []
         for prompt in prompts:
-            wanted, found = (_logprobs(model, torch.tensor([list(prompt)])) for model in (exact, rounded))
-            likely = wanted.topk(_TOP).indices
-            errors.append((found - wanted).gather(-1, likely).flatten())
+            expected, actual = (_logprobs(model, torch.tensor([list(prompt)])) for model in (exact, rounded))
+            likely = expected.topk(_TOP).indices
+            errors.append((actual - expected).gather(-1, likely).flatten())
         return cls(_rms(errors), float(torch.cat(errors).abs().max()))
 
     def covers(self, differences: Sequence[float]) -> bool:
-        """Whether differences of two engines are as large as two such errors make them."""
+        """Return whether the differences between two engines can be explained by the errors of both."""
         size = math.sqrt(sum(difference**2 for difference in differences) / len(differences))
-        return size <= _ROUNDS_MORE * math.sqrt(2) * self.typical
+        return size <= _ALLOWED_RATIO * math.sqrt(2) * self.typical
 
 
 def greedy_differences(ours: Any, theirs: Any, noise: Noise) -> list[float]:
-    """Differences of the log-probabilities that two servers report, up to where their texts part.
+    """Return the differences of log-probabilities that two servers report, up to the first different token.
 
     Args:
-        ours: A choice of OpenAI's completions.
-        theirs: Another, for the same prompt.
-        noise: Texts may part only where it covers the difference of our two most probable tokens.
+        ours: A choice in the response of OpenAI's completions API.
+        theirs: A choice in the other server's response to the same prompt.
+        noise: The texts may differ first only where twice the largest error covers the difference of our two most
+            probable tokens.
     """
     differences: list[float] = []
-    places = zip(
+    positions = zip(
         ours.logprobs.tokens,
         ours.logprobs.top_logprobs,
         theirs.logprobs.tokens,
         theirs.logprobs.top_logprobs,
         strict=True,
     )
-    for token, top, other, other_top in places:
+    for token, top, other, other_top in positions:
         differences += [top[text] - other_top[text] for text in top.keys() & other_top.keys()]
         if token != other:
             first, second = sorted(top.values(), reverse=True)[:2]

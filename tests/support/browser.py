@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over a pipe in its own protocol (Chrome DevTools Protocol): no package needed."""
+"""A headless Chromium, controlled over a pipe with the Chrome DevTools Protocol, without further packages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TIMEOUT = 60.0
 
 
 class Page:
-    """One tab.
+    """One tab of a browser.
 
     Attributes:
-        requests: URLs that it asked for.
-        problems: What it wrote to its console as an error, and exceptions of its scripts.
+        requests: URLs that the tab requested.
+        problems: Errors in the console, and exceptions of scripts.
     """
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
@@ -48,13 +48,13 @@ class Page:
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def wait_for(self, expression: str, seconds: float = 20.0) -> Any:
-        """The value of an expression once it is true."""
+        """Wait until an expression is true, and return its value."""
         end = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
             assert time.monotonic() < end, f"{expression} did not become true; {self.problems}"
@@ -76,18 +76,18 @@ class Page:
             if answer.get("id") == self._number:
                 assert "error" not in answer, (method, answer)
                 return answer["result"]
-            self._note(answer)
+            self._record_event(answer)
 
     def _read(self) -> Any:
         while b"\0" not in self._rest:
             assert select.select([self._in], [], [], _TIMEOUT)[0], "the browser does not answer"
             received = os.read(self._in, 1 << 20)
-            assert received, "the browser has gone"
+            assert received, "the browser has exited"
             self._rest += received
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
-    def _note(self, event: Any) -> None:
+    def _record_event(self, event: Any) -> None:
         parameters = event.get("params", {})
         if event["method"] == "Network.requestWillBeSent":
             self.requests.append(parameters["request"]["url"])
@@ -99,14 +99,14 @@ class Page:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Page]:
-    """A tab of a new browser.
+    """Start a browser and yield its tab.
 
     Args:
-        profile: An empty folder for what it writes.
+        profile: Empty folder for the browser's profile.
     """
     assert CHROMIUM is not None
     to_browser, from_browser = os.pipe(), os.pipe()
-    # it reads from descriptor 3 and writes to 4
+    # Chromium reads commands from descriptor 3 and writes answers to descriptor 4.
     move = f'exec 3<&{to_browser[0]} 4>&{from_browser[1]}; exec "$@"'
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Comparisons made by hand, as `compare_models` returns them: plausible numbers, no model."""
+"""Hand-made results of `compare_models` with plausible numbers, for tests that need no model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minifloat.compare.tasks import TaskDifference, TaskScore
 from minifloat.compare.verdict import Tolerance, judge
 
 MIB = 1 << 20
-#: Markup, a pipe, escape sequences, marks of direction, half of a surrogate pair, markers of the card.
+#: Hostile text: markup, a pipe, an escape sequence, a mark of direction, half of a surrogate pair, card markers.
 HOSTILE = "<script>|`*_[x](y)\x1b[31m\u202e\ud800\x00</td> --> | \n# https://evil.example www.evil.example @all ]]>"
 
 
@@ -24,7 +24,7 @@ def around(value: float, reach: float) -> Estimate:
 
 
 def make_summary(name: str = "prose.txt", damage: float = 1.0, tokens: int = 12_345, **changes: Any) -> Summary:
-    """One text; `damage` of 1 keeps all bounds, of 10 breaks all, of 0 is the model itself."""
+    """Return the summary of a text; a `damage` of 1 keeps all bounds, 10 breaks all, and 0 is the baseline itself."""
     kl, size = 0.004 * damage, 0.0004 * damage
     margins = tuple(
         MarginBin(low, high, tokens // 8, 1 - 0.2 * min(damage, 4) / (4 + 10 * low), kl)
@@ -58,7 +58,7 @@ def make_summary(name: str = "prose.txt", damage: float = 1.0, tokens: int = 12_
 def make_candidate(
     name: str = "models/storybook-fp8-block", damage: float = 1.0, texts: tuple[str, ...] = ("prose.txt", "code.txt")
 ) -> CandidateResult:
-    """Scored on some texts, without generation, attribution and tasks."""
+    """Return a candidate with scores on some texts, without generation, attribution and tasks."""
     summaries = tuple(make_summary(text, damage * (1 + index / 4)) for index, text in enumerate(texts))
     overall = make_summary("all texts", damage * 1.1, 12_345 * len(texts)) if len(texts) > 1 else summaries[0]
     judged = (*summaries, overall) if len(texts) > 1 else summaries
@@ -144,14 +144,14 @@ def make_tasks() -> tuple[TaskDifference, ...]:
 
 
 def make_comparison(*candidates: CandidateResult, **changes: Any) -> Comparison:
-    """Of one candidate that passes, if none is given."""
-    chosen = candidates or (make_candidate(),)
+    """Return a comparison of these candidates; by default of one candidate that passes."""
+    candidates = candidates or (make_candidate(),)
     comparison = Comparison(
         baseline=ModelRecord("models/storybook", 18 * MIB, "BF16"),
-        candidates=chosen,
+        candidates=candidates,
         window=256,
         dtype="bfloat16",
-        texts=tuple(TextRecord(text.name, 64, text.tokens, "ab" * 32) for text in chosen[0].texts),
+        texts=tuple(TextRecord(text.name, 64, text.tokens, "ab" * 32) for text in candidates[0].texts),
         tokens_done=24_690,
         tokens_total=24_690,
         seconds=12.34,
@@ -162,7 +162,7 @@ def make_comparison(*candidates: CandidateResult, **changes: Any) -> Comparison:
 
 
 def full_candidate(name: str = "models/storybook-fp8-block", damage: float = 1.0) -> CandidateResult:
-    """With generation, attribution and tasks."""
+    """Return a candidate with scores, generation, attribution and tasks."""
     return replace(
         make_candidate(name, damage),
         generation=make_generation(),
@@ -172,19 +172,21 @@ def full_candidate(name: str = "models/storybook-fp8-block", damage: float = 1.0
 
 
 def hostile_comparison() -> Comparison:
-    """Everything that a model or a file name can say is `HOSTILE`."""
-    one = full_candidate(f"models/{HOSTILE}")
+    """Return a comparison in which every text from a model or a file name is `HOSTILE`."""
+    candidate = full_candidate(f"models/{HOSTILE}")
     sample = ContinuationPair(HOSTILE, f"a{HOSTILE}", f"b{HOSTILE}", 0)
     task = replace(make_tasks()[0], task=HOSTILE, metric=HOSTILE)
-    assert one.generation is not None
-    assert one.attribution is not None
-    one = replace(
-        one,
-        texts=tuple(replace(text, name=HOSTILE) for text in one.texts),
+    assert candidate.generation is not None
+    assert candidate.attribution is not None
+    candidate = replace(
+        candidate,
+        texts=tuple(replace(text, name=HOSTILE) for text in candidate.texts),
         worst=(replace(make_worst(HOSTILE, HOSTILE), text=HOSTILE),),
-        generation=replace(one.generation, samples=(sample,)),
-        attribution=replace(one.attribution, rows=(replace(one.attribution.rows[0], module=HOSTILE),)),
+        generation=replace(candidate.generation, samples=(sample,)),
+        attribution=replace(candidate.attribution, rows=(replace(candidate.attribution.rows[0], module=HOSTILE),)),
         tasks=(task,),
     )
-    one = replace(one, verdict=judge(one.summaries, Tolerance(0, 0, 1)))
-    return make_comparison(one, command=f"minifloat compare {HOSTILE}", machine={HOSTILE: HOSTILE}, notes=(HOSTILE,))
+    candidate = replace(candidate, verdict=judge(candidate.summaries, Tolerance(0, 0, 1)))
+    return make_comparison(
+        candidate, command=f"minifloat compare {HOSTILE}", machine={HOSTILE: HOSTILE}, notes=(HOSTILE,)
+    )

@@ -1,4 +1,4 @@
-"""Which module does the damage: known changes are found, figures are those of independent calculations."""
+"""Attribution: known changes are found, and the damage equals that of independent calculations."""
 
 import shutil
 from collections.abc import Callable
@@ -22,7 +22,7 @@ MakeModel = Callable[..., Path]
 
 WINDOWS = torch.randint(0, 256, (6, 32), generator=torch.Generator().manual_seed(0))
 UNBOUNDED = Tolerance(max_ppl_increase=float("inf"), max_kl=float("inf"), min_agreement=0)
-#: Enough to measure everything that there is in such small models.
+#: Enough time to measure every module of such small models.
 SECONDS = 60.0
 
 
@@ -35,7 +35,7 @@ def attributed(baseline: Path, candidate: Path, seconds: float = SECONDS) -> Att
 
 
 def changed(folder: Path, copy: Path, name: str, factor: float = 1.05) -> Path:
-    """A copy of a checkpoint with one tensor multiplied."""
+    """Copy a checkpoint and multiply one tensor."""
     shutil.copytree(folder, copy)
     tensors = load_file(copy / "model.safetensors")
     tensors[name] = (tensors[name].float() * factor).to(tensors[name].dtype)
@@ -50,14 +50,14 @@ def kl_of_torch(baseline: PreTrainedModel, candidate: PreTrainedModel) -> float:
 
 
 def snapshot(model: PreTrainedModel) -> list[tuple[str, int, bytes]]:
-    """Every tensor of a model: its name, which object it is, and its bits, in the model's order."""
+    """Return the name, identity and bytes of every tensor of a model, in the model's order."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return [(name, id(t), t.detach().reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in tensors]
 
 
 @pytest.mark.parametrize("module", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.k_proj"])
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-dynamic"])
-def test_a_scale_multiplied_by_105_percent_is_the_only_thing_that_differs(
+def test_a_scale_multiplied_by_1_05_is_the_only_difference(
     llama_folder: Path, tmp_path: Path, module: str, scheme: str
 ) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", scheme)
@@ -72,7 +72,7 @@ def test_a_scale_multiplied_by_105_percent_is_the_only_thing_that_differs(
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "fp8-block"])
-def test_a_wrong_scale_is_named_before_all_that_quantization_does(
+def test_a_module_with_a_wrong_scale_ranks_before_the_damage_of_quantization(
     make_llama: MakeModel, tmp_path: Path, scheme: str
 ) -> None:
     plain = make_llama(tmp_path / "plain")
@@ -87,7 +87,9 @@ def test_a_wrong_scale_is_named_before_all_that_quantization_does(
 @pytest.mark.parametrize(
     "tensor", ["model.layers.1.self_attn.o_proj.weight", "model.layers.0.input_layernorm.weight", "lm_head.weight"]
 )
-def test_a_plain_copy_with_one_changed_tensor_is_told_by_it(llama_folder: Path, tmp_path: Path, tensor: str) -> None:
+def test_one_changed_tensor_of_a_plain_copy_is_the_only_difference(
+    llama_folder: Path, tmp_path: Path, tensor: str
+) -> None:
     other = changed(llama_folder, tmp_path / "other", tensor)
     (row,) = attributed(llama_folder, other).rows
     assert (row.module, row.kl_without, row.extra_bytes) == (tensor.removesuffix(".weight"), 0, 0)
@@ -95,7 +97,7 @@ def test_a_plain_copy_with_one_changed_tensor_is_told_by_it(llama_folder: Path, 
     assert row.kl_alone == pytest.approx(whole, rel=1e-6)
 
 
-def test_a_model_differs_nowhere_from_itself(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_model_has_no_differences_from_itself(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-dynamic")
     one = predictor(tmp_path / "q")
     for other in (one, predictor(tmp_path / "q"), predictor(tmp_path / "q", impl="reference")):
@@ -133,7 +135,9 @@ def test_a_run_without_quantized_inputs_is_measured_without_them(
         assert row.kl_alone == pytest.approx(kl_of_torch(predictor(baseline).model, alone), rel=1e-6)
 
 
-def test_damage_alone_and_without_is_that_of_checkpoints_quantized_so(llama_folder: Path, tmp_path: Path) -> None:
+def test_damage_alone_and_without_equals_that_of_checkpoints_quantized_accordingly(
+    llama_folder: Path, tmp_path: Path
+) -> None:
     module = "model.layers.1.mlp.down_proj"
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     quantize_checkpoint(llama_folder, tmp_path / "without", "mxfp4", overrides=[f"{module}=bf16"])
@@ -149,7 +153,7 @@ def test_damage_alone_and_without_is_that_of_checkpoints_quantized_so(llama_fold
     assert damages == sorted(damages, reverse=True)
 
 
-def test_sqnr_is_that_of_the_output_on_the_inputs_of_the_baseline(llama_folder: Path, tmp_path: Path) -> None:
+def test_sqnr_is_measured_at_the_output_on_the_inputs_of_the_baseline(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     baseline, candidate = (load(folder, dtype=torch.float32) for folder in (llama_folder, tmp_path / "q"))
     inputs: dict[str, torch.Tensor] = {}
@@ -168,7 +172,7 @@ def test_sqnr_is_that_of_the_output_on_the_inputs_of_the_baseline(llama_folder: 
         assert row.sqnr_db == pytest.approx(float(10 * (expected.square().sum() / noise).log10()), abs=0.01)
 
 
-def test_both_models_are_afterwards_what_they_were(make_mixtral: MakeModel, tmp_path: Path) -> None:
+def test_both_models_are_unchanged_afterwards(make_mixtral: MakeModel, tmp_path: Path) -> None:
     plain = make_mixtral(tmp_path / "plain")
     quantize_checkpoint(plain, tmp_path / "q", "mxfp4")
     models = [predictor(folder) for folder in (plain, tmp_path / "q")]
@@ -180,7 +184,7 @@ def test_both_models_are_afterwards_what_they_were(make_mixtral: MakeModel, tmp_
 
 
 @pytest.mark.parametrize("passes", range(3, 40, 6))
-def test_both_models_are_what_they_were_after_an_interrupt(
+def test_both_models_are_unchanged_after_an_interrupt(
     llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes: int
 ) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
@@ -211,7 +215,7 @@ def test_without_time_every_module_still_has_its_sqnr(llama_folder: Path, tmp_pa
     assert 10 < ratios[0] < ratios[-1] < 40
 
 
-def test_progress_goes_from_nothing_to_all_of_the_time(llama_folder: Path, tmp_path: Path) -> None:
+def test_progress_ends_at_the_whole_time_budget(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     calls: list[tuple[int, int, str]] = []
     attribute(
@@ -227,7 +231,7 @@ def test_progress_goes_from_nothing_to_all_of_the_time(llama_folder: Path, tmp_p
     assert calls[-1][0] == 60_000
 
 
-def test_one_module_of_each_kind_is_exchanged_first(llama_folder: Path, tmp_path: Path) -> None:
+def test_one_module_of_each_role_is_exchanged_first(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     calls: list[str] = []
     models = [predictor(folder) for folder in (llama_folder, tmp_path / "q")]
@@ -238,7 +242,7 @@ def test_one_module_of_each_kind_is_exchanged_first(llama_folder: Path, tmp_path
 
 
 @pytest.mark.parametrize(("model_type", "block"), [("mixtral", "block_sparse_moe"), ("qwen3_moe", "mlp")])
-def test_experts_are_measured_by_the_projections_of_a_layer(
+def test_each_projection_of_a_layers_experts_is_one_module(
     make_model: Callable[..., Path], tmp_path: Path, model_type: str, block: str
 ) -> None:
     plain = make_model(tmp_path / "plain", model_type)
@@ -262,7 +266,9 @@ def test_experts_are_measured_by_the_projections_of_a_layer(
     assert row.kl_without == 0
 
 
-def test_the_output_of_experts_is_that_of_all_experts_of_a_layer(make_mixtral: MakeModel, tmp_path: Path) -> None:
+def test_the_sqnr_of_experts_is_that_of_all_experts_of_a_layer_together(
+    make_mixtral: MakeModel, tmp_path: Path
+) -> None:
     plain = make_mixtral(tmp_path / "plain")
     other = changed(plain, tmp_path / "other", "model.layers.1.block_sparse_moe.experts.2.w1.weight")
     (row,) = attributed(plain, other).rows
@@ -276,7 +282,7 @@ def test_the_output_of_experts_is_that_of_all_experts_of_a_layer(make_mixtral: M
     assert row.sqnr_db == pytest.approx(float(10 * (outputs[0].square().sum() / noise).log10()), abs=0.01)
 
 
-def test_tied_embeddings_are_one_module(make_llama: MakeModel, tmp_path: Path) -> None:
+def test_tied_embeddings_are_one_difference(make_llama: MakeModel, tmp_path: Path) -> None:
     plain = make_llama(tmp_path / "plain", tie_word_embeddings=True)
     other = changed(plain, tmp_path / "other", "model.embed_tokens.weight")
     models = [predictor(folder) for folder in (plain, other)]
@@ -287,7 +293,7 @@ def test_tied_embeddings_are_one_module(make_llama: MakeModel, tmp_path: Path) -
         assert model.model.lm_head.weight is model.model.model.embed_tokens.weight
 
 
-def test_a_quantized_kv_cache_is_not_charged_to_the_modules(llama_folder: Path, tmp_path: Path) -> None:
+def test_the_error_of_a_quantized_kv_cache_is_not_part_of_a_modules_damage(llama_folder: Path, tmp_path: Path) -> None:
     class Coarse(DynamicCache):
         def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             return super().update(keys.to(torch.bfloat16).float() * 1.1, values, *args, **kwargs)

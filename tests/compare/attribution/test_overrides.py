@@ -1,4 +1,4 @@
-"""Patterns match what was chosen and nothing else, as `quantize` itself sees it."""
+"""Override patterns match the chosen modules and no others, also in a plan of `quantize`."""
 
 import random
 import re
@@ -41,7 +41,7 @@ def test_patterns_are_short(chosen: str, patterns: list[str]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_any_choice_is_matched_exactly(seed: int) -> None:
+def test_patterns_match_any_choice_exactly(seed: int) -> None:
     generator = random.Random(seed)
     odd = ["tower.layers.3.mlp.up_proj", "model.layers.1", "h.layers.0.mlp.up_proj.extra", "a+b", "model.norm.1"]
     names = [*NAMES, *odd]
@@ -53,7 +53,9 @@ def test_any_choice_is_matched_exactly(seed: int) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_plan_keeps_what_was_chosen(make_model: MakeModel, tmp_path: Path, model_type: str, seed: int) -> None:
+def test_a_plan_with_the_patterns_as_overrides_keeps_the_chosen_modules(
+    make_model: MakeModel, tmp_path: Path, model_type: str, seed: int
+) -> None:
     folder = make_model(tmp_path / "m", model_type)
     with Checkpoint.open(folder) as checkpoint:
         writer, scheme = get_writer("compressed-tensors"), get_scheme("fp8")

@@ -1,4 +1,4 @@
-"""What is suggested is what one gets: checkpoints quantized as suggested are measured."""
+"""Suggestions: a checkpoint quantized as suggested has the measured distance and size."""
 
 import itertools
 import math
@@ -46,7 +46,7 @@ def suggested(
 
 
 def figures(baseline: Path, candidate: Path) -> tuple[float, float, float]:
-    """KL, perplexity increase and agreement by torch's formulas."""
+    """Return KL divergence, perplexity increase and agreement, computed with torch."""
     models = [Predictor.of(folder, OPTIONS).model for folder in (baseline, candidate)]
     with torch.no_grad():
         p, q = (model(WINDOWS).logits[:, :-1].double().log_softmax(-1) for model in models)
@@ -72,7 +72,7 @@ def quantized_modules(folder: Path) -> set[str]:
     [("llama", "mxfp4"), ("llama", "fp8-dynamic"), ("llama", "nvfp4"), ("mixtral", "mxfp4"), ("qwen3_moe", "fp8")],
 )
 @pytest.mark.parametrize("share", [0.7, 0.3])
-def test_a_checkpoint_quantized_as_suggested_is_what_was_promised(
+def test_a_checkpoint_quantized_as_suggested_has_the_measured_distance(
     make_model: MakeModel, tmp_path: Path, model_type: str, scheme: str, share: float
 ) -> None:
     plain = make_model(tmp_path / "plain", model_type)
@@ -101,7 +101,9 @@ def test_a_checkpoint_quantized_as_suggested_is_what_was_promised(
         ("model.layers.0.self_attn.v_proj", r"layers\.0\.self_attn\.(k|q|v)_proj$=bf16"),
     ],
 )
-def test_what_is_wrong_is_all_that_is_kept(llama_folder: Path, tmp_path: Path, module: str, override: str) -> None:
+def test_only_the_modules_fused_with_a_wrong_one_are_kept(
+    llama_folder: Path, tmp_path: Path, module: str, override: str
+) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "fp8")
     shutil.copytree(tmp_path / "q", tmp_path / "wrong")
     tensors = load_file(tmp_path / "wrong" / "model.safetensors")
@@ -115,7 +117,7 @@ def test_what_is_wrong_is_all_that_is_kept(llama_folder: Path, tmp_path: Path, m
     assert module in found.modules
 
 
-def test_what_is_suggested_costs_little_more_than_the_best_of_all_choices(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_suggestion_costs_little_more_than_the_cheapest_sufficient_choice(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     baseline, candidate = (Predictor.of(folder, OPTIONS) for folder in (llama_folder, tmp_path / "q"))
     rows = {row.module: row for row in attribute(baseline, candidate, WINDOWS, Tolerance(), SECONDS).rows}
@@ -139,8 +141,8 @@ def test_what_is_suggested_costs_little_more_than_the_best_of_all_choices(llama_
         assert best <= found.extra_bytes <= 1.3 * best
 
 
-def test_what_turns_out_not_to_be_needed_is_given_back() -> None:
-    """Of the first three it takes the third, and one of the others, of which the second is cheaper."""
+def test_unnecessary_groups_are_dropped_the_most_expensive_first() -> None:
+    """Being within the tolerance takes group c and one of a and b, of which b is cheaper."""
     differences = {name: Difference((Location("", name),)) for name in "abcd"}
     damage = {"a": 4.0, "b": 3.0, "c": 2.0, "d": 0.1}
     nbytes = {"a": 4, "b": 3, "c": 20, "d": 10}
@@ -162,7 +164,7 @@ def test_what_turns_out_not_to_be_needed_is_given_back() -> None:
     assert (found.modules, found.extra_bytes, found.reaches, found.everything) == (("b", "c"), 23, True, False)
 
 
-def test_every_bound_counts(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_suggestion_keeps_every_bound(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     found = suggested(llama_folder, tmp_path / "q", min_agreement=0.97)
     assert found is not None
@@ -170,7 +172,7 @@ def test_every_bound_counts(llama_folder: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     own = Predictor.of(llama_folder, OPTIONS).model.generate(
         WINDOWS[:, :1], do_sample=True, max_new_tokens=31, min_new_tokens=31, use_cache=False
-    )  # of what the baseline says, all others are less sure
+    )  # the baseline's own text, of which every other model is less sure
     found = suggested(llama_folder, tmp_path / "q", windows=own, max_ppl_increase=0.01)
     assert found is not None
     assert found.ppl_increase_before > 0.01 >= found.ppl_increase_after
@@ -191,19 +193,19 @@ def test_nothing_is_suggested_where_no_override_can_help(
     assert suggested(tmp_path / "q", tmp_path / "q4", max_kl=1e-9) is None
 
 
-def test_nothing_is_suggested_without_time(llama_folder: Path, tmp_path: Path) -> None:
+def test_nothing_is_suggested_when_the_time_is_up(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     assert suggested(llama_folder, tmp_path / "q", max_kl=1e-9, seconds=0) is None
 
 
-def test_it_is_said_where_nothing_could_stay_quantized(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_suggestion_that_keeps_every_module_says_so(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     found = suggested(llama_folder, tmp_path / "q", max_kl=0)
     assert found is not None
     assert (found.reaches, found.everything, found.kl_after, len(found.modules)) == (True, True, 0, 14)
 
 
-def test_it_is_said_where_keeping_everything_is_not_enough(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_suggestion_that_is_not_enough_says_so(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     tensors = load_file(tmp_path / "q" / "model.safetensors")
     tensors["model.norm.weight"] *= torch.linspace(0.5, 1.5, 64)

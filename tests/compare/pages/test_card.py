@@ -1,40 +1,33 @@
+"""The evaluation section of the model card, rendered as hubs render it."""
+
 from __future__ import annotations
 
-import os
 import re
-import stat
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from comparisons import HOSTILE, full_candidate, hostile_comparison, make_candidate, make_comparison
 from markdown_it import MarkdownIt
 
 from minifloat.compare.pages.card import BEGIN, END, card_section
-from minifloat.errors import CheckpointError, NotACheckpointError, StorageError, UnsafeFileError
-from minifloat.report.card import markdown, update_card
-
-SECTION = f"{BEGIN}\nnew\n{END}\n"
+from minifloat.report.card import markdown
 
 
 def render(text: str) -> str:
-    """As hubs do: tables, and HTML in the text is HTML."""
+    """Render Markdown as hubs do: with tables, and with HTML passed through."""
     return MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
 
 
 def tables(text: str) -> list[list[list[str]]]:
-    """The cells of each table, rendered, without markup."""
-    found = re.findall(r"<table>.*?</table>", render(text), re.DOTALL)
+    """Return the cells of each rendered table, without markup."""
+    rendered = re.findall(r"<table>.*?</table>", render(text), re.DOTALL)
     return [
         [
             re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL)
             for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL)
         ]
-        for table in found
+        for table in rendered
     ]
-
-
-# The section
 
 
 def test_the_section_stands_between_its_markers() -> None:
@@ -66,7 +59,7 @@ def test_several_candidates_share_the_tables() -> None:
     assert "- **b: FAILED" in section
 
 
-def test_tasks_generation_and_suggestion_are_told_where_they_are() -> None:
+def test_tasks_generation_and_suggestion_are_shown_if_they_were_measured() -> None:
     section = card_section(make_comparison(full_candidate()))
     assert tables(section)[1][1] == [
         "gsm8k", "exact_match,strict-match", "1,319", "62.4% ± 1.3", "61.1% ± 1.4", "-1.3 pp [-2.4, -0.2]", "0.10",
@@ -79,7 +72,7 @@ def test_tasks_generation_and_suggestion_are_told_where_they_are() -> None:
     assert "Greedy" not in bare
 
 
-def test_command_versions_and_date_are_told() -> None:
+def test_command_versions_and_date_are_shown() -> None:
     section = card_section(make_comparison())
     assert "\n    minifloat compare models/storybook models/storybook-fp8-block\n" in section
     assert "date 2025-11-22, minifloat 0.1.0, torch 2.13.0, threads 2" in section
@@ -90,7 +83,7 @@ def test_an_interrupted_run_is_marked() -> None:
     assert "**PARTIAL: the run was interrupted" in card_section(make_comparison(tokens_done=12_000))
 
 
-def test_what_could_not_be_measured_is_told() -> None:
+def test_failed_measurements_are_listed() -> None:
     assert "- Not measured: a: keys &#42; values\n" in card_section(make_comparison(notes=("a: keys * values",)))
 
 
@@ -119,98 +112,3 @@ def test_escaped_text_is_shown_as_it_is(text: str) -> None:
 
 def test_plain_names_stay_readable() -> None:
     assert markdown("gsm8k_train_1000.jsonl [0.1, 0.2] (x)") == "gsm8k_train_1000.jsonl [0.1, 0.2] (x)"
-
-
-# The card
-
-
-def test_a_card_is_made_where_there_is_none(tmp_path: Path) -> None:
-    folder = tmp_path / "a*model"
-    folder.mkdir()
-    assert update_card(folder, SECTION) == folder / "README.md"
-    assert (folder / "README.md").read_text() == f"# a&#42;model\n\n{SECTION}"
-
-
-@pytest.mark.parametrize(("before", "gap"), [("# card", "\n\n"), ("# card\n", "\n"), ("# card\n\n", ""), ("", "")])
-def test_the_section_goes_to_the_end_of_a_card_without_one(tmp_path: Path, before: str, gap: str) -> None:
-    (tmp_path / "README.md").write_text(before)
-    update_card(tmp_path, SECTION)
-    assert (tmp_path / "README.md").read_text() == before + gap + SECTION
-
-
-def test_the_section_of_an_earlier_run_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
-    before, after = b"---\nlicense: mit\n---\n\xff\x00 bytes\r\n \n", b"\n\n## More\n\ttext  \nno end"
-    old = f"{BEGIN}\nold\n## x\n\n{END}".encode()
-    (tmp_path / "README.md").write_bytes(before.replace(b"\r", b"") + old + after)
-    update_card(tmp_path, SECTION)
-    assert (tmp_path / "README.md").read_bytes() == before.replace(b"\r", b"") + SECTION.strip().encode() + after
-
-
-def test_updating_again_changes_nothing(tmp_path: Path) -> None:
-    section = card_section(make_comparison(full_candidate()))
-    (tmp_path / "README.md").write_text("# card\n")
-    update_card(tmp_path, section)
-    once = (tmp_path / "README.md").read_bytes()
-    update_card(tmp_path, section)
-    assert (tmp_path / "README.md").read_bytes() == once
-
-
-def test_a_card_with_carriage_returns_keeps_them(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_bytes(b"# card\r\n")
-    update_card(tmp_path, SECTION)
-    once = (tmp_path / "README.md").read_bytes()
-    assert once == ("# card\n\n" + SECTION).replace("\n", "\r\n").encode()
-    update_card(tmp_path, SECTION)
-    assert (tmp_path / "README.md").read_bytes() == once
-
-
-def test_a_marker_within_a_line_is_none(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text(f"see {BEGIN}\n    {END}\n")
-    update_card(tmp_path, SECTION)
-    assert (tmp_path / "README.md").read_text() == f"see {BEGIN}\n    {END}\n\n{SECTION}"
-
-
-@pytest.mark.parametrize("text", [f"{BEGIN}\nx\n", f"x\n{END}\n", f"{END}\n{BEGIN}\n", 2 * f"{BEGIN}\n{END}\n"])
-def test_markers_that_do_not_pair_are_refused(tmp_path: Path, text: str) -> None:
-    card = tmp_path / "README.md"
-    card.write_text(text)
-    with pytest.raises(CheckpointError, match=r"README\.md.*one pair"):
-        update_card(tmp_path, SECTION)
-    assert card.read_text() == text
-
-
-def test_the_permissions_of_a_card_stay(tmp_path: Path) -> None:
-    card = tmp_path / "README.md"
-    card.write_text("x")
-    card.chmod(0o640)
-    update_card(tmp_path, SECTION)
-    assert stat.S_IMODE(card.stat().st_mode) == 0o640
-    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
-
-
-def test_a_write_that_fails_leaves_the_old_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "README.md").write_text("old")
-
-    def fail(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(StorageError, match="No space left"):
-        update_card(tmp_path, SECTION)
-    assert (tmp_path / "README.md").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
-
-
-def test_a_card_elsewhere_is_not_touched(tmp_path: Path) -> None:
-    folder, outside = tmp_path / "model", tmp_path / "notes.md"
-    folder.mkdir()
-    outside.write_text("mine")
-    (folder / "README.md").symlink_to(outside)
-    with pytest.raises(UnsafeFileError, match="leaves the folder"):
-        update_card(folder, SECTION)
-    assert outside.read_text() == "mine"
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotACheckpointError):
-        update_card(tmp_path / "nowhere", SECTION)

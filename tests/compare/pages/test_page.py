@@ -1,3 +1,5 @@
+"""The HTML page of a comparison: its sections, numbers and charts, and hostile input."""
+
 from __future__ import annotations
 
 import math
@@ -28,7 +30,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def parse(page: str) -> ElementTree.Element:
-    """The page is well-formed XML, so that nothing in it was left unescaped or unclosed."""
+    """Parse the page as XML, which fails if anything is unescaped or unclosed."""
     return ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
 
 
@@ -42,7 +44,7 @@ def sections(comparison: Comparison) -> dict[str, ElementTree.Element]:
 
 
 def rows(section: ElementTree.Element) -> list[list[str]]:
-    """Of the first table, without its head."""
+    """Return the rows of the first table, without its head."""
     table = next(section.iter("table"))
     return [[text_of(cell) for cell in row] for row in table.iter("tr")][1:]
 
@@ -62,14 +64,14 @@ def test_the_verdict_comes_first() -> None:
     assert next(iter(sections(make_comparison()))) == "Verdict"
 
 
-def test_a_model_that_passes_is_said_to_with_its_numbers() -> None:
+def test_a_passed_verdict_comes_with_its_numbers() -> None:
     ((kind, text),) = boxes(sections(make_comparison())["Verdict"])
     assert kind == "box passed"
     assert text.startswith("storybook-fp8-block: PASSED: every bound is kept on every text")
     assert "perplexity increase +0.30% [0.19, 0.41]" in text
 
 
-def test_a_model_that_fails_names_every_bound_that_it_breaks() -> None:
+def test_a_failed_verdict_names_every_broken_bound() -> None:
     ((kind, text),) = boxes(sections(make_comparison(make_candidate(damage=4)))["Verdict"])
     assert kind == "box failed"
     assert "FAILED: 2 of 9 bounds are broken" in text
@@ -78,7 +80,7 @@ def test_a_model_that_fails_names_every_bound_that_it_breaks() -> None:
     assert "prose.txt" not in text
 
 
-def test_too_little_data_says_how_many_tokens_would_decide() -> None:
+def test_an_undecided_verdict_says_how_many_tokens_would_decide() -> None:
     candidate = make_candidate(damage=2.6)
     needed = [check.tokens_needed for check in candidate.verdict.unmet]
     ((kind, text),) = boxes(sections(make_comparison(candidate))["Verdict"])
@@ -89,7 +91,7 @@ def test_too_little_data_says_how_many_tokens_would_decide() -> None:
         assert any(tokens is not None and tokens <= one < 1.1 * tokens for one in said)
 
 
-def test_one_reason_is_told_in_the_verdict_itself() -> None:
+def test_a_single_reason_is_part_of_the_verdict_line() -> None:
     candidate = make_candidate(texts=("prose.txt",))
     summary = replace(candidate.overall, kl_mean=around(0.05, 0.01))
     candidate = replace(candidate, texts=(summary,), overall=summary, verdict=judge([summary], Tolerance()))
@@ -129,7 +131,7 @@ def test_several_candidates_are_compared_side_by_side() -> None:
     assert {"a", "b", "c", "bound 1%"} <= {text.text for text in chart.iter(f"{SVG}text")}
 
 
-def test_what_could_not_be_measured_is_told() -> None:
+def test_failed_measurements_are_listed() -> None:
     *_, (kind, text) = boxes(sections(make_comparison(notes=("models/a: keys are not rounded",)))["Verdict"])
     assert kind == "box warning"
     assert text == "Not measured models/a: keys are not rounded"
@@ -158,7 +160,7 @@ def test_the_overview_has_bytes_and_how_many_times_smaller() -> None:
     assert candidate[:3] == ["storybook-fp8-block", "9.00 MiB 2.00x smaller", "8.400"]
 
 
-def test_the_charts_have_both_widths_and_a_title() -> None:
+def test_every_chart_has_two_widths_and_a_title() -> None:
     root = parse(compare_page(make_comparison(full_candidate())))
     for name in ("wide", "narrow"):
         charts = [chart for part in root.iter("div") if part.get("class") == name for chart in part.iter(f"{SVG}svg")]
@@ -178,7 +180,7 @@ def test_the_margins_have_their_token_counts_and_empty_bins_are_left_out() -> No
     assert not any(label.startswith("0 to 0.1") for label in labels)
 
 
-def test_what_was_run_is_told() -> None:
+def test_models_settings_and_machine_are_listed() -> None:
     section = sections(make_comparison())["What was run"]
     names, values = ([text_of(one) for one in section.iter(tag)] for tag in ("dt", "dd"))
     assert dict(zip(names, values, strict=True)) == {
@@ -195,7 +197,7 @@ def test_what_was_run_is_told() -> None:
     assert text_of(next(section.iter("pre"))) == "minifloat compare models/storybook models/storybook-fp8-block"
 
 
-# What may be missing
+# Parts that may be missing
 
 
 def test_parts_that_were_not_measured_are_left_out() -> None:
@@ -213,7 +215,7 @@ def test_a_model_against_itself_needs_no_kl_chart() -> None:
     assert rows(found["KL divergence"])[0][1:] == ["0 [0, 0]"] * 4 + ["0"]
 
 
-def test_fewer_tokens_have_a_larger_kl() -> None:
+def test_the_kl_curve_falls() -> None:
     chart = next(sections(make_comparison(make_candidate(texts=("a",))))["KL divergence"].iter(f"{SVG}svg"))
     path = next(one.get("d", "") for one in chart.iter(f"{SVG}path") if one.get("fill") == "none")
     corners = [(float(x), float(y)) for x, y in re.findall(r"[ML](\S+) (\S+?)(?=[ML]|$)", path)]
@@ -221,7 +223,7 @@ def test_fewer_tokens_have_a_larger_kl() -> None:
     assert [y for _, y in corners] == sorted(y for _, y in corners)
 
 
-def test_the_kl_curve_ends_where_it_would_be_of_less_than_a_token() -> None:
+def test_the_kl_curve_ends_where_it_would_stand_for_less_than_one_token() -> None:
     def points(tokens: int) -> int:
         summary = make_summary(tokens=tokens)
         candidate = replace(make_candidate(), texts=(summary,), overall=summary)
@@ -242,7 +244,7 @@ def test_tasks_have_difference_interval_and_p() -> None:
     assert perplexity[2:5] == ["12.10", "12.20", "+0.1 [?]"]
 
 
-def test_samples_mark_where_the_continuations_part() -> None:
+def test_samples_mark_the_text_after_the_first_difference() -> None:
     section = sections(make_comparison(replace(make_candidate(), generation=make_generation())))["Greedy generation"]
     cases = [case for case in section.iter("div") if case.get("class") == "case"]
     marks = [[mark.text or "".join(mark.itertext()) for mark in case.iter("mark")] for case in cases]
@@ -252,7 +254,7 @@ def test_samples_mark_where_the_continuations_part() -> None:
     assert "the same to the end" in text_of(cases[2])
 
 
-def test_the_curve_of_generation_falls_where_prompts_part() -> None:
+def test_the_curve_of_generation_falls_where_continuations_diverge() -> None:
     section = sections(make_comparison(replace(make_candidate(), generation=make_generation())))["Greedy generation"]
     path = next(one for one in section.iter(f"{SVG}path") if one.get("fill") == "none")
     ys = [float(y) for _, y in re.findall(r"[ML](\S+) (\S+?)(?=[ML]|$)", path.get("d", ""))]
@@ -261,7 +263,7 @@ def test_the_curve_of_generation_falls_where_prompts_part() -> None:
     assert [ys[0], ys[-1]] == pytest.approx([top, top + 0.7 * height], abs=0.1)
 
 
-def test_damage_names_the_modules_and_what_to_do() -> None:
+def test_attribution_shows_the_modules_and_the_override_options() -> None:
     section = sections(make_comparison(full_candidate()))["Where the damage comes from"]
     text = text_of(section)
     assert "16 of 16 modules were measured alone, on 4,096 tokens" in text
@@ -270,14 +272,14 @@ def test_damage_names_the_modules_and_what_to_do() -> None:
     assert rows(section)[0] == ["model.layers.0.mlp.down_proj", "24.00", "0.00400", "0.00400", "256.0 KiB"]
 
 
-def test_an_attribution_without_kl_shows_the_sqnr_alone() -> None:
+def test_an_attribution_without_kl_shows_only_the_sqnr() -> None:
     candidate = replace(make_candidate(), attribution=make_attribution(measured=False))
     section = sections(make_comparison(candidate))["Where the damage comes from"]
     assert figures(section) == ["SQNR of a module's output, by layer"]
     assert rows(section)[0][2:4] == ["-", "-"]
 
 
-def test_keeping_everything_is_no_advice() -> None:
+def test_a_suggestion_that_keeps_everything_shows_no_override() -> None:
     found = make_attribution()
     assert found.suggestion is not None
     everything = replace(found, suggestion=replace(found.suggestion, everything=True))
@@ -288,7 +290,7 @@ def test_keeping_everything_is_no_advice() -> None:
     assert "--override" not in text
 
 
-def test_the_worst_tokens_stand_in_context_with_both_models_choices() -> None:
+def test_the_worst_tokens_are_shown_in_context_with_both_models_choices() -> None:
     section = sections(make_comparison())["Where they differ most"]
     case = next(case for case in section.iter("div") if case.get("class") == "case")
     assert text_of(case).startswith("KL 3.20 nats; prose.txt, document 3, token 512")
@@ -306,10 +308,10 @@ def test_many_worst_tokens_are_folded() -> None:
     assert sum(case.get("class") == "case" for case in section.iter("div")) == 9
 
 
-# Hostile and thin input
+# Hostile and degenerate input
 
 
-def test_hostile_text_stays_text() -> None:
+def test_hostile_text_is_shown_as_text() -> None:
     page = compare_page(hostile_comparison())
     page.encode()
     root = parse(page)
@@ -321,14 +323,14 @@ def test_hostile_text_stays_text() -> None:
         raise AssertionError(address)
 
 
-def test_the_page_asks_for_nothing() -> None:
+def test_the_page_loads_nothing_from_elsewhere() -> None:
     page = compare_page(make_comparison(full_candidate()))
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page)
     assert not re.search(r"<script|<link|<img|@import|url\(|\bsrc=|\bhref=", page)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_numbers_that_are_none_make_a_page_without_nan(value: float) -> None:
+def test_nan_and_infinite_numbers_make_a_page_without_nan(value: float) -> None:
     broken = Estimate(value, math.nan, math.nan)
     summary = make_summary(
         units=1,
@@ -348,7 +350,7 @@ def test_numbers_that_are_none_make_a_page_without_nan(value: float) -> None:
     assert not re.search(r"\b(nan|inf|None)\b", page)
 
 
-def test_an_endless_perplexity_has_failed() -> None:
+def test_an_infinite_perplexity_fails() -> None:
     summary = make_summary(perplexity_ratio=Estimate(math.inf, math.nan, math.nan))
     candidate = replace(make_candidate(), texts=(summary,), overall=summary, verdict=judge([summary], Tolerance()))
     assert "FAILED: perplexity increase ∞ [?]" in text_of(sections(make_comparison(candidate))["Verdict"])
