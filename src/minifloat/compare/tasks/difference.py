@@ -224,7 +224,7 @@ def _group_interval(
 
 
 def _rescored(baseline: MetricRun, candidate: MetricRun) -> Estimate:
-    """Estimate candidate - baseline of a score that is not a function of a mean: every draw computes it anew."""
+    """Estimate candidate - baseline of a score that is not a function of a mean; every draw computes the score."""
     value = candidate.score.score - baseline.score.score
     if baseline.results == candidate.results:
         return Estimate(value, value, value)
