@@ -1,4 +1,4 @@
-"""The shard index, model.safetensors.index.json, which maps tensors to shards.
+"""The shard index, model.safetensors.index.json, which maps tensors to shards, and the choice of a model's shards.
 
 The index repeats what the shards' headers say, so this module compares the two: a tensor that only one of them names
 would be dropped by some tools and loaded by others.
@@ -7,14 +7,14 @@ would be dropped by some tools and loaded by others.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from minifloat.checkpoint.files import is_safe_name, parse_object, read_small
 from minifloat.checkpoint.header import MAX_HEADER_BYTES, strict_json
-from minifloat.checkpoint.layout import INDEX_FILE, SHARD_SUFFIX
+from minifloat.checkpoint.layout import INDEX_FILE, SHARD_SUFFIX, SINGLE_FILE, is_pickle
 from minifloat.checkpoint.tensors import OutputTensor, TensorInfo
-from minifloat.errors import ShardIndexError, UnsafeFileError
+from minifloat.errors import NotACheckpointError, ShardIndexError, UnsafeFileError
 
 
 def read_index(root: Path) -> dict[str, str] | None:
@@ -39,6 +39,53 @@ def read_index(root: Path) -> dict[str, str] | None:
         if not is_safe_name(shard) or not shard.endswith(SHARD_SUFFIX):
             raise UnsafeFileError(path, f"shard name {shard!r} is not the bare name of a *{SHARD_SUFFIX} file")
     return weight_map
+
+
+def shard_names(root: Path, names: Collection[str], weight_map: Mapping[str, str] | None) -> list[str]:
+    """Return the file names of the shards of a model, sorted.
+
+    Args:
+        root: The model folder, for messages.
+        names: Names of all files in the folder.
+        weight_map: Shard by tensor, from `read_index`; None without an index.
+
+    Raises:
+        ShardIndexError: If shards are missing, or it is ambiguous which files are the model.
+        UnsafeFileError: If there are only pickle files.
+        NotACheckpointError: If there are no weights.
+    """
+    present = sorted(name for name in names if name.endswith(SHARD_SUFFIX))
+    if weight_map is not None:
+        claimed = sorted(set(weight_map.values()))
+        missing = [shard for shard in claimed if shard not in names]
+        if missing:
+            raise ShardIndexError(
+                root / INDEX_FILE,
+                f"{len(missing)} of {len(claimed)} shards are missing, the first is {missing[0]!r}; download it again",
+            )
+        if SINGLE_FILE in present and SINGLE_FILE not in claimed:
+            raise ShardIndexError(
+                root / INDEX_FILE,
+                f"two models in one folder: {SINGLE_FILE}, which transformers loads, and the shards of this index; "
+                "move one of them away",
+            )
+        return claimed
+    if SINGLE_FILE in present:
+        return [SINGLE_FILE]  # every loader takes this file; others are adapters, originals of the same model, ...
+    if len(present) > 1:
+        raise ShardIndexError(
+            root, f"{len(present)} {SHARD_SUFFIX} files but no {INDEX_FILE}: which of them are the model is unknown"
+        )
+    if present:
+        return present
+    pickles = sorted(filter(is_pickle, names))
+    if pickles:
+        raise UnsafeFileError(
+            root / pickles[0],
+            "a pickle file can run code and is not read; convert the model first, if you trust it: "
+            "transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) writes safetensors",
+        )
+    raise NotACheckpointError(root, f"no {SHARD_SUFFIX} file")
 
 
 def check_index(weight_map: Mapping[str, str], shards: Mapping[str, Sequence[TensorInfo]], path: Path) -> None:

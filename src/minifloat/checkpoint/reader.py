@@ -34,16 +34,13 @@ from minifloat.checkpoint.files import (
     storage_errors,
 )
 from minifloat.checkpoint.header import ShardHeader, read_header
-from minifloat.checkpoint.index import check_index, read_index
+from minifloat.checkpoint.index import check_index, read_index, shard_names
 from minifloat.checkpoint.layout import (
     CONFIG_FILE,
     HF_QUANT_CONFIG_FILE,
     INDEX_FILE,
-    SHARD_SUFFIX,
     SIDECAR_FOLDER,
-    SINGLE_FILE,
     STATE_FILE,
-    is_pickle,
     is_sidecar,
     is_weights,
 )
@@ -269,53 +266,6 @@ def _quantization_config(root: Path, config: dict[str, Any]) -> dict[str, Any] |
     except FileNotFoundError:
         return None
     return parse_object(data, root / HF_QUANT_CONFIG_FILE, ConfigError)
-
-
-def shard_names(root: Path, names: Collection[str], weight_map: Mapping[str, str] | None) -> list[str]:
-    """Return the file names of the shards of a model, sorted.
-
-    Args:
-        root: The model folder, for messages.
-        names: Names of all files in the folder.
-        weight_map: Shard by tensor, from `read_index`; None without an index.
-
-    Raises:
-        ShardIndexError: If shards are missing, or it is ambiguous which files are the model.
-        UnsafeFileError: If there are only pickle files.
-        NotACheckpointError: If there are no weights.
-    """
-    present = sorted(name for name in names if name.endswith(SHARD_SUFFIX))
-    if weight_map is not None:
-        claimed = sorted(set(weight_map.values()))
-        missing = [shard for shard in claimed if shard not in names]
-        if missing:
-            raise ShardIndexError(
-                root / INDEX_FILE,
-                f"{len(missing)} of {len(claimed)} shards are missing, the first is {missing[0]!r}; download it again",
-            )
-        if SINGLE_FILE in present and SINGLE_FILE not in claimed:
-            raise ShardIndexError(
-                root / INDEX_FILE,
-                f"two models in one folder: {SINGLE_FILE}, which transformers loads, and the shards of this index; "
-                "move one of them away",
-            )
-        return claimed
-    if SINGLE_FILE in present:
-        return [SINGLE_FILE]  # every loader takes this file; others are adapters, originals of the same model, ...
-    if len(present) > 1:
-        raise ShardIndexError(
-            root, f"{len(present)} {SHARD_SUFFIX} files but no {INDEX_FILE}: which of them are the model is unknown"
-        )
-    if present:
-        return present
-    pickles = sorted(filter(is_pickle, names))
-    if pickles:
-        raise UnsafeFileError(
-            root / pickles[0],
-            "a pickle file can run code and is not read; convert the model first, if you trust it: "
-            "transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) writes safetensors",
-        )
-    raise NotACheckpointError(root, f"no {SHARD_SUFFIX} file")
 
 
 def _read_shard(root: Path, name: str) -> _Shard:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minifloat.checkpoint.index import read_index
+from minifloat.checkpoint.index import read_index, shard_names
 from minifloat.checkpoint.layout import CONFIG_FILE, INDEX_FILE, SIDECAR_FOLDER, SINGLE_FILE
-from minifloat.checkpoint.reader import shard_names
 from minifloat.hub.errors import hub_errors
 from minifloat.hub.ids import Origin, hub_id
 

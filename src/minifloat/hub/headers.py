@@ -14,9 +14,8 @@ from pathlib import Path
 from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint
 from minifloat.checkpoint.files import list_folder, resolve_folder
 from minifloat.checkpoint.header import ShardHeader, check_header, read_header
-from minifloat.checkpoint.index import read_index
+from minifloat.checkpoint.index import read_index, shard_names
 from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
-from minifloat.checkpoint.reader import shard_names
 from minifloat.errors import HubError
 from minifloat.hub.errors import hub_errors
 from minifloat.hub.fetch import HubModel
