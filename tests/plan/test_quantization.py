@@ -21,12 +21,14 @@ from minifloat.errors import (
 )
 from minifloat.layouts import get_writer
 from minifloat.numerics.scheme import SCHEMES, get_scheme
-from minifloat.plan.quantization import Override, Plan, make_plan
+from minifloat.plan.overrides import Override
+from minifloat.plan.quantization import make_plan
+from minifloat.plan.tensor_plan import QuantizationPlan
 
 Make = Callable[..., Path]
 
 
-def plan_of(path: Path, scheme: str = "fp8", *overrides: str, layout: str = "compressed-tensors") -> Plan:
+def plan_of(path: Path, scheme: str = "fp8", *overrides: str, layout: str = "compressed-tensors") -> QuantizationPlan:
     with Checkpoint.open(path) as checkpoint:
         return make_plan(
             checkpoint, get_scheme(scheme), get_writer(layout), [Override.parse(text) for text in overrides]
@@ -148,14 +150,14 @@ def test_embeddings_are_refused_by_name(make_checkpoint: Make) -> None:
 
 @pytest.mark.parametrize("override", ["q_proj=mxfp8", "up_proj=bf16"])
 def test_layers_that_servers_fuse_must_share_a_scheme(make_checkpoint: Make, override: str) -> None:
-    with pytest.raises(UsageError, match="run as one by servers"):
+    with pytest.raises(UsageError, match="run as one layer in servers"):
         plan_of(make_checkpoint(), "fp8", override)
 
 
 def test_experts_of_a_layer_must_share_a_scheme(make_checkpoint: Make) -> None:
     names = [f"model.layers.0.mlp.experts.{e}.{p}_proj.weight" for e in range(2) for p in ("gate", "up", "down")]
     path = make_checkpoint(tensors={name: np.ones((64, 64), np.float32) for name in names})
-    with pytest.raises(UsageError, match="run as one by servers"):
+    with pytest.raises(UsageError, match="run as one layer in servers"):
         plan_of(path, "fp8", r"experts\.1=mxfp8")
 
 
@@ -220,7 +222,7 @@ def test_fused_experts_are_split_into_linears(make_checkpoint: Make, transposed:
 
 def test_fused_experts_are_quantized_all_or_none(make_checkpoint: Make) -> None:
     path = make_checkpoint(tensors=moe_tensors(), config=MOE_CONFIG)
-    with pytest.raises(UsageError, match=r"experts.*run as one by servers"):
+    with pytest.raises(UsageError, match=r"experts.*run as one layer in servers"):
         plan_of(path, "fp8", r"experts\.down_proj=bf16")
 
 

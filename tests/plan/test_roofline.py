@@ -7,24 +7,24 @@ import pytest
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3
 from minifloat.plan.hardware import PLANNED_HARDWARE, get_hardware
-from minifloat.plan.roofline import Work, bound, experts_read, largest, smallest, step_bytes
+from minifloat.plan.roofline import StepCost, bound, experts_read, largest, smallest, step_bytes
 
 
 def test_the_larger_of_the_two_times_is_the_bound() -> None:
     device = get_hardware("h100", bandwidth=1e12, peak=1e14)
     assert device.ridges[BFLOAT16] == 100
-    memory = bound(Work(2e9, {BFLOAT16: 1e11}, 4), device)
+    memory = bound(StepCost(2e9, {BFLOAT16: 1e11}, 4), device)
     assert (memory.memory_seconds, memory.compute_seconds) == (2e-3, 1e-3)
     assert (memory.limit, memory.intensity, memory.seconds) == ("memory", 50, 2e-3)
     assert memory.ridge == pytest.approx(100)
     assert memory.throughput == pytest.approx(2000)
-    compute = bound(Work(2e9, {BFLOAT16: 3e11}, 4), device)
+    compute = bound(StepCost(2e9, {BFLOAT16: 3e11}, 4), device)
     assert (compute.limit, compute.seconds) == ("compute", pytest.approx(3e-3))
 
 
 def test_formats_are_multiplied_at_their_own_peaks() -> None:
     device = get_hardware("h100", bandwidth=1e12, peak=1e14)
-    mixed = bound(Work(1e9, {BFLOAT16: 1e11, E4M3: 2e11}, 1), device)
+    mixed = bound(StepCost(1e9, {BFLOAT16: 1e11, E4M3: 2e11}, 1), device)
     assert mixed.compute_seconds == pytest.approx(1e-3 + 1e-3)
     assert mixed.ridge == pytest.approx(150)
 
@@ -32,7 +32,7 @@ def test_formats_are_multiplied_at_their_own_peaks() -> None:
 def test_an_unknown_peak_bounds_nothing() -> None:
     mine = get_hardware("cpu", bandwidth=35e9)
     assert (mine.bandwidth, dict(mine.peaks)) == (35e9, {})
-    found = bound(Work(35e9, {BFLOAT16: 1e30}, 1), mine)
+    found = bound(StepCost(35e9, {BFLOAT16: 1e30}, 1), mine)
     assert (found.seconds, found.limit, found.ridge) == (1.0, "memory", None)
 
 

@@ -27,7 +27,7 @@ from minifloat.checkpoint import CONFIG_FILE, INDEX_FILE, CheckpointWriter, Outp
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import lookup
 from minifloat.numerics.scheme import get_scheme
-from minifloat.plan.tensors import tensors_of
+from minifloat.plan.config_tensors import tensors_of
 
 #: Weights are cut from one run of so many random numbers: to draw billions would take longer than to write them.
 _POOL = 1 << 22

@@ -21,7 +21,9 @@ from minifloat.errors import ShapeError, UsageError
 from minifloat.hub import open_headers
 from minifloat.layouts import compressed_tensors, get_writer, gpt_oss
 from minifloat.numerics.scheme import get_scheme
-from minifloat.plan.quantization import Override, Plan, make_plan
+from minifloat.plan.overrides import Override
+from minifloat.plan.quantization import make_plan
+from minifloat.plan.tensor_plan import QuantizationPlan
 
 #: Names of the findings that no row of the rules stands for.
 _QUANTIZE_REFUSES = "quantize-refuses"
@@ -159,7 +161,7 @@ def check_checkpoint(
         return judge(str(model), scheme, Case(Subject.of_plan(checkpoint, plan), parsed_target))
 
 
-def require_loadable(checkpoint: Checkpoint, plan: Plan, target: str | Target) -> tuple[str, ...]:
+def require_loadable(checkpoint: Checkpoint, plan: QuantizationPlan, target: str | Target) -> tuple[str, ...]:
     """Raise an error if the target's engine would refuse the output of a plan or answer wrongly.
 
     Returns:

@@ -20,7 +20,7 @@ from minifloat.layouts.stored import kv_scale_of
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, WeightSpec
-from minifloat.plan.quantization import Plan
+from minifloat.plan.tensor_plan import QuantizationPlan
 
 _HEAD = "lm_head"
 
@@ -159,7 +159,7 @@ class Subject:
         return replace(subject, head_named=_names_head(checkpoint.quantization_config or {}))
 
     @classmethod
-    def of_plan(cls, checkpoint: Checkpoint, plan: Plan) -> Subject:
+    def of_plan(cls, checkpoint: Checkpoint, plan: QuantizationPlan) -> Subject:
         """Describe the checkpoint that `minifloat.quantize.job.quantize_checkpoint` would write."""
         parts = [part for tensor in plan.tensors for part in tensor.parts]
         quantized = tuple(Weight(part.module, part.shape, part.scheme.weight, part.scheme.activation) for part in parts)

@@ -94,7 +94,7 @@ def quantize(params: QuantizeParams) -> None:
     """
     from minifloat.commands.display.console import progress_bar
     from minifloat.commands.display.quantize import print_quantize_report
-    from minifloat.plan.quantization import KEEP
+    from minifloat.plan.overrides import KEEP
     from minifloat.quantize.job import quantize_checkpoint
 
     with progress_bar(enabled=not (params.quiet or params.as_json)) as progress:

@@ -1,11 +1,17 @@
-"""`plan_model`: bytes, fit and the roofline of a model on given hardware, before anything is downloaded or quantized.
+"""`plan_model`: bytes, fit and roofline of a model on a machine, before anything is downloaded or quantized.
 
-Config and headers are all that is read, and nothing here imports torch: the answer takes a fraction of a second. The
-figures are bounds and sums, not predictions: what an engine reaches of them is measured by `bench`.
+    planner.py, model_plan.py          plan_model and its result
+    model_source.py, quantized_model.py, config_tensors.py   the tensors of a model: from headers, or from its config
+    shape.py, weights.py, cache.py, memory.py                sizes, bytes of weights, KV cache and activations
+    hardware.py, steps.py, roofline.py                       machines, the cost of a step, its least time
+    quantization.py, tensor_plan.py, parts.py, overrides.py  what `quantize` makes of every tensor
+
+Only config and headers are read, and nothing here imports torch, so the answer takes a fraction of a second. The
+figures are bounds and sums, not predictions: `bench` measures what an engine reaches.
 """
 
 from minifloat.plan.hardware import PLANNED_HARDWARE, Hardware, get_hardware
-from minifloat.plan.model import plan_model
-from minifloat.plan.result import ModelPlan, SchemePlan
+from minifloat.plan.model_plan import ModelPlan, SchemePlan
+from minifloat.plan.planner import plan_model
 
 __all__ = ["PLANNED_HARDWARE", "Hardware", "ModelPlan", "SchemePlan", "get_hardware", "plan_model"]

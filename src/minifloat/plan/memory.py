@@ -1,12 +1,12 @@
-"""What fits: weights, KV cache and activations of one device against its memory.
+"""Whether a model fits: weights, KV cache and activations of one device against its memory.
 
-Weights and caches are counted; activations are an estimate, since engines differ. For the tokens of one step it takes
+Weights and caches are counted; activations are an estimate, since engines differ. For the tokens of one step it is
 
     tokens x (2 hidden + (heads + 2 kv_heads) head_dim / gpus + 2 inner / gpus) x 2 bytes  +  batch x vocab x 4 bytes
 
-which is the residual stream twice, queries, keys and values, both halves of the gated MLP (of all experts that a token
-visits), and float32 logits. A step has `STEP_TOKENS` tokens while prompts are computed in pieces, or one for every
-sequence. What runtimes, graphs and fragmentation take comes out of the share of the memory that is kept free.
+that is, the residual stream twice, queries, keys and values, both halves of the gated MLP (of all experts that a token
+visits), and float32 logits. A step has `STEP_TOKENS` tokens during chunked prefill, or one token per sequence.
+Runtimes, graphs and fragmentation use the share of the memory that is kept free.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from minifloat.plan.hardware import Hardware
 from minifloat.plan.roofline import largest
 from minifloat.plan.shape import ModelShape
 
-#: Tokens of a step in which prompts are computed in pieces (the default of vLLM's API server).
+#: Tokens of a step of chunked prefill (the default of vLLM's API server).
 STEP_TOKENS = 2048
-#: Where a search ends that nothing else bounds.
+#: Upper limits of searches that nothing else bounds.
 _MOST_SEQUENCES, _LONGEST_CONTEXT = 1 << 16, 1 << 24
 
 
 def activation_bytes(shape: ModelShape, context: int, batch: int, gpus: int) -> int:
-    """Bytes that a step needs beside weights and caches, on one device: the formula above."""
+    """Return the estimated bytes of activations of a step on one device, by the formula of this module."""
     tokens = max(batch, min(batch * context, STEP_TOKENS))
     heads = shape.heads // gpus + 2 * -(-shape.kv_heads // gpus)
     width = 2 * shape.hidden + heads * shape.query_dim + 2 * -(-shape.inner // gpus)
@@ -34,16 +34,16 @@ def activation_bytes(shape: ModelShape, context: int, batch: int, gpus: int) -> 
 
 
 @dataclass(frozen=True)
-class Room:
-    """One device with a model on it.
+class DeviceMemory:
+    """The memory of one device that holds a model.
 
     Attributes:
         hardware: The device.
-        keep_free: The share of its memory that is left to everything that is not counted, 0 .. 1.
-        shape: Of the model.
+        keep_free: Share of its memory for everything that is not counted, 0 .. 1.
+        shape: Sizes of the model.
         weights: Bytes of the weights on it.
-        element: Of the KV cache.
-        gpus: Devices that share the model.
+        element: Element format of the KV cache.
+        gpus: Number of devices that share the model.
     """
 
     hardware: Hardware
@@ -55,25 +55,25 @@ class Room:
 
     @property
     def usable(self) -> int:
-        """Bytes that may be taken."""
+        """Bytes for weights, KV cache and activations."""
         return int(self.hardware.memory * (1 - self.keep_free))
 
     def cache(self, context: int, batch: int) -> int:
-        """Bytes of the KV cache."""
+        """Return the bytes of the KV cache of `batch` sequences of `context` tokens."""
         return batch * cache_bytes(self.shape.cache, context, self.element, self.gpus)
 
     def taken(self, context: int, batch: int) -> int:
-        """Bytes of everything that is counted."""
+        """Return the bytes of weights, KV cache and activations."""
         return self.weights + self.cache(context, batch) + activation_bytes(self.shape, context, batch, self.gpus)
 
     def fits(self, context: int, batch: int) -> bool:
-        """Whether that may be taken."""
+        """Return whether `batch` sequences of `context` tokens fit."""
         return self.taken(context, batch) <= self.usable
 
     def largest_batch(self, context: int) -> int:
-        """Sequences of so many tokens that fit; 0 where not even one does."""
+        """Return the largest number of sequences of `context` tokens that fit; 0: not even one fits."""
         return largest(lambda batch: self.fits(context, batch), _MOST_SEQUENCES)
 
     def largest_context(self, batch: int) -> int:
-        """Tokens that each of so many sequences may have, at most those that the model has positions for."""
+        """Return the largest number of tokens that each of `batch` sequences may have, up to the model's positions."""
         return largest(lambda context: self.fits(context, batch), self.shape.positions or _LONGEST_CONTEXT)

@@ -1,8 +1,8 @@
-"""The roofline: a step takes at least the time of its bytes at the bandwidth, and of its operations at the peak.
+"""The roofline: a step takes at least the time of its bytes at the bandwidth, and of its operations at the peak rate.
 
 Bytes and operations overlap at best, so the bound is the larger of the two. Intensity is operations per byte; at the
-ridge point of the hardware (peak over bandwidth) the two times are equal. Left out: launches, communication between
-devices, and that no kernel reaches either limit.
+ridge point of the hardware (peak over bandwidth) the two times are equal. Left out: launches and communication
+between devices. No kernel reaches either limit.
 
 Source: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model", 2009.
 """
@@ -18,28 +18,28 @@ from minifloat.plan.hardware import Hardware
 
 
 def step_bytes(weights: float, batch: int, cache: float) -> float:
-    """Bytes that a decode step reads: the weights once, and keys and values of every sequence.
+    """Return the bytes that a decode step reads: the weights once, and the keys and values of every sequence.
 
     Args:
         weights: Bytes of the weights that the step multiplies with.
-        batch: Sequences.
+        batch: Number of sequences.
         cache: Bytes of keys and values of one sequence.
     """
     return weights + batch * cache
 
 
 def experts_read(experts: int, chosen: int, tokens: int) -> float:
-    """The share of the experts of a layer that a step touches, 0 .. 1.
+    """Return the expected share of a layer's experts that a step reads, 0 .. 1.
 
-    The expectation where every token chooses `chosen` of `experts` evenly and independently of the others. Real
-    routers are less even and touch fewer.
+    Every token is taken to choose `chosen` of `experts` evenly and independently of other tokens. Real routers are less
+    even, so that a step reads fewer experts.
     """
     return 1.0 - (1.0 - chosen / experts) ** tokens
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one step of one device does.
+class StepCost:
+    """Bytes and operations of one step on one device.
 
     Attributes:
         nbytes: Bytes read from and written to memory.
@@ -57,18 +57,18 @@ class Bound:
     """The least time of a step.
 
     Attributes:
-        work: The step.
-        memory_seconds: Its bytes at the bandwidth.
-        compute_seconds: Its operations at the peaks; None where those are unknown.
+        cost: Bytes and operations of the step.
+        memory_seconds: Time of its bytes at the bandwidth.
+        compute_seconds: Time of its operations at the peaks; None where the peaks are unknown.
     """
 
-    work: Work
+    cost: StepCost
     memory_seconds: float
     compute_seconds: float | None
 
     @property
     def seconds(self) -> float:
-        """The larger of the two."""
+        """The least time: the larger of `memory_seconds` and `compute_seconds`."""
         return max(self.memory_seconds, self.compute_seconds or 0.0)
 
     @property
@@ -79,7 +79,7 @@ class Bound:
     @property
     def intensity(self) -> float:
         """Operations per byte."""
-        return sum(self.work.operations.values()) / self.work.nbytes
+        return sum(self.cost.operations.values()) / self.cost.nbytes
 
     @property
     def ridge(self) -> float | None:
@@ -91,14 +91,14 @@ class Bound:
     @property
     def throughput(self) -> float:
         """Tokens per second."""
-        return self.work.tokens / self.seconds
+        return self.cost.tokens / self.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the bound as JSON values."""
         return {
-            "bytes": self.work.nbytes,
-            "operations": {element.name: count for element, count in self.work.operations.items()},
-            "tokens": self.work.tokens,
+            "bytes": self.cost.nbytes,
+            "operations": {element.name: count for element, count in self.cost.operations.items()},
+            "tokens": self.cost.tokens,
             "memory_seconds": self.memory_seconds,
             "compute_seconds": self.compute_seconds,
             "seconds": self.seconds,
@@ -109,16 +109,16 @@ class Bound:
         }
 
 
-def bound(work: Work, hardware: Hardware) -> Bound:
-    """The least time that `work` takes on one device."""
+def bound(cost: StepCost, hardware: Hardware) -> Bound:
+    """Return the least time of a step on one device."""
     compute = None
     if hardware.peaks:
-        compute = sum(count / hardware.peaks[element] for element, count in work.operations.items())
-    return Bound(work, work.nbytes / hardware.bandwidth, compute)
+        compute = sum(count / hardware.peaks[element] for element, count in cost.operations.items())
+    return Bound(cost, cost.nbytes / hardware.bandwidth, compute)
 
 
 def smallest(holds: Callable[[int], bool], limit: int) -> int | None:
-    """The smallest number from 1 to `limit` for which `holds` is true, and stays so; None where there is none."""
+    """Return the smallest number from 1 to `limit` for which `holds` is true, or None; it must stay true above that."""
     high = 1
     while not holds(high):
         if high >= limit:
@@ -132,6 +132,6 @@ def smallest(holds: Callable[[int], bool], limit: int) -> int | None:
 
 
 def largest(holds: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` for which `holds` is true, as for all below it; 0 where it is not even for 1."""
+    """Return the largest number up to `limit` for which `holds` is true, or 0; it must be true below that."""
     beyond = smallest(lambda number: not holds(number), limit)
     return limit if beyond is None else beyond - 1

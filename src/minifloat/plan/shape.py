@@ -1,7 +1,8 @@
-"""A model's sizes as its config tells them: what the arithmetic of caches, activations and experts needs.
+"""`ModelShape`: a model's sizes from its config, which the arithmetic of caches, activations and experts needs.
 
-Weights come from the headers (or, without any, from `plan.tensors`); here is what headers do not say: heads, windows,
-and how many experts a token visits. A field that is missing and has no convention is an error, never a guess.
+The shapes of weights come from the headers, or from `plan.config_tensors` if there are no weights. The config adds
+heads, windows, and the number of experts that a token visits. A missing field without a convention is an error, never a
+guess.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from minifloat.checkpoint import CONFIG_FILE
 from minifloat.errors import ConfigError
 from minifloat.plan.cache import CacheLayer
 
-#: Names under which configs tell the routed experts of a layer.
+#: Names of the field with the number of routed experts of a layer.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-#: No model has more layers; a config is not trusted to be one that memory holds.
+#: Largest number of layers, so that a damaged config cannot exhaust memory.
 _MOST_LAYERS = 1 << 14
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k")
-#: Architectures whose `sliding_window` holds in every layer where no `layer_types` says otherwise.
+#: Architectures whose `sliding_window` applies to every layer, unless `layer_types` says otherwise.
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
-#: Architectures with one full layer in so many, where the config has no `sliding_window_pattern`.
+#: Architecture -> n: every n-th layer has full attention, if the config has no `sliding_window_pattern`.
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 
 
@@ -33,14 +34,14 @@ class ModelShape:
 
     Attributes:
         hidden: Width of the residual stream.
-        heads: Of queries.
-        query_dim: Width of a head of queries (and keys).
-        inner: Width of what a token meets in an MLP: of a mixture, of all the experts that it visits.
-        vocab: Tokens.
-        positions: Longest sequence, where the config says it.
-        experts: Routed experts of a layer; 0: not a mixture.
-        chosen: Of them, those that a token visits.
-        cache: What each layer keeps of a token.
+        heads: Number of query heads.
+        query_dim: Width of a head of queries and keys.
+        inner: Inner width of the MLP; of a mixture, the sum over the experts that a token visits.
+        vocab: Number of tokens in the vocabulary.
+        positions: Tokens of the longest sequence; None: the config does not say.
+        experts: Number of routed experts of a layer; 0: the model is no mixture.
+        chosen: Number of routed experts that a token visits.
+        cache: The KV cache of each layer.
     """
 
     hidden: int
@@ -55,7 +56,7 @@ class ModelShape:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values; 0 where no layer has any (a latent, or no attention)."""
+        """Number of key-value heads; 0 if no layer has key-value heads (latent or no attention)."""
         return max((layer.heads for layer in self.cache), default=0)
 
 
@@ -64,7 +65,7 @@ class Fields:
 
     Args:
         config: The whole config.
-        folder: Where it lies.
+        folder: The folder of the config.
     """
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
@@ -72,29 +73,29 @@ class Fields:
         self._path = folder / CONFIG_FILE
 
     def get(self, name: str) -> Any:
-        """A field, None where there is none."""
+        """Return a field, or None if it is missing."""
         return self._config.get(name)
 
     def error(self, problem: str) -> ConfigError:
-        """An error of this config."""
+        """Return an error that names the config file."""
         return ConfigError(self._path, problem)
 
     def size(self, *names: str) -> int:
-        """The first of these fields that is there: a positive integer.
+        """Return the first of these fields that the config has.
 
         Raises:
-            ConfigError: None is, or it is something else.
+            ConfigError: All are missing, or the field is no positive integer.
         """
-        found = self.optional(*names)
-        if found is None:
+        size = self.optional(*names)
+        if size is None:
             raise self.error(f"{names[0]} is missing: the sizes of this architecture are unknown")
-        return found
+        return size
 
     def optional(self, *names: str) -> int | None:
-        """The first of these fields that is there, or None.
+        """Return the first of these fields that the config has, or None.
 
         Raises:
-            ConfigError: It is not a positive integer.
+            ConfigError: The field is no positive integer.
         """
         for name in names:
             value = self._config.get(name)
@@ -107,10 +108,10 @@ class Fields:
 
 
 def model_shape(config: Mapping[str, Any], folder: Path) -> ModelShape:
-    """The sizes of a model.
+    """Return the sizes of a model.
 
     Raises:
-        ConfigError: A field is missing or not a size.
+        ConfigError: A field is missing or is no size.
     """
     fields = Fields(config, folder)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
@@ -140,7 +141,7 @@ def model_shape(config: Mapping[str, Any], folder: Path) -> ModelShape:
 
 
 def head_size(fields: Fields) -> int:
-    """The width of a head."""
+    """Return the width of a head of queries and keys."""
     nope, rope = fields.optional("qk_nope_head_dim"), fields.optional("qk_rope_head_dim")
     if fields.optional("kv_lora_rank") and nope and rope:
         return nope + rope
@@ -148,7 +149,7 @@ def head_size(fields: Fields) -> int:
 
 
 def _windows(fields: Fields) -> list[int | None]:
-    """For each layer the tokens that it looks back on: None for all, 0 for a layer without a cache."""
+    """Return the window of each layer in tokens: None for all tokens, 0 for a layer without a cache."""
     layers = fields.size("num_hidden_layers")
     if layers > _MOST_LAYERS:
         raise fields.error(f"num_hidden_layers: expected at most {_MOST_LAYERS}, found {layers}")

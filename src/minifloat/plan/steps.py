@@ -1,4 +1,4 @@
-"""The work of a step: what decoding one token for each sequence, or computing one prompt, reads and multiplies."""
+"""The cost of a step: bytes and operations of decoding one token per sequence, or of the prefill of one prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from minifloat.numerics.formats import BFLOAT16, ElementFormat
 from minifloat.numerics.scheme import Scheme
 from minifloat.plan.cache import attention_operations, cache_bytes, prefill_operations
 from minifloat.plan.hardware import Hardware
-from minifloat.plan.roofline import Work, experts_read, step_bytes
+from minifloat.plan.roofline import StepCost, experts_read, step_bytes
 from minifloat.plan.shape import ModelShape
 from minifloat.plan.weights import Weights
 
@@ -17,18 +17,18 @@ _OPERATIONS = 2
 
 
 def arithmetic(scheme: Scheme | None, hardware: Hardware) -> ElementFormat:
-    """The format in which the quantized weights of a scheme are multiplied.
+    """Return the format in which a device multiplies the quantized weights of a scheme.
 
     Where inputs are not quantized, or the hardware does not multiply their format, a weight-only kernel decodes the
-    weights and multiplies in BF16. That is what the hardware can do; some engines pick a weight-only kernel even where
-    it could multiply in FP8.
+    weights and multiplies in BF16. Some engines choose a weight-only kernel even where the hardware could multiply in
+    FP8.
     """
     if scheme is None or scheme.activation is None or scheme.activation.element not in hardware.peaks:
         return BFLOAT16
     return scheme.activation.element if scheme.activation.element is scheme.weight.element else BFLOAT16
 
 
-def decode_work(
+def decode_cost(
     weights: Weights,
     shape: ModelShape,
     element: ElementFormat,
@@ -36,50 +36,59 @@ def decode_work(
     context: int,
     batch: int,
     gpus: int,
-) -> Work:
-    """One new token for each of `batch` sequences of `context` tokens, on one of `gpus` devices.
+) -> StepCost:
+    """Return the cost of one new token for each of `batch` sequences, on one of `gpus` devices.
 
     Args:
-        weights: Of the model.
-        shape: Of the model.
-        element: That quantized weights are multiplied in.
-        cache: Element of the KV cache.
+        weights: Bytes and multiplications of the weights.
+        shape: Sizes of the model.
+        element: Format in which quantized weights are multiplied.
+        cache: Element format of the KV cache.
         context: Tokens of each sequence.
-        batch: Sequences.
-        gpus: Devices.
+        batch: Number of sequences.
+        gpus: Number of devices.
     """
     touched = experts_read(shape.experts, shape.chosen, batch) if shape.experts else 0.0
     read = weights.fixed + weights.routed * touched
     attention = attention_operations(shape.cache, context) / gpus
-    return Work(
+    return StepCost(
         step_bytes(read, batch, cache_bytes(shape.cache, context, cache, gpus)),
         _operations(weights, shape, element, batch, batch, batch * attention),
         batch,
     )
 
 
-def prefill_work(
+def prefill_cost(
     weights: Weights, shape: ModelShape, element: ElementFormat, cache: ElementFormat, context: int, gpus: int
-) -> Work:
-    """One prompt of `context` tokens in one step; arguments as for `decode_work`. The cache is written once."""
+) -> StepCost:
+    """Return the cost of the prefill of one prompt of `context` tokens in one step, which writes the KV cache once.
+
+    Args:
+        weights: Bytes and multiplications of the weights.
+        shape: Sizes of the model.
+        element: Format in which quantized weights are multiplied.
+        cache: Element format of the KV cache.
+        context: Tokens of the prompt.
+        gpus: Number of devices.
+    """
     touched = experts_read(shape.experts, shape.chosen, context) if shape.experts else 0.0
     nbytes = weights.fixed + weights.routed * touched + cache_bytes(shape.cache, context, cache, gpus)
     attention = prefill_operations(shape.cache, context) / gpus
-    return Work(nbytes, _operations(weights, shape, element, context, 1, attention), context)
+    return StepCost(nbytes, _operations(weights, shape, element, context, 1, attention), context)
 
 
 def _operations(
     weights: Weights, shape: ModelShape, element: ElementFormat, tokens: int, sampled: int, attention: float
 ) -> Mapping[ElementFormat, float]:
-    """Operations by format: attention, lm_head, routers and what is not quantized are multiplied in BF16.
+    """Return operations by format; attention, lm_head, routers and unquantized weights are multiplied in BF16.
 
     Args:
-        weights: Of the model.
-        shape: Of the model.
-        element: That quantized weights are multiplied in.
-        tokens: That pass through all layers.
-        sampled: That logits are computed for.
-        attention: Operations of the attention.
+        weights: Bytes and multiplications of the weights.
+        shape: Sizes of the model.
+        element: Format in which quantized weights are multiplied.
+        tokens: Tokens that pass through all layers.
+        sampled: Tokens whose logits are computed.
+        attention: Operations of attention.
     """
     share = shape.chosen / shape.experts if shape.experts else 0.0
     low = _OPERATIONS * tokens * (weights.quantized + weights.quantized_routed * share)

@@ -1,9 +1,9 @@
 """Bytes and multiplications of a model's weights, on one of the devices that share them.
 
-Tensor parallelism as vLLM and SGLang do it, after Megatron: what comes out of the residual stream (q, k, v, gate, up)
-is divided by rows, what goes back into it (o, down) by columns, embedding and lm_head by tokens. Norms, routers, the
-down-projections of MLA and whatever is not known by name are copied to every device; key-value heads are divided as
-far as there are any, then copied. A divided weight is counted as a weight of that shape, scales and all.
+Tensor parallelism follows vLLM and SGLang, and those Megatron: weights that read the residual stream (q, k, v, gate,
+up) are divided by rows, weights that write to it (o, down) by columns, embedding and lm_head by tokens. Norms, routers,
+the down-projections of MLA and weights with unknown names are copied to every device; key-value heads are divided until
+every device has one head, then copied. A divided weight is counted as a weight of its divided shape, with its scales.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from minifloat.architecture.roles import Role
 from minifloat.errors import UsageError
 from minifloat.layouts import WriteLayout
-from minifloat.plan.quantization import Part, TensorPlan
 from minifloat.plan.shape import ModelShape
+from minifloat.plan.tensor_plan import Part, TensorPlan
 
 _BY_ROWS = frozenset({"q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1"})
 _BY_KV_HEADS = frozenset({"k_proj", "v_proj"})
@@ -31,18 +31,18 @@ _MULTIPLIES = (Role.LINEAR, Role.EXPERTS, Role.LM_HEAD, Role.ROUTER)
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model as one scheme stores them. Multiplications are elements of matrices, per token.
+    """Bytes of a model's weights under one scheme, and their multiplications: elements of matrices, per token.
 
     Attributes:
         total: Bytes of all tensors, over all devices once.
         device: Bytes on one device.
-        fixed: Of `device`, the bytes that every decode step reads; a table that is only looked up is not among them.
-        routed: Of `device`, the bytes of routed experts.
-        quantized: Multiplications with quantized weights that every token makes.
-        quantized_routed: Those with all quantized routed experts.
-        plain: Multiplications with weights in 16 bits or more that every token makes, but for those of `head`.
-        plain_routed: Those with all routed experts in 16 bits or more.
-        head: Multiplications of lm_head, which a prompt needs for its last token only.
+        fixed: The bytes of `device` that every decode step reads; lookup tables are not among them.
+        routed: The bytes of `device` that belong to routed experts.
+        quantized: Multiplications with quantized weights other than routed experts.
+        quantized_routed: Multiplications with all quantized routed experts.
+        plain: Multiplications with weights in 16 bits or more, other than lm_head and routed experts.
+        plain_routed: Multiplications with all routed experts in 16 bits or more.
+        head: Multiplications with lm_head, which a prompt needs for its last token only.
     """
 
     total: int = 0
@@ -58,11 +58,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class Counts:
-    """Weights as people count them: elements of the model, whatever stores them.
+    """Number of parameters of the model, in whatever format they are stored.
 
     Attributes:
-        total: All.
-        active: Those that a token meets: of routed experts the ones that it visits.
+        total: All parameters.
+        active: Parameters that a token is computed with: of routed experts, only those that it visits.
     """
 
     total: int
@@ -70,10 +70,10 @@ class Counts:
 
 
 def check_parallel(shape: ModelShape, gpus: int) -> None:
-    """Refuse a number of devices that engines refuse.
+    """Raise an error for a number of devices that engines refuse.
 
     Raises:
-        UsageError: Heads cannot be divided.
+        UsageError: The devices cannot share the heads.
     """
     if gpus < 1:
         raise UsageError(f"gpus: expected at least 1, got {gpus}")
@@ -84,7 +84,13 @@ def check_parallel(shape: ModelShape, gpus: int) -> None:
 
 
 def count(tensors: Iterable[TensorPlan], copies: Mapping[str, int], shape: ModelShape) -> Counts:
-    """Elements of a model; arguments as for `weigh`."""
+    """Return the number of parameters of a model.
+
+    Args:
+        tensors: Plans of its tensors.
+        copies: Name of a source tensor -> the number of tensors that it represents.
+        shape: Sizes of the model.
+    """
     total = routed = 0
     for tensor in tensors:
         shapes: list[tuple[int, ...]] = [part.shape for part in tensor.parts] or [tensor.source.shape]
@@ -98,29 +104,29 @@ def count(tensors: Iterable[TensorPlan], copies: Mapping[str, int], shape: Model
 def weigh(
     tensors: Iterable[TensorPlan], copies: Mapping[str, int], layout: WriteLayout, shape: ModelShape, gpus: int
 ) -> Weights:
-    """Sum up what becomes of every tensor.
+    """Return the bytes and multiplications of a model's weights.
 
     Args:
-        tensors: Of a `Plan`; tensors without parts are copied.
-        copies: Name of a source tensor -> how many are like it.
-        layout: Names and shapes of divided weights come from it.
-        shape: Of the model.
-        gpus: Devices that share it.
+        tensors: Plans of its tensors; tensors without parts are copied.
+        copies: Name of a source tensor -> the number of tensors that it represents.
+        layout: Layout of the output, which decides the sizes of codes and scales.
+        shape: Sizes of the model.
+        gpus: Number of devices that share the model.
     """
     tensors = tuple(tensors)
     tied = not any(tensor.role is Role.LM_HEAD for tensor in tensors)
     sums = dict.fromkeys(Weights.__dataclass_fields__, 0)
     for tensor in tensors:
-        alike = copies[tensor.source.name]
-        device, elements = (alike * size for size in _on_device(tensor, layout, shape, gpus))
-        sums["total"] += alike * sum(output.nbytes for output in tensor.outputs)
+        number = copies[tensor.source.name]
+        device, elements = (number * size for size in _on_device(tensor, layout, shape, gpus))
+        sums["total"] += number * sum(output.nbytes for output in tensor.outputs)
         sums["device"] += device
         is_head = tensor.role is Role.LM_HEAD or (tied and _is_token_embedding(tensor, shape))
         if _is_routed(tensor):
             sums["routed"] += device
             sums["quantized_routed" if tensor.parts else "plain_routed"] += elements
         elif tensor.role is Role.TOWER or (tensor.role is Role.EMBEDDING and not is_head):
-            continue  # in memory; a decode step does not read it
+            continue  # on the device, but no decode step reads it
         else:
             sums["fixed"] += device
             if tensor.parts:
@@ -141,7 +147,7 @@ def _is_token_embedding(tensor: TensorPlan, shape: ModelShape) -> bool:
 
 
 def _on_device(tensor: TensorPlan, layout: WriteLayout, shape: ModelShape, gpus: int) -> tuple[int, int]:
-    """Bytes and elements of one device's part of a tensor."""
+    """Return the bytes and elements of one device's part of a tensor."""
     nbytes = sum(constant.tensor.nbytes for constant in tensor.constants)
     if not tensor.parts:
         extents = _divided(tensor.source.name, tensor.role, tensor.source.shape, shape, gpus)
@@ -161,7 +167,7 @@ def _part_extents(part: Part, shape: ModelShape, gpus: int) -> tuple[int, int]:
 
 
 def _divided(name: str, role: Role, extents: tuple[int, ...], shape: ModelShape, gpus: int) -> tuple[int, ...]:
-    """The shape of one device's part, the largest where they are not equal."""
+    """Return the shape of one device's part; of unequal parts, the largest."""
     if gpus == 1 or not extents:
         return extents
     stem, _, kind = name.rpartition(".")

@@ -41,7 +41,9 @@ from minifloat.hub import is_hub_id, model_folder
 from minifloat.kernels import processors
 from minifloat.layouts import compressed_tensors, get_writer
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
-from minifloat.plan.quantization import Override, Plan, TensorPlan, make_plan
+from minifloat.plan.overrides import Override
+from minifloat.plan.quantization import make_plan
+from minifloat.plan.tensor_plan import QuantizationPlan, TensorPlan
 from minifloat.quantize.card import model_card
 from minifloat.quantize.provenance import describe_recipe, provenance, quantize_options
 from minifloat.quantize.report import QuantizeReport, TensorReport
@@ -144,13 +146,17 @@ def quantize_checkpoint(
     return report
 
 
-def _constants(plan: Plan) -> list[tuple[str, float]]:
+def _constants(plan: QuantizationPlan) -> list[tuple[str, float]]:
     """Return the names and values of the scales that come from calibration, not from the source."""
     return [(constant.tensor.name, constant.value) for tensor in plan.tensors for constant in tensor.constants]
 
 
 def _write_small_files(
-    checkpoint: Checkpoint, plan: Plan, writer: CheckpointWriter, report: QuantizeReport, base_model: str | None
+    checkpoint: Checkpoint,
+    plan: QuantizationPlan,
+    writer: CheckpointWriter,
+    report: QuantizeReport,
+    base_model: str | None,
 ) -> None:
     """Write every file that is not a shard: tokenizer and other sidecars, index, report, model card and config."""
     write_sidecars(checkpoint, writer)
@@ -176,7 +182,7 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         amaxes: Amax of each group of weights that share a scale and that has a member in an unfinished shard.
     """
 
-    plan: Plan
+    plan: QuantizationPlan
     caster: Caster
     amaxes: dict[str, float] = field(default_factory=dict, init=False)
 

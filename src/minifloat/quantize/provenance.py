@@ -10,7 +10,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.digest import combine
 from minifloat.hub import model_name, origin_of
 from minifloat.layouts import compressed_tensors
-from minifloat.plan.quantization import Plan
+from minifloat.plan.tensor_plan import QuantizationPlan
 from minifloat.quantize.static_scales import Calibration
 
 
@@ -24,7 +24,7 @@ class _TensorEntry(Protocol):
     def source_digest(self) -> str: ...
 
 
-def describe_recipe(plan: Plan, calibration: Calibration | None) -> dict[str, Any]:
+def describe_recipe(plan: QuantizationPlan, calibration: Calibration | None) -> dict[str, Any]:
     """Return the arguments that determine the output of `quantize`, as JSON values."""
     weight = plan.scheme.weight
     return {

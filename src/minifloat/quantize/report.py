@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minifloat.numerics.cast_stats import CastStats
-from minifloat.plan.quantization import Part, TensorPlan
+from minifloat.plan.tensor_plan import Part, TensorPlan
 from minifloat.quantize.static_scales import ActivationReport
 
 #: Version of the JSON that `QuantizeReport.to_dict` returns.

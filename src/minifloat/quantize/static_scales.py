@@ -18,7 +18,7 @@ from minifloat.errors import SaturationError, UsageError
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import KVSpec, weight_only
-from minifloat.plan.quantization import Plan
+from minifloat.plan.tensor_plan import QuantizationPlan
 
 #: How ``--kv-cache fp8`` stores keys and values.
 KV_FP8 = KVSpec(E4M3, TENSOR)
@@ -79,8 +79,8 @@ class Calibration:
 
 
 def apply_calibration(
-    plan: Plan, checkpoint: Checkpoint, calibration: Calibration | None, *, kv_cache: bool
-) -> tuple[Plan, tuple[ActivationReport, ...], tuple[str, ...]]:
+    plan: QuantizationPlan, checkpoint: Checkpoint, calibration: Calibration | None, *, kv_cache: bool
+) -> tuple[QuantizationPlan, tuple[ActivationReport, ...], tuple[str, ...]]:
     """Add static scales to a plan.
 
     Without calibration, weights whose scheme needs static scales are written for weight-only use, and a note says so.
@@ -125,7 +125,7 @@ def _kv_rule(rule: Rule) -> tuple[Rule, tuple[str, ...]]:
     return kv_rule, (f"Scales of the KV cache are made by the rule {kv_rule}: {rule} needs histograms.",)
 
 
-def _weight_only(plan: Plan) -> Plan:
+def _weight_only(plan: QuantizationPlan) -> QuantizationPlan:
     """Return the plan with weight-only schemes in place of static ones."""
     static = set(plan.static_modules)
     tensors = tuple(
@@ -141,7 +141,7 @@ def _weight_only(plan: Plan) -> Plan:
     return replace(plan, tensors=tensors)
 
 
-def _weight_only_notes(plan: Plan) -> tuple[str, ...]:
+def _weight_only_notes(plan: QuantizationPlan) -> tuple[str, ...]:
     if not plan.static_modules:
         return ()
     return (

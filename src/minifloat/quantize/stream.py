@@ -27,7 +27,7 @@ from minifloat.kernels.quantize import quantize_rows, why_not
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.scheme import Scheme
-from minifloat.plan.quantization import Part
+from minifloat.plan.tensor_plan import Part
 
 #: Bytes of source that a thread holds at a time: small enough for its L2 cache, large enough to hide system calls.
 SLAB_BYTES = 2 << 20

@@ -12,7 +12,8 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.compare.attribution.overrides import override_patterns
 from minifloat.layouts import get_writer
 from minifloat.numerics.scheme import get_scheme
-from minifloat.plan.quantization import Override, make_plan
+from minifloat.plan.overrides import Override
+from minifloat.plan.quantization import make_plan
 
 MakeModel = Callable[..., Path]
 

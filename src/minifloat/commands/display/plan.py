@@ -8,7 +8,7 @@ from rich.table import Table
 from minifloat.commands.display.console import make_console, make_table
 from minifloat.numerics.formats import BFLOAT16
 from minifloat.plan.hardware import Hardware
-from minifloat.plan.result import ModelPlan, SchemePlan
+from minifloat.plan.model_plan import ModelPlan, SchemePlan
 from minifloat.plan.roofline import Bound
 
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))

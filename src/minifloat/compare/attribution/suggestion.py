@@ -23,7 +23,7 @@ from minifloat.compare.attribution.mixture import Distance, Mixtures
 from minifloat.compare.attribution.overrides import override_patterns
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
-from minifloat.plan.quantization import Override
+from minifloat.plan.overrides import Override
 from minifloat.runtime.names import assign
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is quantized already, as a plan that leaves every tensor as it is."""
+"""`QuantizedModel`: a checkpoint that is already quantized, as plans that leave every tensor as it is."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from minifloat.layouts import compressed_tensors, describe
 from minifloat.layouts.inspection import format_name
 from minifloat.layouts.stored import StoredWeight
 from minifloat.numerics.scheme import Scheme
-from minifloat.plan.quantization import Part, TensorPlan
+from minifloat.plan.tensor_plan import Part, TensorPlan
 
 
 @dataclass(frozen=True)
-class StoredModel:
-    """A quantized checkpoint of any tool.
+class QuantizedModel:
+    """A quantized checkpoint, written by any tool.
 
     Attributes:
-        scheme: How most of its quantized weights are stored, by the name that `inspect` gives it.
-        tensors: Its weights in their own shapes, and the other tensors but for scales.
-        nbytes: Of all tensors.
+        scheme: Scheme of most of its quantized elements, with the name that `inspect` prints.
+        tensors: Its weights in their decoded shapes, and all other tensors except scales.
+        nbytes: Bytes of all tensors.
     """
 
     scheme: Scheme
@@ -31,11 +31,11 @@ class StoredModel:
     nbytes: int
 
 
-def stored_model(checkpoint: Checkpoint) -> StoredModel | None:
-    """What a checkpoint holds; None where nothing in it is quantized.
+def quantized_model(checkpoint: Checkpoint) -> QuantizedModel | None:
+    """Return the weights of a quantized checkpoint; None if nothing in it is quantized.
 
     Raises:
-        CheckpointError: A layout that is not known, or that contradicts the tensors.
+        CheckpointError: The layout is unknown, or contradicts the tensors.
     """
     description = describe(checkpoint)
     if not description.weights:
@@ -52,7 +52,7 @@ def stored_model(checkpoint: Checkpoint) -> StoredModel | None:
         if name not in used
     ]
     nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
-    return StoredModel(elements.most_common(1)[0][0], tuple(plans), nbytes)
+    return QuantizedModel(elements.most_common(1)[0][0], tuple(plans), nbytes)
 
 
 def _weight_plan(checkpoint: Checkpoint, stored: StoredWeight) -> TensorPlan:

@@ -1,4 +1,4 @@
-"""What `plan_model` answers, as values and as JSON."""
+"""`ModelPlan`: the result of `plan_model`, as values and as JSON."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class CachePlan:
 
     Attributes:
         element: Name of the format.
-        per_token: Bytes that one more token takes while no window is full, all devices together counted once.
+        per_token: Bytes of one more token while no window is full, over all devices, copies not counted.
         per_sequence: Bytes of a sequence of the planned context.
-        total: Of the planned batch.
-        device: Of the planned batch, on one device.
+        total: Bytes of the planned batch.
+        device: Bytes of the planned batch on one device.
     """
 
     element: str
@@ -35,23 +35,24 @@ class SchemePlan:
     """The model under one scheme.
 
     Attributes:
-        scheme: Its name; ``"bf16"`` is the model as it is.
+        scheme: Name of the scheme; ``"bf16"`` is the model as it is.
         weights: Bytes of the checkpoint's tensors, exactly as `quantize` writes them.
         device_weights: Bytes of weights on one device.
         cache: Bytes of the KV cache on one device.
         activations: Estimated bytes of activations on one device.
-        taken: The three together.
-        fits: Whether they fit into what may be taken.
-        largest_batch: Sequences of the planned context that fit; 0: none.
-        largest_batch_fp8: The same with an FP8 KV cache.
-        largest_context: Tokens that each sequence of the planned batch may have; 0: they do not fit.
+        taken: Sum of `device_weights`, `cache` and `activations`.
+        fits: Whether `taken` is at most `ModelPlan.usable`.
+        largest_batch: Number of sequences of the planned context that fit; 0: none.
+        largest_batch_fp8: Number of sequences that fit with an FP8 KV cache.
+        largest_context: Tokens that each sequence of the planned batch may have; 0: the batch does not fit.
         arithmetic: Name of the format in which quantized weights are multiplied on this hardware.
         decode: The least time of a decode step.
         prefill: The least time of one prompt of the planned context.
         overtaken_from: The batch from which the W8A8 scheme `ModelPlan.overtaking` decodes faster; None: it never does
             (keys and values keep the step memory-bound), or this scheme multiplies in FP8 itself.
-        linears_overtaken_from: The same for a step without attention, so in tokens of a step: what prompts count too.
-        commands: To run next.
+        linears_overtaken_from: `overtaken_from` for a step without attention, in tokens of a step, including those of
+            prompts.
+        commands: Commands that make and serve the checkpoint.
     """
 
     scheme: str
@@ -72,7 +73,7 @@ class SchemePlan:
     commands: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the plan as JSON values."""
         return {
             name: value.to_dict() if isinstance(value, Bound) else value
             for name, value in ((name, getattr(self, name)) for name in self.__dataclass_fields__)
@@ -81,25 +82,25 @@ class SchemePlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A model on hardware.
+    """A model on one kind of machine, under every scheme.
 
     Attributes:
-        path: The folder.
-        architecture: From the config.
-        estimated: Whether the tensors were derived from the config, there being no weights.
-        counts: Weights of the model, and those that a token meets.
+        path: The folder, or the model of the hub, as the caller named it.
+        architecture: Name of the architecture in the config.
+        estimated: Whether the tensors were derived from the config, because there are no weights.
+        counts: Number of parameters, all and active.
         hardware: One device.
-        gpus: How many of them share the model.
-        keep_free: The share of memory that is kept free.
+        gpus: Number of devices that share the model.
+        keep_free: Share of memory that is kept free.
         context: Tokens of a sequence.
-        batch: Sequences.
-        positions: Tokens of the longest sequence that the model has positions for, where the config says it.
+        batch: Number of sequences.
+        positions: Tokens of the longest sequence; None: the config does not say.
         kv_element: Format of the KV cache that fit and speed are planned for.
         caches: The KV cache in BF16 and in FP8.
-        schemes: The model as it is, then the schemes; one that is quantized already is alone.
-        refused: Schemes that cannot quantize this model -> why.
+        schemes: The model as it is, then the schemes; a model that is already quantized has one entry.
+        refused: Scheme that cannot quantize this model -> the reason.
         overtaking: The W8A8 scheme of `SchemePlan.overtaken_from`; None where the hardware has no FP8 arithmetic.
-        notes: What else is to be known.
+        notes: Sentences for the user.
     """
 
     path: str
@@ -121,16 +122,16 @@ class ModelPlan:
 
     @property
     def usable(self) -> int:
-        """Bytes of a device that may be taken."""
+        """Bytes of a device for weights, KV cache and activations."""
         return int(self.hardware.memory * (1 - self.keep_free))
 
     @property
     def fastest(self) -> SchemePlan | None:
-        """Of what fits, what decodes fastest at the bound; None where nothing fits."""
+        """The fitting scheme with the fastest decode step, by its bound; None: nothing fits."""
         return min((plan for plan in self.schemes if plan.fits), key=lambda plan: plan.decode.seconds, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the plan as JSON values."""
         fastest = self.fastest
         return {
             "path": self.path,

@@ -1,8 +1,8 @@
-"""Where the tensors of a model are told from: its headers, or its config alone where there are no weights.
+"""`ModelSource`: the tensors of a model, from its headers, or from its config alone where there are no weights.
 
-Layers and experts repeat, and what becomes of a tensor depends on nothing but its role, shape and dtype. So of tensors
-that differ by a number in their name only, one stands for all: a mixture of 45,000 tensors is planned as fast as a
-small model. Fused experts are left alone, since their rows and columns are told from each other by their neighbours.
+Layers and experts repeat, and the plan of a tensor depends only on its role, shape and dtype. The first of the tensors
+whose names differ only by a number therefore represents all of them: a mixture of 45,000 tensors is planned as fast as
+a small model. Fused experts keep a row each, because their neighbours decide which of their sides are rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from minifloat.checkpoint.files import parse_object, read_small
 from minifloat.checkpoint.layout import is_weights
 from minifloat.errors import ConfigError, NotACheckpointError
 from minifloat.hub import list_model_files
-from minifloat.plan.quantization import TensorPlan
-from minifloat.plan.stored import StoredModel, stored_model
-from minifloat.plan.tensors import tensors_of
+from minifloat.plan.config_tensors import tensors_of
+from minifloat.plan.quantized_model import QuantizedModel, quantized_model
+from minifloat.plan.tensor_plan import TensorPlan
 
 _CONFIG_LIMIT = 16 * 2**20
 _NUMBER = re.compile(r"\.\d+\.")
@@ -35,12 +35,12 @@ class ModelSource:
     """A model as its headers or its config describe it.
 
     Attributes:
-        path: The folder with the config, links resolved.
+        path: The folder with the config, with links resolved.
         config: The content of config.json.
-        quantization_config: How its weights are quantized already; None for a plain model.
-        tensors: By name, one for all that are alike.
-        copies: Name -> how many the tensor stands for, itself included.
-        stored: What lies there, where it is quantized already and has weights.
+        quantization_config: How its weights are quantized; None for an unquantized model.
+        tensors: Tensors by name, one for all repeated tensors.
+        copies: Name -> the number of tensors that it represents, itself included.
+        stored: The weights of a model that is already quantized; None: it is not quantized, or has no weights.
         estimated: Whether the tensors were derived from the config: names and shapes by convention.
     """
 
@@ -49,12 +49,12 @@ class ModelSource:
     quantization_config: Mapping[str, Any] | None
     tensors: Mapping[str, TensorInfo]
     copies: Mapping[str, int]
-    stored: StoredModel | None
+    stored: QuantizedModel | None
     estimated: bool
 
     @property
     def plans(self) -> tuple[TensorPlan, ...]:
-        """Every tensor as it is."""
+        """The plans that leave every tensor as it is."""
         if self.stored is not None:
             return self.stored.tensors
         return tuple(TensorPlan(info, role_of(info)) for info in self.tensors.values())
@@ -65,23 +65,22 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
 
     Args:
         model: A folder, or a model of the hub, whose weights stay there.
-        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
+        revision: Branch, tag or commit of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
         HubError: The hub has no such model, refuses it, or cannot be reached.
-        CheckpointError: The files are not what they claim to be.
-        UsageError: No weights, and an architecture whose tensors the config does not tell.
+        CheckpointError: The files are damaged, or are no checkpoint.
+        UsageError: There are no weights, and the tensors of this architecture are not known from its config.
         StorageError: The system refuses a read.
     """
     files = list_model_files(model, revision=revision)
     root = files.root
     if any(is_weights(name) for name in files.names):
-        with files.open() as found:
-            stored = None if found.quantization_config is None else stored_model(found)
-            alike = (
-                _alike(found.tensors.values()) if stored is None else (found.tensors, dict.fromkeys(found.tensors, 1))
-            )
-            return ModelSource(root, found.config, found.quantization_config, *alike, stored, estimated=False)
+        with files.open() as checkpoint:
+            quantization, tensors = checkpoint.quantization_config, checkpoint.tensors
+            stored = None if quantization is None else quantized_model(checkpoint)
+            distinct = _distinct(tensors.values()) if stored is None else (tensors, dict.fromkeys(tensors, 1))
+            return ModelSource(root, checkpoint.config, quantization, *distinct, stored, estimated=False)
     try:
         config = parse_object(
             read_small(root, CONFIG_FILE, _CONFIG_LIMIT, ConfigError), root / CONFIG_FILE, ConfigError
@@ -89,13 +88,15 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
     except FileNotFoundError:
         raise NotACheckpointError(root, f"no {CONFIG_FILE}; give the folder that holds it") from None
     outputs = tensors_of(config, root)
-    alike = _alike(TensorInfo(output.name, output.dtype, output.shape, "", 0, output.nbytes) for output in outputs)
+    distinct = _distinct(
+        TensorInfo(output.name, output.dtype, output.shape, "", 0, output.nbytes) for output in outputs
+    )
     quantized = config.get("quantization_config") or text_config(config).get("quantization_config")
-    return ModelSource(root, config, quantized, *alike, None, estimated=True)
+    return ModelSource(root, config, quantized, *distinct, None, estimated=True)
 
 
-def _alike(tensors: Iterable[TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:
-    """The first of the tensors that are alike, by name, and how many there are."""
+def _distinct(tensors: Iterable[TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """Return the first of each kind of repeated tensors by name, and the number of tensors of its kind."""
     first: dict[tuple[str, str, tuple[int, ...]], TensorInfo] = {}
     copies: Counter[str] = Counter()
     for info in tensors:

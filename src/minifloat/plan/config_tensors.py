@@ -1,7 +1,7 @@
-"""The tensors of a decoder by its config alone, for folders without weights, and for models that are yet to be made.
+"""The tensors of a decoder, derived from its config alone, for folders without weights and for models yet to be made.
 
-It knows the Llama family and its mixtures of experts, by the names that their checkpoints have. Other architectures
-are refused: their weights have to be there, so that headers can be read. Towers of multimodal models are not counted.
+The Llama family and its mixtures of experts are known, by the names in their checkpoints. For other architectures the
+headers of the weights are needed. Towers of multimodal models are not counted.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 KNOWN_TYPES = (*_DENSE, *_MIXTURES)
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-#: Of layers and their experts: a config is not trusted to be one that memory holds.
+#: Largest number of layers times experts, so that a damaged config cannot exhaust memory.
 _MOST_MODULES = 1 << 18
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
 _FOUR_NORMS = ("gemma2", "gemma3_text")
 
 
 def tensors_of(config: Mapping[str, Any], folder: Path) -> tuple[OutputTensor, ...]:
-    """All tensors of the model, in its order.
+    """Return all tensors of a model, in the order of its layers.
 
     Args:
         config: The content of config.json.
-        folder: Where it lies, for messages.
+        folder: The folder of the config, for messages.
 
     Raises:
-        UsageError: An architecture that is not known here.
-        ConfigError: A field is missing or not a size.
+        UsageError: The architecture is unknown.
+        ConfigError: A field is missing or is no size.
     """
     fields = Fields(config, folder)
     model_type = str(fields.get("model_type"))
@@ -90,7 +90,7 @@ def _attention(fields: Fields) -> _Shapes:
 
 
 def _latent_attention(fields: Fields) -> _Shapes:
-    """DeepSeek's MLA."""
+    """Return the tensors of DeepSeek's latent attention (MLA)."""
     hidden, heads, latent = fields.size("hidden_size"), fields.size("num_attention_heads"), fields.size("kv_lora_rank")
     nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
     value, query = fields.size("v_head_dim"), fields.optional("q_lora_rank")
@@ -148,7 +148,7 @@ def _mlp(fields: Fields, layer: int) -> _Shapes:
 
 
 def _has_experts(fields: Fields, layer: int) -> bool:
-    """Whether a layer of a mixture has experts: some of its layers may be dense."""
+    """Return whether a layer of a mixture has experts; some layers of a mixture are dense."""
     dense = fields.get("mlp_only_layers") or ()
     every = fields.optional("decoder_sparse_step", "moe_layer_freq") or 1
     if fields.get("model_type") in ("deepseek_v2", "deepseek_v3"):

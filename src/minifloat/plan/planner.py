@@ -1,4 +1,4 @@
-"""`plan_model`: one model, one kind of hardware, every scheme."""
+"""`plan_model`: plan one model on one kind of machine, under every scheme."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import SCHEMES, KVSpec, Scheme, get_scheme
 from minifloat.plan.cache import ENGINE_BLOCK, cache_bytes
 from minifloat.plan.hardware import CPU, Hardware, get_hardware
-from minifloat.plan.memory import STEP_TOKENS, Room, activation_bytes
-from minifloat.plan.quantization import KEEP, make_plan
-from minifloat.plan.result import CachePlan, ModelPlan, SchemePlan
+from minifloat.plan.memory import STEP_TOKENS, DeviceMemory, activation_bytes
+from minifloat.plan.model_plan import CachePlan, ModelPlan, SchemePlan
+from minifloat.plan.model_source import ModelSource, open_source
+from minifloat.plan.overrides import KEEP
+from minifloat.plan.quantization import make_plan
 from minifloat.plan.roofline import Bound, bound, smallest
 from minifloat.plan.shape import ModelShape, model_shape
-from minifloat.plan.source import ModelSource, open_source
-from minifloat.plan.steps import arithmetic, decode_work, prefill_work
+from minifloat.plan.steps import arithmetic, decode_cost, prefill_cost
 from minifloat.plan.weights import Weights, check_parallel, count, weigh
 
 ALL = "all"
-#: `kv_cache_dtype` -> the element of the cache.
+#: Value of `kv_cache_dtype` -> element format of the KV cache.
 KV_ELEMENTS = {"bfloat16": BFLOAT16, "fp8": E4M3}
-#: The context that is planned for where none is given and the model has as many positions.
+#: Default context, in tokens, of models with as many positions.
 _CONTEXT = 4096
-#: The batch up to which one scheme is watched overtaking another.
+#: Upper limit of the search for the batch at which one scheme overtakes another.
 _LARGEST_BATCH = 1 << 20
-#: The W8A8 scheme that the others are held against.
+#: The W8A8 scheme that other schemes are compared with.
 _W8A8 = "fp8-dynamic"
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What all schemes are planned for."""
+    """The model, the machine and the load that all schemes are planned for."""
 
     shape: ModelShape
     hardware: Hardware
@@ -47,14 +48,14 @@ class _Request:
     keep_free: float
 
     def decode(self, weights: Weights, element: ElementFormat, batch: int, context: int) -> Bound:
-        work = decode_work(weights, self.shape, element, self.element, context, batch, self.gpus)
-        return bound(work, self.hardware)
+        cost = decode_cost(weights, self.shape, element, self.element, context, batch, self.gpus)
+        return bound(cost, self.hardware)
 
     def prefill(self, weights: Weights, element: ElementFormat) -> Bound:
-        return bound(prefill_work(weights, self.shape, element, self.element, self.context, self.gpus), self.hardware)
+        return bound(prefill_cost(weights, self.shape, element, self.element, self.context, self.gpus), self.hardware)
 
-    def room(self, weights: Weights, element: ElementFormat) -> Room:
-        return Room(self.hardware, self.keep_free, self.shape, weights.device, element, self.gpus)
+    def memory(self, weights: Weights, element: ElementFormat) -> DeviceMemory:
+        return DeviceMemory(self.hardware, self.keep_free, self.shape, weights.device, element, self.gpus)
 
 
 def plan_model(
@@ -71,30 +72,30 @@ def plan_model(
     peak: float | None = None,
     revision: str | None = None,
 ) -> ModelPlan:
-    """Bytes, fit and bounds of a model, from its config and headers.
+    """Plan the bytes, the fit and the least step times of a model, from its config and headers.
 
     Args:
-        model: A checkpoint, or a folder with nothing but its config; or either on the hub, where weights stay. What is
-            quantized already, by whatever tool, is planned as it is.
-        scheme: A name of `SCHEMES`, or ``"all"``; the model as it is comes with either, and alone with ``"bf16"``.
-        hardware: A name of `HARDWARE`, or a device of your own.
-        gpus: Devices that share the model by tensor parallelism.
-        context: Tokens of every sequence; by default 4096, or the model's positions where they are fewer.
-        batch: Sequences that run together.
+        model: A checkpoint, or a folder with only its config; either may be on the hub, where weights stay. A model
+            that is already quantized, by whatever tool, is planned as it is.
+        scheme: A name of `SCHEMES`, or ``"all"``; both include the model as it is. ``"bf16"``: only the model as it is.
+        hardware: A name of `PLANNED_HARDWARE`, or a device of your own.
+        gpus: Number of devices that share the model by tensor parallelism.
+        context: Tokens of every sequence; by default 4096, or the model's positions if they are fewer.
+        batch: Number of sequences that run together.
         kv_cache_dtype: ``"bfloat16"`` or ``"fp8"``.
-        keep_free: The share of memory to leave to what is not counted.
-        bandwidth: Bytes per second of a named device, in place of its own figure.
-        peak: BF16 operations per second of a named device, in place of its own figure.
-        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
+        keep_free: Share of memory for everything that is not counted.
+        bandwidth: Bytes per second of a named device, in place of its data sheet's.
+        peak: BF16 operations per second of a named device, in place of its data sheet's.
+        revision: Branch, tag or commit of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
-        UsageError: The request is wrong: an unknown name, or devices that cannot share this model.
-        CheckpointError: The folder is not what it claims to be.
+        UsageError: An argument is wrong: an unknown name, or devices that cannot share this model.
+        CheckpointError: The folder is damaged, or is no checkpoint.
         HubError: The hub has no such model, refuses it, or cannot be reached.
-        AlreadyQuantizedError: A scheme was asked for, and the model is quantized already.
-        TensorError: The scheme that was asked for cannot quantize a tensor.
+        AlreadyQuantizedError: `scheme` names a scheme, and the model is already quantized.
+        TensorError: `scheme` names a scheme that cannot quantize a tensor.
     """
-    chosen = list(SCHEMES.values()) if scheme == ALL else [] if scheme == KEEP else [get_scheme(scheme)]
+    schemes = list(SCHEMES.values()) if scheme == ALL else [] if scheme == KEEP else [get_scheme(scheme)]
     if kv_cache_dtype not in KV_ELEMENTS:
         raise UsageError(f"kv_cache_dtype: expected one of {', '.join(KV_ELEMENTS)}, got {kv_cache_dtype!r}")
     if not 0 <= keep_free < 1:
@@ -107,8 +108,8 @@ def plan_model(
     if batch < 1:
         raise UsageError(f"batch: expected at least 1, got {batch}")
     request = _Request(shape, device, KV_ELEMENTS[kv_cache_dtype], tokens, batch, gpus, keep_free)
-    stored, refused = _stored(source, chosen, request, strict=scheme != ALL)
-    rival = _rival(source, stored, request)
+    candidates, refused = _candidates(source, schemes, request, strict=scheme != ALL)
+    w8a8 = _w8a8_weights(source, candidates, request)
     return ModelPlan(
         path=str(model),
         architecture=_architecture(source),
@@ -122,13 +123,10 @@ def plan_model(
         positions=shape.positions,
         kv_element=request.element,
         caches=tuple(_cache(request, element) for element in KV_ELEMENTS.values()),
-        schemes=tuple(
-            _scheme_plan(_Made(str(model), name, which, source.stored is None), weights, rival, request)
-            for name, which, weights in stored
-        ),
+        schemes=tuple(_scheme_plan(str(model), candidate, w8a8, request) for candidate in candidates),
         refused=refused,
-        overtaking=None if rival is None else _W8A8,
-        notes=_notes(source, chosen, request),
+        overtaking=None if w8a8 is None else _W8A8,
+        notes=_notes(source, schemes, request),
     )
 
 
@@ -145,31 +143,48 @@ def _architecture(source: ModelSource) -> str:
     return str(names[0])
 
 
-_Stored = tuple[str, Scheme | None, Weights]
+@dataclass(frozen=True)
+class _Candidate:
+    """The model under one scheme.
+
+    Attributes:
+        name: Name of the scheme, or `KEEP`.
+        scheme: The scheme; None: the model as it is.
+        weights: Bytes and multiplications of the weights.
+        needs_quantize: Whether `minifloat quantize` has yet to write it.
+    """
+
+    name: str
+    scheme: Scheme | None
+    weights: Weights
+    needs_quantize: bool
 
 
-def _stored(
+def _candidates(
     source: ModelSource, schemes: Sequence[Scheme], request: _Request, *, strict: bool
-) -> tuple[list[_Stored], dict[str, str]]:
-    """The weights as they are and under each scheme, and why schemes are refused; `strict` raises instead."""
+) -> tuple[list[_Candidate], dict[str, str]]:
+    """Return the model as it is and under each scheme, and why schemes are refused; `strict` raises instead."""
     as_it_is = weigh(source.plans, source.copies, compressed_tensors.WRITER, request.shape, request.gpus)
     if source.stored is not None and not strict:
         scheme = source.stored.scheme
-        return [(scheme.name, scheme, replace(as_it_is, total=source.stored.nbytes))], {}
-    found: list[_Stored] = [(KEEP, None, as_it_is)]
+        weights = replace(as_it_is, total=source.stored.nbytes)
+        return [_Candidate(scheme.name, scheme, weights, needs_quantize=False)], {}
+    candidates = [_Candidate(KEEP, None, as_it_is, needs_quantize=False)]
     refused = {}
     for scheme in schemes:
         try:
-            found.append((scheme.name, scheme, _weights(source, scheme, request)))
+            weights = _weights(source, scheme, request)
         except (TensorError, UsageError) as error:
             if strict:
                 raise
             refused[scheme.name] = str(error)
-    return found, refused
+        else:
+            candidates.append(_Candidate(scheme.name, scheme, weights, needs_quantize=source.stored is None))
+    return candidates, refused
 
 
 def _weights(source: ModelSource, scheme: Scheme, request: _Request) -> Weights:
-    """The weights as `quantize` writes them; static scales, of inputs and of an FP8 cache, are among them."""
+    """Return the weights as `quantize` writes them, with the static scales of inputs and of an FP8 KV cache."""
     writer = get_writer(compressed_tensors.NAME)
     plan = make_plan(source, scheme, writer)
     kv = KVSpec(E4M3, TENSOR) if request.element is E4M3 else None
@@ -178,65 +193,55 @@ def _weights(source: ModelSource, scheme: Scheme, request: _Request) -> Weights:
     return weigh(plan.tensors, source.copies, writer, request.shape, request.gpus)
 
 
-def _rival(source: ModelSource, stored: Sequence[_Stored], request: _Request) -> Weights | None:
-    """The weights of the W8A8 scheme that others are held against; None where it is no W8A8 on this hardware."""
+def _w8a8_weights(source: ModelSource, candidates: Sequence[_Candidate], request: _Request) -> Weights | None:
+    """Return the weights of the W8A8 scheme that others are compared with; None without FP8 arithmetic."""
     scheme = SCHEMES[_W8A8]
     if arithmetic(scheme, request.hardware) is BFLOAT16:
         return None
-    for name, _, weights in stored:
-        if name == _W8A8:
-            return weights
+    for candidate in candidates:
+        if candidate.name == _W8A8:
+            return candidate.weights
     try:
         return _weights(source, scheme, request)
     except MinifloatError:
         return None
 
 
-@dataclass(frozen=True)
-class _Made:
-    """A row: the model's folder, the scheme (None: as it is), and whether `quantize` has yet to make it."""
-
-    model: str
-    name: str
-    scheme: Scheme | None
-    to_make: bool
-
-
-def _scheme_plan(made: _Made, weights: Weights, rival: Weights | None, request: _Request) -> SchemePlan:
-    element = arithmetic(made.scheme, request.hardware)
-    room = request.room(weights, request.element)
+def _scheme_plan(model: str, candidate: _Candidate, w8a8: Weights | None, request: _Request) -> SchemePlan:
+    weights, element = candidate.weights, arithmetic(candidate.scheme, request.hardware)
+    memory = request.memory(weights, request.element)
     context, batch = request.context, request.batch
     return SchemePlan(
-        scheme=made.name,
+        scheme=candidate.name,
         weights=weights.total,
         device_weights=weights.device,
-        cache=room.cache(context, batch),
+        cache=memory.cache(context, batch),
         activations=activation_bytes(request.shape, context, batch, request.gpus),
-        taken=room.taken(context, batch),
-        fits=room.fits(context, batch),
-        largest_batch=room.largest_batch(context),
-        largest_batch_fp8=request.room(weights, E4M3).largest_batch(context),
-        largest_context=room.largest_context(batch),
+        taken=memory.taken(context, batch),
+        fits=memory.fits(context, batch),
+        largest_batch=memory.largest_batch(context),
+        largest_batch_fp8=request.memory(weights, E4M3).largest_batch(context),
+        largest_context=memory.largest_context(batch),
         arithmetic=element.name,
         decode=request.decode(weights, element, batch, context),
         prefill=request.prefill(weights, element),
-        overtaken_from=_overtaken(weights, element, rival, request, context),
-        linears_overtaken_from=_overtaken(weights, element, rival, request, context=0),
-        commands=_commands(made, room, request),
+        overtaken_from=_overtaken(weights, element, w8a8, request, context),
+        linears_overtaken_from=_overtaken(weights, element, w8a8, request, context=0),
+        commands=_commands(model, candidate, memory, request),
     )
 
 
 def _overtaken(
-    weights: Weights, element: ElementFormat, rival: Weights | None, request: _Request, context: int
+    weights: Weights, element: ElementFormat, w8a8: Weights | None, request: _Request, context: int
 ) -> int | None:
-    """The batch from which the rival's step is faster; None: it never is, or both multiply in the same format."""
+    """Return the batch from which the W8A8 step is faster; None: it never is, or both multiply in the same format."""
     fast = arithmetic(SCHEMES[_W8A8], request.hardware)
-    if rival is None or element is fast:
+    if w8a8 is None or element is fast:
         return None
 
     def slower(batch: int) -> bool:
         mine = request.decode(weights, element, batch, context)
-        return mine.seconds > request.decode(rival, fast, batch, context).seconds
+        return mine.seconds > request.decode(w8a8, fast, batch, context).seconds
 
     return smallest(slower, _LARGEST_BATCH)
 
@@ -252,19 +257,19 @@ def _cache(request: _Request, element: ElementFormat) -> CachePlan:
     )
 
 
-def _commands(made: _Made, room: Room, request: _Request) -> tuple[str, ...]:
-    """What makes the checkpoint and serves it."""
+def _commands(model: str, candidate: _Candidate, memory: DeviceMemory, request: _Request) -> tuple[str, ...]:
+    """Return the commands that make the checkpoint and serve it."""
     fp8_cache = request.element is E4M3
     commands = []
-    served, scheme = shlex.quote(made.model), made.scheme
-    if scheme is not None and made.to_make:
+    served, scheme = shlex.quote(model), candidate.scheme
+    if scheme is not None and candidate.needs_quantize:
         served = "OUT"
         static = scheme.activation is not None and not scheme.activation.dynamic
         options = (" --calibration TEXT" if static or fp8_cache else "") + (" --kv-cache fp8" if fp8_cache else "")
-        commands.append(f"minifloat quantize {shlex.quote(made.model)} {served} --scheme {scheme.name}{options}")
+        commands.append(f"minifloat quantize {shlex.quote(model)} {served} --scheme {scheme.name}{options}")
     if request.hardware.name == CPU:
         whole_blocks = -(-request.context // ENGINE_BLOCK) * ENGINE_BLOCK
-        cache = room.cache(whole_blocks, request.batch)
+        cache = memory.cache(whole_blocks, request.batch)
         options = f" --max-model-len {request.context} --max-num-seqs {request.batch} --kv-cache-memory {cache}"
         commands.append(f"minifloat serve {served}{options}{' --kv-cache-dtype fp8' if fp8_cache else ''}")
         return tuple(commands)
@@ -276,12 +281,12 @@ def _commands(made: _Made, room: Room, request: _Request) -> tuple[str, ...]:
 
 
 def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) -> tuple[str, ...]:
-    """What the figures leave out, for this request."""
+    """Return sentences about what the figures of this request assume and leave out."""
     hardware, notes = request.hardware, []
     if source.estimated:
         notes.append("No weights here: names and shapes of the tensors follow from config.json by convention.")
     if source.stored is not None:
-        notes.append("Quantized already: planned as it is.")
+        notes.append("The model is already quantized, and planned as it is.")
     if not hardware.peaks:
         notes.append("The peak of this machine is unknown (--peak): only its bandwidth bounds the figures.")
     elif any(s.activation is not None for s in schemes) and E4M3 not in hardware.peaks:

@@ -96,8 +96,8 @@ def test_decode_takes_the_bytes_over_the_bandwidth(llama_70b: Path) -> None:
     read = _LINEARS // 2 + _LINEARS // 32 + 2 * (_TABLE + _NORMS) + 2 * cache  # the embedding is looked up, not read
     decode = scheme_of(plan, "mxfp4").decode
     operations = 2 * (2 * (_LINEARS + _TABLE) + 4 * 80 * 64 * 128 * 4096)
-    assert decode.work.nbytes == read
-    assert sum(decode.work.operations.values()) == operations
+    assert decode.cost.nbytes == read
+    assert sum(decode.cost.operations.values()) == operations
     assert decode.memory_seconds == pytest.approx(read / 4.8e12)
     assert decode.compute_seconds == pytest.approx(operations / 989.5e12)
     assert decode.limit == "memory"
@@ -150,9 +150,9 @@ def test_a_mixture_counts_active_and_total_weights_apart(mixtral: Path) -> None:
     assert plan.counts.active == 32 * 2 * expert + rest == 12_879_925_248
     decode = scheme_of(plan, "bf16").decode
     cache = 2 * 32 * 8 * 128 * 2 * 1024
-    assert decode.work.nbytes == pytest.approx(2 * (32 * 2 * expert + rest - 32000 * 4096) + cache)
+    assert decode.cost.nbytes == pytest.approx(2 * (32 * 2 * expert + rest - 32000 * 4096) + cache)
     everyone = plan_model(mixtral, "fp8", "h200", context=1024, batch=256).schemes[0].decode
-    assert everyone.work.nbytes == pytest.approx(2 * (32 * 8 * expert + rest - 32000 * 4096) + 256 * cache, rel=1e-9)
+    assert everyone.cost.nbytes == pytest.approx(2 * (32 * 8 * expert + rest - 32000 * 4096) + 256 * cache, rel=1e-9)
 
 
 def test_devices_share_weights_and_copy_what_cannot_be_divided(llama_70b: Path) -> None:
