@@ -130,6 +130,7 @@ def test_an_engine_that_cannot_be_made_is_the_users_error_with_its_own_message(t
         Worker(tmp_path, {}, 1)
 
 
+@pytest.mark.full
 def test_a_process_that_dies_says_so(llama_folder: Path) -> None:
     with Worker(llama_folder, {"max_model_len": 16}, 1) as worker:
         worker._process.kill()

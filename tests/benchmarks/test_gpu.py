@@ -77,6 +77,7 @@ def test_what_fails_is_written_down_and_the_rest_goes_on(
     assert "| s |" in report
 
 
+@pytest.mark.full
 def test_without_minutes_every_section_says_that_there_was_no_time(tmp_path: Path) -> None:
     result = run("--out", str(tmp_path), "--dry-run", "--minutes", "0", "--only", "ceilings,products")
     assert result.returncode == 0, result.stderr
@@ -92,6 +93,7 @@ def test_without_a_gpu_it_ends_with_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_an_unknown_section_is_refused_with_those_there_are(tmp_path: Path) -> None:
     result = run("--out", str(tmp_path), "--dry-run", "--only", "everything")
     assert result.returncode == 2

@@ -144,6 +144,7 @@ def test_a_run_prints_every_case_and_writes_all_samples(tmp_path: Path) -> None:
 
 
 @needs_library
+@pytest.mark.full
 def test_forcing_an_instruction_set_limits_torch_too() -> None:
     result = run("--overhead", "--formats", "bf16", "--isa", "baseline")
     assert result.returncode == 0, result.stderr
@@ -151,6 +152,7 @@ def test_forcing_an_instruction_set_limits_torch_too() -> None:
 
 
 @needs_library
+@pytest.mark.full
 def test_an_unknown_format_is_an_error_in_one_line() -> None:
     result = run("--formats", "fp7")
     assert result.returncode == 1

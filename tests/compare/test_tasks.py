@@ -415,6 +415,7 @@ def test_without_lm_eval_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
 # ------------------------------------------------------------------------------------------------- side effects
 
 
+@pytest.mark.full
 def test_importing_compare_imports_no_harness() -> None:
     program = "import sys, minifloat.compare, minifloat.compare.tasks; sys.exit('lm_eval' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from modes import each_value, full
 
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.numerics.granularity import TENSOR
@@ -63,7 +64,7 @@ def tokens(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParam
     return [list(completion.tokens) for completion in engine.generate(prompts, params)]
 
 
-@pytest.fixture(scope="module", params=[*NATIVE, *FOREIGN])
+@pytest.fixture(scope="module", params=[*NATIVE, "gpt_oss", full("gemma2")])
 def model(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A folder, prompts, and what transformers makes of them."""
     name = request.param
@@ -131,8 +132,9 @@ def test_they_are_the_same_after_a_hit_in_the_prefix_cache(model: Any) -> None:
     assert cached == wanted
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4"])
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("scheme", "name"), each_value(["fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4"], ["llama", "qwen3_moe"])
+)
 def test_quantized_models_make_the_tokens_of_the_reference(
     scheme: str, name: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
