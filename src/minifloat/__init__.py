@@ -1,8 +1,8 @@
-"""minifloat: post-training FP8 / MXFP4 quantization of language models, with proof.
+"""minifloat: post-training FP8 and MXFP4 quantization of language models, with a measured comparison to the original.
 
     quantize_checkpoint(source, destination, "fp8-block")   -> QuantizeReport
     convert_checkpoint(source, destination, "modelopt")     -> ConvertReport
-    load(path)                                              -> a transformers model that holds the quantized weights
+    load(path)                                              -> transformers model with the quantized weights
     compare_models(baseline, candidate, [text])             -> Comparison
     generate(path, prompt)                                  -> pieces of text
     Engine(path).generate([prompt, prompt])                 -> completions, decoded together
@@ -11,7 +11,7 @@
     check_checkpoint(path, "vllm:h100:tp4")                 -> CheckReport
     push_checkpoint(path, "org/name")                       -> PushReport
 
-A path may be the id of a model of the hub, too; of `push_checkpoint` it is a folder.
+A path is a folder or the id of a model of the hub; `push_checkpoint` accepts folders only.
 
 Importing this package imports no torch: the names are resolved on first use.
 """

@@ -1,7 +1,7 @@
-"""`minifloat chat`: a conversation in the terminal with a server of ours, or any other with OpenAI's API.
+"""`minifloat chat`: a conversation in the terminal with `minifloat serve`, or any other server with OpenAI's API.
 
-Only the standard library: it starts at once, and runs where no model could. An answer is shown as it is made; Ctrl-C
-closes the connection, which makes the server stop too.
+It uses the standard library only, so that it starts at once and needs no torch. Answers are streamed; Ctrl-C closes the
+connection, which makes the server stop generating.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DATA = b"data: "
 
 
 class ServerError(StorageError):
-    """The server cannot be reached, or refuses."""
+    """The server cannot be reached or refuses the request."""
 
 
 @dataclass
@@ -30,10 +30,10 @@ class ChatClient:
     """Talks to a server.
 
     Args:
-        url: Its address; a path such as ``/v1`` at its end is understood.
-        api_key: Its key.
-        model: Its name there; None: the first that the server lists.
-        sampling: Fields of the requests, by their names in the API.
+        url: Address of the server, with or without ``/v1`` at its end.
+        api_key: API key of the server.
+        model: Name of the model; None: the first that the server lists.
+        sampling: Sampling fields of the requests, by their names in the API.
     """
 
     url: str
@@ -49,13 +49,13 @@ class ChatClient:
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
 
     def find_model(self) -> str:
-        """The model's name, asked for once.
+        """Return the model's name. The server is asked once.
 
         Raises:
-            ServerError: There is no such server, or it refuses.
+            ServerError: If the server cannot be reached or refuses.
         """
         if self.model is None:
-            with self._ask("GET", "/v1/models") as response:
+            with self._request("GET", "/v1/models") as response:
                 models = json.loads(response.read())["data"]
             if not models:
                 raise ServerError(f"{self.url}: the server has no model")
@@ -63,13 +63,13 @@ class ChatClient:
         return self.model
 
     def stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
-        """The pieces of an answer. Closing the iterator stops the server.
+        """Yield the pieces of an answer. Closing the iterator stops the generation.
 
         Raises:
-            ServerError: There is no such server, or it refuses.
+            ServerError: If the server cannot be reached or refuses.
         """
         body = {"model": self.find_model(), "messages": messages, "stream": True, **self.sampling}
-        with self._ask("POST", "/v1/chat/completions", body) as response:
+        with self._request("POST", "/v1/chat/completions", body) as response:
             for line in response:
                 if not line.startswith(_DATA) or line.strip() == b"data: [DONE]":
                     continue
@@ -81,9 +81,9 @@ class ChatClient:
                         yield piece
 
     @contextlib.contextmanager
-    def _ask(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=_TIMEOUT)
+    def _request(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
+        connection_class = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = connection_class(self._host, self._port, timeout=_TIMEOUT)
         headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         )
@@ -115,20 +115,20 @@ def converse(
     read: Callable[[str], str] = input,
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
 ) -> None:
-    """Read a line, show the answer, until the end of the input or /quit.
+    """Read lines and show the answers, until the end of the input or /quit.
 
     Args:
-        client: Of the server.
-        system: What the model is told first.
-        stats: Show how fast each answer came.
-        read: Shows a prompt and gives a line; raises EOFError at the end.
+        client: Client of the server.
+        system: System message: instructions to the model.
+        stats: Whether to show the speed of each answer.
+        read: Shows a prompt and returns a line; raises EOFError at the end.
         write: Shows a piece of text.
 
     Raises:
-        ServerError: The server cannot be reached at all; what goes wrong later is shown.
+        ServerError: If the server cannot be reached at the start. Later errors are shown.
     """
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  makes `input` edit lines
+        import readline  # noqa: F401  importing it lets `input` edit lines
     write(f"{client.find_model()}: /quit ends, /reset forgets, /system TEXT instructs; Ctrl-C stops an answer\n")
     messages = _beginning(system)
     while True:
@@ -155,7 +155,7 @@ def converse(
             if answer:
                 messages.append({"role": "assistant", "content": answer})
             else:
-                messages.pop()  # templates want question and answer in turn
+                messages.pop()  # chat templates require question and answer in turn
 
 
 def _beginning(system: str | None) -> list[dict[str, str]]:
@@ -163,14 +163,14 @@ def _beginning(system: str | None) -> list[dict[str, str]]:
 
 
 def _show(client: ChatClient, messages: list[dict[str, str]], *, stats: bool, write: Callable[[str], None]) -> str:
-    """Show an answer as it comes, and return what has come."""
+    """Show an answer while it streams, and return its text."""
     pieces: list[str] = []
-    began = first = time.monotonic()
+    began = first_token = time.monotonic()
     stream = client.stream(messages)
     try:
         for piece in stream:
             if not pieces:
-                first = time.monotonic()
+                first_token = time.monotonic()
             pieces.append(piece)
             write(piece)
     except KeyboardInterrupt:
@@ -181,6 +181,6 @@ def _show(client: ChatClient, messages: list[dict[str, str]], *, stats: bool, wr
         stream.close()
     write("\n")
     if stats and len(pieces) > 1:
-        rate = (len(pieces) - 1) / max(time.monotonic() - first, 1e-9)
-        write(f"({first - began:.2f} s to the first token, then {rate:.1f} pieces per second)\n")
+        rate = (len(pieces) - 1) / max(time.monotonic() - first_token, 1e-9)
+        write(f"({first_token - began:.2f} s to the first token, then {rate:.1f} pieces per second)\n")
     return "".join(pieces)

@@ -1,4 +1,4 @@
-"""The address of a server, taken before anything that needs time."""
+"""Binds the address of a server."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from minifloat.errors import UsageError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address: one that is in use is found out at once.
+    """Return a socket bound to an address, so that an address in use is an error before any slow work.
 
     Raises:
-        UsageError: The address cannot be had.
+        UsageError: If the address cannot be bound.
     """
     name = host.strip("[]")
-    made = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET, socket.SOCK_STREAM)
+    bound = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((name, port))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((name, port))
     except OSError as error:
-        made.close()
+        bound.close()
         raise UsageError(f"{host}:{port}: cannot listen there: {error.strerror}") from error
-    return made
+    return bound

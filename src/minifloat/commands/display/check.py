@@ -1,20 +1,20 @@
-"""How the answer of `check` looks on a terminal. No computation here."""
+"""Prints the report of `check`. No computation here."""
 
 from __future__ import annotations
 
 from minifloat.check import ENGINES, CheckReport, Finding
 from minifloat.commands.display.console import make_console, make_table
 
-_SHOWN = 6  #: lines of evidence; all are in the JSON
+_SHOWN_LINES = 6  #: lines of evidence per finding; the JSON has all of them
 
 
 def print_check(report: CheckReport) -> None:
-    """The verdict, the kernels, then every rule that applies with its reason, its cure and its source."""
+    """Print the verdict, the kernels, then every finding with its evidence, its cure and its rule."""
     console = make_console()
     target = report.target
-    made = f" as {report.scheme}" if report.scheme else ""
+    scheme = f" as {report.scheme}" if report.scheme else ""
     gpus = f" x{target.tp}" if target.tp > 1 else ""
-    console.print(f"{report.model}{made}, {report.layout or 'not quantized'}", soft_wrap=True)
+    console.print(f"{report.model}{scheme}, {report.layout or 'not quantized'}", soft_wrap=True)
     machine = f"{target.hardware.name}{gpus} ({target.hardware.generation.name})"
     console.print(f"{ENGINES[target.engine]} on {machine}: {report.verdict.value}", style="bold")
     if report.kernels:
@@ -30,10 +30,10 @@ def print_check(report: CheckReport) -> None:
 
 
 def _lines(finding: Finding) -> list[str]:
-    more = len(finding.evidence) - _SHOWN
+    more = len(finding.evidence) - _SHOWN_LINES
     return [
         f"{finding.verdict.value}: {finding.problem}",
-        *(f"  at     {line}" for line in finding.evidence[:_SHOWN]),
+        *(f"  at     {line}" for line in finding.evidence[:_SHOWN_LINES]),
         *([f"         and {more} more"] if more > 0 else []),
         *([f"  cure   {finding.cure}"] if finding.cure else []),
         f"  rule   {finding.rule} ({finding.source})",

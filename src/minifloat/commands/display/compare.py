@@ -1,4 +1,4 @@
-"""How a comparison looks on a terminal. The words are those of the page (`compare.pages.words`)."""
+"""Prints the report of `compare`, with the texts of the HTML page (`compare.pages.words`)."""
 
 from __future__ import annotations
 
@@ -29,61 +29,63 @@ from minifloat.compare.summary import Summary
 from minifloat.report.text import visible
 
 _WORST_MODULES = 3
-_NARROWEST = 9  #: columns of a terminal for names
+_MIN_NAME_COLUMNS = 9  #: characters of the column of names
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Per candidate a row for each text and one for all, what else was measured, and the verdict last."""
+    """Print a table of texts and the other measurements of each candidate, then the verdicts."""
     console = make_console()
     names = candidate_names(comparison)
-    for name, one in zip(names, comparison.candidates, strict=True):
-        console.print(escape(f"{baseline_name(comparison)} -> {name}: {size_lines(comparison, one)}"), soft_wrap=True)
-        console.print(_table(one))
-        for line in _lines(one):
+    for name, candidate in zip(names, comparison.candidates, strict=True):
+        console.print(
+            escape(f"{baseline_name(comparison)} -> {name}: {size_lines(comparison, candidate)}"), soft_wrap=True
+        )
+        console.print(_table(candidate))
+        for line in _lines(candidate):
             console.print(escape(line), soft_wrap=True)
         console.print()
-    if any(not row.kl_mean.known for one in comparison.candidates for row in one.summaries):
+    if any(not row.kl_mean.known for candidate in comparison.candidates for row in candidate.summaries):
         console.print(escape(confidence_text()), soft_wrap=True)
     for note in note_lines(comparison):
         console.print(escape(f"Not measured: {note}"), soft_wrap=True)
     if comparison.partial:
         console.print(escape(partial_text(comparison)), soft_wrap=True)
-    for name, one in zip(names, comparison.candidates, strict=True):
-        others = unmet_lines(one)[1:]
+    for name, candidate in zip(names, comparison.candidates, strict=True):
+        others = unmet_lines(candidate)[1:]
         for line in reversed(others):
             console.print(escape(f"  {line}"), soft_wrap=True)
-        console.print(escape(f"{name}: {verdict_line(one)}"), soft_wrap=True)
+        console.print(escape(f"{name}: {verdict_line(candidate)}"), soft_wrap=True)
 
 
 def _table(candidate: CandidateResult) -> Table:
-    """Only the names of texts are broken where the terminal is too narrow, never a number."""
+    """Return the table of texts. On a narrow terminal names are folded, numbers never."""
     numbers = ("tokens", "perplexity", "change", "KL, nats", "agreement")
     table = make_table("text", *numbers, right=numbers)
     names = table.columns[0]
-    names.no_wrap, names.overflow, names.min_width = False, "fold", _NARROWEST
+    names.no_wrap, names.overflow, names.min_width = False, "fold", _MIN_NAME_COLUMNS
     for summary in candidate.summaries:
         table.add_row(escape(visible(summary.name)), *map(escape, _cells(summary)))
     return table
 
 
-def _cells(one: Summary) -> list[str]:
+def _cells(summary: Summary) -> list[str]:
     return [
-        f"{one.tokens:,}",
-        f"{number(one.baseline_perplexity, 3)} -> {number(one.candidate_perplexity, 3)}",
-        with_interval(increase(one), as_percent=True, signed=True),
-        with_interval(one.kl_mean, digits=1),
-        with_interval(one.agreement, as_percent=True, digits=1),
+        f"{summary.tokens:,}",
+        f"{number(summary.baseline_perplexity, 3)} -> {number(summary.candidate_perplexity, 3)}",
+        with_interval(increase(summary), as_percent=True, signed=True),
+        with_interval(summary.kl_mean, digits=1),
+        with_interval(summary.agreement, as_percent=True, digits=1),
     ]
 
 
 def _lines(candidate: CandidateResult) -> Iterator[str]:
-    one = candidate.overall
+    overall = candidate.overall
     yield (
-        f"KL median {number(one.kl_median.value, 3)}, p99 {number(one.kl_p99.value, 3)}, "
-        f"p99.9 {number(one.kl_p999.value, 3)}, max {number(one.kl_max, 3)}; same top-1 "
-        f"{with_interval(one.top1_agreement, as_percent=True, digits=1)}, top-10 overlap "
-        f"{with_interval(one.topk_overlap, as_percent=True)}; bits per byte {number(one.baseline_bits_per_byte)} -> "
-        f"{number(one.candidate_bits_per_byte)}"
+        f"KL median {number(overall.kl_median.value, 3)}, p99 {number(overall.kl_p99.value, 3)}, "
+        f"p99.9 {number(overall.kl_p999.value, 3)}, max {number(overall.kl_max, 3)}; same top-1 "
+        f"{with_interval(overall.top1_agreement, as_percent=True, digits=1)}, top-10 overlap "
+        f"{with_interval(overall.topk_overlap, as_percent=True)}; bits per byte "
+        f"{number(overall.baseline_bits_per_byte)} -> {number(overall.candidate_bits_per_byte)}"
     )
     cache = f", keys and values in {candidate.model.kv_cache}" if candidate.model.kv_cache else ""
     yield visible(f"inputs of the linears in {candidate.model.activations}{cache}")

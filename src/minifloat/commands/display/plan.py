@@ -1,4 +1,4 @@
-"""How a plan looks on a terminal. Bytes are decimal (GB), as on data sheets."""
+"""Prints the report of `plan`. Bytes are decimal (GB), as on data sheets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GIGA, _TERA = 10**9, 10**12
 
 
 def print_plan(plan: ModelPlan) -> None:
-    """The model and the hardware, then memory, then speed, then what to do."""
+    """Print the model and the hardware, then memory, speed, and the commands to run."""
     console = make_console()
     console.print(escape(_model_line(plan)), soft_wrap=True)
     console.print(escape(_hardware_line(plan)), soft_wrap=True)
@@ -34,7 +34,7 @@ def print_plan(plan: ModelPlan) -> None:
         "\nfits: weights, KV cache and activations (an estimate) take at most "
         f"{_size(plan.usable)} of {_size(plan.hardware.memory)} per device.\n"
         "bound: the larger of bytes over bandwidth and operations over peak; memory-bound below the ridge "
-        f"(operations per byte).{_explained(plan)}",
+        f"(operations per byte).{_crossover_note(plan)}",
         soft_wrap=True,
     )
     for note in plan.notes:
@@ -43,7 +43,7 @@ def print_plan(plan: ModelPlan) -> None:
     _print_commands(plan)
 
 
-def _explained(plan: ModelPlan) -> str:
+def _crossover_note(plan: ModelPlan) -> str:
     if plan.overtaking is None:
         return ""
     return (
@@ -89,18 +89,18 @@ def _memory_table(plan: ModelPlan) -> Table:
     names = ["weights", *(["per device"] if many else []), "+ KV", "+ activations", "=", "largest batch", "with FP8 KV"]
     names.append("largest context")
     table = make_table("scheme", *names, "fits", right=names)
-    for one in plan.schemes:
+    for scheme in plan.schemes:
         table.add_row(
-            one.scheme,
-            _size(one.weights),
-            *([_size(one.device_weights)] if many else []),
-            _size(one.cache),
-            _size(one.activations),
-            _size(one.taken),
-            f"{one.largest_batch:,}",
-            f"{one.largest_batch_fp8:,}",
-            f"{one.largest_context:,}",
-            "yes" if one.fits else "no",
+            scheme.scheme,
+            _size(scheme.weights),
+            *([_size(scheme.device_weights)] if many else []),
+            _size(scheme.cache),
+            _size(scheme.activations),
+            _size(scheme.taken),
+            f"{scheme.largest_batch:,}",
+            f"{scheme.largest_batch_fp8:,}",
+            f"{scheme.largest_context:,}",
+            "yes" if scheme.fits else "no",
         )
     return table
 
@@ -119,17 +119,17 @@ def _speed_table(plan: ModelPlan) -> Table:
         "bound",
         right=(*decode, *overtaken, *prefill),
     )
-    for one in plan.schemes:
+    for scheme in plan.schemes:
         table.add_row(
-            one.scheme,
-            one.arithmetic,
-            *_times(one.decode),
-            f"{one.decode.intensity:,.1f}",
-            "" if one.decode.ridge is None else f"{one.decode.ridge:,.0f}",
-            one.decode.limit,
-            *([] if plan.overtaking is None else _overtaken(one)),
-            *_times(one.prefill),
-            one.prefill.limit,
+            scheme.scheme,
+            scheme.arithmetic,
+            *_times(scheme.decode),
+            f"{scheme.decode.intensity:,.1f}",
+            "" if scheme.decode.ridge is None else f"{scheme.decode.ridge:,.0f}",
+            scheme.decode.limit,
+            *([] if plan.overtaking is None else _overtaken(scheme)),
+            *_times(scheme.prefill),
+            scheme.prefill.limit,
         )
     return table
 
@@ -140,7 +140,7 @@ def _times(bound: Bound) -> tuple[str, str]:
 
 
 def _overtaken(plan: SchemePlan) -> list[str]:
-    """From which batch, and from which tokens of a step, W8A8 wins; blank where the scheme is W8A8 itself."""
+    """Return the batch, and the tokens per step, from which W8A8 is faster; blanks if the scheme is W8A8 itself."""
     if plan.arithmetic != BFLOAT16.name:
         return ["", ""]
     crossings = (plan.overtaken_from, plan.linears_overtaken_from)
@@ -153,13 +153,13 @@ def _print_commands(plan: ModelPlan) -> None:
     if fastest is None:
         console.print("Nothing fits: more devices (--gpus), a shorter context, a smaller batch, or an FP8 KV cache.")
         return
-    asked = plan.schemes[-1] if len(plan.schemes) == 2 else fastest
-    if not asked.fits:
-        console.print(f"{asked.scheme} does not fit; {fastest.scheme} does.")
-        asked = fastest
+    chosen = plan.schemes[-1] if len(plan.schemes) == 2 else fastest
+    if not chosen.fits:
+        console.print(f"{chosen.scheme} does not fit; {fastest.scheme} does.")
+        chosen = fastest
     elif len(plan.schemes) > 2:
-        console.print(f"Fastest of what fits, at the bound: {asked.scheme}")
-    for command in asked.commands:
+        console.print(f"Fastest of what fits, at the bound: {chosen.scheme}")
+    for command in chosen.commands:
         console.print(escape(f"    {command}"), soft_wrap=True)
 
 
@@ -171,7 +171,7 @@ def _size(nbytes: float) -> str:
 
 
 def _count(number: int) -> str:
-    """So many weights: ``70.6B``, ``4.2M``."""
+    """Return a number of weights such as ``70.6B`` or ``4.2M``."""
     for name, unit in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
         if number >= unit:
             return f"{number / unit:,.1f}{name}"

@@ -1,4 +1,4 @@
-"""How activation statistics look on a terminal. The numbers are those of the page (`calibration.page`)."""
+"""Prints activation statistics, with the numbers of the HTML page (`calibration.page`)."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from minifloat.report.text import layer_pattern
 
 
 def print_stats(stats: ActivationStats, rule: Rule, held_out: ActivationStats | None, *, verbose: bool) -> None:
-    """What was run, a row per kind of module, the KV cache by layer, and what to know before using the scales.
+    """Print facts of the run, the inputs of modules, the KV cache by layer, and warnings about the scales.
 
     Args:
-        stats: What calibration saw.
-        rule: Statistics to amax.
-        held_out: What a run over other text saw, with histograms; None: nothing was held out.
-        verbose: A row per module instead of one for the same module of all layers.
+        stats: Statistics of the calibration set.
+        rule: Rule that turns statistics into scales.
+        held_out: Statistics of held-out text, with histograms; None: nothing was held out.
+        verbose: Whether to print a row per module instead of one for the same module of all layers.
 
     Raises:
-        UsageError: The rule, or the held-out text, needs histograms and there are none.
-        StatsError: The held-out run is of another model.
+        UsageError: If the rule, or the held-out text, needs histograms and there are none.
+        StatsError: If the held-out statistics are of another model.
     """
     summary = summarize(stats, rule, held_out)
     console = make_console()
@@ -45,7 +45,7 @@ def print_stats(stats: ActivationStats, rule: Rule, held_out: ActivationStats | 
     console.print(_input_table(summary.inputs, verbose=verbose))
     if summary.history_rule is not rule:
         console.print(
-            f"\nBy the rule {summary.history_rule}, as histograms do not tell it: when scales settled, the cache."
+            f"\nBy the rule {summary.history_rule}, since histograms lack the data: when scales settled, and the cache."
         )
     if summary.caches:
         console.print()
@@ -56,53 +56,55 @@ def print_stats(stats: ActivationStats, rule: Rule, held_out: ActivationStats | 
 
 def _input_table(inputs: Sequence[InputSummary], *, verbose: bool) -> Table:
     groups: dict[str, list[InputSummary]] = {}
-    for one in inputs:
-        groups.setdefault(one.module if verbose else layer_pattern(one.module), []).append(one)
+    for summary in inputs:
+        groups.setdefault(summary.module if verbose else layer_pattern(summary.module), []).append(summary)
     numbers = ("count", "tokens", "amax", "scale", "vs max", "saturated", "flushed", "settled after")
     table = make_table("input of", *numbers, "note", right=numbers)
     for column in (table.columns[0], table.columns[-1]):
-        column.no_wrap, column.overflow = False, "fold"  # where there is little room, names give way, never numbers
+        column.no_wrap, column.overflow = False, "fold"  # on a narrow terminal names are folded, numbers never
     for name, group in groups.items():
         table.add_row(
             escape(name),
             str(len(group)),
-            f"{min(one.tokens for one in group):,}",
-            number(max(one.amax for one in group)),
-            span((one.scale for one in group), number),
-            span((one.against_max for one in group), change),
+            f"{min(member.tokens for member in group):,}",
+            number(max(member.amax for member in group)),
+            span((member.scale for member in group), number),
+            span((member.against_max for member in group), change),
             *_lost_cells(group),
-            settled_text([one.convergence for one in group]),
+            settled_text([member.convergence for member in group]),
             escape(_note(group)),
         )
     return table
 
 
 def _lost_cells(group: Sequence[InputSummary]) -> tuple[str, str]:
-    """The worst of a group."""
-    lost = [one.lost for one in group if one.lost is not None]
-    if not lost:
+    """Return the largest fractions of saturated and flushed inputs in a group."""
+    errors = [member.lost for member in group if member.lost is not None]
+    if not errors:
         return ("", "")
-    return (fraction(max(one.saturated for one in lost)), fraction(max(one.flushed for one in lost)))
+    return (fraction(max(error.saturated for error in errors)), fraction(max(error.flushed for error in errors)))
 
 
 def _note(group: Sequence[InputSummary]) -> str:
-    """How many have no scale, or borrowed one."""
+    """Return how many modules of a group have no scale, or a borrowed one."""
     if len(group) == 1 and group[0].scale is None:
         return "no scale: only zeros" if group[0].tokens else "no scale: never called"
-    missing = sum(one.scale is None for one in group)
-    borrowed = sum(one.scale is not None and bool(one.problem) for one in group)
-    return ", ".join(f"{count} {what}" for count, what in ((missing, "no scale"), (borrowed, "borrowed")) if count)
+    missing = sum(member.scale is None for member in group)
+    borrowed = sum(member.scale is not None and bool(member.problem) for member in group)
+    return ", ".join(
+        f"{count} {problem}" for count, problem in ((missing, "no scale"), (borrowed, "borrowed")) if count
+    )
 
 
 def _cache_table(caches: Sequence[CacheSummary]) -> Table:
     numbers = ("heads", "amax by head", "scale", "settled after")
     table = make_table("cache", *numbers, right=numbers)
-    for one in caches:
+    for cache in caches:
         table.add_row(
-            escape(one.tensor),
-            str(len(one.amax)),
-            span(one.amax, number),
-            span([one.scale], number),
-            settled_text([one.convergence]),
+            escape(cache.tensor),
+            str(len(cache.amax)),
+            span(cache.amax, number),
+            span([cache.scale], number),
+            settled_text([cache.convergence]),
         )
     return table

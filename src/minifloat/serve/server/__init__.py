@@ -1,9 +1,9 @@
-"""An engine behind OpenAI's API, for one machine: FastAPI on uvicorn.
+"""A server with OpenAI's API for one machine: FastAPI on uvicorn.
 
-`settings` is what a server is told; `app` puts the parts together; a request passes `connection` (limits of HTTP),
-`middleware` (id, log, host, key, body), `protocol` (its shape), `prompts` and `chat` (its tokens), `service` (to the
-engine), `generation` (from the engine) and `writers` (the answer). Several machines, LoRA, images and tool calls are
-left to larger servers.
+`settings` holds the server's settings and `app` joins the parts. A request passes `connection` (limits of HTTP),
+`middleware` (id, log, host, key, body), `protocol` (validation), `prompts` and `chat` (tokens), `service` (submission
+to the engine), `generation` (deliveries of the engine) and `writers` (the answer). Several machines, LoRA, images and
+tool calls are left to larger servers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from minifloat.serve.server.settings import ServerSettings, read_api_keys
     from minifloat.serve.server.start import serve_checkpoint
 
-#: Public name -> the module that defines it; resolved on first use, for some import torch and some need not.
+#: Public name -> the module that defines it; resolved on first use, because some modules import torch.
 _EXPORTS = {
     "ServerSettings": "settings",
     "create_app": "app",

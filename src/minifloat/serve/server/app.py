@@ -1,4 +1,4 @@
-"""The application: an engine behind OpenAI's API. `create_app` for those who embed it, `serve` for those who run it."""
+"""The ASGI application that serves an engine through OpenAI's API: `create_app` to embed it, `serve` to run it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _LOG = logging.getLogger("minifloat.server")
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
-    """An ASGI application.
+    """Return an ASGI application.
 
-    It starts the engine when it starts, and closes it, without waiting for what runs, when it ends: whoever wants that
-    finished (`serve` does) closes the engine first.
+    The application starts the engine when it starts. When it ends, it closes the engine without waiting for running
+    requests; to let them finish, close the engine first, as `serve` does.
 
     Args:
-        engine: Not started yet.
-        settings: How it is served.
+        engine: Engine that has not been started.
+        settings: Name, keys and limits of the server.
     """
     service = Service(engine, settings)
     engine.engine.observer = service.metrics
@@ -55,7 +55,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         version=__version__,
         description="A language model behind OpenAI's API.",
         lifespan=lifespan,
-        docs_url=None,  # these pages load scripts from elsewhere
+        docs_url=None,  # FastAPI's documentation pages load scripts from other hosts
         redoc_url=None,
         responses={},
     )
@@ -63,41 +63,41 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.include_router(completions.router)
     app.include_router(routes.router)
     describe(app.openapi(), settings.model_name, service.info.vocab_size)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(MinifloatError, _failed)
-    app.add_exception_handler(Exception, _broken)
+    app.add_exception_handler(RequestValidationError, _answer_validation_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(MinifloatError, _answer_minifloat_error)
+    app.add_exception_handler(Exception, _answer_unexpected_error)
     app.add_middleware(Guard, settings=settings)
     app.add_middleware(RequestLog, metrics=service.metrics)
     return app
 
 
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
+async def _answer_validation_error(request: Request, error: Exception) -> JSONResponse:
     return from_validation(cast(RequestValidationError, error).errors()).response()
 
 
-async def _refused(request: Request, error: Exception) -> JSONResponse:
+async def _answer_http_error(request: Request, error: Exception) -> JSONResponse:
     return from_http(cast(HTTPException, error)).response()
 
 
-async def _failed(request: Request, error: Exception) -> JSONResponse:
+async def _answer_minifloat_error(request: Request, error: Exception) -> JSONResponse:
     answer = from_minifloat(cast(MinifloatError, error))
     if answer.code in ("queue_full", "stopping"):
         request.app.state.service.metrics.rejected(answer.code)
     return answer.response()
 
 
-async def _broken(request: Request, error: Exception) -> JSONResponse:
+async def _answer_unexpected_error(request: Request, error: Exception) -> JSONResponse:
     return APIError(500, "internal server error").response()  # uvicorn logs the traceback
 
 
 def serve(engine: AsyncEngine, settings: ServerSettings, listening: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what was admitted.
+    """Serve until SIGTERM or SIGINT, then finish the admitted requests.
 
     Args:
-        engine: Not started yet.
-        settings: How it is served.
-        listening: From `connection.listen`.
+        engine: Engine that has not been started.
+        settings: Name, keys and limits of the server.
+        listening: Socket from `connection.listen`.
     """
     server = Server(create_app(engine, settings), engine, settings)
     _LOG.info("serving %s on %s", settings.model_name, address(listening))

@@ -1,8 +1,8 @@
-"""Messages become a prompt through the model's chat template.
+"""Turns messages into a prompt with the model's chat template.
 
-A template is a program that came with a checkpoint. transformers runs it in a sandbox (no attributes with underscores,
-nothing mutable); here it also gets a limit on processor time and on what it may write. What users write is text:
-control tokens in it are tokenized as plain characters, so that a message cannot pretend to be another role.
+A template is a program that comes with a checkpoint. transformers runs it in a sandbox (no attributes with underscores,
+nothing mutable); this module also limits its processor time and the length of its output. Control tokens in the text of
+a message are tokenized as plain characters, so that a message cannot pretend to be another role.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ChatTemplate:
     """Turns messages into tokens.
 
     Args:
-        tokenizer: Its template is used where no other is given.
-        template: Jinja source; None: the tokenizer's own.
-        seconds: Processor time that one rendering may take.
-        max_characters: The longest prompt.
+        tokenizer: Tokenizer of the model.
+        template: Jinja source; None: the tokenizer's own template.
+        seconds: Limit on the processor time of one rendering.
+        max_characters: Limit on the length of the rendered prompt.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a template at all."""
+        """Whether there is a template."""
         return bool(self._template or self._tokenizer.chat_template)
 
     def encode(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, bool | str]) -> list[int]:
-        """The tokens of a conversation, ready for the assistant to speak.
+        """Return the tokens of a conversation up to the beginning of the assistant's answer.
 
         Args:
-            messages: ``role`` and ``content`` of each.
+            messages: ``role`` and ``content`` of each message.
             options: Variables for the template.
 
         Raises:
-            UsageError: There is no template, it refuses the messages, takes too long or writes too much.
+            UsageError: If there is no template, or it refuses the messages, takes too long or writes too much.
         """
         if not self.exists:
             raise UsageError(
@@ -59,7 +59,9 @@ class ChatTemplate:
             )
         text = self._apply(messages, options, tokenize=False)
         if len(text) > self._max_characters:
-            raise UsageError(f"messages: they make {len(text)} characters; at most {self._max_characters} are taken")
+            raise UsageError(
+                f"messages: the rendered prompt has {len(text)} characters; at most {self._max_characters} are accepted"
+            )
         return list(self._apply(messages, options, tokenize=True, return_dict=False, sanitize_control_tokens=True))
 
     def _apply(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any], **arguments: Any) -> Any:
@@ -74,7 +76,7 @@ class ChatTemplate:
                 )
         except _OutOfTime:
             raise UsageError(f"messages: the chat template ran for more than {self._seconds} s") from None
-        except Exception as error:  # a template is a program: it may raise anything
+        except Exception as error:  # a template is a program, which may raise anything
             raise UsageError(f"messages: the chat template refuses them: {error}") from error
 
 
@@ -83,13 +85,13 @@ class _OutOfTime(Exception):
 
 
 class _ProcessorTime:
-    """Stops Python code of this thread that runs for too long.
+    """Context manager that raises `_OutOfTime` in Python code of this thread that runs for too long.
 
-    A thread cannot be stopped from outside; a trace function is called by the interpreter for every line of a template
-    and for every call, and may raise. Waiting for other threads does not count.
+    A thread cannot be stopped from outside, but the interpreter calls a trace function for every line of a template and
+    for every call, and a trace function may raise. Time spent waiting for other threads does not count.
 
     Args:
-        seconds: Processor time of the thread.
+        seconds: Limit on the processor time of the thread.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""How the server speaks HTTP: uvicorn with h11, which takes limits, and stops in an order that loses nothing."""
+"""The HTTP server: uvicorn with h11, with limits on connections, and a shutdown that loses no admitted request."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from minifloat.serve.engine import AsyncEngine
 
 _LOG = logging.getLogger("minifloat.server")
-#: Seconds beyond the drain in which answers about its end are still written.
-_LAST_WORDS = 5
+#: Seconds after the drain in which the last answers are still written.
+_FINAL_WRITE_SECONDS = 5
 _KEEP_ALIVE_SECONDS = 30
-_TICK = 0.05
+_POLL_SECONDS = 0.05
 
 
 class _Protocol(H11Protocol):
-    """Also refuses connections that are too many, and ends those on which nothing comes.
+    """Refuses connections beyond the limit and closes those without a first request.
 
-    uvicorn waits for the first request of a connection forever, and counts connections only when one has come.
+    uvicorn waits for the first request of a connection forever, and applies its limit only once a request has come.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._first_head = self.loop.call_later(self.timeout_keep_alive, self._close_if_silent)
-        most = self.config.limit_concurrency
-        if most is not None and len(self.connections) > most:
+        limit = self.config.limit_concurrency
+        if limit is not None and len(self.connections) > limit:
             transport.write(_TOO_MANY)
             transport.close()
 
@@ -49,9 +49,11 @@ class _Protocol(H11Protocol):
             self.transport.close()
 
 
-def _too_many() -> bytes:
-    """The answer to a connection that is one too many, before it has asked."""
-    error = APIError(503, "the server has as many connections as it may have", code="too_many_connections")
+def _too_many_connections() -> bytes:
+    """Return the response to a connection beyond the limit, which is sent before any request."""
+    error = APIError(
+        503, "the server has reached its limit of connections; try again later", code="too_many_connections"
+    )
     body = error.body.model_dump_json().encode()
     lines = (
         "HTTP/1.1 503 Service Unavailable",
@@ -65,15 +67,15 @@ def _too_many() -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
-_TOO_MANY = _too_many()
+_TOO_MANY = _too_many_connections()
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT, then finishes what was admitted; a second signal ends it at once.
+    """Serves until SIGTERM or SIGINT, then finishes the admitted requests; a second signal ends it at once.
 
     Args:
-        app: What is served.
-        engine: Drained at the end.
+        app: The application to serve.
+        engine: The engine to drain at the end.
         settings: Address and limits.
     """
 
@@ -90,32 +92,33 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 limit_concurrency=settings.max_connections,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=int(settings.shutdown_timeout) + _LAST_WORDS,
+                timeout_graceful_shutdown=int(settings.shutdown_timeout) + _FINAL_WRITE_SECONDS,
                 h11_max_incomplete_event_size=settings.max_header_bytes,
             )
         )
         self._engine, self._seconds = engine, settings.shutdown_timeout
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, let the engine finish what it has, wait until it is written."""
-        _LOG.info("stopping: finishing what was admitted, for at most %g s", self._seconds)
+        """Stop listening, let the engine finish its requests and wait until the answers are written."""
+        _LOG.info("stopping: finishing admitted requests, for at most %g s", self._seconds)
         draining = asyncio.create_task(self._engine.close(self._seconds))
-        hurrying = asyncio.create_task(self._hurry())
+        aborting = asyncio.create_task(self._abort_if_forced())
         await super().shutdown(sockets)
-        hurrying.cancel()
+        aborting.cancel()
         await draining
 
-    async def _hurry(self) -> None:
-        """Break off all connections once that is asked for; what nobody waits for is cancelled."""
+    async def _abort_if_forced(self) -> None:
+        """Abort all connections after a second signal, which cancels their requests."""
         while not self.force_exit:
-            await asyncio.sleep(_TICK)
+            await asyncio.sleep(_POLL_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal stops, the second one hurries.
+        """Stop at the first signal, and abort at the second.
 
-        uvicorn would raise them again at its end; a stop that was asked for is no death by a signal.
+        uvicorn's own handler would raise the signals again at the end, which turns a requested stop into a death by
+        signal.
         """
         if self.should_exit:
             self.force_exit = True
@@ -123,16 +126,16 @@ class Server(uvicorn.Server):
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """A listening socket, made before a model is loaded: an address in use is found out at once.
+    """Return a bound socket. Call it before loading a model, so that an address in use is an error at once.
 
     Raises:
-        UsageError: The address cannot be had.
+        UsageError: If the address cannot be bound.
     """
     return bind(settings.host, settings.port)
 
 
 def address(listening: socket.socket) -> str:
-    """The URL of a socket."""
+    """Return the URL of a listening socket."""
     name: Any = listening.getsockname()
     host = f"[{name[0]}]" if ":" in name[0] else name[0]
     return f"http://{host}:{name[1]}"

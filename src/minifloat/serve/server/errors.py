@@ -1,7 +1,7 @@
-"""What a client is told when something is wrong: the body that OpenAI's clients know, with the right status.
+"""Error answers: OpenAI's body `{"error": {"message", "type", "param", "code"}}` with the right status.
 
-`{"error": {"message", "type", "param", "code"}}`. Nothing of the request is repeated in it beyond the names of fields,
-and nothing of the server's inside: an exception that nobody expected is a plain 500 here and a traceback in the log.
+The body repeats nothing of the request but names of fields, and shows nothing of the server's internals: an unexpected
+exception is a plain 500 for the client and a traceback in the log.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ RETRY_AFTER = 1
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _FIELD = re.compile(r"^([a-z_]+):")  #: messages of the engine begin with the parameter at fault
-#: What the engine and the API call differently.
+#: Parameters of the engine that the API names differently.
 _API_NAMES = {"json_schema": "response_format", "include_stop": "include_stop_str_in_output"}
 
 
 class ErrorDetail(BaseModel):
-    """What was wrong."""
+    """The content of an error."""
 
     message: str
     type: str
@@ -35,13 +35,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is not a success."""
+    """The body of every error answer."""
 
     error: ErrorDetail
 
 
 class FieldError(ValueError):
-    """A complaint about one field that needs the others to be judged."""
+    """An invalid combination of fields, reported under one of them."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -49,16 +49,16 @@ class FieldError(ValueError):
 
 
 class APIError(HTTPException):
-    """An answer other than success.
+    """An error answer.
 
-    An `HTTPException`, for FastAPI lets nothing else through that is raised while it reads a body.
+    It is an `HTTPException` because FastAPI passes on no other exception that is raised while it reads a body.
 
     Args:
         status: HTTP status.
-        message: For a human: what was expected, what was found, the cure.
-        param: The field of the request that is at fault.
-        code: For a program.
-        headers: Added to the response.
+        message: Text for a human: what was expected, what was found, the cure.
+        param: Field of the request that is at fault.
+        code: Short name of the error for programs.
+        headers: Headers to add to the response.
     """
 
     def __init__(
@@ -75,27 +75,27 @@ class APIError(HTTPException):
 
     @property
     def body(self) -> ErrorBody:
-        """The body of the answer; also what a stream ends with that fails on its way."""
+        """The body of the answer, and the last event of a stream that fails."""
         kind = _TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
         return ErrorBody(error=ErrorDetail(message=self.detail, type=kind, param=self.param, code=self.code))
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """Return the HTTP response."""
         return JSONResponse(self.body.model_dump(), status_code=self.status_code, headers=self.headers)
 
 
 def invalid(message: str, param: str | None = None) -> APIError:
-    """The request can never work."""
+    """Return a 400 for a request that can never succeed."""
     return APIError(400, message, param=param)
 
 
 def from_http(error: HTTPException) -> APIError:
-    """The answer where Starlette or FastAPI refuse: no such path, no such method, a body that cannot be parsed."""
+    """Return the answer to an error of Starlette or FastAPI: unknown path or method, body that cannot be parsed."""
     return error if isinstance(error, APIError) else APIError(error.status_code, error.detail, headers=error.headers)
 
 
 def from_minifloat(error: MinifloatError) -> APIError:
-    """The answer to an error that the engine raised on purpose."""
+    """Return the answer to an error that minifloat raised on purpose."""
     if isinstance(error, QueueFull):
         headers = {"retry-after": str(RETRY_AFTER)}
         return APIError(503, f"the server is busy: {error}", code="queue_full", headers=headers)
@@ -104,17 +104,17 @@ def from_minifloat(error: MinifloatError) -> APIError:
     if isinstance(error, ContextLengthError):
         return APIError(400, str(error), param="prompt", code="context_length_exceeded")
     if isinstance(error, UsageError):
-        found = _FIELD.match(str(error))
-        return invalid(str(error), _API_NAMES.get(found[1], found[1]) if found else None)
+        match = _FIELD.match(str(error))
+        return invalid(str(error), _API_NAMES.get(match[1], match[1]) if match else None)
     if isinstance(error, KernelUnavailable):
-        return invalid(str(error), "response_format")  # what JSON output needs is not installed
+        return invalid(str(error), "response_format")  # the package for JSON output is not installed
     return APIError(500, str(error))
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """The answer to a body that does not have the shape of a request; pydantic's first complaint is told.
+    """Return the answer to a body that fails validation, which reports pydantic's first error.
 
-    Values are not repeated: they may be long, and they are the client's own.
+    The answer does not repeat values, which may be long or secret.
     """
     first = errors[0]
     path = list(first["loc"][1:])
@@ -125,7 +125,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
         return invalid(f"{cause.field}: {cause}", cause.field)
     if not path:
         return invalid("the body must be a JSON object; send it with Content-Type: application/json")
-    names = [str(part) for i, part in enumerate(path) if i == 0 or part != path[i - 1]]  # a tag is named like its field
+    names = [
+        str(part) for i, part in enumerate(path) if i == 0 or part != path[i - 1]
+    ]  # pydantic repeats the name of a union's tag
     param = names[0] + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in names[1:])
     if first["type"] == "extra_forbidden":
         return invalid(f"unknown field {param!r}; fields that this server does not know are refused", param)

@@ -1,4 +1,4 @@
-"""One API request as one or several requests to the engine: submitted together, read together, given up together."""
+"""The engine requests of one API request: submitted, read and cancelled together."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _Result = TypeVar("_Result")
 
 
 class Disconnected(Exception):
-    """The client has gone; nobody waits for an answer."""
+    """The client has disconnected."""
 
 
 class Generation:
     """The choices of one answer.
 
     Args:
-        streams: One per choice, in the order of their indices.
+        streams: Stream of each choice, in the order of the choices.
     """
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
@@ -34,14 +34,14 @@ class Generation:
 
     @classmethod
     async def submit(cls, engine: AsyncEngine, requests: Sequence[Request]) -> Generation:
-        """Have all requests admitted, or none.
+        """Submit several requests, of which the engine admits all or none.
 
         Raises:
-            QueueFull: There is no room for one of them.
-            EngineStopped: The engine takes no more.
-            UsageError: One of them can never run.
+            QueueFull: If there is no room for one of them.
+            EngineStopped: If the engine admits no more requests.
+            UsageError: If one of them can never run.
         """
-        # all at once: the engine takes what has come between two steps
+        # Submit concurrently: the engine admits all requests that have come between two steps.
         results = await asyncio.gather(*(engine.submit(request) for request in requests), return_exceptions=True)
         failed = [result for result in results if isinstance(result, BaseException)]
         streams = [result for result in results if not isinstance(result, BaseException)]
@@ -51,15 +51,15 @@ class Generation:
         return cls(streams)
 
     def cancel(self) -> None:
-        """Give up what is not finished."""
+        """Cancel the choices that are not finished."""
         for stream in self._streams:
             stream.cancel()
 
     async def deliveries(self) -> AsyncGenerator[tuple[int, Delivery], None]:
-        """Deliveries of all choices as they come, each with the index of its choice.
+        """Yield the deliveries of all choices as they come, each with the index of its choice.
 
         Raises:
-            APIError: The engine could not finish one of them.
+            APIError: If the engine could not finish one of them.
         """
         try:
             if len(self._streams) == 1:
@@ -81,7 +81,7 @@ def _checked(delivery: Delivery) -> Delivery:
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, Delivery]]:
-    # The queue is short: a stream whose reader is slow joins deliveries, a queue would keep them all.
+    # The queue holds one item: a stream with a slow reader joins its deliveries, a long queue would keep them apart.
     queue: asyncio.Queue[tuple[int, Delivery | MinifloatError | None]] = asyncio.Queue(1)
 
     async def pump(index: int, stream: RequestStream) -> None:
@@ -110,21 +110,21 @@ async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, 
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`, which is cancelled if the client goes away.
+    """Return the result of `work`, or cancel it if the client disconnects.
 
     Args:
-        receive: Of the ASGI request, whose body has been read.
-        work: What the client waits for.
+        receive: `receive` of the ASGI request, whose body has been read.
+        work: The work that the client waits for.
 
     Raises:
-        Disconnected: The client went away first.
+        Disconnected: If the client disconnects first.
     """
 
-    async def gone() -> None:
+    async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
+    working, leaving = asyncio.create_task(work), asyncio.create_task(disconnect())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():

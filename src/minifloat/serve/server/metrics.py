@@ -1,7 +1,7 @@
-"""What the engine and the server count, for Prometheus and for the status page.
+"""Metrics of the engine and the server, for Prometheus and for the status page.
 
-Names are vLLM's under our prefix (`minifloat_` for `vllm:`), so that dashboards can be ported by replacing it. The
-engine calls from its own thread, the server reads from the event loop: one lock.
+The names are vLLM's with the prefix `minifloat_` instead of `vllm:`, so that dashboards can be ported by replacing the
+prefix. The engine's thread writes and the event loop reads, under one lock.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ PREFIX = "minifloat"
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
-#: Seconds that the status page looks back.
+#: Seconds of history on the status page.
 _WINDOW = 60
 #: Seconds over which a rate is taken.
 _RATE_SECONDS = 5
-#: Latencies that are kept for the status page.
-_KEPT = 4096
+#: Number of latencies kept for the status page.
+_KEPT_LATENCIES = 4096
 
 
 class Metrics:
-    """Counts; an `Observer` of the engine.
+    """The metrics of a server; an `Observer` of the engine.
 
     Args:
-        engine: Asked for what runs and waits.
+        engine: Engine whose running and waiting requests are reported.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -45,16 +45,16 @@ class Metrics:
         self._lock = threading.Lock()
         self._last_usage = 0.0
         self._seconds: deque[_Second] = deque(maxlen=_WINDOW + 1)
-        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_KEPT)
-        self._between: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
+        self._inter_token: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
         self._make_gauges(engine.engine.info)
         self._make_counters()
         self._make_histograms()
 
     def _make_gauges(self, info: ModelInfo) -> None:
-        running = self._gauge("num_requests_running", "Requests that are being computed.")
+        running = self._gauge("num_requests_running", "Running requests.")
         running.set_function(lambda: self._engine.running)
-        waiting = self._gauge("num_requests_waiting", "Requests that wait for their turn.")
+        waiting = self._gauge("num_requests_waiting", "Waiting requests.")
         waiting.set_function(lambda: self._engine.waiting)
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.")
         self._bandwidth = self._gauge(
@@ -65,15 +65,15 @@ class Metrics:
         weights.labels(format=info.scheme).set(info.weight_bytes)
 
     def _make_counters(self) -> None:
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were computed.")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens that were made.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Computed prompt tokens.")
+        self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         self._prefix_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._prefix_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
         self._preemptions = self._counter("num_preemptions", "Requests that lost their place in the KV cache.")
-        self._finished = self._counter("request_success", "Requests that are done.", ("finished_reason",))
+        self._finished = self._counter("request_success", "Finished requests.", ("finished_reason",))
         for reason in ("stop", "length", "cancelled", "error"):
             self._finished.labels(finished_reason=reason)
-        self._rejections = self._counter("admission_rejections", "Requests that were not taken.", ("reason",))
+        self._rejections = self._counter("admission_rejections", "Refused requests.", ("reason",))
         for reason in ("queue_full", "stopping"):
             self._rejections.labels(reason=reason)
         self._http = self._counter("http_requests", "Answers by route and status.", ("route", "status"))
@@ -103,7 +103,7 @@ class Metrics:
     # ------------------------------------------------------------------------------- from the engine's thread
 
     def step(self, stats: StepStats) -> None:
-        """A step is done."""
+        """Record a finished step."""
         self._kv_usage.set(stats.kv_usage)
         if stats.seconds > 0:
             self._bandwidth.set(stats.weight_bytes_read / stats.seconds)
@@ -120,19 +120,19 @@ class Metrics:
             self._seconds[-1].add(stats)
 
     def token(self, since_previous: float) -> None:
-        """A token came."""
+        """Record the time between two tokens of a request."""
         self._itl.observe(since_previous)
         with self._lock:
-            self._between.append((time.monotonic(), since_previous))
+            self._inter_token.append((time.monotonic(), since_previous))
 
     def first_token(self, seconds: float) -> None:
-        """The first token of a request came."""
+        """Record the time to first token of a request."""
         self._ttft.observe(seconds)
         with self._lock:
             self._first_tokens.append((time.monotonic(), seconds))
 
     def finished(self, reason: str, timings: Timings, usage: Usage) -> None:
-        """A request is done."""
+        """Record a finished request."""
         self._finished.labels(finished_reason=reason).inc()
         if timings.finished is None:
             return
@@ -149,24 +149,24 @@ class Metrics:
     # ------------------------------------------------------------------------------- from the server
 
     def rejected(self, reason: str) -> None:
-        """A request was not taken."""
+        """Count a refused request."""
         self._rejections.labels(reason=reason).inc()
 
     def answered(self, route: str, status: int) -> None:
-        """An answer was given."""
+        """Count an HTTP response."""
         self._http.labels(route=route, status=str(status)).inc()
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def recent(self) -> dict[str, Any]:
-        """The last minute, for the status page: rates in tokens per second, latencies in milliseconds."""
+        """Return the last minute for the status page: rates in tokens per second, latencies in milliseconds."""
         now = time.monotonic()
         with self._lock:
             seconds = list(self._seconds)
             first_tokens = [value for at, value in self._first_tokens if at > now - _WINDOW]
-            between = [value for at, value in self._between if at > now - _WINDOW]
+            inter_token = [value for at, value in self._inter_token if at > now - _WINDOW]
         by_second = {second.at: second for second in seconds}
         history = [by_second.get(int(now) - age) for age in range(_WINDOW, 0, -1)]
         rates = [0 if second is None else second.generated for second in history]
@@ -175,31 +175,31 @@ class Metrics:
             "waiting": self._engine.waiting,
             "kv_usage": self._last_usage,
             "generation_tokens_per_second": sum(rates[-_RATE_SECONDS:]) / _RATE_SECONDS,
-            "prompt_tokens_per_second": sum(second.read for second in history[-_RATE_SECONDS:] if second)
+            "prompt_tokens_per_second": sum(second.prompt for second in history[-_RATE_SECONDS:] if second)
             / _RATE_SECONDS,
             "history": rates,
             "ttft_ms": _quantiles(first_tokens),
-            "itl_ms": _quantiles(between),
+            "itl_ms": _quantiles(inter_token),
         }
 
 
 class _Second:
-    """What happened in one second.
+    """Numbers of tokens in one second.
 
     Args:
-        at: Which one, of the monotonic clock.
+        at: The second, of the monotonic clock.
     """
 
     def __init__(self, at: int) -> None:
-        self.at, self.generated, self.read = at, 0, 0
+        self.at, self.generated, self.prompt = at, 0, 0
 
     def add(self, stats: StepStats) -> None:
         self.generated += stats.generation_tokens
-        self.read += stats.prompt_tokens
+        self.prompt += stats.prompt_tokens
 
 
 def _quantiles(seconds: list[float]) -> dict[str, float] | None:
-    """Median and p99 in milliseconds; None where nothing was measured."""
+    """Return median and p99 in milliseconds; None without measurements."""
     if not seconds:
         return None
     ordered = sorted(seconds)

@@ -1,9 +1,8 @@
-"""What every request passes before a route sees it: an id, the log, and the guard.
+"""Middleware of every request: an id, the log, and the guard.
 
-Plain ASGI: Starlette's `BaseHTTPMiddleware` would stand between a stream and its client, and hide that the client left.
-The guard refuses, in this order: headers that are too large, host names that are not this server's (a web page that
-rebinds its name to 127.0.0.1 is still a foreign page), callers without a key, and bodies that are too large, counted as
-they arrive, or too slow.
+It is plain ASGI, because Starlette's `BaseHTTPMiddleware` buffers streams and hides that a client has disconnected. The
+guard refuses, in this order: headers that are too large, foreign host names (a web page may rebind its own name to
+127.0.0.1), callers without a key, and bodies that are too large, counted as they arrive, or too slow.
 """
 
 from __future__ import annotations
@@ -24,40 +23,40 @@ from minifloat.serve.server.settings import ServerSettings, hash_key
 
 _LOG = logging.getLogger("minifloat.server")
 
-#: Ids of clients that are passed on; others might forge lines of a log.
-_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-#: The page without data, and whether the process lives: what needs no key.
+#: Request ids of clients that are kept; others might forge lines of a log.
+_HARMLESS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+#: Paths that need no key: the page, which holds no data, and the health check.
 _OPEN = frozenset({"/", "/health"})
-#: What monitors ask for every second.
+#: Paths that monitors request every second.
 _PROBES = frozenset({"/health", "/ready", "/metrics", "/status"})
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-#: Statuses that are counted under the route's own path; unknown paths share one, for a client chooses them.
+#: Name under which metrics count requests to unknown paths, which clients choose freely.
 _NO_ROUTE = "other"
-#: With an answer that comes before the body: the rest of it is not read.
+#: Header of an answer that is sent before the whole body is read.
 _CLOSE = {"connection": "close"}
 
 
 class RequestLog:
-    """Gives each request an id, logs one line about it and counts it. What was asked is never logged.
+    """Gives each request an id, logs one line about it and counts it. Prompts and answers are never logged.
 
     Args:
-        app: What comes next.
-        metrics: Where it is counted.
+        app: The next application.
+        metrics: Counts the request.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request."""
+        """Handle an ASGI request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if _SANE_ID.fullmatch(given) else secrets.token_hex(12)
+        client_id = Headers(scope=scope).get("x-request-id", "")
+        name = client_id if _HARMLESS_ID.fullmatch(client_id) else secrets.token_hex(12)
         began, status = time.monotonic(), 499
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -65,7 +64,7 @@ class RequestLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, named)
+            await self._app(scope, receive, send_with_id)
         finally:
             route = getattr(scope.get("route"), "path", _NO_ROUTE)
             self._metrics.answered(route, status)
@@ -76,15 +75,15 @@ class RequestLog:
 
 
 def _printable(path: str) -> str:
-    """A path as it may stand in a log: it is the client's."""
+    """Return a path that is safe to log, since clients choose paths."""
     return path if len(path) <= 200 and path.isascii() and path.isprintable() else "(odd path)"
 
 
 class Guard:
-    """Refuses what must not reach a route.
+    """Refuses requests that must not reach a route.
 
     Args:
-        app: What comes next.
+        app: The next application.
         settings: Hosts, keys and limits.
     """
 
@@ -94,7 +93,7 @@ class Guard:
         self._hosts = frozenset(name.lower() for name in (*settings.allowed_hosts, *own))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request, or refuse it."""
+        """Handle an ASGI request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -110,7 +109,7 @@ class Guard:
         await self._app(scope, _Body(receive, self._settings).receive, send)
 
     def _check_headers(self, scope: Scope) -> None:
-        # h11 counts what has come of a head that is not complete: one that came in one piece is not counted
+        # h11 limits the bytes of an incomplete head only, not of one that arrives in one piece
         size = len(scope["raw_path"]) + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in scope["headers"])
         if size > self._settings.max_header_bytes:
@@ -129,12 +128,12 @@ class Guard:
         state = scope.setdefault("state", {})
         if not self._settings.api_keys or scope["path"] in _OPEN:
             return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, key = given.partition(b" ")
+        authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        kind, _, key = authorization.partition(b" ")
         digest = hash_key(key.strip())
-        # every key is compared, and hashes of equal length: the time tells nothing about any of them
-        known = [hmac.compare_digest(digest, one) for one in self._settings.api_keys]
-        if kind.lower() != b"bearer" or not any(known):
+        # All keys are compared, as hashes of equal length, so that the time taken reveals nothing about them.
+        matches = [hmac.compare_digest(digest, api_key) for api_key in self._settings.api_keys]
+        if kind.lower() != b"bearer" or not any(matches):
             raise APIError(
                 401,
                 "a valid API key is needed: Authorization: Bearer KEY",
@@ -159,25 +158,25 @@ class _Body:
     """Reads a body within limits of size and time.
 
     Args:
-        receive: Of the connection.
+        receive: `receive` of the connection.
         settings: The limits.
     """
 
     def __init__(self, receive: Receive, settings: ServerSettings) -> None:
         self._receive, self._settings = receive, settings
         self._bytes, self._done = 0, False
-        self._until = asyncio.get_running_loop().time() + settings.read_timeout
+        self._deadline = asyncio.get_running_loop().time() + settings.read_timeout
 
     async def receive(self) -> Message:
-        """The next piece.
+        """Return the next message.
 
         Raises:
-            APIError: It is one too many, or did not come in time.
+            APIError: If the body is too large or did not arrive in time.
         """
         if self._done:
             return await self._receive()
         try:
-            async with asyncio.timeout_at(self._until):
+            async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
             raise APIError(408, "the request did not arrive in time", headers=_CLOSE) from None

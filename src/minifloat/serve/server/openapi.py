@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of answers beyond the types of the code: statuses, and events in place of JSON."""
+"""Parts of the OpenAPI document that FastAPI cannot derive from types: error statuses, event streams, the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEANINGS = {
     400: "The request can never work; `param` names the field.",
     401: "No valid API key.",
     403: "A host name that this server does not answer to.",
-    404: "Another model, or nothing at this path.",
+    404: "An unknown model, or an unknown path.",
     408: "The request took too long to arrive.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
@@ -25,12 +25,12 @@ _WITH_BODY = (*_GUARDED, 400, 404, 408, 413, 415)
 
 
 def failures(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The answers other than success of a route."""
+    """Return the error answers of a route."""
     return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
 
 
 def text(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
-    """The answers of a route that gives text."""
+    """Return the answers of a route that returns text."""
     success: dict[int | str, dict[str, Any]] = {
         200: {"description": description, "content": {media_type: {"schema": {"type": "string"}}}}
     }
@@ -38,22 +38,22 @@ def text(media_type: str, description: str) -> dict[int | str, dict[str, Any]]:
 
 
 def answers(model: type[BaseModel], *, with_body: bool = False) -> dict[int | str, dict[str, Any]]:
-    """The answers of a route that gives JSON.
+    """Return the answers of a route that returns JSON.
 
     Args:
-        model: Of success.
-        with_body: Whether the request has a body, about which more can be wrong.
+        model: Body of a success.
+        with_body: Whether the request has a body, which adds error statuses.
     """
     success: dict[int | str, dict[str, Any]] = {200: {"model": model}}
     return success | failures(*(_WITH_BODY if with_body else _GUARDED))
 
 
 def streamed(model: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The answers of a route that generates.
+    """Return the answers of a route that generates text.
 
     Args:
-        model: The answer at once.
-        chunk: Each event of a streamed answer.
+        model: Body of a whole answer.
+        chunk: Body of each event of a streamed answer.
     """
     events = {"example": f"data: ({chunk.__name__} as JSON)\n\ndata: [DONE]\n\n"}
     success: dict[int | str, dict[str, Any]] = {200: {"model": model, "content": {"text/event-stream": events}}}
@@ -61,7 +61,7 @@ def streamed(model: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, 
 
 
 def describe(document: dict[str, Any], name: str, vocab_size: int) -> None:
-    """Say in the document what only a loaded model tells: its name, and how many tokens there are."""
+    """Write the served model's name and its largest token id into the document."""
     for schema in document["components"]["schemas"].values():
         field = schema.get("properties", {}).get("model")
         if field is not None and schema["title"].endswith("Request"):

@@ -1,7 +1,7 @@
-"""From what a request brings (text, token ids, messages) to the tokens of a prompt.
+"""Turns the text, token ids or messages of a request into the tokens of a prompt.
 
-Tokenizing a megabyte takes a second, so it happens in one thread beside the event loop, after a cheap check of the
-length; one thread, so that one client's long prompt does not take every core from the engine.
+Tokenizing a megabyte takes a second, so it runs in a thread beside the event loop, after a cheap check of the length.
+There is one such thread, so that long prompts do not take every core from the engine.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _Result = TypeVar("_Result")
 
 
 class Prompts:
-    """Makes prompts.
+    """Encodes and decodes prompts.
 
     Args:
-        tokenizer: Of the model.
-        template: Of the model.
-        max_characters: The longest text that is tokenized.
-        vocab_size: Token ids are less.
+        tokenizer: Tokenizer of the model.
+        template: Chat template of the model.
+        max_characters: Length of the longest text that is tokenized.
+        vocab_size: Number of token ids.
     """
 
     def __init__(
@@ -41,17 +41,17 @@ class Prompts:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def beside(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run something slow in the tokenizer's thread."""
+    async def run_in_thread(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Run a slow function in the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def encode(
         self, prompt: str | list[int], *, add_special_tokens: bool = True, may_be_empty: bool = False
     ) -> tuple[int, ...]:
-        """The tokens of a text; token ids are taken as they are.
+        """Return the tokens of a text. Token ids are returned as they are.
 
         Raises:
-            UsageError: Empty, too long, or with ids that the model does not have.
+            UsageError: If the prompt is empty or too long, or has ids outside of the vocabulary.
         """
         if not isinstance(prompt, str):
             if max(prompt) >= self._vocab_size:
@@ -62,42 +62,42 @@ class Prompts:
                 f"prompt: it has {len(prompt)} characters; at most {self._max_characters} are tokenized "
                 "(see --max-model-len and --max-prompt-characters)"
             )
-        tokens = await self.beside(self._encode, prompt, add_special_tokens)
+        tokens = await self.run_in_thread(self._encode, prompt, add_special_tokens)
         if not tokens and not may_be_empty:
             if self._tokenizer.bos_token_id is None:
-                raise UsageError("prompt: it is empty, and the tokenizer has no token to begin a text with")
+                raise UsageError("prompt: it is empty, and the tokenizer has no token that begins a text (BOS)")
             tokens = [self._tokenizer.bos_token_id]
         return tuple(tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # not verbose: the tokenizer would log that the text is long, which is judged elsewhere
+        # verbose would log a warning about long texts, which are refused elsewhere
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
     async def encode_chat(self, messages: Sequence[Message], options: dict[str, bool | str]) -> tuple[int, ...]:
-        """The tokens of a conversation.
+        """Return the tokens of a conversation.
 
         Raises:
-            UsageError: See `ChatTemplate.encode`.
+            UsageError: If the messages are too long, or the chat template refuses them.
         """
         size = sum(len(text) for message in messages for text in message.for_template().values())
         if size > self._max_characters:
             raise UsageError(f"messages: they have {size} characters; at most {self._max_characters} are tokenized")
-        plain = [message.for_template() for message in messages]
-        tokens = await self.beside(self.template.encode, plain, options)
+        rendered_messages = [message.for_template() for message in messages]
+        tokens = await self.run_in_thread(self.template.encode, rendered_messages, options)
         if not tokens:
-            raise UsageError("messages: the chat template makes an empty prompt of them")
+            raise UsageError("messages: the chat template turns them into an empty prompt")
         return tuple(tokens)
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special tokens included.
+        """Return the text of tokens, special tokens included.
 
         Raises:
-            UsageError: With ids that the model does not have.
+            UsageError: If an id is outside of the vocabulary.
         """
         if tokens and max(tokens) >= self._vocab_size:
             raise UsageError(f"tokens: token id {max(tokens)}; the model has {self._vocab_size} tokens")
-        return str(await self.beside(self._tokenizer.decode, list(tokens)))
+        return str(await self.run_in_thread(self._tokenizer.decode, list(tokens)))
 
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """The names of tokens in the vocabulary."""
-        return [str(piece) for piece in await self.beside(self._tokenizer.convert_ids_to_tokens, list(tokens))]
+        """Return the names of tokens in the vocabulary."""
+        return [str(piece) for piece in await self.run_in_thread(self._tokenizer.convert_ids_to_tokens, list(tokens))]

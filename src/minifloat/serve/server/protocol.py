@@ -1,8 +1,8 @@
-"""The requests that the server understands, as OpenAI's clients and vLLM's send them, with a bound on everything.
+"""The requests of OpenAI's API, with vLLM's extensions, validated by pydantic with a bound on every size.
 
-A field that is not declared here is refused by name, never ignored; values are not converted (a string is no number,
-a boolean is no integer). Lists and texts have their caps here, so that nothing large is tokenized or compiled before it
-is refused. What only the engine can judge, such as the room in the context, is left to `Engine.check`.
+A field that is not declared here is refused by name, never ignored. Values are not converted: a string is no number, a
+boolean is no integer. Lists and texts are bounded here, so that nothing large is tokenized or compiled. `Engine.check`
+judges the rest, such as the room in the context.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_MESSAGES = 1024
 MAX_PARTS = 256
-#: Numbers in the log-probabilities of prompts, of all answers to a request: a number per token and alternative.
+#: Log-probabilities of prompts in all answers to a request: one per token and alternative.
 MAX_PROMPT_LOGPROBS = 1 << 19
 MAX_STOP_CHARACTERS = 256
 MAX_SCHEMA_NODES = 20_000
 MAX_SCHEMA_DEPTH = 64
-#: Longest list of tokens: more than any model's context, less than what hurts.
+#: Longest list of tokens: longer than any model's context, short enough to validate quickly.
 MAX_TOKENS = 4_194_304
 
-#: By which the OpenAPI document of a server finds token ids, to say how many there are.
+#: Title by which `openapi.describe` finds the schemas of token ids, to add their maximum.
 TOKEN_TITLE = "Token id"
 
 _TOKEN_MAX = 2**31 - 1
 _SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1
 
-#: Fields of OpenAI's API that are not served, with what to do instead.
-_NOT_SERVED = {
+#: Fields of OpenAI's API that are not supported -> message.
+_UNSUPPORTED = {
     "tools": "tool calls are not supported by this server",
     "tool_choice": "tool calls are not supported by this server",
     "parallel_tool_calls": "tool calls are not supported by this server",
@@ -58,7 +58,7 @@ _NOT_SERVED = {
 
 
 def _one_of(expected: str) -> WrapValidator:
-    """One message for a union, in place of a complaint per alternative."""
+    """Return a validator that reports one message for a union, instead of one per alternative."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -70,15 +70,15 @@ def _one_of(expected: str) -> WrapValidator:
 
 
 def _whole(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """JSON has one kind of number: 3.0 is an integer, alone or in a list. Nothing else is converted."""
+    """Accept 3.0 as the integer 3, alone or in a list, because JSON has one kind of number. Convert nothing else."""
     try:
         return handler(value)
     except ValidationError:
         if isinstance(value, float) and value.is_integer():
             return handler(int(value))
-        if not isinstance(value, list) or not any(isinstance(one, float) for one in value):
+        if not isinstance(value, list) or not any(isinstance(item, float) for item in value):
             raise
-        return handler([int(one) if isinstance(one, float) and one.is_integer() else one for one in value])
+        return handler([int(item) if isinstance(item, float) and item.is_integer() else item for item in value])
 
 
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), WrapValidator(_whole)]
@@ -107,16 +107,18 @@ Stop = Annotated[
 ]
 
 
-def _with(field: str, value: dict[str, Any], **others: Any) -> dict[str, Any]:
-    """For the OpenAPI document: where `field` is given and such a value, other fields must have these values."""
-    given = {"required": [field], "properties": {field: value}}
-    needed = {"required": [name for name, value in others.items() if value], "properties": {}}
-    needed["properties"] = {name: {"const": value} for name, value in others.items()}
-    return {"if": given, "then": needed}
+def _implies(field: str, value: dict[str, Any], **others: Any) -> dict[str, Any]:
+    """Return a JSON schema: if `field` matches the schema `value`, the other fields must have these values."""
+    condition = {"required": [field], "properties": {field: value}}
+    consequence = {
+        "required": [name for name, value in others.items() if value],
+        "properties": {name: {"const": value} for name, value in others.items()},
+    }
+    return {"if": condition, "then": consequence}
 
 
 class _Strict(BaseModel):
-    """Unknown fields are refused, nothing is converted, NaN and Infinity are no numbers."""
+    """A model that refuses unknown fields, conversions, NaN and Infinity."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -131,19 +133,19 @@ LogitBias = Annotated[
 
 
 class StreamOptions(_Strict):
-    """How to stream."""
+    """Options of a stream."""
 
     include_usage: bool = Field(default=False, description="End with a chunk that has the usage and no choices.")
 
 
 class TextFormat(_Strict):
-    """Free text."""
+    """Format of the answer: free text."""
 
     type: Literal["text"]
 
 
 class JsonObjectFormat(_Strict):
-    """Any JSON object."""
+    """Format of the answer: any JSON object."""
 
     type: Literal["json_object"]
 
@@ -164,7 +166,7 @@ class NamedSchema(_Strict):
 
 
 class JsonSchemaFormat(_Strict):
-    """JSON that follows a schema."""
+    """Format of the answer: JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -174,7 +176,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class SamplingRequest(_Strict):
-    """What both kinds of completions share."""
+    """Fields that both kinds of completions share."""
 
     model: str = Field(max_length=512, description="The served model's name, as /v1/models gives it.")
     n: Choices = Field(default=1, description="Answers per prompt.")
@@ -203,27 +205,27 @@ class SamplingRequest(_Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_not_served(cls, data: Any) -> Any:
+    def _refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name in _NOT_SERVED.keys() & data.keys():
-            raise_unserved(name)
+        for name in _UNSUPPORTED.keys() & data.keys():
+            raise_unsupported(name)
         return data
 
     @model_validator(mode="after")
     def _streams(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
-            raise FieldError("stream_options", "it is for streams only; set stream to true")
+            raise FieldError("stream_options", "it is for streams only; set stream: true")
         return self
 
 
-def raise_unserved(name: str) -> None:
-    """Refuse a field of the API that this server does not serve.
+def raise_unsupported(name: str) -> None:
+    """Refuse a field of OpenAI's API that this server does not support.
 
     Raises:
         FieldError: Always.
     """
-    raise FieldError(name, _NOT_SERVED[name])
+    raise FieldError(name, _UNSUPPORTED[name])
 
 
 class CompletionRequest(SamplingRequest):
@@ -232,8 +234,8 @@ class CompletionRequest(SamplingRequest):
     model_config = ConfigDict(
         json_schema_extra={
             "allOf": [
-                _with("stream_options", {"type": "object"}, stream=True),
-                _with("max_tokens", {"const": 0}, echo=True),
+                _implies("stream_options", {"type": "object"}, stream=True),
+                _implies("max_tokens", {"const": 0}, echo=True),
             ]
         }
     )
@@ -245,13 +247,13 @@ class CompletionRequest(SamplingRequest):
     add_special_tokens: bool = Field(default=True, description="Begin the prompt as the tokenizer begins a text.")
 
     @model_validator(mode="after")
-    def _something_is_wanted(self) -> CompletionRequest:
+    def _has_output(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise FieldError("max_tokens", "expected at least 1; 0 is for the prompt alone, with echo: true")
         return self
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one by one."""
+        """Return the prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -280,7 +282,7 @@ class Message(_Strict):
     name: str | None = Field(default=None, max_length=256)
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates expect it: one text; `developer` is OpenAI's newer name of `system`."""
+        """Return the message for a chat template: its parts joined, and OpenAI's newer role `developer` as `system`."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
@@ -292,7 +294,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
 class TemplateOptions(_Strict):
     """The variables of chat templates that a request may set: those that turn thinking on, off or down.
 
-    No others: `tokenize`, `chat_template` and the like are arguments of the function that renders.
+    Others are refused, since `tokenize`, `chat_template` and the like are arguments of the rendering function.
     """
 
     enable_thinking: bool | None = None
@@ -306,8 +308,8 @@ class ChatCompletionRequest(SamplingRequest):
     model_config = ConfigDict(
         json_schema_extra={
             "allOf": [
-                _with("stream_options", {"type": "object"}, stream=True),
-                _with("top_logprobs", {"type": "integer"}, logprobs=True),
+                _implies("stream_options", {"type": "object"}, stream=True),
+                _implies("top_logprobs", {"type": "integer"}, logprobs=True),
             ]
         }
     )
@@ -323,17 +325,17 @@ class ChatCompletionRequest(SamplingRequest):
     def _consistent(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise FieldError("top_logprobs", "it needs logprobs: true")
-        both = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(both) > 1:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
             raise FieldError("max_completion_tokens", "it differs from max_tokens; give one of them")
         if self.max_tokens is None:
             self.max_tokens = self.max_completion_tokens
         return self
 
     def template_options(self) -> dict[str, bool | str]:
-        """The variables that the template gets."""
-        given = {} if self.chat_template_kwargs is None else self.chat_template_kwargs.model_dump(exclude_none=True)
-        return given | ({} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort})
+        """Return the variables for the template."""
+        variables = {} if self.chat_template_kwargs is None else self.chat_template_kwargs.model_dump(exclude_none=True)
+        return variables | ({} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort})
 
 
 class TokenizeRequest(_Strict):
@@ -355,7 +357,7 @@ class TokenizeRequest(_Strict):
     return_token_strs: bool = False
 
     @model_validator(mode="after")
-    def _one(self) -> TokenizeRequest:
+    def _has_one_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("prompt", "expected either prompt or messages")
         return self
@@ -369,10 +371,10 @@ class DetokenizeRequest(_Strict):
 
 
 def _check_size(schema: Any) -> None:
-    """A schema is compiled into a grammar; one that is absurdly large or deep is refused before that.
+    """Refuse a schema that is too large or too deep to be compiled into a grammar.
 
     Raises:
-        ValueError: It is.
+        ValueError: If it is.
     """
     nodes, level = 0, [schema]
     for _ in range(MAX_SCHEMA_DEPTH):

@@ -1,4 +1,4 @@
-"""All that is not generation: models, health, metrics, tokens, the status page."""
+"""The routes that do not generate: models, health, metrics, tokens, the status page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def health(request: Request) -> Health:
 
 @router.get("/ready", responses=answers(Health) | failures(503))
 async def ready(request: Request) -> Health:
-    """Whether requests are taken."""
+    """Whether the server admits requests."""
     engine = _service(request).engine
     if engine.draining or not engine.alive:
         raise APIError(503, "the server is stopping", code="stopping")
@@ -59,10 +59,10 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/status", responses=failures(401, 403))
 async def status(request: Request) -> dict[str, Any]:
-    """What the page at / shows: the model, and the last minute."""
+    """The data of the page at /: the model, and the last minute."""
     service = _service(request)
     model = service.info.to_dict()
-    del model["path"]  # of this machine, and nobody's business
+    del model["path"]  # a path of this machine, which clients need not know
     model |= {"name": service.settings.model_name, "chat": service.prompts.template.exists}
     return {"version": __version__, "model": model, "now": service.metrics.recent()}
 
@@ -111,11 +111,11 @@ _PAGE = resources.files("minifloat.serve.server").joinpath("page.html").read_tex
 
 
 def _policy(page: str) -> str:
-    """A content security policy under which only the page's own script and style run, and only this server is asked."""
+    """Return a content security policy that allows the page's own script and style, and requests to this server."""
 
     def hashes(tag: str) -> str:
-        found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found)
+        texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
         return " ".join(f"'sha256-{digest}'" for digest in digests)
 
     return (
@@ -134,5 +134,5 @@ _PAGE_HEADERS = {
 
 @router.get("/", response_class=HTMLResponse, include_in_schema=False)
 async def page() -> HTMLResponse:
-    """The status page. It says nothing by itself: what it shows it asks for, with a key if one is needed."""
+    """The status page. It holds no data: it requests the data from /status, with a key if one is needed."""
     return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)

@@ -1,4 +1,4 @@
-"""What every route needs: the engine, its tokenizer, the settings, and the way from a request to the engine."""
+"""The served model, which every route uses: engine, tokenizer, settings, and the submission of requests."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SEEDS = 2**64
 
 
 async def require_json(caller: HTTPRequest) -> None:
-    """Refuse a body that is not declared as JSON: a form of a foreign web page can send others without being asked.
+    """Refuse a body that is not declared as JSON, since a form of a foreign web page can send all other kinds.
 
     Raises:
-        APIError: 415.
+        APIError: 415, if the content type is not JSON.
     """
     if caller.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise APIError(415, "expected Content-Type: application/json")
@@ -43,24 +43,24 @@ class Service:
     """A served model.
 
     Args:
-        engine: Runs it.
-        settings: How it is served.
+        engine: Engine of the model.
+        settings: Name, keys and limits of the server.
     """
 
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine, self.settings, self.info = engine, settings, engine.engine.info
         self.created = int(time.time())
-        longest = settings.prompt_characters(self.info.max_model_len)
+        max_characters = settings.prompt_characters(self.info.max_model_len)
         tokenizer = engine.engine.tokenizer
-        template = ChatTemplate(tokenizer, settings.chat_template, settings.render_seconds, longest)
-        self.prompts = Prompts(tokenizer, template, longest, self.info.vocab_size)
+        template = ChatTemplate(tokenizer, settings.chat_template, settings.render_seconds, max_characters)
+        self.prompts = Prompts(tokenizer, template, max_characters, self.info.vocab_size)
         self.metrics = Metrics(engine)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model.
 
         Raises:
-            APIError: 404.
+            APIError: 404, if the name is not that of the served model.
         """
         if name is not None and name != self.settings.model_name:
             raise APIError(
@@ -79,34 +79,36 @@ class Service:
         *,
         prompt_logprobs: int | None = None,
     ) -> tuple[str, Generation]:
-        """Have the engine take a request.
+        """Submit a request to the engine.
 
         Args:
-            prompts: Tokens of each.
-            request: How to choose tokens, and how many answers to give to each prompt.
-            logprobs: Alternatives to report for each token; None: no log-probabilities.
-            caller: Who asks.
-            prompt_logprobs: The same of each token of the prompts.
+            prompts: Tokens of each prompt.
+            request: Sampling parameters, and the number of answers to each prompt.
+            logprobs: Number of alternatives to report for each token; None: no log-probabilities.
+            caller: The HTTP request.
+            prompt_logprobs: The same for each token of the prompts.
 
         Returns:
-            A new id, and the answers to come: `request.n` to the first prompt, then to the second.
+            A new id, and the generation: `request.n` answers to the first prompt, then to the second, and so on.
 
         Raises:
-            MinifloatError: It cannot be taken.
-            APIError: It has more answers than the server could ever take, or more log-probabilities of prompts.
+            MinifloatError: If the engine refuses the request.
+            APIError: If the request has more answers, or more log-probabilities of prompts, than the limits.
         """
-        most = self.engine.max_queue + self.info.max_num_seqs
-        if len(prompts) * request.n > most:
-            raise invalid(f"prompt: {len(prompts)} with {request.n} answers each; the server takes {most} at most", "n")
+        max_answers = self.engine.max_queue + self.info.max_num_seqs
+        if len(prompts) * request.n > max_answers:
+            raise invalid(
+                f"prompt: {len(prompts)} with {request.n} answers each; at most {max_answers} answers in all", "n"
+            )
         if prompt_logprobs is not None:
-            numbers = sum(map(len, prompts)) * request.n * (1 + prompt_logprobs)
-            if numbers > MAX_PROMPT_LOGPROBS:
+            count = sum(map(len, prompts)) * request.n * (1 + prompt_logprobs)
+            if count > MAX_PROMPT_LOGPROBS:
                 raise invalid(
-                    f"logprobs: {numbers} numbers for the tokens of the prompts; at most {MAX_PROMPT_LOGPROBS}: "
+                    f"logprobs: {count} numbers for the tokens of the prompts; at most {MAX_PROMPT_LOGPROBS}: "
                     "send fewer prompts at a time, or ask for fewer alternatives",
                     "logprobs",
                 )
-        params = await self.prompts.beside(self._params, prompts, request, logprobs, prompt_logprobs)
+        params = await self.prompts.run_in_thread(self._params, prompts, request, logprobs, prompt_logprobs)
         name = secrets.token_hex(12)
         salt = f"{caller.scope['state'].get('api_key', '')}/{request.cache_salt or ''}"
         requests = [
@@ -122,13 +124,13 @@ class Service:
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> list[SamplingParams]:
-        """The sampling parameters of each answer to a prompt: they differ in the seed."""
+        """Return the sampling parameters of each answer to a prompt, which differ in the seed."""
         stop = request.stop or []
-        chosen: dict[str, Any] = dict(self.engine.engine.generation_defaults)
-        chosen |= {name: value for name in MODEL_DEFAULTS if (value := getattr(request, name)) is not None}
-        chosen["top_k"] = max(chosen.get("top_k", 0), 0)
+        fields: dict[str, Any] = dict(self.engine.engine.generation_defaults)
+        fields |= {name: value for name in MODEL_DEFAULTS if (value := getattr(request, name)) is not None}
+        fields["top_k"] = max(fields.get("top_k", 0), 0)
         params = SamplingParams(
-            **chosen,
+            **fields,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             max_tokens=request.max_tokens,
@@ -150,7 +152,7 @@ class Service:
 
 
 def _grammar(request: SamplingRequest) -> Grammar | None:
-    wanted = request.response_format
-    if isinstance(wanted, JsonSchemaFormat):
-        return Grammar.json_schema(wanted.json_schema.schema_)
-    return Grammar.json_object() if isinstance(wanted, JsonObjectFormat) else None
+    response_format = request.response_format
+    if isinstance(response_format, JsonSchemaFormat):
+        return Grammar.json_schema(response_format.json_schema.schema_)
+    return Grammar.json_object() if isinstance(response_format, JsonObjectFormat) else None

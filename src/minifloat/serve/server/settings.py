@@ -1,7 +1,7 @@
-"""What a server is told: names, keys, limits.
+"""Settings of a server: names, keys, limits.
 
-A value of its own, so that the command line, a test and an embedding application make the same server. What the engine
-is told (memory, context, dtypes) is not here.
+They are one dataclass, so that the command line, a test and an embedding application create the same server. Options of
+the engine (memory, context, dtypes) are not among them.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from pathlib import Path
 from minifloat.errors import StorageError, UsageError
 
 _MIB = 1 << 20
-#: Characters that a prompt may have per token of the context. Text has about four; long runs of blanks more.
+#: Characters per token of the context that a prompt may have. Text has about four; long runs of blanks have more.
 _CHARACTERS_PER_TOKEN = 32
-#: A key that can be guessed is worse than none: it looks like protection.
-_SHORTEST_KEY = 8
+#: Shortest API key that is accepted. A key that can be guessed only looks like protection.
+_MIN_KEY_LENGTH = 8
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How a server presents and protects itself.
+    """Name, address, keys and limits of a server.
 
     Attributes:
-        model_name: The name that requests must give in ``model``.
-        host: The address that the server listens on.
-        port: The TCP port; 0 lets the system choose one.
-        api_keys: SHA-256 of the keys of which a request must carry one; empty: no key is asked for.
-        allowed_hosts: Names that a ``Host`` header may have; on a loopback address its own names are always among them.
+        model_name: Name of the model in requests.
+        host: Address to listen on.
+        port: TCP port; 0 lets the system choose one.
+        api_keys: SHA-256 of the keys of which a request must carry one; empty: no key is needed.
+        allowed_hosts: Names that a ``Host`` header may have; on a loopback address its own names are always allowed.
             Empty on any other address: every name is allowed.
-        chat_template: A Jinja template in place of the tokenizer's own.
-        max_body_bytes: The largest body of a request.
-        max_header_bytes: The largest request line with headers.
-        max_connections: Beyond so many, a connection is answered with 503.
+        chat_template: Jinja template instead of the tokenizer's own.
+        max_body_bytes: Size of the largest body of a request.
+        max_header_bytes: Size of the largest request line with headers.
+        max_connections: Number of open connections; more get 503.
         read_timeout: Seconds in which a client must have sent the head, and then the body, of a request.
         request_timeout: Seconds from the arrival of a request to the end of its answer.
-        shutdown_timeout: Seconds that admitted requests are given to end after SIGTERM.
+        shutdown_timeout: Seconds that admitted requests have to finish after SIGTERM.
         render_seconds: Seconds of processor time that a chat template may take.
-        max_prompt_characters: Prompts of more characters are refused before they are tokenized. None: in proportion to
-            the context of the model.
+        max_prompt_characters: Length of the longest prompt that is tokenized; None: in proportion to the context of the
+            model.
     """
 
     model_name: str
@@ -70,52 +70,52 @@ class ServerSettings:
             return False
 
     def prompt_characters(self, max_model_len: int) -> int:
-        """The longest prompt in characters, for a model with a context of so many tokens."""
+        """Return the length of the longest prompt, for a model with a context of `max_model_len` tokens."""
         if self.max_prompt_characters is not None:
             return self.max_prompt_characters
         return _CHARACTERS_PER_TOKEN * max_model_len
 
 
 def hash_key(key: bytes) -> bytes:
-    """What is kept of an API key."""
+    """Return the SHA-256 of an API key, which is all that the server keeps of it."""
     return hashlib.sha256(key).digest()
 
 
 def read_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> frozenset[bytes]:
-    """The hashes of the keys that `collect_api_keys` collects."""
+    """Return the hashes of the keys that `collect_api_keys` collects."""
     return frozenset(hash_key(key.encode("ascii")) for key in collect_api_keys(keys, file))
 
 
 def collect_api_keys(keys: Iterable[str] = (), file: Path | None = None) -> tuple[str, ...]:
-    """API keys given one by one, and those in a file, one per line.
+    """Return `keys` and the keys in `file`, one per line.
 
     Raises:
-        UsageError: A key is too short or not printable ASCII without spaces.
-        StorageError: The file cannot be read.
+        UsageError: If a key is too short, or is not printable ASCII without spaces.
+        StorageError: If the file cannot be read.
     """
-    given = list(keys)
+    collected = list(keys)
     if file is not None:
         try:
             lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise StorageError(f"{file}: the file of API keys cannot be read: {error}") from error
-        given += [line for line in lines if line and not line.startswith("#")]
-        if not given:
+        collected += [line for line in lines if line and not line.startswith("#")]
+        if not collected:
             raise UsageError(f"{file}: no API key in it; write one per line")
-    for number, key in enumerate(given, 1):
-        if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+    for number, key in enumerate(collected, 1):
+        if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
             raise UsageError(
-                f"API key {number}: expected at least {_SHORTEST_KEY} printable ASCII characters without spaces; "
+                f"API key {number}: expected at least {_MIN_KEY_LENGTH} printable ASCII characters without spaces; "
                 "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
-    return tuple(given)
+    return tuple(collected)
 
 
 def read_template(file: Path) -> str:
-    """A chat template from a file.
+    """Read a chat template from a file.
 
     Raises:
-        StorageError: The file cannot be read.
+        StorageError: If the file cannot be read.
     """
     try:
         return file.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Server-sent events: an answer that comes in pieces.
+"""Server-sent events: streamed answers.
 
-Starlette's own streaming response would do, but for three things: the time limit must hold while a client that does not
-read blocks a write, an error on the way is an event of its own, and leaving must cancel at once.
+Starlette's streaming response lacks three things: the time limit must hold while a client that does not read blocks a
+write, an error during the stream must be an event, and a disconnect must cancel the generation at once.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from minifloat.serve.server.generation import Disconnected, Generation, unless_d
 DONE = b"data: [DONE]\n\n"
 
 _LOG = logging.getLogger("minifloat.server")
-#: Seconds that a client is given to take the last event of an answer that failed.
-_LAST_WORDS = 5.0
+#: Seconds in which a client must read the last event of a stream that failed.
+_LAST_EVENT_SECONDS = 5.0
 
 
 class EventStream(Response):
-    """Answers with events.
+    """A response of events.
 
     Args:
         events: Bodies of the events.
-        generation: Where they come from; cancelled when the answer ends, however it ends.
-        seconds: Time limit of the whole.
+        generation: Source of the events, which is cancelled when the response ends for any reason.
+        seconds: Time limit of the whole response.
     """
 
     media_type = "text/event-stream"
@@ -43,7 +43,7 @@ class EventStream(Response):
         self._events, self._generation, self._seconds = events, generation, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response."""
         try:
             with contextlib.suppress(Disconnected):
                 await unless_disconnected(receive, self._send(send))
@@ -61,10 +61,10 @@ class EventStream(Response):
             self._generation.cancel()
             last = _event(_api_error(error, self._seconds).body) + DONE
             try:
-                async with asyncio.timeout(_LAST_WORDS):
+                async with asyncio.timeout(_LAST_EVENT_SECONDS):
                     await send(_body(last))
             except TimeoutError:
-                return  # it does not read: the connection is closed for that
+                return  # the client does not read; returning here closes the connection
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -80,7 +80,7 @@ def _api_error(error: Exception, seconds: float) -> APIError:
 
 
 def timeout_error(seconds: float) -> APIError:
-    """The answer to a request that took too long."""
+    """Return the answer to a request that took too long."""
     return APIError(504, f"not finished within {seconds:g} s; ask for fewer tokens", code="timeout")
 
 

@@ -1,4 +1,4 @@
-"""From a folder to a running server: the function behind `minifloat serve`."""
+"""Loads a checkpoint and serves it: the function behind `minifloat serve`."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def serve_checkpoint(
     """Load a checkpoint and serve it until SIGTERM or SIGINT.
 
     Args:
-        path: The folder.
-        settings: How it is served.
-        max_queue: Requests that may wait beside those that run.
-        threads: To compute with; None: torch's choice.
-        quiet: Log warnings only.
+        path: Checkpoint: a folder or a model of the hub.
+        settings: Name, keys and limits of the server.
+        max_queue: Number of requests that may wait.
+        threads: Number of threads to compute with; None: torch's choice.
+        quiet: Whether to log warnings only.
         engine: Options of `Engine`.
 
     Raises:
-        UsageError: An option, or the address, cannot be used.
-        CheckpointError: The folder cannot be loaded.
+        UsageError: If an option is invalid or the address cannot be bound.
+        CheckpointError: If the checkpoint cannot be loaded.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("minifloat").setLevel(logging.WARNING if quiet else logging.INFO)
     with listen(settings) as listening:
-        # after the socket, for these take seconds: an address that is taken is found out at once
+        # These imports take seconds; they follow the socket, so that an address in use is an error at once.
         from minifloat.kernels.threads import set_threads
         from minifloat.serve.engine import AsyncEngine, Engine
         from minifloat.serve.server.app import serve
@@ -49,7 +49,7 @@ def serve_checkpoint(
         if threads is not None:
             set_threads(threads)
         loaded = Engine(path, **engine)
-        _introduce(loaded.info, settings)
+        _log_model(loaded.info, settings)
         serve(AsyncEngine(loaded, max_queue), settings, listening)
 
 
@@ -57,8 +57,8 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / (1 << 20):,.1f} MiB"
 
 
-def _introduce(info: ModelInfo, settings: ServerSettings) -> None:
-    """Log what is served, and what may be better otherwise."""
+def _log_model(info: ModelInfo, settings: ServerSettings) -> None:
+    """Log what is served, and warn of a slow runner or a missing API key."""
     _LOG.info(
         "%s: %s, %s, weights %s (BF16 %s), %s runner, loaded in %.1f s",
         settings.model_name,
@@ -78,6 +78,6 @@ def _introduce(info: ModelInfo, settings: ServerSettings) -> None:
         info.max_num_seqs,
     )
     if info.reason_not_native:
-        _LOG.warning("slower than it could be, for the native runner does not take it: %s", info.reason_not_native)
+        _LOG.warning("slow: the native runner does not support this checkpoint: %s", info.reason_not_native)
     if not settings.on_loopback and not settings.api_keys:
-        _LOG.warning("everybody who reaches %s can use this server: it asks for no API key", settings.host)
+        _LOG.warning("everybody who reaches %s can use this server: it needs no API key", settings.host)

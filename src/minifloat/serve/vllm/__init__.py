@@ -1,11 +1,13 @@
-"""A real vLLM as the engine: run in its own environment, watched, and never imported.
+"""vLLM as the engine: a process in its own environment, watched, and never imported.
 
-    options.py      what the user wants;  command.py  what is run for it on each node
-    preflight.py    which vLLM that is, on what hardware, and whether it will load the checkpoint
-    log.py          what its log says: the last lines, the first error, which kernels it chose
-    supervise.py    one child with its process group;  run.py  serve_with_vllm: from the first check to the exit status
+    options.py      `VllmOptions`, and their translation from the options of `minifloat serve`
+    command.py      the commands to run on each node
+    preflight.py    the version of vLLM, the hardware, and whether vLLM will load the checkpoint
+    log.py          facts from vLLM's log: the last lines, the first error, the kernels
+    supervise.py    a child process with its process group
+    launch.py       `serve_with_vllm`: from the checks to the exit status
 
-What vLLM itself does (engine, API, metrics) is left to it.
+Engine, API and metrics are vLLM's own.
 """
 
 from __future__ import annotations

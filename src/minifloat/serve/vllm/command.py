@@ -1,4 +1,4 @@
-"""What is run on each node. What is printed and what is executed are made here, once.
+"""The commands to run on each node: the same ones are printed and executed.
 
 Source: vLLM 0.32.0, `entrypoints/cli/serve.py` (--headless), `engine/arg_utils.py`; its documentation, "Parallelism and
 scaling"; `ray start --help` of Ray 2.
@@ -22,14 +22,14 @@ _RAY_PORT = 6379
 
 @dataclass(frozen=True)
 class Command:
-    """A process.
+    """The command of a process.
 
     Attributes:
         argv: Program and arguments.
-        environment: Variables that are set for it.
-        secrets: Variables that are set for it and never shown.
-        port: Where it is ready once it listens there; None: it is no server, or one with a /health.
-        name: Whose process it is.
+        environment: Environment variables to add.
+        secrets: Environment variables to add whose values are never shown.
+        port: TCP port; the process is ready once it listens there. None: it is no server, or one with /health.
+        name: Name of the program in messages.
     """
 
     argv: tuple[str, ...]
@@ -39,23 +39,23 @@ class Command:
     name: str = "vLLM"
 
     def __str__(self) -> str:
-        shown = [f"{name}={shlex.quote(value)}" for name, value in self.environment]
+        visible = [f"{name}={shlex.quote(value)}" for name, value in self.environment]
         hidden = [f"{name}=..." for name, _ in self.secrets]
-        return " ".join([*shown, *hidden, shlex.join(self.argv)])
+        return " ".join([*visible, *hidden, shlex.join(self.argv)])
 
     def full_environment(self) -> dict[str, str]:
-        """This process' own environment with that of the command."""
+        """Return the environment of this process with the variables of the command."""
         return {**os.environ, **dict(self.environment), **dict(self.secrets)}
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine and what runs on it: the last command is waited for, those before it run beside it.
+    """A machine with its commands. The node runs until the last command ends; the others run beside it.
 
     Attributes:
-        title: What it is.
-        commands: In the order in which they are started.
-        has_api: Whether the last one answers requests.
+        title: Name of the node for readers.
+        commands: Commands in the order in which they are started.
+        has_api: Whether the last command serves the API.
     """
 
     title: str
@@ -64,7 +64,7 @@ class Node:
 
 
 def nodes(options: VllmOptions) -> tuple[Node, ...]:
-    """What runs on each node, the head first."""
+    """Return the nodes with their commands, the head first."""
     if options.nodes == 1:
         return (Node("this node", (_serve(options),), has_api=True),)
     titles = [f"node {rank} of {options.nodes}" for rank in range(options.nodes)]
@@ -72,25 +72,29 @@ def nodes(options: VllmOptions) -> tuple[Node, ...]:
     if options.multi_node == "ray":
         return tuple(_ray(options, titles))
     return tuple(
-        Node(title, (_serve(options, *_own_nodes(options, rank), headless=rank > 0),), has_api=rank == 0)
+        Node(
+            title,
+            (_serve(options, *_torch_distributed_arguments(options, rank), headless=rank > 0),),
+            has_api=rank == 0,
+        )
         for rank, title in enumerate(titles)
     )
 
 
-def render(made: tuple[Node, ...]) -> str:
-    """The commands as a shell takes them, a block per node."""
-    return "\n\n".join("\n".join([f"# {node.title}", *_lines(node)]) for node in made)
+def render(cluster: tuple[Node, ...]) -> str:
+    """Return the commands in shell syntax, a block per node."""
+    return "\n\n".join("\n".join([f"# {node.title}", *_lines(node)]) for node in cluster)
 
 
 def _lines(node: Node) -> list[str]:
-    *beside, last = map(str, node.commands)
-    return [*(f"{line} &" for line in beside), last]
+    *background, last = map(str, node.commands)
+    return [*(f"{line} &" for line in background), last]
 
 
 def _serve(
     options: VllmOptions, *more: str, headless: bool = False, environment: tuple[tuple[str, str], ...] = ()
 ) -> Command:
-    """The server itself."""
+    """Return the command of vLLM's server."""
     origin = hub_id(options.model, options.revision)
     model = options.model if origin is None else origin.repo_id
     if options.vllm_python is not None:
@@ -112,7 +116,7 @@ def _serve(
     return Command(tuple(argv), environment, key)
 
 
-def _own_nodes(options: VllmOptions, rank: int) -> list[str]:
+def _torch_distributed_arguments(options: VllmOptions, rank: int) -> list[str]:
     return [
         *("--nnodes", str(options.nodes)),
         *("--node-rank", str(rank)),
@@ -121,10 +125,10 @@ def _own_nodes(options: VllmOptions, rank: int) -> list[str]:
 
 
 def _ray(options: VllmOptions, titles: list[str]) -> Iterator[Node]:
-    """Ray on every node, and vLLM on the head, which finds the others through it.
+    """Yield nodes that all run Ray; the head also runs vLLM, which finds the other nodes through Ray.
 
-    Ray stays in the foreground (--block), so that it ends with what started it. Its dashboard, which runs what it is
-    sent, listens on loopback only.
+    Ray stays in the foreground (--block), so that it ends with its parent. Its dashboard executes jobs that it is sent,
+    so it listens on loopback only.
     """
     ray, cluster = _ray_program(options), f"{options.master_addr}:{_RAY_PORT}"
     head = Command(
@@ -142,6 +146,6 @@ def _ray(options: VllmOptions, titles: list[str]) -> Iterator[Node]:
 
 
 def _ray_program(options: VllmOptions) -> str:
-    """Ray's command, which lies beside vLLM's."""
-    beside = Path(options.vllm_python or options.vllm_bin)
-    return str(beside.with_name("ray")) if beside.parent != Path() else "ray"
+    """Return the `ray` command in the folder of vLLM's."""
+    program = Path(options.vllm_python or options.vllm_bin)
+    return str(program.with_name("ray")) if program.parent != Path() else "ray"

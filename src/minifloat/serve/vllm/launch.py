@@ -1,4 +1,4 @@
-"""`serve_with_vllm`: from the first check to vLLM's exit status."""
+"""`serve_with_vllm`: checks a checkpoint, runs vLLM and returns its exit status."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ from minifloat.serve.server.settings import ServerSettings
 from minifloat.serve.sockets import bind
 from minifloat.serve.vllm import preflight
 from minifloat.serve.vllm.command import Command, Node, nodes
-from minifloat.serve.vllm.log import Log, Says
+from minifloat.serve.vllm.log import Evidence, Log
 from minifloat.serve.vllm.options import VllmOptions
 from minifloat.serve.vllm.supervise import Child
 
 _LOG = logging.getLogger("minifloat.vllm")
 _POLL_SECONDS = 0.25
 _ANSWER_SECONDS = 2.0
-#: Seconds beyond the drain in which vLLM takes its processes down.
+#: Seconds after the drain in which vLLM must end its processes.
 _GRACE_SECONDS = 20.0
-#: Seconds in which what was written before readiness is read.
+#: Seconds to wait, once vLLM is ready, for the log lines that it wrote before.
 _LOG_SECONDS = 1.0
 _FAILED = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+#: Wildcard address -> address to reach it at.
+_LOOPBACK_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def serve_with_vllm(options: VllmOptions) -> int:
     """Serve a checkpoint with vLLM until SIGTERM or SIGINT, or until vLLM ends.
 
-    Of several nodes, the part of this one is run.
+    With several nodes, only the commands of this node are run.
 
     Returns:
-        vLLM's exit status, or 128 and the signal's number if it was killed; 1 where it did not answer in time, or was
+        vLLM's exit status, or 128 plus the signal's number if it was killed; 1 if it did not answer in time, or was
         stopped because quantized weights would have run unquantized.
 
     Raises:
-        UsageError: There is no vLLM; it would not load the checkpoint; the address cannot be had.
-        CheckpointError: The folder is not what it claims to be.
-        HubError: The hub has no such model, refuses it, or cannot be reached.
+        UsageError: If vLLM is not found, would not load the checkpoint, or the address cannot be bound.
+        CheckpointError: If the checkpoint is invalid.
+        HubError: If the hub has no such model, refuses it, or cannot be reached.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("minifloat").setLevel(logging.WARNING if options.quiet else logging.INFO)
@@ -64,14 +65,19 @@ def serve_with_vllm(options: VllmOptions) -> int:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Whether weights of the checkpoint are quantized, and whether all experts are among them."""
+    """Whether weights of the checkpoint are quantized.
+
+    Attributes:
+        quantized: Whether any weight is quantized.
+        experts: Whether there are experts and all of them are quantized.
+    """
 
     quantized: bool
     experts: bool = False
 
 
 def _prepare(options: VllmOptions, node: Node) -> _Weights:
-    """Check all that can be checked before anything is started."""
+    """Run all checks that need no running vLLM."""
     with open_headers(options.model, revision=options.revision) as checkpoint:
         config = checkpoint.quantization_config
         method = (config or {}).get("quant_method")
@@ -82,12 +88,12 @@ def _prepare(options: VllmOptions, node: Node) -> _Weights:
     if known:
         preflight.require_loadable(options, options.hardware or preflight.find_hardware(version))
     else:
-        _LOG.warning("not checked whether vLLM loads this: quant_method %r is not known here", method)
+        _LOG.warning("not checked whether vLLM loads this: unknown quant_method %r", method)
     for command in node.commands:
         if command.port is not None:
             bind(str(options.master_addr), command.port).close()
     if node.has_api:
-        # a server that is there already would be taken for vLLM
+        # another server at this address would be mistaken for vLLM
         bind(options.host, options.port).close()
         _note_exposure(options)
     return weights
@@ -102,11 +108,11 @@ def _note_exposure(options: VllmOptions) -> None:
     if options.api_key is not None:
         _LOG.warning("vLLM asks for the key below /v1, /v2 and /inference only; its other routes are open to everybody")
     elif not ServerSettings(options.name, options.host).on_loopback:
-        _LOG.warning("everybody who reaches %s can use this server: it asks for no API key", options.host)
+        _LOG.warning("everybody who reaches %s can use this server: it needs no API key", options.host)
 
 
 class _Run:
-    """The children of a node, from start to end."""
+    """Runs the commands of a node, from start to end."""
 
     def __init__(self, options: VllmOptions, node: Node, weights: _Weights, events: queue.SimpleQueue[int]) -> None:
         self._options, self._node, self._weights, self._events = options, node, weights, events
@@ -114,7 +120,7 @@ class _Run:
         self._stopping = False
 
     def run(self) -> int:
-        """Start, wait until it answers, wait until it ends; whatever happens, nothing is left running."""
+        """Start the commands, wait for readiness, then for the end. Kill all children in any case."""
         try:
             return self._serve()
         finally:
@@ -145,7 +151,7 @@ class _Run:
         return child
 
     def _wait_until_ready(self, child: Child, command: Command, deadline: float) -> int | None:
-        """None once it is ready; else the exit status."""
+        """Wait until a child is ready. Return None, or the exit status if the run is over."""
         while not self._is_ready(child, command):
             if (status := self._ended()) is not None:
                 return _FAILED if status == 0 and not self._stopping else status
@@ -156,7 +162,7 @@ class _Run:
         return None
 
     def _is_ready(self, child: Child, command: Command) -> bool:
-        """Whether it answers; of what does not answer, whether it was started."""
+        """Return whether a child answers, or runs, if it is no server."""
         if self._stopping or child.returncode is not None:
             return False
         if command.port is not None:
@@ -164,16 +170,16 @@ class _Run:
         return not self._node.has_api or _is_healthy(self._options)
 
     def _wait(self, seconds: float | None) -> None:
-        """Until a signal comes, a child writes or ends, or the time is over; the first signal stops them."""
+        """Wait for a signal, news of a child, or the timeout. Stop the children at a signal."""
         with contextlib.suppress(queue.Empty):
             if self._events.get(timeout=seconds):
                 self._stop()
 
     def _stop(self) -> None:
-        """Ask the children to finish, the last first; a second signal, or time, ends them."""
+        """Ask the children to finish, the last first. Kill them at a second signal or after the shutdown timeout."""
         self._stopping = True
         seconds = self._options.shutdown_timeout
-        _LOG.info("stopping: vLLM finishes what was admitted, for at most %g s", seconds)
+        _LOG.info("stopping: vLLM finishes admitted requests, for at most %g s", seconds)
         for child in reversed(self._children):
             child.terminate()
             deadline = time.monotonic() + seconds + _GRACE_SECONDS
@@ -189,18 +195,18 @@ class _Run:
                         child.kill()
 
     def _ended(self) -> int | None:
-        """The exit status once it is over: a child has ended, or must not go on."""
+        """Return the exit status if a child has ended or must not go on; else None."""
         for child in reversed(self._children):
             if child.returncode is not None:
-                child.kill()  # what it has left behind; and the rest of its output is read
+                child.kill()  # kills its descendants and reads the rest of its output
                 return self._status_of(child)
             line = child.log.unquantized(experts=self._weights.experts)
             if self._weights.quantized and line is not None and not self._options.allow_unquantized:
                 child.kill()
                 self._show_last(child, "stopped")
                 _LOG.error(
-                    "the checkpoint is quantized, and vLLM runs its weights unquantized: %s "
-                    "(--allow-unquantized serves it nevertheless)",
+                    "the checkpoint is quantized, but vLLM runs its weights unquantized: %s "
+                    "(--allow-unquantized serves it anyway)",
                     line,
                 )
                 return _FAILED
@@ -209,15 +215,15 @@ class _Run:
     def _status_of(self, child: Child) -> int:
         code = child.returncode or 0
         status = code if code >= 0 else 128 - code
-        told = f"exit status {code}" if code >= 0 else f"killed by signal {-code}"
+        end = f"exit status {code}" if code >= 0 else f"killed by signal {-code}"
         if self._stopping:
-            _LOG.info("%s has ended: %s", child.name, told)
+            _LOG.info("%s has ended: %s", child.name, end)
         else:
-            self._show_last(child, f"ended by itself: {told}")
+            self._show_last(child, f"ended by itself: {end}")
         return status
 
     def _show_last(self, child: Child, why: str) -> None:
-        """Say why it is over, with the end of its log, and its first error if that is no longer among it."""
+        """Log why a child is over, with the last lines of its log, preceded by its first error if they lack it."""
         last, error = list(child.log.last), child.log.error
         if error and error[0] not in last:
             last = [*error, "...", *last]
@@ -225,32 +231,32 @@ class _Run:
         _LOG.error("%s %s. The last of its log:\n%s", child.name, why, text or "    (nothing)")
 
     def _confirm(self, child: Child) -> None:
-        """Say which kernels the log names."""
+        """Log which kernels vLLM's log names."""
         if not self._weights.quantized:
             return
-        found, deadline = child.log.found, time.monotonic() + _LOG_SECONDS
-        while not found[Says.QUANTIZED] and time.monotonic() < deadline and child.returncode is None:
+        kernels, deadline = child.log.kernels, time.monotonic() + _LOG_SECONDS
+        while not kernels[Evidence.QUANTIZED] and time.monotonic() < deadline and child.returncode is None:
             time.sleep(_LOG_SECONDS / 20)
-        for kernel in found[Says.EMULATED]:
-            _LOG.warning("vLLM has no kernel here for these weights: %s decodes them to 16 bits in every step", kernel)
-        if found[Says.QUANTIZED]:
-            _LOG.info("confirmed by its log, quantized weights run on: %s", ", ".join(found[Says.QUANTIZED]))
-        elif not found[Says.EMULATED]:
+        for kernel in kernels[Evidence.EMULATED]:
+            _LOG.warning("vLLM has no kernel for these weights here: %s decodes them to 16 bits in every step", kernel)
+        if kernels[Evidence.QUANTIZED]:
+            _LOG.info("confirmed by its log, quantized weights run on: %s", ", ".join(kernels[Evidence.QUANTIZED]))
+        elif not kernels[Evidence.EMULATED]:
             _LOG.warning("could not be confirmed: vLLM's log names no kernel for quantized weights")
 
 
 @contextlib.contextmanager
 def _events() -> Iterator[queue.SimpleQueue[int]]:
-    """What wakes the main loop: numbers of signals, and 0 for news of a child."""
+    """Yield a queue of events that wake the main loop: numbers of signals, and 0 for news of a child."""
     events: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def put_signal(number: int, frame: FrameType | None) -> None:
         events.put(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield events  # only the main thread may handle signals
         return
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    before = {number: signal.signal(number, put_signal) for number in _SIGNALS}
     try:
         yield events
     finally:
@@ -259,12 +265,12 @@ def _events() -> Iterator[queue.SimpleQueue[int]]:
 
 
 def _is_healthy(options: VllmOptions) -> bool:
-    """Whether /health answers 200."""
+    """Return whether /health answers 200."""
     host = options.host.strip("[]")
-    host = _EVERYWHERE.get(host, host)
+    host = _LOOPBACK_OF_WILDCARD.get(host, host)
     if any(argument.startswith("--ssl-certfile") for argument in options.arguments):
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-            host, options.port, timeout=_ANSWER_SECONDS, context=_trusting()
+            host, options.port, timeout=_ANSWER_SECONDS, context=_without_verification()
         )
     else:
         connection = http.client.HTTPConnection(host, options.port, timeout=_ANSWER_SECONDS)
@@ -277,8 +283,8 @@ def _is_healthy(options: VllmOptions) -> bool:
         connection.close()
 
 
-def _trusting() -> ssl.SSLContext:
-    """For a question whose answer is not believed beyond "it lives": the certificate's name is not ours to know."""
+def _without_verification() -> ssl.SSLContext:
+    """Return a TLS context that accepts every certificate, which is enough to ask whether the server answers."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,4 +1,4 @@
-"""What is asked of vLLM: a value that the command line, a test and an embedding program make alike."""
+"""Options of a vLLM server, and their translation from the options of `minifloat serve`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from minifloat.errors import UsageError
 from minifloat.hub import model_name
 
-#: How several nodes find each other.
+#: Launchers by which several nodes find each other.
 MULTI_NODE = ("vllm", "ray")
-#: Options of `minifloat serve` that vLLM has too -> vLLM's name. A flag's value is None.
+#: Options of `minifloat serve` that vLLM has too -> vLLM's name.
 _TRANSLATED = {
     "dtype": "--dtype",
     "max_model_len": "--max-model-len",
@@ -22,9 +22,9 @@ _TRANSLATED = {
     "no_prefix_cache": "--no-enable-prefix-caching",
     "chat_template": "--chat-template",
 }
-#: Options of ours that are not passed on as they are, but mean the same.
+#: Options of `minifloat serve` that apply to vLLM but are not passed on by `_TRANSLATED`.
 _SHARED = {"revision", "host", "port", "served_model_name", "shutdown_timeout", "quiet", "api_key", "api_key_file"}
-#: Options that only vLLM has, beside the fields of `VllmOptions` of the same names.
+#: Options of `minifloat serve` that only vLLM has. All but the last are fields of `VllmOptions`.
 ONLY_VLLM = (
     "vllm_bin",
     "vllm_python",
@@ -39,41 +39,41 @@ ONLY_VLLM = (
     "allow_unquantized",
     "print_command",
 )
-#: vLLM's options that are refused after ``--``: they would move the server from where it is looked for, or show a key.
+#: vLLM's options that are refused after ``--`` -> reason.
 _NOT_PASSED_ON = {
     "--api-key": "other users see arguments; use --api-key-file or MINIFLOAT_API_KEY",
-    "--model": "MODEL says it",
-    "--revision": "MODEL@REV says it, or --revision before the --",
-    "--uds": "the server is looked for at --host and --port",
+    "--model": "the argument MODEL names the model",
+    "--revision": "give MODEL@REV, or --revision before the --",
+    "--uds": "minifloat watches the server at --host and --port",
 }
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """What is to be served, and how.
+    """Options of a vLLM server.
 
     Attributes:
-        model: The folder, or a model of the hub, which vLLM then fetches itself.
-        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
-        host: The address that vLLM listens on.
-        port: Its TCP port.
-        served_model_name: What requests call the model; None: the folder's name, or its id.
-        api_key: What vLLM asks requests for, in its environment; None: nothing.
-        vllm_bin: The command `vllm`, by path or as PATH has it.
-        vllm_python: The Python of vLLM's environment, in place of the command.
-        tensor_parallel_size: Devices that share every matrix.
-        pipeline_parallel_size: Groups of devices that share the layers.
-        nodes: Machines that share the model.
-        node_rank: Which of them this is; 0 is the head, which has the API.
-        master_addr: The head's address, where there are several.
+        model: Checkpoint: a folder, or a model of the hub, which vLLM fetches itself.
+        revision: Branch, tag or commit of a model of the hub.
+        host: Address that vLLM listens on.
+        port: TCP port of vLLM.
+        served_model_name: Name of the model in requests; None: the folder's name, or the hub id.
+        api_key: API key of vLLM, passed in its environment; None: no key is needed.
+        vllm_bin: Path of the command `vllm`, or its name on PATH.
+        vllm_python: Python of vLLM's environment, instead of the command.
+        tensor_parallel_size: Number of devices that share every matrix.
+        pipeline_parallel_size: Number of groups of devices that share the layers.
+        nodes: Number of machines that share the model.
+        node_rank: Rank of this machine; 0 is the head, which has the API.
+        master_addr: Address of the head, if there are several machines.
         multi_node: ``"vllm"`` (torch.distributed) or ``"ray"``.
-        hardware: A name of `minifloat.check.ENGINE_HARDWARE`; None: found out.
-        settings: Options of vLLM with their values; None for a flag.
-        arguments: More arguments, passed on as they are.
-        startup_timeout: Seconds until it must answer.
-        shutdown_timeout: Seconds that admitted requests are given to end after SIGTERM.
-        allow_unquantized: Serve even where vLLM says that quantized weights run unquantized.
-        quiet: Log warnings only, and not what vLLM writes.
+        hardware: Name in `minifloat.check.ENGINE_HARDWARE`; None: detected.
+        settings: Options of vLLM with their values; the value of a flag is None.
+        arguments: More arguments of vLLM, passed on unchanged.
+        startup_timeout: Seconds until vLLM must answer.
+        shutdown_timeout: Seconds that admitted requests have to finish after SIGTERM.
+        allow_unquantized: Whether to serve even if vLLM's log says that quantized weights run unquantized.
+        quiet: Whether to log warnings only, without vLLM's log.
     """
 
     model: str
@@ -100,15 +100,20 @@ class VllmOptions:
 
     def __post_init__(self) -> None:
         if self.port == 0:
-            raise UsageError("--port 0: vLLM is looked for at a port that is known before it starts; name a free one")
+            raise UsageError("--port 0: vLLM's port must be known before it starts; name a free one")
         self._check_nodes()
-        stated = {name for name, _ in self.settings} | {"--host", "--port", "--served-model-name", "--shutdown-timeout"}
+        reserved = {name for name, _ in self.settings} | {
+            "--host",
+            "--port",
+            "--served-model-name",
+            "--shutdown-timeout",
+        }
         for argument in self.arguments:
             name = argument.partition("=")[0].replace("_", "-")
             if name in _NOT_PASSED_ON:
                 raise UsageError(f"{name} after --: {_NOT_PASSED_ON[name]}")
-            if name in stated:
-                raise UsageError(f"{name} after --: it is stated already; give it before the --")
+            if name in reserved:
+                raise UsageError(f"{name} after --: minifloat sets it already; give it before the --")
 
     def _check_nodes(self) -> None:
         world = self.tensor_parallel_size * self.pipeline_parallel_size
@@ -118,10 +123,10 @@ class VllmOptions:
             raise UsageError(f"--node-rank: expected 0 to {self.nodes - 1} with --nodes {self.nodes}")
         if self.nodes == 1:
             if self.master_addr is not None:
-                raise UsageError("--master-addr goes with --nodes")
+                raise UsageError("--master-addr needs --nodes")
             return
         if self.master_addr is None:
-            raise UsageError("--nodes: the nodes must know the address of the first one; say --master-addr")
+            raise UsageError("--nodes: the nodes must know the address of the first node; give --master-addr")
         if world % self.nodes or world < self.nodes:
             raise UsageError(
                 f"{self.nodes} nodes cannot share {world} devices evenly (--tensor-parallel-size "
@@ -129,41 +134,42 @@ class VllmOptions:
             )
         if self.multi_node == "vllm" and self.vllm_python is not None:
             raise UsageError(
-                "--vllm-python starts vLLM's API server, which has no part for other nodes; "
+                "--vllm-python starts vLLM's API server, which cannot run other nodes; "
                 "name the vllm command with --vllm-bin, or use --multi-node ray"
             )
 
     @property
     def name(self) -> str:
-        """What requests call the model."""
+        """Name of the model in requests."""
         return self.served_model_name or model_name(self.model)
 
 
 def vllm_options(
-    model: str, options: Mapping[str, Any], given: Collection[str], keys: tuple[str, ...], arguments: tuple[str, ...]
+    model: str, options: Mapping[str, Any], stated: Collection[str], keys: tuple[str, ...], arguments: tuple[str, ...]
 ) -> VllmOptions:
     """Translate the options of `minifloat serve`.
 
     Args:
-        model: The folder, or a model of the hub.
-        options: The options by name, parsed.
-        given: Those that the user gave; defaults of the others are our engine's, and not vLLM's.
-        keys: The API keys.
-        arguments: What stood after ``--``.
+        model: Checkpoint: a folder or a model of the hub.
+        options: Values of the options by name.
+        stated: Names of the options that the user gave. Defaults of the others are those of minifloat's engine, and are
+            not passed to vLLM.
+        keys: API keys.
+        arguments: Arguments after ``--``.
 
     Raises:
-        UsageError: An option that was given has no like in vLLM, or options contradict each other.
+        UsageError: If vLLM has no counterpart of a stated option, or options contradict each other.
     """
-    foreign = [name for name in options if name in given and name not in {*_TRANSLATED, *_SHARED, *ONLY_VLLM}]
+    foreign = [name for name in options if name in stated and name not in {*_TRANSLATED, *_SHARED, *ONLY_VLLM}]
     if foreign:
         raise UsageError(
-            f"{', '.join(map(flag, foreign))}: not with --engine vllm, which has no such option or means another thing "
-            "by it; what vLLM has of its own goes after --"
+            f"{', '.join(map(flag, foreign))}: not with --engine vllm, which lacks this option or defines it "
+            "differently; give vLLM's own options after --"
         )
     if len(keys) > 1:
-        raise UsageError(f"vLLM takes one API key from its environment, got {len(keys)}")
-    if "vllm_bin" in given and "vllm_python" in given:
-        raise UsageError("--vllm-bin and --vllm-python are two ways to the same thing; give one")
+        raise UsageError(f"vLLM accepts one API key, got {len(keys)}")
+    if "vllm_bin" in stated and "vllm_python" in stated:
+        raise UsageError("--vllm-bin and --vllm-python both name vLLM; give one")
     own = {name: options[name] for name in ONLY_VLLM if name in options and name != "print_command"}
     return VllmOptions(
         model=model,
@@ -171,7 +177,7 @@ def vllm_options(
         settings=tuple(
             (theirs, None if options[ours] is True else str(options[ours]))
             for ours, theirs in _TRANSLATED.items()
-            if ours in given
+            if ours in stated
         ),
         arguments=arguments,
         **{
@@ -183,5 +189,5 @@ def vllm_options(
 
 
 def flag(name: str) -> str:
-    """An option as it is written."""
+    """Return the command-line option of a parameter: ``--max-model-len`` of ``max_model_len``."""
     return "--" + name.replace("_", "-")

