@@ -2,7 +2,7 @@
 
     python examples/demo.py [OUT]
 
-The same with the command line:
+The same commands of the command line:
 
     minifloat quantize examples/storybook-4m OUT/mxfp4 --scheme mxfp4
     minifloat compare  examples/storybook-4m OUT/mxfp4
@@ -27,7 +27,7 @@ PROMPT = "Once upon a time, there was a little girl named Lily."
 
 
 def heading(text: str) -> None:
-    """A line that stands out."""
+    """Print a heading."""
     print(f"\n=== {text} {'=' * (100 - len(text))}\n", flush=True)
 
 
@@ -40,7 +40,7 @@ def story(model: Path) -> None:
 
 
 def main(out: Path) -> None:
-    """Run the demo into a folder."""
+    """Run the demo, which writes its checkpoints into `out`."""
     heading("The BF16 model tells a story")
     story(MODEL)
     rows = []

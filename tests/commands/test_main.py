@@ -1,4 +1,4 @@
-"""The command line: one line and status 2 for a user's mistake, tables and JSON for everything else."""
+"""The commands: tables and JSON on success, one line and status 2 for a user's mistake."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_help_of_quantize_lists_the_schemes() -> None:
         assert name in output
 
 
-def test_quantize_prints_a_row_for_every_kind_of_tensor_and_where_it_went(tmp_path: Path) -> None:
+def test_quantize_prints_a_row_per_kind_of_tensor_and_the_destination(tmp_path: Path) -> None:
     result = run("quantize", BASE, tmp_path / "out", "--scheme", "fp8")
     assert result.exit_code == 0, result.output
     for word in ("self_attn.q_proj.weight", "copied (embedding)", "copied (norm or bias)", "SQNR", "Written to"):
@@ -52,7 +52,7 @@ def test_quiet_prints_nothing(tmp_path: Path) -> None:
     assert run("quantize", BASE, tmp_path / "out", "-q").output == ""
 
 
-def test_convert_prints_what_became_of_every_tensor_and_where_it_went(tmp_path: Path) -> None:
+def test_convert_prints_the_conversion_of_every_tensor_and_the_destination(tmp_path: Path) -> None:
     source = BASE.parent / "modelopt-fp8-kv"
     result = run("convert", source, tmp_path / "out", "--layout", "compressed-tensors")
     assert result.exit_code == 0, result.output
@@ -62,7 +62,7 @@ def test_convert_prints_what_became_of_every_tensor_and_where_it_went(tmp_path: 
     assert json.loads(result.stdout) == json.loads((tmp_path / "plain" / "minifloat.json").read_text())
 
 
-def test_a_conversion_that_would_lose_something_is_one_line_and_status_2(tmp_path: Path) -> None:
+def test_a_conversion_that_would_change_values_is_one_line_and_status_2(tmp_path: Path) -> None:
     result = run("convert", BASE.parent / "llmc-nvfp4", tmp_path / "out", "--layout", "modelopt")
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
@@ -221,7 +221,7 @@ def test_a_mistake_in_serving_is_one_line_and_status_2(tmp_path: Path, arguments
     assert result.output.count("\n") == 1
 
 
-def test_serve_listens_before_it_imports_what_takes_seconds() -> None:
+def test_serve_listens_before_it_imports_torch() -> None:
     code = (
         "import sys\n"
         "from minifloat.serve.server.settings import ServerSettings\n"

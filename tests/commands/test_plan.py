@@ -1,4 +1,4 @@
-"""`minifloat plan` prints what `plan_model` answers."""
+"""`minifloat plan` prints the result of `plan_model`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_every_scheme_has_a_row_in_both_tables() -> None:
     assert "minifloat serve OUT --engine vllm --tensor-parallel-size 2" in output
 
 
-def test_the_json_is_that_of_the_function() -> None:
+def test_the_json_is_the_result_of_plan_model() -> None:
     result = run(STORYBOOK, "--scheme", "mxfp4", "--bandwidth", "35", "--json")
     planned = plan_model(STORYBOOK, "mxfp4", bandwidth=35e9).to_dict()
     assert json.loads(result.stdout) == json.loads(json.dumps(planned))
 
 
-def test_the_command_that_serves_it_is_understood() -> None:
+def test_the_printed_serve_command_is_valid() -> None:
     plan = plan_model(STORYBOOK, "fp8-block", "h100", gpus=2, kv_cache_dtype="fp8")
     command = shlex.split(plan.schemes[-1].commands[-1])
     assert command[0] == "minifloat"
@@ -42,7 +42,7 @@ def test_the_command_that_serves_it_is_understood() -> None:
     assert result.output.endswith("--kv-cache-dtype fp8 --gpu-memory-utilization 0.9\n")
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_a_model_that_does_not_fit_is_reported() -> None:
     big = run(STORYBOOK, "--hardware", "rtx4090", "--batch", "100000")
     assert "Nothing fits" in big.output
     assert big.exit_code == 0

@@ -1,4 +1,4 @@
-"""`minifloat serve` as a process of its own, asked through OpenAI's client."""
+"""Runs `minifloat serve` as a process and talks to it with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from typing import Any
 import openai
 from tools import ROOT, environment
 
-#: A vLLM that starts on two busy processors.
+#: Seconds until vLLM must be ready, on two busy processors.
 _START_SECONDS = 420.0
 _STOP_SECONDS = 60.0
 _NAME = "served"
 
 
 class Served:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        url: Where its API is.
-        process: `minifloat serve`.
-        log: The file that it writes to.
+        url: Address of the server.
+        process: The process of `minifloat serve`.
+        log: File that holds its output.
+        client: OpenAI's client, connected to the server.
     """
 
     def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -38,38 +39,38 @@ class Served:
 
     @property
     def output(self) -> str:
-        """What it wrote so far."""
+        """The output so far."""
         return self.log.read_text(errors="replace")
 
     def complete(self, prompt: Sequence[int], tokens: int, logprobs: int = 5, **more: Any) -> Any:
-        """The choice of a greedy completion."""
+        """Return the choice of a greedy completion."""
         answer = self.client.completions.create(
             model=_NAME, prompt=list(prompt), max_tokens=tokens, temperature=0, logprobs=logprobs, extra_body=more
         )
         return answer.choices[0]
 
     def stop(self) -> int:
-        """Its exit status after SIGTERM."""
+        """Send SIGTERM and return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(_STOP_SECONDS)
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
 def served(model: Path, log: Path, *options: str, arguments: Sequence[str] = (), **variables: str) -> Iterator[Served]:
-    """`minifloat serve MODEL OPTIONS -- ARGUMENTS` until the end of the block.
+    """Run `minifloat serve MODEL OPTIONS -- ARGUMENTS` until the end of the block.
 
     Args:
-        model: The checkpoint.
-        log: Where its output goes.
-        options: Of `minifloat serve`.
-        arguments: Of vLLM.
-        variables: Of its environment.
+        model: Checkpoint to serve.
+        log: File for the output.
+        options: Options of `minifloat serve`.
+        arguments: Arguments of vLLM.
+        variables: Environment variables to add.
     """
     port = free_port()
     process = start(model, port, log, *options, arguments=arguments, **variables)
@@ -83,7 +84,7 @@ def served(model: Path, log: Path, *options: str, arguments: Sequence[str] = (),
 def start(
     model: Path, port: int, log: Path, *options: str, arguments: Sequence[str] = (), **variables: str
 ) -> subprocess.Popen[bytes]:
-    """The process."""
+    """Start `minifloat serve` and return the process."""
     command = [sys.executable, "-m", "minifloat", "serve", str(model), "--port", str(port)]
     command += ["--served-model-name", _NAME, *options, *(["--", *arguments] if arguments else [])]
     with log.open("wb") as output:
@@ -97,7 +98,7 @@ def start(
 
 
 def wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until it answers /health."""
+    """Wait until the server answers /health."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         assert process.poll() is None, f"ended with {process.returncode}:\n{log.read_text(errors='replace')[-4000:]}"
@@ -112,7 +113,7 @@ def wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> 
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Whatever happened, it does not outlive the test."""
+    """Terminate a process, and kill it if it does not end."""
     if process.poll() is None:
         process.terminate()
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints about which `check` has something to say, for vLLM on a CPU: made on the spot, started in seconds."""
+"""Small checkpoints on which the rules of `check` for vLLM on a CPU are tested against vLLM itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STORYBOOK = ROOT / "examples" / "storybook-4m"
 STORIES = ROOT / "examples" / "texts" / "stories_calibration.txt"
 FIXTURES = ROOT / "tests" / "data" / "interop"
 
-#: Heads of 64, for attention on a CPU has none of 16; sides that blocks of 128 divide.
+#: Heads of 64, since vLLM's attention on a CPU supports none of 16; sizes that blocks of 128 divide.
 _SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 384,
@@ -40,16 +40,16 @@ Change = Callable[[Config, dict[str, torch.Tensor]], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint.
+    """A checkpoint with the expected verdicts.
 
     Attributes:
-        make: Writes it into a folder that does not exist yet.
-        rules: Those of `check` that apply, "head-unquantized" left out.
-        refusal: Regular expression of vLLM's error; empty where it loads.
-        amx: Whether vLLM needs AMX for it, where nothing else keeps it from loading.
-        as_if_amx: Whether vLLM is told that there is AMX: it refuses the checkpoint before it would use it.
+        make: Function that writes the checkpoint into a new folder.
+        rules: Names of the rules of `check` that apply, without "head-unquantized".
+        refusal: Regular expression of vLLM's error; empty if vLLM loads the checkpoint.
+        amx: Whether AMX is all that vLLM needs to load the checkpoint.
+        as_if_amx: Whether vLLM is told that there is AMX, since it refuses the checkpoint before using AMX.
         tp: Processes that share every matrix.
-        compared: Whether what vLLM answers can be compared with what `minifloat.load` computes.
+        compared: Whether vLLM's answers can be compared with those of `minifloat.load`.
     """
 
     make: Make
@@ -64,7 +64,7 @@ class Case:
 def quantized(
     scheme: str, model_type: str | None = None, *, layout: str = "compressed-tensors", overrides: Any = (), **sizes: Any
 ) -> Make:
-    """A scheme of ours, of storybook or of a random model."""
+    """Return a function that quantizes storybook, or a random model, to a scheme."""
 
     def make(folder: Path, make_model: MakeModel) -> object:
         source = STORYBOOK if model_type is None else random_model(folder, make_model, model_type, **sizes)
@@ -74,12 +74,12 @@ def quantized(
 
 
 def random_model(folder: Path, make_model: MakeModel, model_type: str, **sizes: Any) -> Path:
-    """A model in BF16, beside a folder."""
+    """Write a random BF16 model into a folder beside `folder`."""
     return make_model(folder.with_name(f"{folder.name}-base"), model_type, **(_SIZES | sizes))
 
 
 def calibrated(scheme: str, *options: str) -> Make:
-    """A scheme of ours with static scales, by the command line."""
+    """Return a function that quantizes storybook to a scheme with calibrated scales."""
 
     def make(folder: Path, _: MakeModel) -> object:
         from minifloat.commands.main import main
@@ -94,7 +94,7 @@ def calibrated(scheme: str, *options: str) -> Make:
 
 
 def changed(make: Make, change: Change) -> Make:
-    """A checkpoint whose config and tensors were changed by hand."""
+    """Return a function that makes a checkpoint and then changes its config and tensors."""
 
     def make_and_change(folder: Path, make_model: MakeModel) -> None:
         make(folder, make_model)
@@ -107,12 +107,15 @@ def changed(make: Make, change: Change) -> Make:
 
 
 def fixture(name: str) -> Make:
-    """A checkpoint of `tests/data/interop` without what is expected of it, which vLLM would take for weights."""
+    """Return a function that copies a checkpoint of `tests/data/interop` without `expected.*`.
+
+    vLLM would take those files for weights.
+    """
     return lambda folder, _: shutil.copytree(FIXTURES / name, folder, ignore=shutil.ignore_patterns("expected.*"))
 
 
 def target_names(*names: str) -> Change:
-    """Other targets for the only config group."""
+    """Return a change of the targets of the only config group."""
 
     def change(config: Config, _: dict[str, torch.Tensor]) -> None:
         (group,) = config["quantization_config"]["config_groups"].values()
@@ -122,7 +125,7 @@ def target_names(*names: str) -> Change:
 
 
 def plain_queries(config: Config, tensors: dict[str, torch.Tensor]) -> None:
-    """q_proj in BF16 beside k and v in FP8."""
+    """Dequantize q_proj to BF16, beside k and v in FP8."""
     for name in [name for name in tensors if name.endswith("q_proj.weight_scale")]:
         module = name.removesuffix(".weight_scale")
         weight, scale = tensors[f"{module}.weight"].float(), tensors.pop(name).float()
@@ -131,25 +134,25 @@ def plain_queries(config: Config, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def called_mxfp4(config: Config, _: dict[str, torch.Tensor]) -> None:
-    """A dense model under gpt-oss' quant_method."""
+    """Declare a dense model with the quant_method of gpt-oss."""
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
 def called_modelopt(config: Config, tensors: dict[str, torch.Tensor]) -> None:
-    """MXFP4 as ModelOpt names it."""
+    """Name the tensors and the config of MXFP4 as ModelOpt does."""
     for name in [name for name in tensors if name.endswith("weight_packed")]:
         tensors[name.removesuffix("_packed")] = tensors.pop(name)
     config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "MXFP4", "exclude_modules": ["lm_head"]}
 
 
 def without_kv_scales(_: Config, tensors: dict[str, torch.Tensor]) -> None:
-    """An FP8 KV cache that is declared only."""
+    """Remove the scales of a declared FP8 KV cache."""
     for name in [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]:
         del tensors[name]
 
 
 def gpt_oss_mxfp4(config: Config, tensors: dict[str, torch.Tensor]) -> None:
-    """Fused experts ``[E, in, out]`` as blocks ``[E, out, in / 32, 16]`` and scales."""
+    """Quantize fused experts ``[E, in, out]`` to blocks ``[E, out, in / 32, 16]`` and scales."""
     for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
         experts = [quantize_tensor(weight.T, SCHEMES["mxfp4"].weight) for weight in tensors.pop(name)]
         scales = torch.stack([expert.scale for expert in experts])
@@ -160,7 +163,7 @@ def gpt_oss_mxfp4(config: Config, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def plain(model_type: str, **sizes: Any) -> Make:
-    """A random model in BF16."""
+    """Return a function that writes a random BF16 model."""
     return lambda folder, make_model: make_model(folder, model_type, **(_SIZES | sizes))
 
 
@@ -180,12 +183,12 @@ _GPT_OSS: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}
 
 
 def experts(scheme: str, **changes: Any) -> Make:
-    """A mixture of experts whose attention is not quantized, so that nothing but the experts can be refused."""
+    """Return a function that quantizes only the experts of a model, so that only they can be refused."""
     return quantized(scheme, "qwen3_moe", **(_EXPERTS | changes))
 
 
 CASES: dict[str, Case] = {
-    # ------------------------------------------------------------------------------------ every scheme of ours
+    # ------------------------------------------------------------------------------------ every scheme
     "bf16": Case(lambda folder, _: shutil.copytree(STORYBOOK, folder)),
     "fp8-block": Case(quantized("fp8-block"), (), _AMX_LINEAR, amx=True),
     "fp8-block-fp8-layout": Case(quantized("fp8-block", layout="fp8"), (), _AMX_LINEAR, amx=True),
@@ -291,11 +294,11 @@ CASES: dict[str, Case] = {
     "97-rows-tp2": Case(plain("llama", intermediate_size=97), ("tp-matrices",), WORKER_DIED, tp=2),
 }
 
-#: Rules for vLLM on a CPU that no case can show there, and why.
+#: Rules for vLLM on a CPU that no case covers -> reason.
 NOT_STARTED = {
     "groups-across-gpus": "MXFP4, MXFP8 and NVFP4 have no kernel on a CPU, whatever the number of processes",
-    "head-unquantized": "says what is read, and applies to every model with a head of its own",
+    "head-unquantized": "applies to every model with an untied head",
 }
 
-#: Checkpoints of other tools. Their heads of 16 keep all of them from a first pass; most are refused before.
+#: Checkpoints of other tools. vLLM refuses all of them for their heads of 16, and most of them earlier.
 FIXTURE_NAMES = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())

@@ -14,13 +14,13 @@ from minifloat.compare.verdict import Tolerance, judge
 
 
 @pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shown:
-    """What is printed on a terminal of 100 columns, as lines."""
+def printed_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> PrintedLines:
+    """A function that returns the lines printed on a terminal of 100 columns."""
     monkeypatch.setattr("minifloat.commands.display.compare.make_console", lambda: Console(width=100, highlight=False))
-    return Shown(capsys)
+    return PrintedLines(capsys)
 
 
-class Shown:
+class PrintedLines:
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
@@ -29,8 +29,8 @@ class Shown:
         return self._capsys.readouterr().out.splitlines()
 
 
-def test_a_row_per_text_and_one_for_all_with_compact_intervals(shown: Shown) -> None:
-    lines = shown(make_comparison())
+def test_a_row_per_text_and_one_for_all_with_compact_intervals(printed_lines: PrintedLines) -> None:
+    lines = printed_lines(make_comparison())
     first = next(index for index, line in enumerate(lines) if line.startswith("text "))
     assert [line.split("  ")[0] for line in lines[first + 1 : first + 4]] == ["prose.txt", "code.txt", "all texts"]
     assert lines[first + 1].split(maxsplit=1)[1].split("  ") == [
@@ -38,17 +38,19 @@ def test_a_row_per_text_and_one_for_all_with_compact_intervals(shown: Shown) -> 
     ]  # fmt: skip
 
 
-def test_the_verdict_is_the_last_line(shown: Shown) -> None:
-    assert shown(make_comparison())[-1].startswith("storybook-fp8-block: PASSED: every bound is kept")
-    assert shown(make_comparison(make_candidate(damage=4)))[-1].startswith("storybook-fp8-block: FAILED: agreement")
-    undecided = shown(make_comparison(make_candidate(damage=2.6)))[-1]
+def test_the_verdict_is_the_last_line(printed_lines: PrintedLines) -> None:
+    assert printed_lines(make_comparison())[-1].startswith("storybook-fp8-block: PASSED: every bound is kept")
+    assert printed_lines(make_comparison(make_candidate(damage=4)))[-1].startswith(
+        "storybook-fp8-block: FAILED: agreement"
+    )
+    undecided = printed_lines(make_comparison(make_candidate(damage=2.6)))[-1]
     assert "NOT ENOUGH DATA" in undecided
     assert "tokens would decide" in undecided
 
 
-def test_every_bound_that_is_broken_is_named(shown: Shown) -> None:
+def test_every_broken_bound_is_named(printed_lines: PrintedLines) -> None:
     candidate = make_candidate(damage=10)
-    lines = shown(make_comparison(candidate))
+    lines = printed_lines(make_comparison(candidate))
     for check in candidate.verdict.unmet:
         assert any(
             check.quantity in line and check.text in line and (" is allowed" in line or " is wanted" in line)
@@ -56,40 +58,40 @@ def test_every_bound_that_is_broken_is_named(shown: Shown) -> None:
         )
 
 
-def test_each_candidate_has_a_table_and_a_verdict(shown: Shown) -> None:
-    lines = shown(make_comparison(make_candidate("out/a"), make_candidate("out/b", 10)))
+def test_each_candidate_has_a_table_and_a_verdict(printed_lines: PrintedLines) -> None:
+    lines = printed_lines(make_comparison(make_candidate("out/a"), make_candidate("out/b", 10)))
     assert sum(line.startswith("text ") for line in lines) == 2
     assert [line.split(":")[0] for line in lines if "PASSED" in line or "FAILED" in line] == ["a", "b"]
     assert "storybook -> a: 18.00 MiB -> 9.00 MiB (2.00x smaller)" in lines
 
 
-def test_an_interrupted_run_is_marked(shown: Shown) -> None:
-    assert any(line.startswith("PARTIAL: ") for line in shown(make_comparison(tokens_done=12_000)))
-    assert not any("PARTIAL" in line for line in shown(make_comparison()))
+def test_an_interrupted_run_is_marked(printed_lines: PrintedLines) -> None:
+    assert any(line.startswith("PARTIAL: ") for line in printed_lines(make_comparison(tokens_done=12_000)))
+    assert not any("PARTIAL" in line for line in printed_lines(make_comparison()))
 
 
-def test_what_could_not_be_measured_is_told_before_the_verdict(shown: Shown) -> None:
-    lines = shown(make_comparison(notes=("a: [keys] are not rounded",)))
+def test_missing_measurements_are_named_before_the_verdict(printed_lines: PrintedLines) -> None:
+    lines = printed_lines(make_comparison(notes=("a: [keys] are not rounded",)))
     assert lines[-2] == "Not measured: a: [keys] are not rounded"
 
 
-def test_what_else_was_measured_takes_a_few_lines(shown: Shown) -> None:
-    lines = shown(make_comparison(full_candidate()))
-    for told in (
+def test_the_other_measurements_take_a_few_lines(printed_lines: PrintedLines) -> None:
+    lines = printed_lines(make_comparison(full_candidate()))
+    for start in (
         "generation: 3 of 10 prompts (30% [6, 54])",
         "task gsm8k, exact_match,strict-match: 62.4% ± 1.3 -> 61.1% ± 1.4, difference -1.3 pp [-2.4, -0.2]",
         "damage: 16 of 16 modules",
         "  model.layers.0.mlp.down_proj: SQNR 24.0 dB, KL alone 0.00400",
         r"  --override 'model\.layers\.0\.mlp\.down_proj=bf16'",
     ):
-        assert any(line.startswith(told) for line in lines), told
-    assert len(lines) - len(shown(make_comparison())) < 12
+        assert any(line.startswith(start) for line in lines), start
+    assert len(lines) - len(printed_lines(make_comparison())) < 12
 
 
-def test_the_table_fits_into_100_columns_and_cuts_no_number(shown: Shown) -> None:
+def test_the_table_fits_into_100_columns_and_cuts_no_number(printed_lines: PrintedLines) -> None:
     name = "a-text-with-quite-a-long-name.jsonl"
     texts = (name, "b.txt")
-    lines = shown(make_comparison(make_candidate(texts=texts), texts=()))
+    lines = printed_lines(make_comparison(make_candidate(texts=texts), texts=()))
     table = lines[1 : next(index for index, line in enumerate(lines) if line.startswith("KL median"))]
     assert all(len(line.rstrip()) <= 100 for line in table)
     assert not any("…" in line for line in table)
@@ -97,17 +99,17 @@ def test_the_table_fits_into_100_columns_and_cuts_no_number(shown: Shown) -> Non
     assert sum("[" in line for line in table) == 3
 
 
-def test_a_text_too_short_for_an_interval_is_explained(shown: Shown) -> None:
+def test_a_text_too_short_for_an_interval_is_explained(printed_lines: PrintedLines) -> None:
     summary = make_summary(kl_mean=Estimate(0.004, math.nan, math.nan))
     candidate = replace(make_candidate(), texts=(summary,), overall=summary, verdict=judge([summary], Tolerance()))
-    lines = shown(make_comparison(candidate))
+    lines = printed_lines(make_comparison(candidate))
     assert any("0.004 [?]" in line for line in lines)
     assert any("fewer than 8 documents or windows" in line for line in lines)
-    assert not any("fewer than" in line for line in shown(make_comparison()))
+    assert not any("fewer than" in line for line in printed_lines(make_comparison()))
 
 
-def test_hostile_names_move_no_cursor_and_are_no_markup(shown: Shown) -> None:
-    output = "\n".join(shown(hostile_comparison()))
+def test_hostile_names_move_no_cursor_and_are_no_markup(printed_lines: PrintedLines) -> None:
+    output = "\n".join(printed_lines(hostile_comparison()))
     assert "\x1b" not in output
     assert "\u202e" not in output
     assert "[x](y)␛[31m" in output.replace("\n", "")

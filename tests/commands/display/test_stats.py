@@ -17,19 +17,19 @@ MODEL = ModelIdentity("LlamaForCausalLM", "c" * 64, "t" * 64, "w" * 64)
 SEQUENCES = 40
 
 
-def seen(seed: int, size: float) -> ModuleStats:
+def module_stats(seed: int, size: float) -> ModuleStats:
     values = np.abs(np.random.default_rng(seed).normal(size=(SEQUENCES, 500)) * size).astype(np.float32)
     return ModuleStats(values.max(axis=1), np.full(SEQUENCES, 100), count_magnitudes(values))
 
 
-def unseen() -> ModuleStats:
+def never_called_stats() -> ModuleStats:
     zeros = np.zeros(SEQUENCES, np.int64)
     return ModuleStats(zeros.astype(np.float32), zeros, np.zeros(BINS, np.int64))
 
 
 def make_stats(seed: int = 0, size: float = 1.0) -> ActivationStats:
     inputs = {
-        f"model.layers.{layer}.{name}": seen(10 * seed + 2 * layer + index, size)
+        f"model.layers.{layer}.{name}": module_stats(10 * seed + 2 * layer + index, size)
         for layer in range(3)
         for index, name in enumerate(("self_attn.o_proj", "mlp.down_proj"))
     }
@@ -43,7 +43,7 @@ def row(output: str, name: str) -> list[str]:
     return line.split()
 
 
-def test_a_row_stands_for_the_module_in_all_layers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_summarizes_a_module_over_all_layers(capsys: pytest.CaptureFixture[str]) -> None:
     stats = make_stats()
     print_stats(stats, Max(), None, verbose=False)
     cells = row(capsys.readouterr().out, "model.layers.*.mlp.down_proj")
@@ -62,16 +62,16 @@ def test_verbose_shows_every_module(capsys: pytest.CaptureFixture[str]) -> None:
         assert row(output, name)[4] == f"{scale:.4g}"
 
 
-def test_the_header_says_what_was_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_header_names_the_model_the_data_and_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
     print_stats(make_stats(), MovingAverage(0.5), make_stats(1), verbose=False)
     header = capsys.readouterr().out.split("\n\n")[0]
-    for told in (
+    for text in (
         "LlamaForCausalLM",
         "40 sequences, 4,000 tokens",
         "stories.txt",
         "moving-average:averaging_constant=0.5",
     ):
-        assert told in header
+        assert text in header
 
 
 def test_held_out_columns_are_empty_without_held_out_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,12 +92,12 @@ def test_keys_and_values_have_a_row_per_layer(capsys: pytest.CaptureFixture[str]
     assert f"{scales.v:.4g}" in row(output, "model.layers.0.self_attn.v")
 
 
-def test_statistics_without_keys_and_values_have_no_such_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_statistics_without_keys_and_values_have_no_cache_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_stats(replace(make_stats(), kv={}), Max(), None, verbose=False)
     assert "cache" not in capsys.readouterr().out
 
 
-def test_a_rule_of_the_histogram_says_by_which_rule_the_rest_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_a_histogram_rule_the_other_rule_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     print_stats(make_stats(), Percentile(), None, verbose=False)
     assert "By the rule max" in capsys.readouterr().out
 
@@ -105,7 +105,7 @@ def test_a_rule_of_the_histogram_says_by_which_rule_the_rest_is(capsys: pytest.C
 def test_a_module_that_was_never_called_is_in_the_table_and_in_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     stats = make_stats()
     name = "model.layers.1.mlp.down_proj"
-    stats = replace(stats, inputs={**stats.inputs, name: unseen()})
+    stats = replace(stats, inputs={**stats.inputs, name: never_called_stats()})
     print_stats(stats, Max(), make_stats(1), verbose=True)
     output = capsys.readouterr().out
     assert row(output, name) == [name, "1", "0", "0", "-", "-", "-", "no", "scale:", "never", "called"]
@@ -117,7 +117,8 @@ def test_a_module_that_was_never_called_is_in_the_table_and_in_a_warning(capsys:
 def test_an_expert_below_the_floor_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     stats = make_stats()
     experts = {
-        f"model.layers.0.mlp.experts.{index}.down_proj": one for index, one in enumerate((seen(9, 1.0), unseen()))
+        f"model.layers.0.mlp.experts.{index}.down_proj": member
+        for index, member in enumerate((module_stats(9, 1.0), never_called_stats()))
     }
     print_stats(replace(stats, inputs={**stats.inputs, **experts}), Max(), None, verbose=False)
     output = capsys.readouterr().out
@@ -125,11 +126,13 @@ def test_an_expert_below_the_floor_is_noted(capsys: pytest.CaptureFixture[str]) 
     assert "model.layers.0.mlp.experts.1 (0)" in output
 
 
-def test_a_name_in_brackets_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_in_brackets_is_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
     stats = make_stats()
     data = {"sources": [{"name": "[bold]stories[/bold].txt"}]}
     name = "model.layers.0.[red]x"
-    print_stats(replace(stats, data=data, inputs={**stats.inputs, name: unseen()}), Max(), None, verbose=True)
+    print_stats(
+        replace(stats, data=data, inputs={**stats.inputs, name: never_called_stats()}), Max(), None, verbose=True
+    )
     output = capsys.readouterr().out
     assert "[bold]stories[/bold].txt" in output
     assert output.count(name) == 2
