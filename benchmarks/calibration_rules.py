@@ -16,8 +16,9 @@ from pathlib import Path
 import click
 
 from minifloat import compare_models, quantize_checkpoint
+from minifloat.calibration.options import RunOptions
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import collect
+from minifloat.calibration.session import TextOptions, collect
 from minifloat.quantize.static_scales import Calibration
 
 RULES = ("max", "most-recent", "delayed", "moving-average", "percentile:percentile=99.99", "mse")
@@ -40,7 +41,7 @@ def main(
     click.echo("|---|---|---|" + "---|---|" * len(texts))
     floor_shown = False
     for source in sources:
-        collected = collect(model, [source], samples=samples, seq_len=seq_len, histogram=True)
+        collected = collect(model, [source], TextOptions(samples, seq_len), RunOptions(histogram=True))
         for rule in RULES:
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "out"

@@ -17,6 +17,7 @@ from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.observe import Observer
+from minifloat.calibration.options import RunOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.checkpoint import Checkpoint
@@ -38,27 +39,27 @@ def mixtral_folder(make_mixtral: MakeModel, tmp_path_factory: pytest.TempPathFac
 
 
 def test_the_statistics_are_those_of_an_observer(mixtral_folder: Path) -> None:
-    given = data(5, 20, 1)
-    stats = calibrate(mixtral_folder, given, histogram=True, per_channel=True)
+    text = data(5, 20, 1)
+    stats = calibrate(mixtral_folder, text, RunOptions(histogram=True, per_channel=True))
     with Observer(load(mixtral_folder), histogram=True, per_channel=True) as observer:
-        for ids in given.sequences:
+        for ids in text.sequences:
             observer.run(torch.tensor([ids]))
     with Checkpoint.open(mixtral_folder) as checkpoint:
         identity = ModelIdentity.of(checkpoint)
-    assert stats == ActivationStats(identity, 3, 26, given.record, observer.inputs(), observer.kv())
+    assert stats == ActivationStats(identity, 3, 26, text.record, observer.inputs(), observer.kv())
 
 
 def test_the_statistics_survive_a_file(llama_folder: Path, tmp_path: Path) -> None:
-    stats = calibrate(llama_folder, data(5, 3), histogram=True)
+    stats = calibrate(llama_folder, data(5, 3), RunOptions(histogram=True))
     write_stats(stats, tmp_path / "stats.safetensors")
     assert read_stats(tmp_path / "stats.safetensors") == stats
 
 
 def test_two_runs_give_the_same_bits_and_a_shuffled_one_the_same_maxima(mixtral_folder: Path) -> None:
-    given = data(5, 20, 1, 7)
-    stats = calibrate(mixtral_folder, given)
-    assert calibrate(mixtral_folder, given) == stats
-    shuffled = calibrate(mixtral_folder, CalibrationSet(given.sequences[2:] + given.sequences[:2], given.record))
+    text = data(5, 20, 1, 7)
+    stats = calibrate(mixtral_folder, text)
+    assert calibrate(mixtral_folder, text) == stats
+    shuffled = calibrate(mixtral_folder, CalibrationSet(text.sequences[2:] + text.sequences[:2], text.record))
     assert {n: s.max for n, s in shuffled.inputs.items()} == {n: s.max for n, s in stats.inputs.items()}
     for name, kv in stats.kv.items():
         assert (kv.k_amax.max(0) == shuffled.kv[name].k_amax.max(0)).all()
@@ -66,15 +67,16 @@ def test_two_runs_give_the_same_bits_and_a_shuffled_one_the_same_maxima(mixtral_
 
 
 def test_parts_of_the_data_merge_to_the_whole(llama_folder: Path) -> None:
-    given = data(5, 20, 1)
-    first, second = (CalibrationSet(part, given.record) for part in (given.sequences[:2], given.sequences[2:]))
-    merged = calibrate(llama_folder, first, histogram=True).merge(calibrate(llama_folder, second, histogram=True))
-    whole = calibrate(llama_folder, given, histogram=True)
+    text = data(5, 20, 1)
+    first, second = (CalibrationSet(part, text.record) for part in (text.sequences[:2], text.sequences[2:]))
+    options = RunOptions(histogram=True)
+    merged = calibrate(llama_folder, first, options).merge(calibrate(llama_folder, second, options))
+    whole = calibrate(llama_folder, text, options)
     assert (merged.inputs, merged.kv, merged.tokens) == (whole.inputs, whole.kv, whole.tokens)
 
 
 def test_the_dtype_can_be_chosen(llama_folder: Path) -> None:
-    stats = calibrate(llama_folder, data(30), dtype=torch.float32)
+    stats = calibrate(llama_folder, data(30), RunOptions(dtype=torch.float32))
     amax = stats.inputs["model.layers.1.mlp.down_proj"].max
     assert amax != float(torch.tensor(amax).bfloat16())
 
@@ -95,19 +97,19 @@ def test_progress_counts_tokens(llama_folder: Path) -> None:
     assert calls == [(5, 8, "sequence 1 of 2"), (8, 8, "sequence 2 of 2")]
 
 
-def test_it_stops_when_all_scales_have_settled_and_says_so(llama_folder: Path) -> None:
+def test_a_run_stops_when_all_scales_have_settled_and_the_record_says_so(llama_folder: Path) -> None:
     same = CalibrationSet(data(6).sequences * 200, {"sources": ["made up"]})
-    stats = calibrate(llama_folder, same, until_stable=0.01)
+    stats = calibrate(llama_folder, same, RunOptions(until_stable=0.01))
     assert 32 < stats.sequences < 200
     assert stats.tokens == 6 * stats.sequences
     assert stats.data == {
         "sources": ["made up"],
         "stopped": {"sequences": stats.sequences, "tokens": stats.tokens, "until_stable": 0.01},
     }
-    assert calibrate(llama_folder, data(6, 7, 8), until_stable=0.01).data == {"sources": ["made up"]}
+    assert calibrate(llama_folder, data(6, 7, 8), RunOptions(until_stable=0.01)).data == {"sources": ["made up"]}
 
 
-def test_an_interrupt_gives_no_statistics(llama_folder: Path) -> None:
+def test_an_interrupted_run_raises_and_returns_no_statistics(llama_folder: Path) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -115,24 +117,25 @@ def test_an_interrupt_gives_no_statistics(llama_folder: Path) -> None:
         calibrate(llama_folder, data(5, 3), progress=interrupt)
 
 
-def test_a_model_larger_than_the_memory_is_left_to_blocks(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[dict[str, Any]] = []
+def test_a_model_larger_than_the_memory_limit_runs_layer_by_layer(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
 
-    def calibrate_blocks(*args: Any, **kwargs: Any) -> str:
-        calls.append({"args": args, **kwargs})
-        return "from blocks"
+    def calibrate_layerwise(*args: Any) -> str:
+        calls.append(args)
+        return "layer by layer"
 
-    monkeypatch.setattr(calibrate_module, "calibrate_blocks", calibrate_blocks)
+    monkeypatch.setattr(calibrate_module, "calibrate_layerwise", calibrate_layerwise)
     with Checkpoint.open(llama_folder) as checkpoint:
         nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
-    given = data(5)
-    assert isinstance(calibrate(llama_folder, given, max_memory=nbytes), ActivationStats)
+    text = data(5)
+    assert isinstance(calibrate(llama_folder, text, RunOptions(max_memory=nbytes)), ActivationStats)
     assert not calls
-    assert calibrate(llama_folder, given, max_memory=nbytes - 1, histogram=True) == "from blocks"  # type: ignore[comparison-overlap]
-    assert calls[0]["args"] == (llama_folder, given)
-    assert calls[0]["max_memory"] == nbytes - 1
-    assert calls[0]["histogram"] is True
-    calibrate(llama_folder, given, max_memory=nbytes, dtype=torch.float32)
+    options = RunOptions(max_memory=nbytes - 1, histogram=True)
+    assert calibrate(llama_folder, text, options) == "layer by layer"  # type: ignore[comparison-overlap]
+    assert calls == [(llama_folder, text, options, None)]
+    calibrate(llama_folder, text, RunOptions(max_memory=nbytes, dtype=torch.float32))
     assert len(calls) == 2, "in float32 the weights are twice as large"
 
 
@@ -161,13 +164,13 @@ def test_data_that_the_model_cannot_run_is_refused(
 def test_nan_in_an_activation_names_the_module_and_the_sequence(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = data(5, 3)
+    text = data(5, 3)
 
     def load_damaged(*args: Any, **kwargs: Any) -> Any:
         model = load(*args, **kwargs)
-        model.get_input_embeddings().weight[given.sequences[1][0]] = float("nan")
+        model.get_input_embeddings().weight[text.sequences[1][0]] = float("nan")
         return model
 
     monkeypatch.setattr(whole, "load", load_damaged)
     with pytest.raises(NonFiniteError, match=r"layers\.0\.self_attn\.q_proj: NaN or Inf in its input in sequence 1;"):
-        calibrate(llama_folder, given)
+        calibrate(llama_folder, text)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minifloat.calibration.convergence import report, settled, trajectory
+from minifloat.calibration.convergence import convergence_report, settled, trajectory
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import Delayed, Max, MostRecent, MovingAverage, Percentile
 from minifloat.calibration.scales import activation_scales, kv_scales
@@ -67,7 +67,9 @@ def test_settling_is_told_as_by_a_loop(amax: list[float], window: int, tolerance
     near = [abs(step / steps[-1] - 1) <= tolerance for step in steps]
     expected = len(steps) > window and all(near[-window - 1 :])
     assert settled(np.array(amax, np.float32), tolerance, window) is expected
-    found = report(make({"m": amax}), MostRecent(), tolerance=tolerance, window=window).scales["m.input_scale"]
+    found = convergence_report(make({"m": amax}), MostRecent(), tolerance=tolerance, window=window).scales[
+        "m.input_scale"
+    ]
     after = next(count for count in range(1, len(near) + 1) if all(near[count - 1 :]))
     assert found.settled_after == (after if expected else None)
 
@@ -83,7 +85,7 @@ def test_the_report_says_when_each_scale_settled_and_which_have_not() -> None:
         },
         {"attn": [1.0, 3.0] + [2.0] * 8},
     )
-    found = report(stats, tolerance=0.01, window=3)
+    found = convergence_report(stats, tolerance=0.01, window=3)
     assert {name: one.settled_after for name, one in found.scales.items()} == {
         "early.input_scale": 1,
         "late.input_scale": 5,
@@ -101,10 +103,10 @@ def test_the_report_says_when_each_scale_settled_and_which_have_not() -> None:
 
 def test_a_sequence_without_a_token_for_a_module_leaves_its_scale() -> None:
     stats = make({"expert": [0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0], "late": [0.0] * 5 + [2.0, 0.0]})
-    found = report(stats, MovingAverage(), window=3)
+    found = convergence_report(stats, MovingAverage(), window=3)
     assert found.scales["expert.input_scale"].settled_after == 3
     assert found.unsettled == ("late.input_scale",)
 
 
 def test_no_sequence_has_settled_nothing() -> None:
-    assert report(make({"m": []})).unsettled == ("m.input_scale",)
+    assert convergence_report(make({"m": []})).unsettled == ("m.input_scale",)

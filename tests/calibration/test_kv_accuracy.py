@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.data import CalibrationSet
+from minifloat.calibration.options import RunOptions
 from minifloat.calibration.scales import kv_scales
 from minifloat.numerics.formats import E4M3
 from minifloat.runtime.load import load
@@ -84,7 +85,7 @@ def worst_error(model: PreTrainedModel, ids: torch.Tensor, scales: Scales) -> fl
 
 def calibrated(folder: Path, ids: torch.Tensor) -> Scales:
     data = CalibrationSet(tuple(tuple(row) for row in ids.tolist()), {"sources": []})
-    stats = calibrate(folder, data, dtype=torch.float32)
+    stats = calibrate(folder, data, RunOptions(dtype=torch.float32))
     return {name: (float(pair.k), float(pair.v)) for name, pair in kv_scales(stats).items()}
 
 

@@ -11,13 +11,15 @@ import pytest
 
 from minifloat.calibration import convergence
 from minifloat.calibration.identity import ModelIdentity
-from minifloat.calibration.page import kind_of, number, stats_page, summarize
+from minifloat.calibration.page import stats_page
 from minifloat.calibration.rules import Max, MeanSquaredError, MovingAverage, Percentile, Rule
 from minifloat.calibration.scales import activation_scales, kv_scales, saturation
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.calibration.stats_file import read_stats, write_stats
+from minifloat.calibration.summary import number, summarize
 from minifloat.errors import StatsError, UsageError
 from minifloat.numerics.histogram import BINS, count_magnitudes
+from minifloat.report.text import name_in_layer
 
 MODEL = ModelIdentity("LlamaForCausalLM", "c" * 64, "t" * 64, "w" * 64)
 KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -203,7 +205,7 @@ def test_held_out_text_needs_histograms() -> None:
     ],
 )
 def test_a_kind_is_what_layers_and_experts_share(module: str, kind: str) -> None:
-    assert kind_of(module) == kind
+    assert name_in_layer(module) == kind
 
 
 # The page

@@ -17,10 +17,10 @@ from minifloat.calibration.rules import (
     MovingAverage,
     Percentile,
     Rule,
-    expected_squared_error,
     parse_rule,
     to_scale,
 )
+from minifloat.calibration.squared_error import expected_squared_error
 from minifloat.calibration.stats import ModuleStats
 from minifloat.errors import UnknownNameError, UsageError
 from minifloat.numerics.formats import E4M3

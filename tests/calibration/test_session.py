@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from minifloat.calibration.session import Collected, collect, held_out_path
+from minifloat.calibration.session import Collected, TextOptions, collect, held_out_path
 from minifloat.commands.main import main
 from minifloat.errors import DataError, DestinationError, UsageError
 
@@ -25,7 +25,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def test_a_part_is_held_out_with_histograms_and_the_rest_makes_the_scales(llama_folder: Path, text: Path) -> None:
-    collected = collect(llama_folder, [text], samples=20, seq_len=32, held_out=0.25)
+    collected = collect(llama_folder, [text], TextOptions(samples=20, seq_len=32, held_out=0.25))
     assert collected.held_out is not None
     assert (collected.stats.sequences, collected.held_out.sequences) == (15, 5)
     assert all(module.histogram is None for module in collected.stats.inputs.values())
@@ -34,7 +34,7 @@ def test_a_part_is_held_out_with_histograms_and_the_rest_makes_the_scales(llama_
 
 
 def test_what_is_saved_is_what_is_loaded(llama_folder: Path, text: Path, tmp_path: Path) -> None:
-    collected = collect(llama_folder, [text], samples=10, seq_len=32)
+    collected = collect(llama_folder, [text], TextOptions(samples=10, seq_len=32))
     files = collected.save(tmp_path / "a.safetensors")
     assert files == (tmp_path / "a.safetensors", tmp_path / "a.held-out.safetensors")
     assert Collected.load(tmp_path / "a.safetensors") == collected
@@ -44,7 +44,7 @@ def test_what_is_saved_is_what_is_loaded(llama_folder: Path, text: Path, tmp_pat
 
 
 def test_nothing_is_held_out_when_asked(llama_folder: Path, text: Path, tmp_path: Path) -> None:
-    collected = collect(llama_folder, [text], samples=4, seq_len=32, held_out=0)
+    collected = collect(llama_folder, [text], TextOptions(samples=4, seq_len=32, held_out=0))
     assert collected.held_out is None
     assert collected.stats.sequences == 4
     collected.save(tmp_path / "a.safetensors")
@@ -53,11 +53,11 @@ def test_nothing_is_held_out_when_asked(llama_folder: Path, text: Path, tmp_path
 
 def test_bad_requests_are_refused(llama_folder: Path, text: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="held-out fraction"):
-        collect(llama_folder, [text], held_out=1.0)
+        collect(llama_folder, [text], TextOptions(held_out=1.0))
     with pytest.raises(DataError):
         collect(llama_folder, [tmp_path / "missing.txt"])
     with pytest.raises(DataError):
-        collect(llama_folder, [text], samples=100_000, seq_len=64)
+        collect(llama_folder, [text], TextOptions(samples=100_000, seq_len=64))
 
 
 def test_the_command_line_goes_from_text_to_a_static_checkpoint(llama_folder: Path, text: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from model_configs import DEEPSEEK_V3, LLAMA_70B
 
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import collect
+from minifloat.calibration.session import TextOptions, collect
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError, NotACheckpointError, ShapeError, UnknownNameError, UsageError
 from minifloat.numerics.scheme import SCHEMES
@@ -178,7 +178,9 @@ def test_one_device_has_all_bytes_and_two_have_no_fewer(scheme: str, gpus: int) 
 @pytest.fixture(scope="module")
 def calibration() -> Calibration:
     text = ROOT / "examples" / "texts" / "stories_calibration.txt"
-    return Calibration(collect(STORYBOOK, str(text), samples=2, seq_len=32, held_out=0).stats, parse_rule("max"))
+    return Calibration(
+        collect(STORYBOOK, str(text), TextOptions(samples=2, seq_len=32, held_out=0)).stats, parse_rule("max")
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

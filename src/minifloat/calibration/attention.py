@@ -1,10 +1,10 @@
-"""K and V as a model's attention gets them: after rotary embedding and norms, before KV heads are repeated.
+"""Observation of K and V at the input of a model's attention: after rotary embedding and norms, before KV heads repeat.
 
-transformers' models look their attention function up by name in one table at every call. While a `KVTap` is open, the
-function under the model's name is replaced by one that shows K and V to whoever listens to the calling module, and
-then does what it always did. The model's config keeps the name: some models branch on it, and another name would send
-them another way. Architectures that do not use the table are not seen (Bloom, MPT, GPT-J); where latent attention
-keeps a compressed cache, what is seen are the decompressed K and V.
+Models of transformers look up their attention function by name in one table at every call. While a `KVTap` is open, the
+function under that name is replaced by a function that passes K and V to the listeners of the calling module and then
+calls the original. The name in the model's config stays, because some models branch on it. Architectures that do not
+use the table are not observed (Bloom, MPT, GPT-J). For latent attention, which keeps a compressed cache, the listeners
+get the decompressed K and V.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _originals: dict[str, Callable[..., Any] | None] = {}
 
 
 class KVTap:
-    """Shows K and V of one model to a listener for as long as it is open; several may be open at once."""
+    """Passes K and V of one model to a listener while it is open; several taps may be open at once."""
 
     def __init__(self, model: PreTrainedModel, listener: Listener) -> None:
         self._listening = {id(module): functools.partial(listener, path) for path, module in model.named_modules()}
@@ -87,7 +87,10 @@ def _attend(
     *args: Any,
     **kw: Any,
 ) -> Any:
-    """What stands in the table: `original`, or the eager function of the module's own file, which is in no table."""
+    """Call the listeners, then the original attention function.
+
+    The table has no entry for eager attention: each model's file defines its own function.
+    """
     for listen in _listeners.get(id(module), ()):
         listen(key, value)
     return (original or _eager(type(module)))(module, query, key, value, *args, **kw)

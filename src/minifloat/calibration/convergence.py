@@ -1,7 +1,7 @@
-"""Has calibration seen enough? How each scale moved from sequence to sequence, and which ones still do.
+"""Convergence of calibration: how each scale moved from sequence to sequence, and whether it has settled.
 
-A scale has settled when more text of the same kind no longer changes it. That says nothing about text of another kind:
-`scales.saturation` on held-out text does.
+A scale has settled when more text of the same kind no longer changes it. For text of another kind, use
+`scales.saturation` on held-out text.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Convergence:
     """How one scale moved.
 
     Attributes:
-        settled_after: Sequences after which the scale stayed within the tolerance of its final value; None: it has
-            not settled.
+        settled_after: Number of sequences after which the scale stayed within the tolerance of its final value; None
+            if the scale has not settled.
         change: Largest distance from the final scale over the window at the end, relative to the final scale; inf
-            where nothing was seen.
+            if the final scale is 0.
     """
 
     settled_after: int | None
@@ -49,9 +49,9 @@ class ConvergenceReport:
 
     Attributes:
         scales: By the name of the scale in a checkpoint: ``....down_proj.input_scale``, ``....self_attn.k_scale``.
-        sequences: Number of sequences seen.
-        tolerance: Relative.
-        window: In sequences.
+        sequences: Number of sequences of the calibration.
+        tolerance: Largest relative change of a settled scale.
+        window: Number of sequences at the end that are compared with the final scale.
     """
 
     scales: Mapping[str, Convergence]
@@ -61,24 +61,24 @@ class ConvergenceReport:
 
     @property
     def unsettled(self) -> tuple[str, ...]:
-        """The scales that have not settled, the most restless first."""
-        found = [(name, one.change) for name, one in self.scales.items() if not one.settled]
-        return tuple(name for name, _ in sorted(found, key=lambda pair: -pair[1]))
+        """The scales that have not settled, with the largest change first."""
+        changes = {name: entry.change for name, entry in self.scales.items() if not entry.settled}
+        return tuple(sorted(changes, key=lambda name: -changes[name]))
 
 
 def trajectory(amax: Floats, rule: Rule = DEFAULT_RULE, element: ElementFormat = E4M3) -> Floats:
-    """The scale after each sequence.
+    """Return the scale after each sequence.
 
     Args:
-        amax: float32 `[S]`, of the sequences that the module saw.
-        rule: One of the history.
+        amax: float32 `[S]`, without sequences that did not reach the module.
+        rule: A history rule.
         element: Format of the quantized elements.
 
     Returns:
         float32 `[S]`; the last entry is the static scale.
 
     Raises:
-        UsageError: A rule of the histogram, which is of all sequences at once.
+        UsageError: The rule needs histograms, which cover all sequences at once.
     """
     if not isinstance(rule, HistoryRule):
         raise UsageError(f"rule {rule.name}: has no value per sequence; judge convergence by max")
@@ -88,39 +88,39 @@ def trajectory(amax: Floats, rule: Rule = DEFAULT_RULE, element: ElementFormat =
 def settled(
     trajectory: npt.NDArray[np.floating], tolerance: float = DEFAULT_TOLERANCE, window: int = DEFAULT_WINDOW
 ) -> bool:
-    """Whether the scale stayed within `tolerance` of its final value, relative to it, over the last `window` sequences.
+    """Return whether the scale stayed within `tolerance` of its final value over the last `window` sequences.
 
-    With no more than `window` sequences it cannot be told, and the answer is no.
+    The tolerance is relative to the final value. With no more than `window` sequences the answer is False.
     """
-    return _judge(trajectory, tolerance, window).settled
+    return _convergence(trajectory, tolerance, window).settled
 
 
-def report(
+def convergence_report(
     stats: ActivationStats,
     rule: Rule = DEFAULT_RULE,
     *,
     tolerance: float = DEFAULT_TOLERANCE,
     window: int = DEFAULT_WINDOW,
 ) -> ConvergenceReport:
-    """How the scales of a model moved over the sequences, in their order.
+    """Return how the scales of a model moved over the sequences, in order.
 
-    A sequence that has no token for a module leaves its scale where it was.
+    A sequence without a token for a module leaves the module's scale unchanged.
 
     Raises:
-        UsageError: A rule of the histogram.
+        UsageError: The rule needs histograms.
     """
-    judged = {
-        f"{name}.input_scale": _judge(_held(trajectory(module.amax[seen], rule), seen), tolerance, window)
-        for name, module in stats.inputs.items()
-        for seen in (module.tokens > 0,)
-    }
-    for name, one in stats.kv.items():
-        for scale, amax in (("k_scale", one.k_amax), ("v_scale", one.v_amax)):
-            judged[f"{name}.{scale}"] = _judge(trajectory(amax.max(axis=1), rule), tolerance, window)
-    return ConvergenceReport(judged, stats.sequences, tolerance, window)
+    scales = {}
+    for name, module in stats.inputs.items():
+        reached = module.tokens > 0
+        moving = _over_all_sequences(trajectory(module.amax[reached], rule), reached)
+        scales[f"{name}.input_scale"] = _convergence(moving, tolerance, window)
+    for name, kv in stats.kv.items():
+        for scale, amax in (("k_scale", kv.k_amax), ("v_scale", kv.v_amax)):
+            scales[f"{name}.{scale}"] = _convergence(trajectory(amax.max(axis=1), rule), tolerance, window)
+    return ConvergenceReport(scales, stats.sequences, tolerance, window)
 
 
-def _judge(trajectory: npt.NDArray[np.floating], tolerance: float, window: int) -> Convergence:
+def _convergence(trajectory: npt.NDArray[np.floating], tolerance: float, window: int) -> Convergence:
     if not trajectory.size or trajectory[-1] == 0:
         return Convergence(None, math.inf)
     distance = np.abs(trajectory / trajectory[-1].astype(np.float64) - 1.0)
@@ -131,8 +131,11 @@ def _judge(trajectory: npt.NDArray[np.floating], tolerance: float, window: int) 
     return Convergence(int(outside[-1]) + 2 if outside.size else 1, change)
 
 
-def _held(trajectory: Floats, seen: npt.NDArray[np.bool_]) -> Floats:
-    """A trajectory over all sequences: unchanged by those that were not seen, 0 before the first that was."""
+def _over_all_sequences(trajectory: Floats, reached: npt.NDArray[np.bool_]) -> Floats:
+    """Return a trajectory over all sequences: a sequence that did not reach the module repeats the scale before it.
+
+    The scale is 0 before the first sequence that reached the module.
+    """
     steps = np.concatenate([np.zeros(1, np.float32), trajectory])
-    held: Floats = steps[np.cumsum(seen)]
-    return held
+    repeated: Floats = steps[np.cumsum(reached)]
+    return repeated

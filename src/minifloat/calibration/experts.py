@@ -1,8 +1,9 @@
-"""The forward of transformers' stacked experts, one expert at a time, with a look at what each one multiplies.
+"""A forward pass of transformers' stacked experts that runs one expert at a time, and reports each expert's inputs.
 
-transformers has several implementations of it, most of them one multiplication for all experts, into which nothing can
-look. This one says the same as its eager one, for every class that `use_experts_implementation` decorates: the flags
-that the decorator sets tell how the weights lie. It stands in for the module's `forward` only while it is observed.
+transformers has several implementations of stacked experts. Most of them multiply for all experts at once, so the
+inputs of a single expert cannot be observed. The implementation in this module computes the same as the eager one, for
+every class that `use_experts_implementation` decorates: the decorator's flags describe the layout of the weights. It
+replaces the module's `forward` only while the module is observed.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ Record = Callable[[int, bool, Tensor], None]
 
 
 def watch_experts(module: Any, record: Record) -> Callable[[], None]:
-    """Have an experts module run by `_forward`.
+    """Replace the forward method of an experts module by one that reports the inputs of each expert.
 
     Returns:
-        What undoes it.
+        A function that restores the former method.
     """
-    before = module.__dict__.get("forward")
+    former = module.__dict__.get("forward")
     module.forward = functools.partial(_forward, module, record)
 
     def undo() -> None:
         del module.forward
-        if before is not None:
-            module.forward = before
+        if former is not None:
+            module.forward = former
 
     return undo
 
@@ -41,10 +42,10 @@ def _forward(module: Any, record: Record, hidden_states: Tensor, top_k_index: Te
 
     Args:
         module: An experts module.
-        record: Sees the inputs.
+        record: Called with the inputs of each expert.
         hidden_states: ``[tokens, H]``.
-        top_k_index: ``[tokens, k]``, the experts of each token; an index beyond the last one stands for none.
-        top_k_weights: ``[tokens, k]``.
+        top_k_index: ``[tokens, k]``, the experts of each token; an index beyond the last expert stands for no expert.
+        top_k_weights: ``[tokens, k]``, the weight of each expert's output.
 
     Returns:
         ``[tokens, H]``, the dtype of `hidden_states`.
@@ -69,7 +70,7 @@ def _forward(module: Any, record: Record, hidden_states: Tensor, top_k_index: Te
 
 
 def _project(module: nn.Module, name: str, expert: int, x: Tensor) -> Tensor:
-    """``x`` times one expert's weight, plus its bias; the weight may be a `QuantizedExperts`."""
+    """Return ``x`` times one expert's weight, plus its bias; the weight may be a `QuantizedExperts`."""
     weight = getattr(module, name)[expert]
     y: Tensor = x @ weight if module.is_transposed else linear(x, weight)
     return y + getattr(module, f"{name}_bias")[expert] if module.has_bias else y

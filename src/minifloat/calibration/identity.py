@@ -1,20 +1,21 @@
-"""Which model a set of activation statistics belongs to.
+"""The identity of the model that a set of activation statistics belongs to.
 
-Scales of one model make another wrong in silence, and the likeliest mix-up, a base model and its fine-tune, differs in
-nothing but weights. So the identity holds hashes of the config, of what the headers declare, and of a sample of the
-weights; reading it costs a few hundred small reads, whatever the model's size.
+The scales of one model would make another model worse without any error. The most likely confusion is between a base
+model and its fine-tune, which differ only in their weights. The identity therefore holds hashes of the config, of the
+tensors that the headers declare, and of a sample of the weights; it takes a few hundred small reads for a model of any
+size.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint
 
-#: Config keys that say who saved a model or what was done to it, not what it computes.
+#: Config keys that do not change what the model computes: who saved it, and how it was quantized.
 _INCIDENTAL = frozenset(
     ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "quantization_config", "compression_config")
 )
@@ -24,11 +25,11 @@ _SAMPLE_BYTES = 256
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What tells one unquantized model from another.
+    """Hashes that distinguish one unquantized model from another.
 
     Attributes:
         architecture: Class name in the config, or its model type.
-        config: SHA-256 of the config, without what does not change the result (who saved it, quantization).
+        config: SHA-256 of the config, without keys that do not change what the model computes.
         tensors: SHA-256 of the names, dtypes and shapes of all tensors; how they are sharded does not matter.
         weights: SHA-256 of a sample of the weights: some bytes from the middle of evenly chosen tensors.
     """
@@ -40,10 +41,10 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelIdentity:
-        """The identity of an open checkpoint.
+        """Return the identity of an open checkpoint.
 
         Raises:
-            StorageError: The system refuses a read.
+            StorageError: The system refused to read.
         """
         infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
         declared = [[info.name, info.dtype, list(info.shape)] for info in infos]
@@ -55,7 +56,7 @@ class ModelIdentity:
         )
 
     def differences(self, other: ModelIdentity) -> list[str]:
-        """What they differ in, in words; empty for the same model."""
+        """Return the differences in words; an empty list for the same model."""
         if self.architecture != other.architecture:
             return [f"the architecture ({self.architecture}, {other.architecture})"]
         names = {
@@ -63,18 +64,16 @@ class ModelIdentity:
             "tensors": "the names, dtypes or shapes of the tensors",
             "weights": "the values of the weights",
         }
-        theirs = asdict(other)
-        return [names[key] for key, value in asdict(self).items() if key in names and value != theirs[key]]
+        return [name for key, name in names.items() if getattr(self, key) != getattr(other, key)]
 
 
 def _architecture(config: dict[str, Any]) -> str:
     architectures = config.get("architectures")
-    named = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
-    return str(named)
+    return str(architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type"))
 
 
 def _essential(config: Any) -> Any:
-    """The config without incidental keys, in the configs nested in it too."""
+    """Return the config without incidental keys, also in nested configs."""
     if isinstance(config, dict):
         return {key: _essential(value) for key, value in config.items() if key not in _INCIDENTAL}
     return config
@@ -85,6 +84,7 @@ def _digest(value: Any) -> str:
 
 
 def _sample(checkpoint: Checkpoint) -> str:
+    """Return the SHA-256 of bytes from the middle of up to `_SAMPLED_TENSORS` tensors."""
     names = sorted(checkpoint.tensors)
     digest = hashlib.sha256()
     for name in names[:: -(-len(names) // _SAMPLED_TENSORS) or 1]:

@@ -1,7 +1,7 @@
-"""Amax, histogram and channels of one activation, on the device it lies on, and the tally of all that was measured.
+"""Amax, histogram and amax per channel of an activation, measured on its device, and the tally of all measurements.
 
-On the CPU the native kernel measures and NaN is noticed at once. On other devices plain torch does, results stay there,
-and one copy per sequence fetches them, so that no layer waits for the one before it.
+On the CPU the native kernel measures, and NaN is reported at once. On other devices torch measures, and the results
+stay on the device until one copy per sequence fetches them, so that no layer waits for the layer before it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.histogram import BINS, MANTISSA_BITS, Counts, Floats
 
 
-def not_finite(name: str, what: str, sequence: int) -> NonFiniteError:
-    """The error for a module whose `what` holds NaN or Inf."""
+def non_finite_error(module: str, tensor: str, sequence: int) -> NonFiniteError:
+    """Return the error for a module with NaN or Inf in a tensor, such as ``"input"`` or ``"K or V"``."""
     cure = "the model overflows in this dtype (try float32), or its weights are damaged"
-    return NonFiniteError(name, f"NaN or Inf in its {what} in sequence {sequence}; {cure}")
+    return NonFiniteError(module, f"NaN or Inf in its {tensor} in sequence {sequence}; {cure}")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one tensor was like.
+    """The statistics of one tensor.
 
     Attributes:
-        amax: float32 ``[1]`` on the tensor's device; NaN or Inf where the tensor holds either.
-        tokens: Its rows.
+        amax: float32 ``[1]`` on the tensor's device; NaN or Inf if the tensor holds either.
+        tokens: Number of rows.
         histogram: int64 ``[BINS]`` on the tensor's device, or None.
         channel_amax: float32 ``[K]`` on the tensor's device, or None.
     """
@@ -46,7 +46,7 @@ class Measurement:
 
 
 def measure(x: Tensor, *, histogram: bool, per_channel: bool) -> Measurement:
-    """Measure ``[..., K]`` of any floating dtype that models compute in."""
+    """Return the statistics of a tensor ``[..., K]`` of any floating-point dtype that models compute in."""
     rows = x.detach().reshape(-1, x.shape[-1])
     counts = torch.zeros(BINS, dtype=torch.int64, device=x.device) if histogram else None
     if not rows.numel():
@@ -66,26 +66,26 @@ def measure(x: Tensor, *, histogram: bool, per_channel: bool) -> Measurement:
 
 
 def head_amax(x: Tensor) -> Tensor:
-    """``[B, heads, T, head size]`` to float32 ``[heads]``; NaN spreads."""
+    """Return the amax of each head, float32 ``[heads]``, of a tensor ``[B, heads, T, head size]``; NaN gives NaN."""
     return x.detach().abs().amax((0, 2, 3)).float()
 
 
 def _histogram(rows: Tensor) -> Tensor:
-    """`calibration.stats.count_magnitudes` on the device; neither bins nor counts are read back."""
+    """Return the counts of `numerics.histogram.count_magnitudes`, computed on the device without reading back."""
     magnitude = rows.float().view(torch.int32) & torch.iinfo(torch.int32).max
     bins = magnitude >> (FLOAT32.mantissa_bits - MANTISSA_BITS)
-    return torch.histc(bins, BINS, min=0, max=BINS - 1).long()  # of integers: one per bin, the last one included
+    return torch.histc(bins, BINS, min=0, max=BINS - 1).long()  # one integer value per bin, including the last bin
 
 
 @dataclass
 class Tally:
-    """The measurements of all sequences, for slots that each stand for one or several linears.
+    """The measurements of all sequences. A slot is one measured input, which several linears may share.
 
     Attributes:
-        slots: Names in the checkpoint that share a slot.
-        widths: Of each slot the input's channels.
-        rows: Of each sequence the amax and the tokens of all slots.
-        kv: Of each attention the amax of K and V per head, by sequence.
+        slots: For each slot the names of its linears in the checkpoint.
+        widths: For each slot the number of input channels.
+        rows: For each sequence the amax and the tokens of all slots.
+        kv: For each attention the amax of K and V per head, by sequence.
     """
 
     slots: Sequence[tuple[str, ...]]
@@ -97,67 +97,67 @@ class Tally:
 
     @property
     def sequences(self) -> int:
-        """One more than the largest index of a sequence."""
+        """Number of sequences: one more than the largest index."""
         return max(self.rows, default=-1) + 1
 
     def add(
         self, sequence: int, inputs: Sequence[tuple[int, Measurement]], kv: Sequence[tuple[str, Tensor, Tensor]]
     ) -> None:
-        """Add one forward pass (of the model, or of a part of it), or nothing of it.
+        """Add one forward pass of the model, or of a part of it; on an error nothing is added.
 
         Args:
-            sequence: Its index; passes with the same index add up.
-            inputs: Slots and what went into them, in the order of the computation.
-            kv: Names of attentions, and the amax of K and V per head.
+            sequence: Index of the sequence; passes with the same index are combined.
+            inputs: Slots and the measurements of their inputs, in the order of the computation.
+            kv: Names of attentions, with the amax of K and V per head.
 
         Raises:
             NonFiniteError: A measurement is NaN or Inf.
         """
-        fetched = iter(_fetch([item.amax for _, item in inputs] + [t for _, k, v in kv for t in (k, v)]))
+        fetched = iter(_fetch([entry.amax for _, entry in inputs] + [t for _, k, v in kv for t in (k, v)]))
         amaxes = [float(next(fetched)[0]) for _ in inputs]
         heads = [(name, next(fetched), next(fetched)) for name, _, _ in kv]
         for (slot, _), amax in zip(inputs, amaxes, strict=True):
             if not math.isfinite(amax):
-                raise not_finite(self.slots[slot][0], "input", sequence)
+                raise non_finite_error(self.slots[slot][0], "input", sequence)
         for name, k, v in heads:
             if not (np.isfinite(k).all() and np.isfinite(v).all()):
-                raise not_finite(name, "K or V", sequence)
+                raise non_finite_error(name, "K or V", sequence)
         row, tokens = self.rows.setdefault(
             sequence, (np.zeros(len(self.slots), np.float32), np.zeros(len(self.slots), np.int64))
         )
-        for (slot, item), amax in zip(inputs, amaxes, strict=True):
+        for (slot, measurement), amax in zip(inputs, amaxes, strict=True):
             row[slot] = max(row[slot], amax)
-            tokens[slot] += item.tokens
-            _accumulate(self._histograms, slot, item.histogram, torch.add)
-            _accumulate(self._channels, slot, item.channel_amax, torch.maximum)
+            tokens[slot] += measurement.tokens
+            _accumulate(self._histograms, slot, measurement.histogram, torch.add)
+            _accumulate(self._channels, slot, measurement.channel_amax, torch.maximum)
         for name, k, v in heads:
-            seen = self.kv.setdefault(name, {}).setdefault(sequence, (np.zeros_like(k), np.zeros_like(v)))
-            np.maximum(seen[0], k, out=seen[0])
-            np.maximum(seen[1], v, out=seen[1])
+            k_total, v_total = self.kv.setdefault(name, {}).setdefault(sequence, (np.zeros_like(k), np.zeros_like(v)))
+            np.maximum(k_total, k, out=k_total)
+            np.maximum(v_total, v, out=v_total)
 
     def inputs(self, *, histogram: bool, per_channel: bool) -> dict[str, ModuleStats]:
-        """The statistics by name; also those of slots that nothing reached."""
+        """Return the statistics of each linear's input by name, including slots that no token reached."""
         amax = np.zeros((len(self.slots), self.sequences), np.float32)
         tokens = np.zeros((len(self.slots), self.sequences), np.int64)
         for sequence, row in self.rows.items():
             amax[:, sequence], tokens[:, sequence] = row
-        found: dict[str, ModuleStats] = {}
+        stats: dict[str, ModuleStats] = {}
         for slot, names in enumerate(self.slots):
             counts = _host(self._histograms.get(slot), BINS if histogram else None, np.int64)
             channels = _host(self._channels.get(slot), self.widths[slot] if per_channel else None, np.float32)
-            found |= dict.fromkeys(names, ModuleStats(amax[slot], tokens[slot], counts, channels))
-        return found
+            stats |= dict.fromkeys(names, ModuleStats(amax[slot], tokens[slot], counts, channels))
+        return stats
 
     def kv_stats(self) -> dict[str, KVStats]:
-        """The statistics of every attention that was seen."""
-        found = {}
+        """Return the statistics of each attention that ran."""
+        stats = {}
         for name, by_sequence in self.kv.items():
             heads = len(next(iter(by_sequence.values()))[0])
             k_amax, v_amax = (np.zeros((self.sequences, heads), np.float32) for _ in range(2))
             for sequence, (k, v) in by_sequence.items():
                 k_amax[sequence], v_amax[sequence] = k, v
-            found[name] = KVStats(k_amax, v_amax)
-        return found
+            stats[name] = KVStats(k_amax, v_amax)
+        return stats
 
 
 def _accumulate(totals: dict[int, Tensor], slot: int, new: Tensor | None, combine: Any) -> None:
@@ -174,12 +174,12 @@ def _host(total: Tensor | None, size: int | None, dtype: type) -> Any:
 
 
 def _fetch(tensors: Sequence[Tensor]) -> list[Floats]:
-    """Float vectors as arrays, with one copy per device."""
+    """Return float vectors as arrays, with one copy per device."""
     fetched: list[Floats] = [np.empty(0, np.float32)] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
-        here = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-        flat = torch.cat([tensors[index] for index in here]).cpu().numpy()
-        ends = np.cumsum([tensors[index].numel() for index in here])
-        for index, part in zip(here, np.split(flat, ends[:-1]), strict=True):
+        on_device = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        flat = torch.cat([tensors[index] for index in on_device]).cpu().numpy()
+        ends = np.cumsum([tensors[index].numel() for index in on_device])
+        for index, part in zip(on_device, np.split(flat, ends[:-1]), strict=True):
             fetched[index] = part
     return fetched

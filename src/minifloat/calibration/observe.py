@@ -1,12 +1,11 @@
-"""Watches a running model: the input of every linear and every expert, and K and V of every attention.
+"""Observation of a running model: the input of every linear and expert, and K and V of every attention.
 
-An `Observer` is a context manager around forward passes. It changes nothing that the model computes, except that
-stacked experts run one at a time, and leaves no trace when it is closed, also by an exception. It does not run data
-sets (`calibration.calibrate`), draw conclusions (`calibration.rules`) or know about quantization: a quantized model is
-watched the same way.
+An `Observer` is a context manager around forward passes. It does not change what the model computes, except that
+stacked experts run one at a time, and it removes all of its hooks at the end, also after an exception. A quantized
+model is observed in the same way as an unquantized one.
 
-One sequence runs at a time and is never padded, so padding cannot reach the statistics, and the order of sequences
-cannot change what each of them gives.
+One sequence runs at a time and is never padded, so padding cannot reach the statistics, and the order of the sequences
+cannot change the statistics of each.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 
 from minifloat.calibration.attention import KVTap
 from minifloat.calibration.experts import watch_experts
-from minifloat.calibration.measure import Measurement, Tally, head_amax, measure, not_finite
+from minifloat.calibration.measure import Measurement, Tally, head_amax, measure, non_finite_error
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.calibration.stats import KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
@@ -32,21 +31,20 @@ from minifloat.errors import UsageError
 
 
 class Observer:
-    """Records what the linears, experts and attentions of a model see.
+    """Records statistics of the inputs of a model's linears and experts, and of K and V of its attentions.
 
         with Observer(model) as observer:
             observer.run(input_ids)
         observer.inputs(), observer.kv()
 
     Args:
-        model: Made by `minifloat.runtime.load.load`; quantized or not, on any device.
-        sites: What to watch, a part of what `find_sites` finds; by default all of it, by the names in the folder that
-            the model was loaded from.
+        model: A model from `minifloat.runtime.load.load`; quantized or not, on any device.
+        sites: The modules to observe; None: all that `find_sites` returns for the folder of the model.
         histogram: Also count magnitudes.
         per_channel: Also record the amax of each input channel.
 
     Raises:
-        CheckpointError: The folder cannot be read.
+        CheckpointError: The folder of the model cannot be read.
     """
 
     def __init__(
@@ -79,12 +77,12 @@ class Observer:
         with ExitStack() as stack:
             for slot, site in enumerate(self.sites.linears):
                 module = self.model.get_submodule(site.path)
-                hook = module.register_forward_pre_hook(partial(self._see_linear, slot), with_kwargs=True)
+                hook = module.register_forward_pre_hook(partial(self._observe_linear, slot), with_kwargs=True)
                 stack.callback(hook.remove)
             for first, experts in zip(self._first_expert_slot, self.sites.experts, strict=True):
                 module = self.model.get_submodule(experts.path)
-                stack.callback(watch_experts(module, partial(self._see_expert, first, len(experts.inner))))
-            stack.enter_context(KVTap(self.model, self._see_kv))
+                stack.callback(watch_experts(module, partial(self._observe_expert, first, len(experts.inner))))
+            stack.enter_context(KVTap(self.model, self._observe_kv))
             self._open = stack.pop_all()
         return self
 
@@ -95,18 +93,18 @@ class Observer:
 
     @property
     def sequences(self) -> int:
-        """How many sequences were observed; one more than the largest index."""
+        """Number of observed sequences: one more than the largest index."""
         return self._tally.sequences
 
     @contextmanager
     def sequence(self, index: int) -> Iterator[None]:
-        """Record the forward passes in the block as those of one sequence: of the whole model, or of one of its layers.
+        """Record the forward passes in the block, of the whole model or of a layer, as those of one sequence.
 
-        Blocks of the same index add up: the larger amax counts, tokens are summed. A block that an exception leaves
-        counts for nothing.
+        The statistics of blocks with the same index are combined: the larger amax, the sum of tokens. A block that
+        raises an exception is not recorded.
 
         Raises:
-            NonFiniteError: NaN or Inf in an activation; names the module and the sequence.
+            NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
         """
         self._sequence = index
         try:
@@ -122,11 +120,10 @@ class Observer:
 
         Args:
             input_ids: int64 ``[B, T]``.
-            attention_mask: ``[B, T]``; tokens where it is 0 are padding and are taken out. Rows without tokens are
-                passed over.
+            attention_mask: ``[B, T]``; tokens with a 0 are padding and are removed. Rows without tokens are skipped.
 
         Raises:
-            NonFiniteError: NaN or Inf in an activation; names the module and the sequence.
+            NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
         """
         keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         for ids, mask in zip(input_ids, keep, strict=True):
@@ -137,39 +134,39 @@ class Observer:
                 self.model.base_model(input_ids=row[None].to(self.model.device), use_cache=False)
 
     def inputs(self) -> dict[str, ModuleStats]:
-        """What went into each linear, by its name in the checkpoint; linears that nothing reached are there too."""
+        """Return the statistics of each linear's input, by its name in the checkpoint, also of unreached linears."""
         return self._tally.inputs(histogram=self.histogram, per_channel=self.per_channel)
 
     def kv(self) -> dict[str, KVStats]:
-        """K and V of each attention that was seen, by its name in the checkpoint."""
+        """Return the statistics of K and V of each attention that ran, by its name in the checkpoint."""
         return self._tally.kv_stats()
 
-    def _see_linear(self, slot: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._see(slot, args[0] if args else next(iter(kwargs.values())))
+    def _observe_linear(self, slot: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._observe_input(slot, args[0] if args else next(iter(kwargs.values())))
 
-    def _see_expert(self, first: int, experts: int, expert: int, outer: bool, x: Tensor) -> None:
-        self._see(first + expert + (experts if outer else 0), x)
+    def _observe_expert(self, first: int, experts: int, expert: int, outer: bool, x: Tensor) -> None:
+        self._observe_input(first + expert + (experts if outer else 0), x)
 
-    def _see(self, slot: int, x: Tensor) -> None:
-        index = self._current()
-        # The linears that share an input are called one after the other with the same tensor: it is measured once.
+    def _observe_input(self, slot: int, x: Tensor) -> None:
+        index = self._current_sequence()
+        # Linears that share an input are called one after the other with the same tensor, which is measured once.
         if self._last is not None and self._last[0]() is x:
-            item = self._last[1]
+            measurement = self._last[1]
         else:
-            item = measure(x, histogram=self.histogram, per_channel=self.per_channel)
-            self._last = weakref.ref(x), item
-        if x.device.type == "cpu" and not item.amax.isfinite():
-            raise not_finite(self._tally.slots[slot][0], "input", index)
-        self._inputs.append((slot, item))
+            measurement = measure(x, histogram=self.histogram, per_channel=self.per_channel)
+            self._last = weakref.ref(x), measurement
+        if x.device.type == "cpu" and not measurement.amax.isfinite():
+            raise non_finite_error(self._tally.slots[slot][0], "input", index)
+        self._inputs.append((slot, measurement))
 
-    def _see_kv(self, path: str, key: Tensor, value: Tensor) -> None:
-        index = self._current()
+    def _observe_kv(self, path: str, key: Tensor, value: Tensor) -> None:
+        index = self._current_sequence()
         name, k, v = self.sites.attention_name(path), head_amax(key), head_amax(value)
         if key.device.type == "cpu" and not (k.isfinite().all() and v.isfinite().all()):
-            raise not_finite(name, "K or V", index)
+            raise non_finite_error(name, "K or V", index)
         self._kv.append((name, k, v))
 
-    def _current(self) -> int:
+    def _current_sequence(self) -> int:
         if self._sequence is None:
-            raise UsageError("an observed model runs inside `with observer.sequence(index):`, or by `observer.run`")
+            raise UsageError("run an observed model inside `with observer.sequence(index):`, or with `observer.run`")
         return self._sequence

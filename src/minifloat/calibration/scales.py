@@ -1,8 +1,8 @@
-"""Static scales: from activation statistics to the numbers that a checkpoint carries.
+"""Static scales: from activation statistics to the numbers that a checkpoint stores.
 
-A static scale that is wrong fails in silence, so a module gets one only from what was seen of it. The one exception,
-an expert that was routed too few tokens, takes the largest amax among the experts of its layer, and that is reported.
-What the scales would have done to held-out text is measured by `saturation`.
+A wrong static scale makes a model worse without any error, so each module gets a scale only from its own statistics.
+The one exception is an expert with too few tokens: it takes the largest amax among the experts of its layer, and the
+result reports that. `saturation` measures what the scales would do to held-out text.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from minifloat.architecture.groups import expert_group, fused_group
-from minifloat.calibration.rules import DEFAULT_RULE, HistoryRule, Rule, histogram_of, to_scale
+from minifloat.calibration.rules import DEFAULT_RULE, HistoryRule, Rule, to_scale
 from minifloat.calibration.stats import ActivationStats, ModuleStats
 from minifloat.errors import NotCalibratedError, UsageError
 from minifloat.numerics.formats import E4M3, ElementFormat
 from minifloat.numerics.histogram import Floats, bin_edges
 
-#: An expert that saw fewer tokens than this takes the largest amax among the experts of its layer.
+#: An expert that fewer tokens reached takes the largest amax among the experts of its layer.
 DEFAULT_MIN_TOKENS = 64
 
 _Stats = TypeVar("_Stats")
@@ -31,10 +31,10 @@ class StaticScales:
     """The scales of the inputs of a model's linears.
 
     Attributes:
-        scales: By module: what multiplies to dequantize its input; float32, above 0, finite. Linears that a server
-            fuses have the same.
-        amax: By module: the magnitude that the format's largest value stands for.
-        fallbacks: By module: why its scale comes from others.
+        scales: By module: the factor that dequantizes its input; float32, above 0, finite. Linears that a server fuses
+            have the same scale.
+        amax: By module: the magnitude that the largest value of the format represents.
+        fallbacks: By module: why its scale comes from other modules.
     """
 
     scales: Mapping[str, np.float32]
@@ -50,7 +50,7 @@ class KVScales(NamedTuple):
 
 
 class Saturation(NamedTuple):
-    """What a scale did to a tensor, as fractions of its elements, 0..1."""
+    """Effect of a scale on a tensor: the fractions of its elements, 0..1, that saturate and that become zero."""
 
     saturated: float
     flushed: float
@@ -64,29 +64,29 @@ def activation_scales(
     min_tokens: int = DEFAULT_MIN_TOKENS,
     element: ElementFormat = E4M3,
 ) -> StaticScales:
-    """One scale for the input of every module.
+    """Return one scale for the input of each module.
 
     Args:
-        stats: What calibration saw.
-        rule: Statistics to amax.
-        modules: Names in the checkpoint; None: all in `stats`.
-        min_tokens: An expert that saw fewer takes the largest amax among its layer's experts, for the same projection.
+        stats: Statistics of the calibration text.
+        rule: Computes the amax from the statistics.
+        modules: Names in the checkpoint; None: all modules of `stats`.
+        min_tokens: An expert with fewer tokens takes the largest amax of the same projection among its layer's experts.
         element: Format of the quantized inputs.
 
     Raises:
-        NotCalibratedError: Modules that were not watched, that no token reached, or that saw nothing but zeros.
-        UsageError: The rule needs histograms and there are none.
+        NotCalibratedError: A module has no statistics, no token reached it, or its input was always zero.
+        UsageError: The rule needs histograms, and the statistics have none.
     """
-    wanted = _watched(stats.inputs, modules)
-    amax = {name: rule.amax(module, element) for name, module in wanted.items()}
+    selected = _select(stats.inputs, modules)
+    amax = {name: rule.amax(module, element) for name, module in selected.items()}
     starved = {
         name: module.total_tokens
-        for name, module in wanted.items()
+        for name, module in selected.items()
         if expert_group(name) and module.total_tokens < min_tokens
     }
     largest = _largest(amax, {name: _expert_projection(name) for name in amax})
     amax |= {name: largest[_expert_projection(name)] for name in starved}
-    _require_seen(amax, wanted)
+    _require_nonzero(amax, selected)
     shared = _largest(amax, {name: fused_group(name) for name in amax})
     amax = {name: shared[fused_group(name)] for name in amax}
     fallbacks = {
@@ -104,25 +104,25 @@ def kv_scales(
     per_head: bool = False,
     element: ElementFormat = E4M3,
 ) -> dict[str, KVScales]:
-    """The scales of K and V of every attention.
+    """Return the scales of K and V of each attention.
 
     Args:
-        stats: What calibration saw.
-        rule: One of the history: caches have no histograms.
-        modules: Names of attention modules in the checkpoint; None: all in `stats`.
-        per_head: One scale per KV head; a head that held only zeros takes the largest of its tensor.
+        stats: Statistics of the calibration text.
+        rule: A history rule, because caches have no histograms.
+        modules: Names of attention modules in the checkpoint; None: all attentions of `stats`.
+        per_head: One scale per KV head; a head whose values were all zero takes the largest scale of its tensor.
         element: Format of the cache.
 
     Raises:
-        NotCalibratedError: Attentions that were not watched, or whose K or V held nothing but zeros.
+        NotCalibratedError: An attention has no statistics, or its K or V were always zero.
         UsageError: The rule needs histograms.
     """
     if not isinstance(rule, HistoryRule):
         raise UsageError(f"rule {rule.name}: K and V have no histograms; take one of the amax history, such as max")
-    wanted = _watched(stats.kv, modules)
-    silent = [name for name, one in wanted.items() if not (one.k_amax.any() and one.v_amax.any())]
-    if silent:
-        raise NotCalibratedError(silent, "calibration saw no K or V but zeros; calibrate on text that reaches them")
+    selected = _select(stats.kv, modules)
+    all_zero = [name for name, kv in selected.items() if not (kv.k_amax.any() and kv.v_amax.any())]
+    if all_zero:
+        raise NotCalibratedError(all_zero, "calibration saw no K or V but zeros; calibrate on text that reaches them")
 
     def scale(amax: Floats) -> Floats:
         if not per_head:
@@ -130,25 +130,25 @@ def kv_scales(
         heads = rule.running(amax)[-1]
         return to_scale(np.where(heads > 0, heads, heads.max()), element)
 
-    return {name: KVScales(scale(one.k_amax), scale(one.v_amax)) for name, one in wanted.items()}
+    return {name: KVScales(scale(kv.k_amax), scale(kv.v_amax)) for name, kv in selected.items()}
 
 
 def saturation(module: ModuleStats, scale: float, element: ElementFormat = E4M3) -> Saturation:
-    """How much of a tensor saturates, and how much becomes zero, when it is quantized with `scale`.
+    """Return how much of a tensor saturates, and how much becomes zero, when it is quantized with `scale`.
 
-    Saturated are elements that lose more than rounding would cost: beyond the largest value and half a step. Flushed
-    are elements that are not zero and become it: up to half the smallest subnormal. A bin that a bound cuts counts
-    whole, so neither is ever too low; where the amax is within the bound, nothing has saturated.
+    An element saturates if it loses more than rounding costs: if it exceeds the largest value by more than half a step.
+    An element is flushed if it becomes zero without being zero: up to half the smallest subnormal. A bin that contains
+    a bound counts as a whole, so neither fraction is ever too low; if the amax is within the bound, nothing saturates.
 
     Args:
-        module: With a histogram, of text that the scale was not made from.
-        scale: Multiplies to dequantize.
+        module: Statistics with a histogram, of text that the scale was not computed from.
+        scale: The factor that dequantizes.
         element: Format of the quantized elements.
 
     Raises:
-        UsageError: No histogram was observed.
+        UsageError: The module has no histogram.
     """
-    histogram = histogram_of(module, "saturation")
+    histogram = module.require_histogram("saturation")
     total = int(histogram.sum())
     if not total:
         return Saturation(0.0, 0.0)
@@ -160,37 +160,37 @@ def saturation(module: ModuleStats, scale: float, element: ElementFormat = E4M3)
     return Saturation(float(saturated / total), float(flushed / total))
 
 
-def _watched(found: Mapping[str, _Stats], modules: Iterable[str] | None) -> dict[str, _Stats]:
-    """The statistics of these modules."""
-    names = list(found if modules is None else modules)
-    missing = [name for name in names if name not in found]
+def _select(by_module: Mapping[str, _Stats], modules: Iterable[str] | None) -> dict[str, _Stats]:
+    """Return the statistics of the given modules, or of all if `modules` is None."""
+    names = list(by_module if modules is None else modules)
+    missing = [name for name in names if name not in by_module]
     if missing:
         raise NotCalibratedError(missing, "not in the activation statistics; calibrate this model, with these modules")
-    return {name: found[name] for name in names}
+    return {name: by_module[name] for name in names}
 
 
-def _require_seen(amax: Mapping[str, float], wanted: Mapping[str, ModuleStats]) -> None:
-    """Raise unless every module has an amax above 0."""
-    unreached = [name for name in amax if not wanted[name].total_tokens and not amax[name]]
+def _require_nonzero(amax: Mapping[str, float], stats: Mapping[str, ModuleStats]) -> None:
+    """Raise an error unless every module has an amax above 0."""
+    unreached = [name for name in amax if not stats[name].total_tokens and not amax[name]]
     if unreached:
         raise NotCalibratedError(
             unreached, "calibration sent no token through it; calibrate on other or more text, or leave it unquantized"
         )
-    silent = [name for name, value in amax.items() if not value]
-    if silent:
+    all_zero = [name for name, value in amax.items() if not value]
+    if all_zero:
         raise NotCalibratedError(
-            silent, "its input was zero in all of the calibration; use other text, or leave it unquantized"
+            all_zero, "its input was zero in all of the calibration; use other text, or leave it unquantized"
         )
 
 
 def _expert_projection(module: str) -> str:
-    """What the same projection of all experts of a layer has in common; the module's own name where it is no expert."""
+    """Return a name for the same projection of all experts of a layer; for any other module, its own name."""
     group = expert_group(module)
     return f"{group}.{module.rpartition('.')[2]}" if group else module
 
 
 def _largest(amax: Mapping[str, float], groups: Mapping[str, str]) -> dict[str, float]:
-    """The largest amax in each group."""
+    """Return the largest amax of each group."""
     largest: dict[str, float] = {}
     for name, value in amax.items():
         largest[groups[name]] = max(value, largest.get(groups[name], 0.0))

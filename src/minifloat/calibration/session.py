@@ -1,7 +1,7 @@
-"""A calibration from sources of text to a file: what `minifloat calibrate` and `quantize --calibration` run.
+"""A calibration from text sources to files: what `minifloat calibrate` and `quantize --calibration` run.
 
-A part of the sequences is held out: the scales are made from the others, and the histograms of the held-out ones tell
-how much those scales would have saturated. The two are files beside each other, ``NAME.safetensors`` and
+A fraction of the sequences is held out: the scales come from the other sequences, and the histograms of the held-out
+ones show how much those scales would saturate. The statistics are two files beside each other, ``NAME.safetensors`` and
 ``NAME.held-out.safetensors``.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, SourceLike, load_calibration_data
+from minifloat.calibration.options import DEFAULT_RUN, RunOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.errors import DestinationError, UsageError
@@ -26,23 +26,52 @@ DEFAULT_HELD_OUT = 0.1
 
 
 @dataclass(frozen=True)
-class Collected:
-    """What a calibration saw.
+class TextOptions:
+    """How text becomes sequences of tokens.
 
     Attributes:
-        stats: Of the text that scales are made from.
-        held_out: Of the text that they are tried on, with histograms; None where nothing was held out.
+        samples: Number of sequences, including held-out ones.
+        seq_len: Tokens of a sequence.
+        seed: Of the choice of documents.
+        packing: Join documents into sequences of exactly `seq_len` tokens; False: one document per sequence.
+        held_out: Fraction of the sequences that only test the scales; 0: none.
+
+    Raises:
+        UsageError: The held-out fraction is out of range.
+    """
+
+    samples: int = DEFAULT_SAMPLES
+    seq_len: int = DEFAULT_SEQ_LEN
+    seed: int = 0
+    packing: bool = True
+    held_out: float = DEFAULT_HELD_OUT
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.held_out < 1:
+            raise UsageError(f"expected a held-out fraction from 0 to below 1, got {self.held_out}")
+
+
+_DEFAULT_TEXT = TextOptions()
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The statistics of a calibration.
+
+    Attributes:
+        stats: Of the calibration text, which the scales come from.
+        held_out: Of the held-out text, with histograms; None if no text was held out.
     """
 
     stats: ActivationStats
     held_out: ActivationStats | None
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> tuple[Path, ...]:
-        """Write the statistics, and those of the held-out text beside them.
+        """Write the statistics, with those of the held-out text in a file beside them, and return the paths.
 
         Raises:
-            DestinationError: A file exists and is not to be replaced, or the folder does not exist.
-            StorageError: The system refuses.
+            DestinationError: A file exists and `overwrite` is False, or the folder does not exist.
+            StorageError: The system refused to write.
         """
         target = Path(path)
         pairs = [(target, self.stats)] + ([(held_out_path(target), self.held_out)] if self.held_out else [])
@@ -53,25 +82,25 @@ class Collected:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Collected:
-        """Read what `save` wrote; the held-out file may be missing.
+        """Return the statistics that `save` wrote; the held-out file may be missing.
 
         Raises:
-            StatsError: A file is damaged, or of another version.
+            StatsError: A file is damaged, or has another version.
         """
-        beside = held_out_path(Path(path))
-        return cls(read_stats(path), read_stats(beside) if beside.exists() else None)
+        held_out = held_out_path(Path(path))
+        return cls(read_stats(path), read_stats(held_out) if held_out.exists() else None)
 
 
 def held_out_path(path: Path) -> Path:
-    """The file of the held-out statistics beside a file of statistics."""
+    """Return the file of the held-out statistics beside a file of statistics."""
     return path.with_name(f"{path.stem}.held-out{path.suffix}")
 
 
 def require_free(files: Sequence[Path], *, overwrite: bool) -> None:
-    """Raise before an hour of work, not after it, where its result cannot be written.
+    """Raise an error if a file cannot be written; call it before the work, not after an hour of it.
 
     Raises:
-        DestinationError: A file exists and is not to be replaced, or its folder does not exist.
+        DestinationError: A file exists and `overwrite` is False, or its folder does not exist.
     """
     for file in files:
         if not file.parent.is_dir():
@@ -83,37 +112,20 @@ def require_free(files: Sequence[Path], *, overwrite: bool) -> None:
 def collect(
     model: str | os.PathLike[str],
     sources: SourceLike | Sequence[SourceLike],
+    text: TextOptions = _DEFAULT_TEXT,
+    run: RunOptions = DEFAULT_RUN,
     *,
-    samples: int = DEFAULT_SAMPLES,
-    seq_len: int = DEFAULT_SEQ_LEN,
-    seed: int = 0,
-    packing: bool = True,
-    held_out: float = DEFAULT_HELD_OUT,
-    histogram: bool = False,
-    per_channel: bool = False,
-    until_stable: float | None = None,
-    max_memory: int | None = None,
-    work_dir: Path | None = None,
-    device: str = "cpu",
     progress: Progress | None = None,
     revision: str | None = None,
 ) -> Collected:
-    """Run text through a BF16 model and record what its linears and caches see.
+    """Run text through an unquantized model and return the statistics of its linears and KV caches.
 
     Args:
-        model: A folder or a model of the hub that is not quantized.
+        model: An unquantized model: a folder or a model of the hub.
         sources: One or several files, folders or data sets; a string is parsed by `Source.parse`.
-        samples: Sequences in all, held-out ones included.
-        seq_len: Tokens of a sequence.
-        seed: Of the choice of documents.
-        packing: Documents one after the other in sequences of exactly `seq_len`; False: one document each.
-        held_out: Fraction of the sequences that scales are tried on and not made from; 0: none.
-        histogram: Count magnitudes of the calibration text too: the rules percentile and mse need it.
-        per_channel: Record the amax of each input channel too.
-        until_stable: Stop when all scales moved by less than this fraction for a while.
-        max_memory: Bytes of weights to hold at a time; None: the whole model.
-        work_dir: With `max_memory`, the same call continues from here after an interruption: its folder must exist.
-        device: Where the model runs.
+        text: How text becomes sequences of tokens.
+        run: How to run the model and what to record. Histograms of the held-out text are always recorded. With a
+            `work_dir`, the same call continues after an interruption.
         progress: Called after each sequence.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
@@ -121,22 +133,22 @@ def collect(
         DataError: The text is missing, too short, or does not fit the model.
         HubError: The hub has no such model, refuses it, or cannot be reached.
         AlreadyQuantizedError: The model is quantized.
-        NonFiniteError: NaN or Inf in an activation; names module and sequence.
-        UsageError: An option out of range.
+        NonFiniteError: An activation holds NaN or Inf; names module and sequence.
     """
-    if not 0 <= held_out < 1:
-        raise UsageError(f"expected a held-out fraction from 0 to below 1, got {held_out}")
     folder = model_folder(model, revision=revision)
     tokenizer = load_tokenizer(folder)
-    data = load_calibration_data(sources, tokenizer, samples=samples, seq_len=seq_len, seed=seed, packing=packing)
-    kept, tried = data.held_out(held_out) if held_out else (data, None)
-    run = partial(calibrate, folder, per_channel=per_channel, max_memory=max_memory, device=device, progress=progress)
-    stats = run(kept, histogram=histogram, until_stable=until_stable, work_dir=_beside(work_dir, "calibration"))
-    if tried is None:
+    data = load_calibration_data(
+        sources, tokenizer, samples=text.samples, seq_len=text.seq_len, seed=text.seed, packing=text.packing
+    )
+    kept, held_out = data.held_out(text.held_out) if text.held_out else (data, None)
+    run_kept = replace(run, work_dir=_work_dir(run, "calibration"))
+    stats = calibrate(folder, kept, run_kept, progress=progress)
+    if held_out is None:
         return Collected(stats, None)
-    return Collected(stats, run(tried, histogram=True, work_dir=_beside(work_dir, "held-out")))
+    run_held_out = replace(run, histogram=True, until_stable=None, work_dir=_work_dir(run, "held-out"))
+    return Collected(stats, calibrate(folder, held_out, run_held_out, progress=progress))
 
 
-def _beside(work_dir: Path | None, name: str) -> Path | None:
-    """The work folder of one of the two runs."""
-    return None if work_dir is None else work_dir.with_name(f"{work_dir.name}.{name}")
+def _work_dir(run: RunOptions, part: str) -> Path | None:
+    """Return the work folder of the calibration or of the held-out run."""
+    return None if run.work_dir is None else run.work_dir.with_name(f"{run.work_dir.name}.{part}")

@@ -1,8 +1,8 @@
-"""Which modules of a model are watched, and what their weights are called in the checkpoint.
+"""The modules of a model to observe, with the names of their weights in the checkpoint.
 
-Statistics carry the checkpoint's names, because those are what quantizing, servers and reports know;
-transformers may hold the same weights under other names or stacked (`runtime.names`). Watched is what
-`architecture.roles` would quantize unasked, and whatever is quantized already. Left out: lm_head, which servers keep.
+Statistics use the names of the checkpoint, as quantizing, servers and reports do; transformers may hold the same
+weights under other names or stacked (`runtime.names`). Observed are the weights that `architecture.roles` quantizes by
+default, and those that are quantized already. lm_head is not observed, because servers keep it unquantized.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minifloat.runtime.names import Assignment, assign
 
 _LOG = logging.getLogger(__name__)
 
-#: Name in transformers' experts classes -> the linears that a fused tensor of that name is split into.
+#: Name of a fused tensor in transformers' experts classes -> the linears that it is split into.
 _INNER = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",)}
 _OUTER = {"down_proj": ("down_proj",)}
 
@@ -34,9 +34,9 @@ class LinearSite:
     """A linear layer.
 
     Attributes:
-        path: Of the module in the model.
-        names: Of the linear in the checkpoint; several where transformers joins linears that share their input.
-        width: K, the input's channels.
+        path: Path of the module in the model.
+        names: Names of the linear in the checkpoint; several if transformers joins linears that share their input.
+        width: K, the number of input channels.
     """
 
     path: str
@@ -49,9 +49,9 @@ class ExpertsSite:
     """An experts module whose weights are stacked.
 
     Attributes:
-        path: Of the module in the model.
-        inner: Of each expert the names of its gate and up projections, which share their input.
-        outer: Of each expert the name of its down projection.
+        path: Path of the module in the model.
+        inner: For each expert the names of its gate and up projections, which share their input.
+        outer: For each expert the name of its down projection.
         inner_width: K of the gate and up projections.
         outer_width: K of the down projections.
     """
@@ -65,13 +65,13 @@ class ExpertsSite:
 
 @dataclass(frozen=True)
 class Sites:
-    """Everything to watch, in the order of names in the checkpoint."""
+    """All modules to observe, in the order of names in the checkpoint."""
 
     linears: tuple[LinearSite, ...]
     experts: tuple[ExpertsSite, ...]
 
     def attention_name(self, path: str) -> str:
-        """The name in the checkpoint of an attention module, told from a linear inside it; else its path."""
+        """Return the name of an attention module in the checkpoint, derived from a linear inside it, or its path."""
         for site in self.linears:
             if site.path.startswith(f"{path}."):
                 return site.names[0].rsplit(".", site.path.count(".") - path.count("."))[0]
@@ -79,23 +79,23 @@ class Sites:
 
 
 def find_sites(model: PreTrainedModel, checkpoint: Checkpoint) -> Sites:
-    """Find what to watch; a warning names weights that the observer cannot see multiplied.
+    """Return the modules to observe, and log a warning that names weights whose inputs cannot be observed.
 
     Args:
-        model: The model of `checkpoint`, as `minifloat.runtime.load.load` makes it; meta tensors are enough.
-        checkpoint: Quantized or not; only headers are read.
+        model: The model of `checkpoint`, as `minifloat.runtime.load.load` returns it; meta tensors are enough.
+        checkpoint: The checkpoint, quantized or not; only headers are read.
     """
     description = describe(checkpoint)
-    watched = {info.name for info in checkpoint.tensors.values() if role_of(info) in (Role.LINEAR, Role.EXPERTS)}
+    observed = {info.name for info in checkpoint.tensors.values() if role_of(info) in (Role.LINEAR, Role.EXPERTS)}
     if description.weights:
-        watched -= {tensor for weight in description.weights.values() for tensor in weight.tensors}
-        watched |= {
+        observed -= {tensor for weight in description.weights.values() for tensor in weight.tensors}
+        observed |= {
             f"{weight.module}.weight" if weight.expert is None else weight.module.rpartition(".")[0]
             for weight in description.weights.values()
         }
-    # The names of a quantized model's parameters are not those of the plain one, which transformers' tables map to.
-    plain = empty_model(checkpoint, model.dtype) if description.weights else model
-    assignments, _ = assign(plain, watched)
+    # transformers' tables map to the parameter names of the unquantized model, which a quantized model does not have.
+    unquantized = empty_model(checkpoint, model.dtype) if description.weights else model
+    assignments, _ = assign(unquantized, observed)
     linears: list[LinearSite] = []
     experts: dict[str, ExpertsSite] = {}
     missed: list[str] = []
@@ -113,7 +113,7 @@ def find_sites(model: PreTrainedModel, checkpoint: Checkpoint) -> Sites:
 
 
 def _add_experts(site: ExpertsSite, owner: Any, leaf: str, assignment: Assignment) -> bool:
-    """Enter the names of one stacked parameter; False where it is none that `calibration.experts` can run."""
+    """Add the names of one stacked parameter to a site; return False if `calibration.experts` cannot run the module."""
     stacked = hasattr(owner, "has_gate") and hasattr(owner, "num_experts")
     linears = (_INNER | _OUTER).get(leaf)
     if not stacked or linears is None:

@@ -1,9 +1,8 @@
-"""What calibration saw, as pure data: arrays that can be merged, saved and turned into scales by any rule.
+"""Activation statistics as data: arrays that can be merged, saved, and turned into scales by any rule.
 
-Statistics are kept per sequence and not reduced on the way: one pass over the data then serves every rule of
-`calibration.rules`, and runs on several machines add up. How activations are watched is `observe`'s business, how a
-file is laid out that of `stats_file`; nothing here imports torch. `numerics.histogram` says how
-magnitudes are counted.
+Statistics are kept per sequence, so one pass over the data serves every rule of `calibration.rules`, and runs on
+several machines can be merged. `observe` records them, `stats_file` saves them, and `numerics.histogram` defines the
+bins of the histograms. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ import numpy.typing as npt
 
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import StatsError
+from minifloat.errors import StatsError, UsageError
 from minifloat.numerics.histogram import BINS, FINITE_BINS, Counts, Floats
 
-#: Version of what `ActivationStats` holds; a file of another version is refused.
+#: Version of the content of `ActivationStats`; a file of another version is refused.
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleStats:
-    """The input of one linear, sequence by sequence.
+    """Statistics of the input of one linear, per sequence.
 
     Attributes:
-        amax: Largest magnitude in each sequence, float32 `[S]`; 0 where the module saw no token of it.
-        tokens: Tokens it saw of each sequence, int64 `[S]`; an expert sees few.
-        histogram: Magnitudes of all sequences, int64 `[BINS]`; None: not observed.
-        channel_amax: Largest magnitude of each input channel, float32 `[K]`; None: not observed.
+        amax: Largest magnitude in each sequence, float32 `[S]`; 0 for a sequence without a token for the module.
+        tokens: Number of tokens of each sequence that reached the module, int64 `[S]`; few for an expert.
+        histogram: Counts of magnitudes over all sequences, int64 `[BINS]`; None if not recorded.
+        channel_amax: Largest magnitude of each input channel, float32 `[K]`; None if not recorded.
     """
 
     amax: Floats
@@ -45,7 +44,7 @@ class ModuleStats:
         """Check the arrays.
 
         Raises:
-            ValueError: A wrong dtype or shape, a value that is not finite, or a negative one.
+            ValueError: A dtype or shape is wrong, or a value is negative or not finite.
         """
         _check("amax", self.amax, np.float32, 1)
         _check("tokens", self.tokens, np.int64, 1)
@@ -61,30 +60,43 @@ class ModuleStats:
             _check("channel_amax", self.channel_amax, np.float32, 1)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all arrays are the same to the bit."""
+        """Return whether all arrays are the same to the bit."""
         return isinstance(other, ModuleStats) and all(
             _same(mine, theirs) for mine, theirs in zip(self._arrays(), other._arrays(), strict=True)
         )
 
     @property
     def max(self) -> float:
-        """The largest magnitude of all sequences; 0 where no token was seen."""
+        """Largest magnitude of all sequences; 0 if no token reached the module."""
         return float(self.amax.max(initial=0.0))
 
     @property
     def total_tokens(self) -> int:
-        """Tokens seen in all sequences."""
+        """Number of tokens that reached the module, over all sequences."""
         return int(self.tokens.sum())
+
+    def require_histogram(self, purpose: str) -> Counts:
+        """Return the histogram.
+
+        Args:
+            purpose: What needs the histogram, for the message.
+
+        Raises:
+            UsageError: The module has no histogram.
+        """
+        if self.histogram is None:
+            raise UsageError(f"{purpose}: these statistics have no histograms; calibrate again with histograms")
+        return self.histogram
 
     @classmethod
     def concatenate(cls, parts: Sequence[ModuleStats]) -> ModuleStats:
-        """One after the other: sequences are appended, histograms added, channels take the larger amax.
+        """Return the statistics of several runs as one: sequences appended, histograms added, channels' larger amax.
 
         Args:
-            parts: At least one; of the same module, observed with the same options.
+            parts: At least one; of the same module, recorded with the same options.
 
         Raises:
-            ValueError: Only some of them have a histogram or channels, or the numbers of channels differ.
+            ValueError: Only some parts have a histogram or channels, or the numbers of channels differ.
         """
         histograms = _all_or_none("histogram", [part.histogram for part in parts])
         channels = _all_or_none("channel_amax", [part.channel_amax for part in parts])
@@ -103,7 +115,7 @@ class ModuleStats:
 
 @dataclass(frozen=True, eq=False)
 class KVStats:
-    """What an attention puts into its cache, after rotary embedding.
+    """Statistics of the K and V that an attention puts into its cache, after rotary embedding.
 
     Attributes:
         k_amax: Largest magnitude of K in each sequence and KV head, float32 `[S, num_kv_heads]`.
@@ -117,7 +129,7 @@ class KVStats:
         """Check the arrays.
 
         Raises:
-            ValueError: A wrong dtype or shape, a value that is not finite, or a negative one.
+            ValueError: A dtype or shape is wrong, or a value is negative or not finite.
         """
         _check("k_amax", self.k_amax, np.float32, 2)
         _check("v_amax", self.v_amax, np.float32, 2)
@@ -125,7 +137,7 @@ class KVStats:
             raise ValueError(f"k_amax is {self.k_amax.shape}, v_amax {self.v_amax.shape}")
 
     def __eq__(self, other: object) -> bool:
-        """Whether both arrays are the same to the bit."""
+        """Return whether both arrays are the same to the bit."""
         return isinstance(other, KVStats) and _same(self.k_amax, other.k_amax) and _same(self.v_amax, other.v_amax)
 
     @property
@@ -135,7 +147,7 @@ class KVStats:
 
     @classmethod
     def concatenate(cls, parts: Sequence[KVStats]) -> KVStats:
-        """The sequences of all parts, one part after the other.
+        """Return the statistics of several runs as one, with the sequences of all parts in order.
 
         Raises:
             ValueError: The numbers of heads differ.
@@ -145,18 +157,18 @@ class KVStats:
 
 @dataclass(frozen=True)
 class ActivationStats:
-    """What a model's linears and caches saw of a calibration set.
+    """Statistics of all linears and KV caches of a model on a calibration set.
 
-    Every module that was watched has an entry, also one that no token reached: what was not seen must be visible.
+    Every observed module has an entry, even if no token reached it, so that such modules are visible.
 
     Attributes:
         model: The model that ran.
         sequences: Number of sequences, `S`.
-        tokens: Number of tokens in them.
+        tokens: Number of tokens in all sequences.
         data: Record of the calibration set, JSON values; after a merge ``{"merged": [record, ...]}``.
-        inputs: By the linear's name in the checkpoint (``model.layers.0.mlp.down_proj``, one per expert); linears that
-            share an input have an entry each.
-        kv: By the name of the attention module (``model.layers.0.self_attn``).
+        inputs: Statistics by the linear's name in the checkpoint (``model.layers.0.mlp.down_proj``, one per expert);
+            linears that share an input have an entry each.
+        kv: Statistics by the name of the attention module (``model.layers.0.self_attn``).
     """
 
     model: ModelIdentity
@@ -167,10 +179,10 @@ class ActivationStats:
     kv: Mapping[str, KVStats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that all modules saw the same sequences.
+        """Check that the statistics of all modules have the same number of sequences.
 
         Raises:
-            ValueError: They did not, or a count is negative.
+            ValueError: The numbers of sequences differ, or a count is negative.
         """
         if self.sequences < 0 or self.tokens < 0:
             raise ValueError(f"{self.sequences} sequences of {self.tokens} tokens")
@@ -181,11 +193,11 @@ class ActivationStats:
                 raise ValueError(f"{name}: {length} sequences, expected {self.sequences}")
 
     def check_model(self, checkpoint: Checkpoint) -> None:
-        """Raise unless these are the statistics of that model.
+        """Raise an error unless these are the statistics of the model in a checkpoint.
 
         Raises:
-            StatsError: They are not; the message says what differs.
-            StorageError: The system refuses a read.
+            StatsError: The statistics are of another model; the message names the differences.
+            StorageError: The system refused to read the checkpoint.
         """
         differences = self.model.differences(ModelIdentity.of(checkpoint))
         if differences:
@@ -196,12 +208,12 @@ class ActivationStats:
             )
 
     def merge(self, other: ActivationStats) -> ActivationStats:
-        """Both runs as one: sequences are appended, histograms added, channels take the larger amax.
+        """Return the statistics of two runs as one: sequences appended, histograms added, channels' larger amax.
 
         Associative: ``a.merge(b).merge(c) == a.merge(b.merge(c))``.
 
         Raises:
-            StatsError: The runs are of two models, or were observed with other options.
+            StatsError: The runs are of two models, or were recorded with different options.
         """
         problem = self._mismatch(other)
         if problem:
@@ -232,7 +244,7 @@ class ActivationStats:
 
 
 def _records(data: Mapping[str, Any]) -> list[Any]:
-    """The records of the runs in a record."""
+    """Return the records of the single runs in a record."""
     return list(data["merged"]) if data.keys() == {"merged"} else [data]
 
 
@@ -252,10 +264,10 @@ def _same(mine: npt.NDArray[Any] | None, theirs: npt.NDArray[Any] | None) -> boo
 
 
 def _all_or_none(name: str, arrays: Sequence[npt.NDArray[Any] | None]) -> list[npt.NDArray[Any]]:
-    """The arrays, or an empty list where all are None.
+    """Return the arrays, or an empty list if all are None.
 
     Raises:
-        ValueError: Only some are None.
+        ValueError: Some arrays are None and others are not.
     """
     present = [array for array in arrays if array is not None]
     if present and len(present) != len(arrays):

@@ -1,12 +1,12 @@
 """Activation statistics as one safetensors file.
 
-The arrays of all modules are stacked into a handful of tensors, equal rows are kept once (linears that share an input,
-the token counts of every dense linear), and histograms keep only the bins that any module used: 512 sequences through
-a model of 70 billion parameters are about 4 MB. Everything else is JSON in the header's metadata, with a SHA-256 over
-it and the tensors: the format itself would not notice a flipped bit, and a wrong amax is a wrong scale.
+The arrays of all modules are stacked into seven tensors. Equal rows are stored once (linears that share an input, the
+token counts of every dense linear), and histograms store only the bins that some module used: 512 sequences through a
+model of 70 billion parameters take about 4 MB. Everything else is JSON in the metadata of the header, with a SHA-256
+over the JSON and the tensors, because safetensors itself would not notice a flipped bit, which would make a wrong
+scale.
 
-The file is read as if anybody might have made it: the header is validated by `checkpoint.header`, what it describes by
-the classes of `stats`.
+The content of a file is not trusted: `checkpoint.header` validates the header, and the classes of `stats` the arrays.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from minifloat.numerics.histogram import BINS
 
 _FORMAT = "minifloat activation statistics"
 
-#: The tensors of a file: dtype and number of dimensions. Rows of amax and tokens are `[S]`, of histogram `[bins in
-#: use]`; channel_amax holds the rows end to end; k_amax and v_amax are `[S, heads of all attentions]`.
+#: Dtype and number of dimensions of each tensor in a file. Rows of amax and tokens are `[S]`, rows of histogram `[used
+#: bins]`; channel_amax holds its rows end to end; k_amax and v_amax are `[S, heads of all attentions]`.
 _TENSORS: dict[str, tuple[str, int]] = {
     "amax": ("F32", 2),
     "tokens": ("I64", 2),
@@ -57,14 +57,14 @@ _Arrays = dict[str, npt.NDArray[Any]]
 
 
 class _Rows:
-    """Arrays, each kept once, known by their index."""
+    """A list of distinct arrays."""
 
     def __init__(self) -> None:
         self.rows: list[npt.NDArray[Any]] = []
         self._index: dict[bytes, int] = {}
 
     def add(self, row: npt.NDArray[Any] | None) -> int | None:
-        """The index of a row; None of None."""
+        """Add a row unless an equal one exists, and return its index; return None for None."""
         if row is None:
             return None
         index = self._index.setdefault(row.tobytes(), len(self.rows))
@@ -74,10 +74,10 @@ class _Rows:
 
 
 def write_stats(stats: ActivationStats, path: str | os.PathLike[str]) -> None:
-    """Write the file beside its place, sync it, and rename it: there is a whole file or none.
+    """Write the statistics to a file in one step: write a temporary file beside it, sync the file, and rename it.
 
     Raises:
-        StorageError: The system refuses.
+        StorageError: The system refused to write.
     """
     target = Path(path)
     content, arrays = _encode(stats)
@@ -91,12 +91,12 @@ def write_stats(stats: ActivationStats, path: str | os.PathLike[str]) -> None:
 
 
 def read_stats(path: str | os.PathLike[str]) -> ActivationStats:
-    """The statistics in a file.
+    """Return the statistics in a file.
 
     Raises:
-        StatsError: No such file, not one of this version, or damaged.
-        CheckpointError: It is no safetensors file.
-        StorageError: The system refuses a read.
+        StatsError: The file does not exist, is damaged, or has another version.
+        CheckpointError: The file is not a safetensors file.
+        StorageError: The system refused to read.
     """
     source = Path(path)
     try:
@@ -122,7 +122,7 @@ def read_stats(path: str | os.PathLike[str]) -> ActivationStats:
 
 
 def _encode(stats: ActivationStats) -> tuple[str, _Arrays]:
-    """The JSON and the tensors, which depend on the statistics alone."""
+    """Return the JSON and the tensors of a file; equal statistics give equal bytes."""
     amax, tokens, histograms, channels = _Rows(), _Rows(), _Rows(), _Rows()
     inputs = {
         name: [
@@ -134,6 +134,7 @@ def _encode(stats: ActivationStats) -> tuple[str, _Arrays]:
         for name, module in sorted(stats.inputs.items())
     }
     kv = sorted(stats.kv.items())
+    no_heads = np.empty((stats.sequences, 0), np.float32)
     counts = _stack(histograms.rows, BINS, np.int64)
     bins = np.flatnonzero(counts.any(axis=0))
     arrays = {
@@ -142,8 +143,8 @@ def _encode(stats: ActivationStats) -> tuple[str, _Arrays]:
         "histogram": counts[:, bins],
         "bins": bins,
         "channel_amax": np.concatenate([*channels.rows, np.empty(0, np.float32)]),
-        "k_amax": np.concatenate([*(one.k_amax for _, one in kv), np.empty((stats.sequences, 0), np.float32)], axis=1),
-        "v_amax": np.concatenate([*(one.v_amax for _, one in kv), np.empty((stats.sequences, 0), np.float32)], axis=1),
+        "k_amax": np.concatenate([*(entry.k_amax for _, entry in kv), no_heads], axis=1),
+        "v_amax": np.concatenate([*(entry.v_amax for _, entry in kv), no_heads], axis=1),
     }
     content = {
         "model": asdict(stats.model),
@@ -152,7 +153,7 @@ def _encode(stats: ActivationStats) -> tuple[str, _Arrays]:
         "data": dict(stats.data),
         "inputs": inputs,
         "channels": [len(row) for row in channels.rows],
-        "kv": {name: one.heads for name, one in kv},
+        "kv": {name: entry.heads for name, entry in kv},
     }
     text = json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":"))
     return text, {name: np.ascontiguousarray(array, _NUMPY[_TENSORS[name][0]]) for name, array in arrays.items()}
@@ -163,7 +164,7 @@ def _stack(rows: list[npt.NDArray[Any]], columns: int, dtype: type) -> npt.NDArr
 
 
 def _decode(content: Mapping[str, Any], arrays: _Arrays) -> ActivationStats:
-    """The inverse of `_encode`; an error of any kind means that the file is not one of ours."""
+    """Return the statistics that `_encode` encoded; any exception means that the file is not valid."""
     identity = content["model"]
     names = [field.name for field in fields(ModelIdentity)]
     if sorted(identity) != sorted(names) or not all(isinstance(identity[name], str) for name in names):
@@ -189,7 +190,7 @@ def _decode(content: Mapping[str, Any], arrays: _Arrays) -> ActivationStats:
 
 
 def _cut(array: npt.NDArray[Any], lengths: list[int]) -> list[npt.NDArray[Any]]:
-    """Pieces of the last axis, of these lengths, that use all of it."""
+    """Return consecutive pieces of the last axis with these lengths, which must add up to its size."""
     ends = np.cumsum([0, *map(_index, lengths)])
     if ends[-1] != array.shape[-1]:
         raise ValueError(f"pieces of {ends[-1]} columns, expected {array.shape[-1]}")
@@ -197,7 +198,7 @@ def _cut(array: npt.NDArray[Any], lengths: list[int]) -> list[npt.NDArray[Any]]:
 
 
 def _index(value: Any) -> int:
-    """A number of the JSON that must be an integer from 0 on (Python would take -1 for the last row)."""
+    """Return a JSON value that must be an integer of at least 0 (Python would take -1 for the last row)."""
     if type(value) is not int or value < 0:
         raise ValueError(f"expected an integer from 0 on, found {value!r}")
     return value
@@ -210,9 +211,9 @@ def _ascending(bins: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _read_arrays(path: Path, infos: Iterable[TensorInfo]) -> _Arrays:
-    """The tensors of a file, read-only, by name."""
-    found = {info.name: info for info in infos}
-    declared = {name: (info.dtype, len(info.shape)) for name, info in found.items()}
+    """Return the tensors of a file, read-only, by name."""
+    infos_by_name = {info.name: info for info in infos}
+    declared = {name: (info.dtype, len(info.shape)) for name, info in infos_by_name.items()}
     if declared != _TENSORS:
         odd = sorted(name for name in declared.keys() | _TENSORS if declared.get(name) != _TENSORS.get(name))
         raise StatsError(path, f"tensor {odd[0]!r} is missing, unknown, or of another dtype or rank; calibrate again")
@@ -220,7 +221,7 @@ def _read_arrays(path: Path, infos: Iterable[TensorInfo]) -> _Arrays:
     with storage_errors(path, "open it"):
         descriptor, _ = open_regular(path)
     try:
-        for name, info in found.items():
+        for name, info in infos_by_name.items():
             data = bytearray(info.nbytes)
             read_exactly(descriptor, memoryview(data), info.offset, path)
             arrays[name] = np.frombuffer(bytes(data), _NUMPY[info.dtype]).reshape(info.shape)
@@ -230,7 +231,7 @@ def _read_arrays(path: Path, infos: Iterable[TensorInfo]) -> _Arrays:
 
 
 def _digest(content: str, arrays: _Arrays) -> str:
-    """SHA-256 of the JSON, and of name, shape and bytes of every tensor in the order of `_TENSORS`."""
+    """Return the SHA-256 of the JSON, and of name, shape and bytes of every tensor in the order of `_TENSORS`."""
     digest = hashlib.sha256(content.encode())
     for name in _TENSORS:
         array = arrays[name]

@@ -1,68 +1,70 @@
-"""Calibration of a model that fits in memory: all of it, one sequence at a time, without lm_head.
+"""Calibration of a model that fits in memory: the whole model runs one sequence at a time, without lm_head.
 
-What a calibration of any kind asks of its checkpoint and its data is here too.
+This module also holds the checks of the checkpoint and the data that every calibration makes.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
-from minifloat.calibration.convergence import report
+from minifloat.calibration.convergence import convergence_report
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.observe import Observer
+from minifloat.calibration.options import RunOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError, DataError
 from minifloat.report.progress import Progress
 from minifloat.runtime.load import load
 
-#: Sequences from one look at the convergence to the next; looking takes longer than a hook.
+#: Sequences between two checks of the convergence: a check takes longer than observing one sequence.
 _CHECK_EVERY = 16
 
 
 def calibrate_whole(
-    model: str | os.PathLike[str],
-    data: CalibrationSet,
-    *,
-    histogram: bool = False,
-    per_channel: bool = False,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    until_stable: float | None = None,
-    progress: Progress | None = None,
+    model: str | os.PathLike[str], data: CalibrationSet, options: RunOptions, progress: Progress | None = None
 ) -> ActivationStats:
-    """Load a model and observe it on calibration text; arguments and errors as of `calibration.calibrate.calibrate`."""
+    """Load a whole model and observe it on calibration text.
+
+    `RunOptions.max_memory` and `RunOptions.work_dir` are not used. Arguments, result and errors are those of
+    `calibration.calibrate.calibrate`.
+    """
     with Checkpoint.open(model) as checkpoint:
         check_source(checkpoint)
         identity = ModelIdentity.of(checkpoint)
-    loaded = load(model, dtype=dtype, device=device)
+    loaded = load(model, dtype=options.dtype, device=options.device)
     check_data(data, loaded.config.get_text_config().vocab_size)
-    done = 0
-    with Observer(loaded, histogram=histogram, per_channel=per_channel) as observer:
+    tokens = 0
+
+    def statistics() -> ActivationStats:
+        return ActivationStats(identity, observer.sequences, tokens, data.record, observer.inputs(), observer.kv())
+
+    with Observer(loaded, histogram=options.histogram, per_channel=options.per_channel) as observer:
         for ids in data.sequences:
             observer.run(torch.tensor([ids]))
-            done += len(ids)
+            tokens += len(ids)
             if progress is not None:
-                progress(done, data.tokens, f"sequence {observer.sequences} of {len(data.sequences)}")
-            if until_stable is not None and observer.sequences % _CHECK_EVERY == 0:
-                stats = ActivationStats(
-                    identity, observer.sequences, done, data.record, observer.inputs(), observer.kv()
-                )
-                if not report(stats, tolerance=until_stable).unsettled:
-                    break
-    stopped = {"sequences": observer.sequences, "tokens": done, "until_stable": until_stable}
-    record = data.record if observer.sequences == len(data.sequences) else {**data.record, "stopped": stopped}
-    return ActivationStats(identity, observer.sequences, done, record, observer.inputs(), observer.kv())
+                progress(tokens, data.tokens, f"sequence {observer.sequences} of {len(data.sequences)}")
+            if options.until_stable is None or observer.sequences % _CHECK_EVERY:
+                continue
+            if not convergence_report(statistics(), tolerance=options.until_stable).unsettled:
+                break
+    stats = statistics()
+    if observer.sequences == len(data.sequences):
+        return stats
+    stopped = {"sequences": observer.sequences, "tokens": tokens, "until_stable": options.until_stable}
+    return replace(stats, data={**data.record, "stopped": stopped})
 
 
 def check_data(data: CalibrationSet, vocab_size: int) -> None:
-    """Raise unless a model with that vocabulary can run the sequences.
+    """Raise an error unless a model with that vocabulary can run the sequences.
 
     Raises:
-        DataError: No sequence, an empty one, or a token id beyond the vocabulary.
+        DataError: There is no sequence, an empty one, or a token id beyond the vocabulary.
     """
     if not data.sequences:
         raise DataError("no calibration data: expected at least one sequence of tokens")
@@ -72,12 +74,12 @@ def check_data(data: CalibrationSet, vocab_size: int) -> None:
         if min(ids) < 0 or max(ids) >= vocab_size:
             raise DataError(
                 f"sequence {index} of the calibration data has token ids from {min(ids)} to {max(ids)}, beyond the "
-                f"model's vocabulary of {vocab_size}: it was made with another model's tokenizer"
+                f"model's vocabulary of {vocab_size}: they come from another model's tokenizer"
             )
 
 
 def check_source(checkpoint: Checkpoint) -> None:
-    """Raise unless the checkpoint is one to calibrate.
+    """Raise an error if the checkpoint is quantized.
 
     Raises:
         AlreadyQuantizedError: It is quantized.

@@ -76,8 +76,9 @@ def calibrate(params: CalibrateParams) -> None:
     DATA is a .txt, .jsonl, .csv or .parquet file, a folder of them, or the name of a data set of the hub, with options
     after a #: gsm8k.jsonl#column=question,weight=2
     """
+    from minifloat.calibration.options import RunOptions
     from minifloat.calibration.rules import parse_rule
-    from minifloat.calibration.session import collect, held_out_path, require_free
+    from minifloat.calibration.session import TextOptions, collect, held_out_path, require_free
     from minifloat.commands.display.console import progress_bar
     from minifloat.commands.display.stats import print_stats
 
@@ -87,17 +88,21 @@ def calibrate(params: CalibrateParams) -> None:
         collected = collect(
             params.model,
             params.sources,
-            samples=params.samples,
-            seq_len=params.seq_len,
-            seed=params.seed,
-            packing=not params.no_packing,
-            held_out=params.held_out,
-            histogram=params.histogram,
-            per_channel=params.per_channel,
-            until_stable=params.until_stable,
-            max_memory=params.max_memory,
-            work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
-            device=params.device,
+            TextOptions(
+                samples=params.samples,
+                seq_len=params.seq_len,
+                seed=params.seed,
+                packing=not params.no_packing,
+                held_out=params.held_out,
+            ),
+            RunOptions(
+                histogram=params.histogram,
+                per_channel=params.per_channel,
+                until_stable=params.until_stable,
+                max_memory=params.max_memory,
+                work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
+                device=params.device,
+            ),
             progress=progress,
             revision=params.revision,
         )

@@ -128,8 +128,9 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
         return None
     if params.stats is not None and params.sources:
         raise UsageError("--stats and --calibration both give activation statistics; give one of them")
+    from minifloat.calibration.options import RunOptions
     from minifloat.calibration.rules import HistogramRule, parse_rule
-    from minifloat.calibration.session import Collected, collect
+    from minifloat.calibration.session import Collected, TextOptions, collect
     from minifloat.quantize.static_scales import Calibration
 
     rule = parse_rule(params.rule)
@@ -139,9 +140,8 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
         collected = collect(
             params.model,
             params.sources,
-            samples=params.calibration_samples,
-            seq_len=params.calibration_seq_len,
-            histogram=isinstance(rule, HistogramRule),
+            TextOptions(samples=params.calibration_samples, seq_len=params.calibration_seq_len),
+            RunOptions(histogram=isinstance(rule, HistogramRule)),
             progress=progress,
             revision=params.revision,
         )

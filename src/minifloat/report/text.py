@@ -57,6 +57,17 @@ def layer_pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
+def split_layer(name: str) -> tuple[int, str]:
+    """Return the layer number in a tensor or module name, and the name after it; layer 0 for a name without one."""
+    match = re.search(r"(?:^|\.)(\d+)\.(?=.)", name)
+    return (int(match[1]), name[match.end() :]) if match else (0, name)
+
+
+def name_in_layer(name: str) -> str:
+    """Return the part of a module name after its layer number, with ``*`` for the number of the expert."""
+    return layer_pattern(split_layer(name)[1])
+
+
 def short_names(paths: Sequence[str]) -> list[str]:
     """Return the last parts of each path, as many as needed to tell the paths apart, as `visible` text."""
     parts_by_path = [[part for part in path.split("/") if part] or [path] for path in paths]

@@ -1,4 +1,4 @@
-"""Prints activation statistics, with the numbers of the HTML page (`calibration.page`)."""
+"""Prints activation statistics, with the numbers of the HTML page (`calibration.summary`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from minifloat.calibration.page import (
+from minifloat.calibration.rules import Rule
+from minifloat.calibration.stats import ActivationStats
+from minifloat.calibration.summary import (
     CacheSummary,
     InputSummary,
     change,
@@ -18,8 +20,6 @@ from minifloat.calibration.page import (
     span,
     summarize,
 )
-from minifloat.calibration.rules import Rule
-from minifloat.calibration.stats import ActivationStats
 from minifloat.commands.display.console import make_console, make_table
 from minifloat.report.text import layer_pattern
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from minifloat.calibration.page import kind_of, split_layer
 from minifloat.compare.attribution import Attribution, ModuleDamage
 from minifloat.compare.generation import GreedyDivergence
 from minifloat.compare.pages.numbers import increase, number, percent, with_interval
@@ -15,7 +14,7 @@ from minifloat.report.axes import Axis
 from minifloat.report.charts import Bar, Dot, Series, bar_chart, dot_chart, line_chart
 from minifloat.report.page import figure
 from minifloat.report.svg import COLORS
-from minifloat.report.text import visible
+from minifloat.report.text import name_in_layer, split_layer, visible
 
 _WORST_MODULES = 15
 #: About how many points a curve over the tokens of continuations has.
@@ -143,7 +142,7 @@ def _by_layer(
     for row in rows:
         layer, measured = split_layer(row.module)[0], value(row)
         if measured is not None and math.isfinite(measured):
-            layers = kinds.setdefault(visible(kind_of(row.module)), {})
+            layers = kinds.setdefault(visible(name_in_layer(row.module)), {})
             layers[layer] = worst(layers.get(layer, measured), measured)
     shown = list(kinds.items())[: len(COLORS)]
     return [Series(kind, [(float(layer), layers[layer]) for layer in sorted(layers)]) for kind, layers in shown]

@@ -1,4 +1,4 @@
-"""The weights of a model in parts: what it runs before its layers, then each layer, never more than a bound."""
+"""The weights of a model in parts: the modules before its layers, then one layer at a time, within a memory limit."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 from torch import nn
 
-from minifloat.calibration.walk import CannotWalkError
+from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.errors import UsageError
 from minifloat.runtime.load import TORCH_DTYPES, Loader
 from minifloat.runtime.names import Assignment
 
 
 class PartialWeights:
-    """Reads the weights of one part of a model and forgets them.
+    """Reads the weights of one part of a model at a time, and drops them after use.
 
     Args:
-        loader: Its model is empty.
+        loader: A loader whose model has no weights yet.
         path: Of the model's list of layers.
-        max_memory: Bytes of weights that may be in memory at a time.
+        max_memory: Bytes of weights that may be in memory at a time; None: no limit.
 
     Raises:
-        CheckpointError: The checkpoint has a tensor that the model has no place for.
-        UsageError: A layer does not fit; names the largest one.
+        CheckpointError: The checkpoint has a tensor that the model has no parameter for.
+        UsageError: A layer does not fit; names the largest layer.
     """
 
-    def __init__(self, loader: Loader, path: str, max_memory: int) -> None:
+    def __init__(self, loader: Loader, path: str, max_memory: int | None) -> None:
         self._loader, self._path, self._max_memory = loader, path, max_memory
         layers = loader.model.get_submodule(path)
         assert isinstance(layers, nn.ModuleList)
@@ -48,10 +48,10 @@ class PartialWeights:
 
     @contextmanager
     def before_layers(self) -> Iterator[None]:
-        """Inside, modules outside of the layers get their weights when they are first called.
+        """Load the weights of modules outside of the layers when the model first calls each module.
 
-        So nothing that is not needed before the layers is read: no lm_head, no vision tower. A `UsageError` is raised
-        from the call where they do not fit, a `CannotWalkError` where the checkpoint does not have them.
+        Weights that are not needed before the layers (lm_head, a vision tower) are therefore never read. The call
+        raises `UsageError` if the weights do not fit, and `LayersNotSeparableError` if the checkpoint lacks them.
         """
         placed: list[str] = []
         with ExitStack() as stack:
@@ -64,10 +64,10 @@ class PartialWeights:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """The layer, with its weights; afterwards it is no longer in the model.
+        """Load the weights of a layer, and remove the layer from the model afterwards.
 
         Raises:
-            CannotWalkError: A parameter of it has no tensor of its own.
+            LayersNotSeparableError: A parameter of the layer has no tensor of its own.
         """
         for assignment in self._by_layer[index]:
             self._loader.place(assignment)
@@ -83,7 +83,7 @@ class PartialWeights:
             return
         placed.append(path)
         needed = [assignment for name in placed for assignment in self._by_module.get(name, ())]
-        self._require_room(f"what comes before the layers ({', '.join(placed)})", self._size(needed))
+        self._require_room(f"the part of the model before the layers ({', '.join(placed)})", self._size(needed))
         for assignment in self._by_module.get(path, ()):
             self._loader.place(assignment)
         _require_filled(path, module._parameters.items())
@@ -92,30 +92,30 @@ class PartialWeights:
         self._loader.model.get_submodule(path)._parameters.update(empty)
 
     def _size(self, assignments: list[Assignment]) -> int:
-        """Bytes of parameters, and of the tensors that the largest one of them is converted from."""
-        tensors, held, passing = self._loader.checkpoint.tensors, 0, 0
+        """Return the bytes of the parameters, plus those of the largest set of tensors to convert at a time."""
+        tensors, parameter_bytes, converted_bytes = self._loader.checkpoint.tensors, 0, 0
         for assignment in assignments:
             dtype = self._loader.dtype_of(assignment.target)
             infos = [tensors[source] for source in assignment.sources if source in tensors]
-            held += sum(info.nbytes // TORCH_DTYPES[info.dtype].itemsize for info in infos) * dtype.itemsize
+            parameter_bytes += sum(info.nbytes // TORCH_DTYPES[info.dtype].itemsize for info in infos) * dtype.itemsize
             if assignment.converter is not None or any(TORCH_DTYPES[info.dtype] != dtype for info in infos):
-                passing = max(passing, sum(info.nbytes for info in infos))
-        return held + passing
+                converted_bytes = max(converted_bytes, sum(info.nbytes for info in infos))
+        return parameter_bytes + converted_bytes
 
-    def _require_room(self, what: str, size: int) -> None:
-        if size > self._max_memory:
+    def _require_room(self, part: str, size: int) -> None:
+        if self._max_memory is not None and size > self._max_memory:
             raise UsageError(
-                f"{what} needs {_shown(size)} for its weights, more than the {_shown(self._max_memory)} that are "
-                f"allowed; layers are calibrated one at a time and cannot be divided: allow at least {_shown(size)}"
+                f"{part} needs {_mib(size)} for its weights, more than the {_mib(self._max_memory)} that are "
+                f"allowed; layers are calibrated one at a time and cannot be divided: allow at least {_mib(size)}"
             )
 
 
 def _require_filled(path: str, parameters: Any) -> None:
     for name, parameter in parameters:
         if parameter is not None and parameter.is_meta:
-            raise CannotWalkError(f"{path}.{name} has no tensor of its own")
+            raise LayersNotSeparableError(f"{path}.{name} has no tensor of its own")
 
 
-def _shown(size: int) -> str:
-    """A number of bytes in MiB, rounded up."""
+def _mib(size: int) -> str:
+    """Return a number of bytes in MiB, rounded up."""
     return f"{-(-size // 2**20):,} MiB"

@@ -1,13 +1,13 @@
 """Calibration layer by layer beside calibration of the whole model: time and peak memory.
 
     python benchmarks/make_checkpoint.py /tmp/1b            # 1.1B parameters of the shape of a Llama
-    python benchmarks/calibrate_blocks.py /tmp/1b
-    python benchmarks/calibrate_blocks.py /tmp/1b --max-memory-mib 256 --samples 32
+    python benchmarks/calibrate_layerwise.py /tmp/1b
+    python benchmarks/calibrate_layerwise.py /tmp/1b --max-memory-mib 256 --samples 32
 
-Each run is a process of its own, and they take turns; the time is that of `calibrate`, loading included and imports
-not, from a page cache that a first read has filled. Memory is the process's peak resident set; that of an interpreter
-with torch and transformers imported is shown beside it. Sequences are random token ids: no tokenizer is needed. The
-statistics of all runs must be the same to the bit.
+Each run is a process of its own, and the two kinds take turns. The time is that of the calibration, with loading and
+without imports, from a page cache that a first read has filled. Memory is the peak resident set of the process; the
+table also shows it without that of an interpreter that only imported torch and transformers. Sequences are random token
+ids, so no tokenizer is needed. The statistics of all runs must be the same to the bit.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ import click
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats
 
-IMPORTS = "import minifloat.calibration.blocks, minifloat.calibration.calibrate"
+IMPORTS = "import minifloat.calibration.layerwise.run, minifloat.calibration.whole"
 RUN = """
 import random, sys, time
 from pathlib import Path
-from minifloat.calibration.blocks import calibrate_blocks
+from dataclasses import replace
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.calibrate import calibrate
+from minifloat.calibration.layerwise.run import calibrate_layerwise
+from minifloat.calibration.options import RunOptions
+from minifloat.calibration.whole import calibrate_whole
 from minifloat.calibration.stats_file import write_stats
 model, out, histogram, max_memory, device, *sizes = sys.argv[1:]
 samples, length, vocabulary = map(int, sizes)
 draw = random.Random(0)
 data = CalibrationSet(tuple(tuple(draw.randrange(vocabulary) for _ in range(length)) for _ in range(samples)))
-options = {"histogram": histogram == "True", "device": device}
+options = RunOptions(histogram=histogram == "True", device=device, work_dir=Path(out).with_suffix(".work"))
 start = time.perf_counter()
 if max_memory == "None":
-    stats = calibrate(model, data, **options)
+    stats = calibrate_whole(model, data, options)
 else:
-    options |= {"max_memory": int(max_memory), "work_dir": Path(out).with_suffix(".work")}
-    stats = calibrate_blocks(model, data, **options)
+    stats = calibrate_layerwise(model, data, replace(options, max_memory=int(max_memory)))
 print(time.perf_counter() - start)
 write_stats(stats, out)
 """
 
 
 def measure(arguments: list[object]) -> tuple[float, int]:
-    """Seconds that a child reports, and its peak resident bytes."""
+    """Return the seconds that a child process prints, and its peak resident bytes."""
     child = subprocess.Popen([sys.executable, "-c", *map(str, arguments)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     with child.stdout as output:
@@ -81,7 +82,7 @@ def main(
     """Calibrate CHECKPOINT both ways."""
     files = list(checkpoint.glob("*.safetensors"))
     for file in files:
-        with file.open("rb") as shard:  # in pieces: the peak of this process would count as that of its children
+        with file.open("rb") as shard:  # in pieces: a child inherits the peak of this process
             while shard.read(1 << 20):
                 pass
     _, floor = measure([IMPORTS])
@@ -107,14 +108,14 @@ def main(
 
 
 def differences(runs: list[tuple[str, ActivationStats]]) -> str:
-    """What differs from the first run, or nothing."""
+    """Return the differences from the first run as text; empty if there are none."""
     (_, first), *others = runs
-    found = []
+    differing = []
     for kind, stats in others:
         odd = [name for name, module in stats.inputs.items() if module != first.inputs[name]]
         if stats != first:
-            found.append(f"DIFFER ({kind}): {len(odd)} of {len(stats.inputs)} inputs {odd[:4]}")
-    return "; ".join(found)
+            differing.append(f"DIFFER ({kind}): {len(odd)} of {len(stats.inputs)} inputs {odd[:4]}")
+    return "; ".join(differing)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,16 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from minifloat.calibration import walk_store
-from minifloat.calibration.blocks import calibrate_blocks
 from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.walk import Call, CannotWalkError, Capture
+from minifloat.calibration.layerwise import storage
+from minifloat.calibration.layerwise.calls import Capture, LayerCall, LayersNotSeparableError
+from minifloat.calibration.layerwise.run import calibrate_layerwise
+from minifloat.calibration.options import RunOptions
+from minifloat.calibration.stats import ActivationStats
 from minifloat.errors import AlreadyQuantizedError, DataError, DestinationError, NonFiniteError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.report.progress import Progress
 from minifloat.runtime.load import Loader
 
 Make = Callable[..., Path]
@@ -68,8 +71,14 @@ def make(folder: Path, model_type: str) -> Path:
     return folder
 
 
+def layerwise(
+    folder: Path, data: CalibrationSet = DATA, *, progress: Progress | None = None, **options: Any
+) -> ActivationStats:
+    return calibrate_layerwise(folder, data, RunOptions(**options), progress)
+
+
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "minifloat.calibration.blocks"]
+    return [record.getMessage() for record in caplog.records if record.name == "minifloat.calibration.layerwise.run"]
 
 
 @pytest.mark.parametrize(
@@ -82,54 +91,55 @@ def test_the_statistics_are_those_of_the_whole_model_to_the_bit(
         folder = make(tmp_path / "model", model_type)
     else:
         folder = make_model(tmp_path / "model", model_type)
-    stats = calibrate_blocks(folder, DATA, max_memory=ROOM, **OPTIONS)
-    assert stats == calibrate(folder, DATA, **OPTIONS)
+    stats = layerwise(folder, DATA, max_memory=ROOM, **OPTIONS)
+    assert stats == calibrate(folder, DATA, RunOptions(**OPTIONS))
     assert stats.kv
-    assert not warnings_of(caplog), "it fell back to the whole model"
+    assert not warnings_of(caplog), "the whole model was calibrated instead"
 
 
-def test_another_dtype_and_no_options_give_those_of_the_whole_model_too(llama_folder: Path) -> None:
-    layered = calibrate_blocks(llama_folder, DATA, max_memory=ROOM, dtype=torch.float32)
-    assert layered == calibrate(llama_folder, DATA, dtype=torch.float32)
+def test_another_dtype_without_options_gives_the_statistics_of_the_whole_model(llama_folder: Path) -> None:
+    layered = layerwise(llama_folder, DATA, max_memory=ROOM, dtype=torch.float32)
+    assert layered == calibrate(llama_folder, DATA, RunOptions(dtype=torch.float32))
     assert layered != calibrate(llama_folder, DATA)
 
 
-def test_calibrate_takes_this_way_where_the_weights_exceed_the_memory(llama_folder: Path, tmp_path: Path) -> None:
+def test_calibrate_runs_layer_by_layer_if_the_weights_exceed_the_memory(llama_folder: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    stats = calibrate(llama_folder, DATA, max_memory=140_000, progress=lambda *step: seen.append(step))
+    stats = calibrate(llama_folder, DATA, RunOptions(max_memory=140_000), progress=lambda *step: seen.append(step))
     assert stats == calibrate(llama_folder, DATA)
     assert "layer 2 of 2" in seen[-1][2]
     assert seen[-1][0] == seen[-1][1] == 2 * DATA.tokens
     assert [done for done, _, _ in seen] == sorted({done for done, _, _ in seen})
 
 
-def test_masks_that_exceed_their_room_in_memory_come_from_a_file(
+def test_masks_beyond_the_memory_limit_of_arguments_are_read_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make(tmp_path / "model", "gemma2")
-    expected = calibrate(folder, DATA, **OPTIONS)
+    expected = calibrate(folder, DATA, RunOptions(**OPTIONS))
     reads = []
-    plain = walk_store.TensorFile.read
-    monkeypatch.setattr(walk_store, "ARGUMENT_BYTES", 0)
-    monkeypatch.setattr(walk_store.TensorFile, "read", lambda file, slot: reads.append(file.path) or plain(file, slot))
-    assert calibrate_blocks(folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work", **OPTIONS) == expected
+    plain = storage.TensorFile.read
+    monkeypatch.setattr(storage, "ARGUMENT_BYTES", 0)
+    monkeypatch.setattr(storage.TensorFile, "read", lambda file, slot: reads.append(file.path) or plain(file, slot))
+    assert layerwise(folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work", **OPTIONS) == expected
     assert tmp_path / "work" / "arguments" in reads
 
 
 def test_equal_arguments_are_kept_once(tmp_path: Path) -> None:
-    with walk_store.TensorFile(tmp_path / "file") as file:
-        pool = walk_store.ArgumentPool(file, torch.device("cpu"))
+    with storage.TensorFile(tmp_path / "file") as file:
+        pool = storage.ArgumentPool(file, torch.device("cpu"))
         one, other = (
-            pool.keep([Call((), {"mask": torch.ones(3), "positions": (torch.zeros(2), 1)}, False)]) for _ in range(2)
+            pool.keep([LayerCall((), {"mask": torch.ones(3), "positions": (torch.zeros(2), 1)}, False)])
+            for _ in range(2)
         )
         assert one[0] is other[0]
-        changed = pool.keep([Call((), {"mask": torch.zeros(3), "positions": (torch.zeros(2), 1)}, False)])
+        changed = pool.keep([LayerCall((), {"mask": torch.zeros(3), "positions": (torch.zeros(2), 1)}, False)])
         assert changed[0] is not one[0]
         assert changed[0].kwargs["positions"][0] is one[0].kwargs["positions"][0]
 
 
 def watch_weights(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of weights in memory after each that was placed."""
+    """Record the bytes of weights in memory each time a weight is placed."""
     sizes: list[int] = []
     plain = Loader.place
 
@@ -143,40 +153,40 @@ def watch_weights(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_the_weights_in_memory_are_never_more_than_was_allowed_and_a_byte_less_is_refused(
+def test_weights_in_memory_never_exceed_the_limit_and_a_limit_one_byte_smaller_is_refused(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = watch_weights(monkeypatch)
-    calibrate_blocks(llama_folder, DATA, max_memory=ROOM)
+    layerwise(llama_folder, DATA, max_memory=ROOM)
     largest = max(sizes)
     assert largest < sum(file.stat().st_size for file in llama_folder.glob("*.safetensors")) / 1.5
-    calibrate_blocks(llama_folder, DATA, max_memory=largest)
+    layerwise(llama_folder, DATA, max_memory=largest)
     with pytest.raises(UsageError, match=r"model\.layers\.\d needs \d+ MiB"):
-        calibrate_blocks(llama_folder, DATA, max_memory=largest - 1)
+        layerwise(llama_folder, DATA, max_memory=largest - 1)
 
 
-def test_experts_count_twice_while_they_are_stacked(make_model: Make, tmp_path: Path) -> None:
+def test_experts_need_twice_their_memory_while_they_are_stacked(make_model: Make, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "mixtral")
     layer = 2 * (4 * 3 * 64 * 96 + 64 * (64 + 32 + 32 + 64) + 4 * 64 + 2 * 64)
     stacked = 2 * 4 * 2 * 64 * 96
-    calibrate_blocks(folder, DATA, max_memory=layer + stacked)
+    layerwise(folder, DATA, max_memory=layer + stacked)
     with pytest.raises(UsageError, match=r"model\.layers\.0"):
-        calibrate_blocks(folder, DATA, max_memory=layer + stacked - 1)
+        layerwise(folder, DATA, max_memory=layer + stacked - 1)
 
 
 def test_embeddings_that_do_not_fit_are_refused_by_name(make_model: Make, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "llama", vocab_size=3000)
     with pytest.raises(UsageError, match="embed_tokens"):
-        calibrate_blocks(folder, DATA, max_memory=2 * 3000 * 64 - 1, work_dir=tmp_path / "work")
+        layerwise(folder, DATA, max_memory=2 * 3000 * 64 - 1, work_dir=tmp_path / "work")
     assert not (tmp_path / "work").exists()
 
 
 @pytest.mark.parametrize(("model_type", "reason"), [("gemma3n_text", "share an object"), ("mamba", "no hidden states")])
-def test_a_model_that_cannot_be_walked_is_calibrated_whole_and_the_log_says_so(
+def test_a_model_whose_layers_cannot_run_one_at_a_time_is_calibrated_whole_with_a_warning(
     tmp_path: Path, model_type: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make(tmp_path / "model", model_type)
-    stats = calibrate_blocks(folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work")
+    stats = layerwise(folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work")
     assert stats == calibrate(folder, DATA)
     [warning] = warnings_of(caplog)
     assert reason in warning
@@ -185,7 +195,7 @@ def test_a_model_that_cannot_be_walked_is_calibrated_whole_and_the_log_says_so(
 
 
 class Decoder(nn.Module):
-    """The least that `Capture` needs of a model; subclasses say what it does with its layers."""
+    """A minimal model for `Capture`; subclasses call its layers in different ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,31 +291,32 @@ def test_hidden_states_may_be_returned_bare_or_first_in_a_tuple(cls: type[Decode
         (Peeking, "the model fails"),
     ],
 )
-def test_layers_that_cannot_be_run_one_at_a_time_are_noticed(cls: type[Decoder], reason: str) -> None:
+def test_layers_that_cannot_run_one_at_a_time_are_detected(cls: type[Decoder], reason: str) -> None:
     model: Any = cls()
-    with pytest.raises(CannotWalkError, match=reason):
+    with pytest.raises(LayersNotSeparableError, match=reason):
         Capture(model, model.layers).check(torch.tensor([[1, 2]]))
     assert all("forward" not in layer.__dict__ for layer in model.layers)
 
 
 # ------------------------------------------------------------------------------------------------- interruption
 
-# Importing takes seconds: a process does it once and forks for every line on its standard input. The children slow
-# every step down, so that a kill lands inside the work and not before or after it.
+# Imports take seconds, so one process imports once and forks for every line on its standard input. The children sleep
+# after every step, so that a kill lands during the work and not before or after it.
 SERVER = """
 import os, pickle, sys, time
 from pathlib import Path
-from minifloat.calibration.blocks import calibrate_blocks
+from minifloat.calibration.layerwise.run import calibrate_layerwise
+from minifloat.calibration.options import RunOptions
 model, work, log, data = sys.argv[1:]
-def progress(done, total, what):
+def progress(done, total, step):
     with open(log, "a") as file:
-        file.write(f"{what}\\n")
+        file.write(f"{step}\\n")
     time.sleep(0.01)
 for line in sys.stdin:
     child = os.fork()
     if not child:
-        calibrate_blocks(model, pickle.loads(Path(data).read_bytes()), max_memory=1 << 30, histogram=True,
-                         per_channel=True, work_dir=Path(work), progress=progress)
+        options = RunOptions(max_memory=1 << 30, histogram=True, per_channel=True, work_dir=Path(work))
+        calibrate_layerwise(model, pickle.loads(Path(data).read_bytes()), options, progress)
         os._exit(0)
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -322,7 +333,7 @@ def deep_folder(make_model: Make, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def run_and_kill(server: subprocess.Popen[str], log: Path, steps: int) -> list[str]:
-    """Have a child killed after a number of sequences through a layer; returns what it said it did."""
+    """Start a child, kill it after a number of progress calls, and return the steps that it reported."""
     log.write_text("")
     assert server.stdin is not None
     assert server.stdout is not None
@@ -333,14 +344,14 @@ def run_and_kill(server: subprocess.Popen[str], log: Path, steps: int) -> list[s
     while log.read_text().count("\n") < steps and time.monotonic() < deadline:
         time.sleep(0.001)
     os.kill(child, signal.SIGKILL)
-    assert int(server.stdout.readline()) == -signal.SIGKILL, "it ended before it was killed"
+    assert int(server.stdout.readline()) == -signal.SIGKILL, "the child ended before it was killed"
     return log.read_text().splitlines()
 
 
-def test_killed_at_several_moments_and_resumed_the_statistics_are_the_same_and_no_finished_layer_runs_again(
+def test_a_run_killed_several_times_gives_the_same_statistics_and_runs_no_finished_layer_again(
     deep_folder: Path, tmp_path: Path
 ) -> None:
-    expected = calibrate(deep_folder, DATA, **OPTIONS)
+    expected = calibrate(deep_folder, DATA, RunOptions(**OPTIONS))
     (tmp_path / "data").write_bytes(pickle.dumps(DATA))
     work, log = tmp_path / "work", tmp_path / "log"
     command = [sys.executable, "-c", SERVER, *map(str, (deep_folder, work, log, tmp_path / "data"))]
@@ -355,7 +366,7 @@ def test_killed_at_several_moments_and_resumed_the_statistics_are_the_same_and_n
     assert resumed
     left = finished_in(work)
     seen: list[str] = []
-    stats = calibrate_blocks(
+    stats = layerwise(
         deep_folder, DATA, max_memory=ROOM, work_dir=work, progress=lambda _, __, what: seen.append(what), **OPTIONS
     )
     assert stats == expected
@@ -364,19 +375,19 @@ def test_killed_at_several_moments_and_resumed_the_statistics_are_the_same_and_n
 
 
 def interrupt(folder: Path, work: Path, layer: int, data: CalibrationSet = DATA, **options: Any) -> None:
-    """Press Ctrl-C in the middle of a layer."""
+    """Raise KeyboardInterrupt in the middle of a layer."""
 
     def progress(_: int, __: int, what: str) -> None:
         if what.startswith(f"layer {layer} ") and what.endswith("sequence 2"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate_blocks(folder, data, max_memory=ROOM, work_dir=work, progress=progress, **options)
+        layerwise(folder, data, max_memory=ROOM, work_dir=work, progress=progress, **options)
 
 
 def layers_run(folder: Path, work: Path, data: CalibrationSet = DATA, **options: Any) -> tuple[set[str], Any]:
     seen: set[str] = set()
-    stats = calibrate_blocks(
+    stats = layerwise(
         folder,
         data,
         max_memory=ROOM,
@@ -395,7 +406,7 @@ def test_ctrl_c_keeps_the_finished_layers(deep_folder: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("change", ["data", "options", "dtype", "weights"])
-def test_work_on_other_data_options_or_weights_is_not_continued(
+def test_work_with_other_data_options_or_weights_is_not_continued(
     make_model: Make, tmp_path: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = make_model(tmp_path / "model", "llama")
@@ -411,7 +422,7 @@ def test_work_on_other_data_options_or_weights_is_not_continued(
         make_model(folder, "llama", seed=1)
     seen, stats = layers_run(folder, tmp_path / "work", data, **options)
     assert seen == {"layer 1 of 2", "layer 2 of 2"}
-    assert stats == calibrate(folder, data, **options)
+    assert stats == calibrate(folder, data, RunOptions(**options))
     assert any("not continued" in record.getMessage() for record in caplog.records)
 
 
@@ -429,19 +440,19 @@ def test_damaged_work_is_done_again(deep_folder: Path, tmp_path: Path, damage: s
     assert not work.exists()
 
 
-def test_a_folder_with_other_things_in_it_is_refused_and_left_alone(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_work_folder_with_other_files_is_refused_and_not_changed(llama_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(DestinationError, match=r"thesis\.txt"):
-        calibrate_blocks(llama_folder, DATA, max_memory=ROOM, work_dir=tmp_path)
+        layerwise(llama_folder, DATA, max_memory=ROOM, work_dir=tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_two_runs_in_one_work_folder_exclude_each_other(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_the_same_work_folder_is_refused(llama_folder: Path, tmp_path: Path) -> None:
     def progress(*_: object) -> None:
         with pytest.raises(DestinationError, match="is writing here"):
-            calibrate_blocks(llama_folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work")
+            layerwise(llama_folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work")
 
-    calibrate_blocks(llama_folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work", progress=progress)
+    layerwise(llama_folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work", progress=progress)
 
 
 # ------------------------------------------------------------------------------------------------- errors
@@ -455,17 +466,17 @@ def test_nan_in_an_activation_is_refused_with_module_and_sequence(make_model: Ma
     model.save_pretrained(folder)
     first = next(i for i, ids in enumerate(DATA.sequences) if DATA.sequences[2][3] in ids)
     with pytest.raises(NonFiniteError, match=rf"model\.layers\.0\..* in sequence {first};"):
-        calibrate_blocks(folder, DATA, max_memory=ROOM)
+        layerwise(folder, DATA, max_memory=ROOM)
 
 
 def test_a_quantized_checkpoint_is_refused(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "quantized", "fp8")
     with pytest.raises(AlreadyQuantizedError):
-        calibrate_blocks(tmp_path / "quantized", DATA, max_memory=ROOM)
+        layerwise(tmp_path / "quantized", DATA, max_memory=ROOM)
 
 
 def test_bad_data_is_refused_before_anything_runs(llama_folder: Path, tmp_path: Path) -> None:
     for sequences in ((), ((1, 2), ()), ((1, 288),)):
         with pytest.raises(DataError):
-            calibrate_blocks(llama_folder, CalibrationSet(sequences), max_memory=ROOM, work_dir=tmp_path / "work")
+            layerwise(llama_folder, CalibrationSet(sequences), max_memory=ROOM, work_dir=tmp_path / "work")
     assert not (tmp_path / "work").exists()

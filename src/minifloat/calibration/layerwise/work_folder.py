@@ -1,8 +1,8 @@
-"""The folder in which a calibration layer by layer survives being killed.
+"""The work folder of a layer-by-layer calibration, from which a killed run continues.
 
-It holds the hidden states that enter the next layer, and a file of statistics for each finished one. A layer is
-finished once its statistics are there, which are written last: whatever a killed run leaves beyond that is written
-again. Two runs in one folder exclude each other; a folder with anything else in it is refused.
+The folder holds the hidden states that enter the next layer, and a file of statistics for each finished layer. A
+layer's statistics are written last, so a layer is finished exactly if that file exists; all other files of a killed run
+are written again. Two runs cannot use one folder at a time, and a folder with files of any other kind is refused.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _OURS = re.compile(
 )
 
 
-class WalkFolder:
-    """A work folder, locked while it is open. A context manager; leaving it keeps the work.
+class WorkFolder:
+    """The work folder, locked while it is open. A context manager; leaving it keeps the files.
 
     Args:
-        path: Created where it does not exist; the folder that it is in must.
-        fingerprint: A digest of all that the result depends on; work with another one is thrown away.
+        path: The folder; created if it does not exist, in a parent folder that must exist.
+        fingerprint: A digest of everything that the result depends on; work with another fingerprint is deleted.
 
     Attributes:
-        finished: The statistics of the layers that are finished, in order, each with those of that layer alone.
+        finished: The statistics of each finished layer, in order.
 
     Raises:
-        DestinationError: The folder has other things in it, or another process uses it.
-        StorageError: The system refuses; also from the methods.
+        DestinationError: The folder has other files in it, or another process uses it.
+        StorageError: The system refused an operation; the methods raise it too.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -62,7 +62,7 @@ class WalkFolder:
             self._lock.release()
             raise
 
-    def __enter__(self) -> WalkFolder:
+    def __enter__(self) -> WorkFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,12 +71,12 @@ class WalkFolder:
 
     @property
     def arguments(self) -> Path:
-        """A file for arguments of layers; they are computed again when work is resumed."""
+        """The file for arguments of layers; a resumed run computes them again."""
         return self.path / _ARGUMENTS
 
     @property
     def draft(self) -> Path:
-        """A file for hidden states that are being written."""
+        """The file for hidden states while they are written."""
         return self.path / _DRAFT
 
     def hidden(self, layer: int) -> Path:
@@ -84,26 +84,26 @@ class WalkFolder:
         return self.path / f"hidden-{layer}"
 
     def keep_draft(self, layer: int) -> None:
-        """Make the draft the hidden states that enter a layer. It has been synced."""
+        """Rename the draft, which must be synced, to the hidden states that enter a layer."""
         with storage_errors(self.draft, "rename"):
             self.draft.replace(self.hidden(layer))
         sync_folder(self.path)
 
     def finish(self, layer: int, stats: ActivationStats) -> None:
-        """Record a layer as finished; what enters it is no longer needed."""
+        """Record a layer as finished, and delete the hidden states that entered it."""
         write_stats(stats, self._stats(layer))
         self.finished.append(stats)
         self._delete(self.hidden(layer).name)
 
     def restart(self) -> None:
-        """Throw away all work."""
+        """Delete all work."""
         self.finished = []
         for name in list_folder(self.path):
             if name not in (_LOCK, _STATE):
                 self._delete(name)
 
     def remove(self) -> None:
-        """Delete all work and the folder; nothing may be called after this."""
+        """Delete the folder; no method may be called afterwards."""
         self.restart()
         self._delete(_STATE)
         if self._lock is not None:
@@ -114,18 +114,18 @@ class WalkFolder:
         return self.path / f"layer-{layer}.safetensors"
 
     def _resume(self, fingerprint: str) -> None:
-        """Take up earlier work with the same fingerprint; else throw it away and begin."""
+        """Load the finished layers of earlier work with the same fingerprint; delete any other work."""
         for name in list_folder(self.path):
             if name.startswith(".") or name in (_ARGUMENTS, _DRAFT):
                 self._delete(name)
         state = self.path / _STATE
         try:
-            found = json.loads(state.read_text())["fingerprint"]
+            earlier = json.loads(state.read_text())["fingerprint"]
         except (OSError, ValueError, KeyError, TypeError):
-            found = None
-        if found != fingerprint:
-            if found is not None:
-                _LOG.warning("%s: the model, the data or the options changed: not continued", self.path)
+            earlier = None
+        if earlier != fingerprint:
+            if earlier is not None:
+                _LOG.warning("%s: the model, the data or the options changed: earlier work is not continued", self.path)
             self.restart()
             self._write_state(state, fingerprint)
         while self._stats(len(self.finished)).exists():

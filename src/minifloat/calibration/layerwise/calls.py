@@ -1,0 +1,204 @@
+"""Find the arguments with which a model calls its layers, without running the layers.
+
+A decoder calls its layers in order. Each layer gets the output of the layer before it, and arguments that do not depend
+on any layer's output: position embeddings, masks, positions. For such a model the layers can run one at a time, each
+over all sequences, and only one layer needs to be in memory. This module does not rely on a list of architectures but
+tests each model: it replaces the layers by functions that return made-up hidden states, and checks that the arguments
+of every layer stay the same, and that each layer gets the very tensor that the layer before it returned.
+
+Not detected: layers that pass state to later layers other than through their arguments. No model of transformers is
+known to do that without a cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from minifloat.calibration.sites import Sites
+from minifloat.errors import MinifloatError
+
+_HIDDEN_STATES = "hidden_states"
+_STATELESS_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+class LayersNotSeparableError(Exception):
+    """The layers of a model cannot be run one at a time; the message completes "it cannot because ..."."""
+
+
+class _LastLayerReached(Exception):
+    """The last layer was called; the rest of the forward pass is not needed."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """The arguments of one layer for one sequence, without the hidden states.
+
+    Attributes:
+        args: Positional arguments after the hidden states.
+        kwargs: Keyword arguments.
+        named: Whether the hidden states are passed as a keyword argument.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    named: bool
+
+    def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """Return the hidden states that the layer computes from `hidden`.
+
+        Raises:
+            LayersNotSeparableError: The layer returns something else, or another shape or dtype.
+        """
+        named = {_HIDDEN_STATES: hidden} if self.named else {}
+        result = layer(*(() if self.named else (hidden,)), *self.args, **named, **self.kwargs)
+        output = result[0] if isinstance(result, tuple) else result
+        if not isinstance(output, Tensor) or output.shape != hidden.shape or output.dtype != hidden.dtype:
+            raise LayersNotSeparableError("a layer returns no hidden states of the shape and dtype that it gets")
+        return output
+
+
+def find_layers(model: PreTrainedModel, sites: Sites) -> str:
+    """Return the path of the module list that holds all sites.
+
+    Raises:
+        LayersNotSeparableError: No module list holds all of them.
+    """
+    observed = [site.path for site in sites.linears] + [site.path for site in sites.experts]
+    lengths: dict[str, int] = {
+        path: len(module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and all(re.match(rf"{re.escape(path)}\.\d+\.", name) for name in observed)
+    }
+    if not observed or not lengths:
+        raise LayersNotSeparableError("no single list of layers holds all linears that are observed")
+    return max(lengths, key=lambda path: lengths[path])
+
+
+class Capture:
+    """Runs a model up to its last layer, with a placeholder in place of every layer.
+
+    Args:
+        model: Its layers may be on the meta device; the modules that run before the first layer may not.
+        layers: The list of layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
+        self.model, self.layers = model, layers
+        self._in_tuple = False
+
+    def check(self, input_ids: Tensor) -> None:
+        """Check that the layers can be run one at a time, and find out whether they return a tuple.
+
+        Args:
+            input_ids: int64 ``[1, T]``, a sequence to test with.
+
+        Raises:
+            LayersNotSeparableError: The layers cannot be run one at a time.
+        """
+        try:
+            _, calls_with_zeros = self._run(input_ids, torch.zeros_like)
+        except LayersNotSeparableError as error:
+            self._in_tuple = True  # the model may take the first element of a tuple
+            try:
+                _, calls_with_zeros = self._run(input_ids, torch.zeros_like)
+            except LayersNotSeparableError:
+                raise error from None
+        _, calls_with_nan = self._run(input_ids, partial(torch.full_like, fill_value=torch.nan))
+        for call, other in zip(calls_with_zeros, calls_with_nan, strict=True):
+            if not _same((call.args, *call.kwargs.items()), (other.args, *other.kwargs.items())):
+                raise LayersNotSeparableError("arguments of a layer depend on what other layers computed")
+
+    def run(self, input_ids: Tensor) -> tuple[Tensor, list[LayerCall]]:
+        """Return the hidden states that enter the first layer, and the call of each layer.
+
+        Args:
+            input_ids: int64 ``[1, T]``.
+
+        Raises:
+            LayersNotSeparableError: The model calls its layers in another way than in `check`.
+        """
+        return self._run(input_ids, lambda hidden: hidden.view(hidden.shape))
+
+    @torch.inference_mode()
+    def _run(self, input_ids: Tensor, placeholder: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[LayerCall]]:
+        """Return what `run` returns, with layers whose output is ``placeholder(hidden states)``."""
+        recorder = _CallRecorder(len(self.layers), placeholder, self._in_tuple)
+        with _replaced_forwards(self.layers, recorder):
+            try:
+                self.model.base_model(input_ids=input_ids, use_cache=False)
+            except _LastLayerReached:
+                assert recorder.first_hidden is not None
+                return recorder.first_hidden, recorder.calls
+            except (LayersNotSeparableError, MinifloatError, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise LayersNotSeparableError(f"the model fails when its layers are skipped: {error}") from error
+        raise LayersNotSeparableError("not every layer is called")
+
+
+class _CallRecorder:
+    """Takes the place of all layers during one forward pass, and records their calls."""
+
+    def __init__(self, num_layers: int, placeholder: Callable[[Tensor], Tensor], in_tuple: bool) -> None:
+        self.calls: list[LayerCall] = []
+        self.first_hidden: Tensor | None = None
+        self._num_layers, self._placeholder, self._in_tuple = num_layers, placeholder, in_tuple
+        self._last_output: Tensor | None = None
+
+    def forward(self, index: int, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        """Record the call of layer `index`, and return the placeholder of its output."""
+        named = _HIDDEN_STATES in kwargs
+        hidden = kwargs.pop(_HIDDEN_STATES) if named else args[0] if args else None
+        if index != len(self.calls):
+            raise LayersNotSeparableError("its layers are not called once each, in order")
+        if not isinstance(hidden, Tensor) or (self._last_output is not None and hidden is not self._last_output):
+            raise LayersNotSeparableError("what a layer gets is not what the layer before it returned")
+        other_args = args if named else args[1:]
+        for value in (*other_args, *kwargs.values()):
+            _require_stateless(value)
+        self.first_hidden = hidden if self.first_hidden is None else self.first_hidden
+        self.calls.append(LayerCall(other_args, kwargs, named))
+        if len(self.calls) == self._num_layers:
+            raise _LastLayerReached
+        self._last_output = self._placeholder(hidden)
+        return (self._last_output,) if self._in_tuple else self._last_output
+
+
+@contextmanager
+def _replaced_forwards(layers: nn.ModuleList, recorder: _CallRecorder) -> Iterator[None]:
+    """Replace the forward method of each layer. The modules stay in place, because models read their attributes."""
+    modules: list[Any] = list(layers)
+    try:
+        for index, module in enumerate(modules):
+            module.forward = partial(recorder.forward, index)
+        yield
+    finally:
+        for module in modules:
+            module.__dict__.pop("forward", None)
+
+
+def _require_stateless(value: Any) -> None:
+    """Raise an error for an argument in which a layer could leave state for a later layer, such as a cache."""
+    if isinstance(value, tuple):
+        for item in value:
+            _require_stateless(item)
+    elif not isinstance(value, (Tensor, *_STATELESS_TYPES)):
+        raise LayersNotSeparableError(f"its layers share an object of class {type(value).__name__}")
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Return whether two arguments are equal to the bit."""
+    if isinstance(left, tuple):
+        return isinstance(right, tuple) and len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    return bool(type(left) is type(right) and left == right)

@@ -1,0 +1,299 @@
+"""Summaries of activation statistics: scales, convergence, saturation of held-out text, and warnings per module.
+
+The HTML page (`calibration.page`) and the terminal show the same summary. `scales` and `convergence` refuse modules
+that calibration did not reach; a summary leaves such modules out of the computation and lists them in its warnings.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from minifloat._version import __version__
+from minifloat.calibration.convergence import Convergence, ConvergenceReport, convergence_report
+from minifloat.calibration.module_names import group_by_input, joined, running_order
+from minifloat.calibration.rules import HistoryRule, Rule, history_rule
+from minifloat.calibration.scales import (
+    DEFAULT_MIN_TOKENS,
+    KVScales,
+    Saturation,
+    StaticScales,
+    activation_scales,
+    kv_scales,
+    saturation,
+)
+from minifloat.calibration.stats import SCHEMA_VERSION, ActivationStats
+from minifloat.errors import NotCalibratedError, StatsError
+from minifloat.report.axes import format_number
+
+_NAMES_IN_WARNING = 8
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class InputSummary:
+    """The input of one linear.
+
+    Attributes:
+        module: Name of the linear in the checkpoint.
+        tokens: Number of tokens that reached it.
+        amax: Largest magnitude of its input.
+        scale: The static scale by the rule; None if it has no scale, for the reason in `problem`.
+        against_max: ``scale / (scale by the rule max) - 1``; None without a scale.
+        lost: Saturation of held-out text with this scale; None without held-out text for this module.
+        convergence: How the scale moved.
+        problem: Why there is no scale, or why the scale comes from other modules; empty if there is no problem.
+    """
+
+    module: str
+    tokens: int
+    amax: float
+    scale: float | None
+    against_max: float | None
+    lost: Saturation | None
+    convergence: Convergence
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class CacheSummary:
+    """K or V of one attention.
+
+    Attributes:
+        tensor: Name of the attention in the checkpoint, with ``.k`` or ``.v``.
+        amax: Largest magnitude of each KV head.
+        scale: The static scale by the rule; None if all values were zero.
+        convergence: How the scale moved.
+    """
+
+    tensor: str
+    amax: tuple[float, ...]
+    scale: float | None
+    convergence: Convergence
+
+
+@dataclass(frozen=True)
+class StatsSummary:
+    """The summary of a calibration.
+
+    Attributes:
+        inputs: The inputs of all linears, in the order in which a decoder runs them.
+        caches: K and V of each attention.
+        history_rule: The rule of caches and convergence: the given rule, or the default if that needs histograms.
+        warnings: Sentences to read before using the scales.
+    """
+
+    inputs: tuple[InputSummary, ...]
+    caches: tuple[CacheSummary, ...]
+    history_rule: HistoryRule
+    warnings: tuple[str, ...]
+
+
+def summarize(stats: ActivationStats, rule: Rule, held_out: ActivationStats | None = None) -> StatsSummary:
+    """Return the summary of activation statistics, module by module.
+
+    Args:
+        stats: Statistics of the calibration text.
+        rule: Computes the amax from the statistics.
+        held_out: Statistics of held-out text, with histograms; None: no text was held out.
+
+    Raises:
+        UsageError: The rule, or the held-out text, needs histograms, and the statistics have none.
+        StatsError: The held-out statistics are of another model.
+    """
+    if held_out is not None and (differences := stats.model.differences(held_out.model)):
+        raise StatsError("held-out statistics", f"they are of another model, it differs in {', '.join(differences)}")
+    cache_rule = history_rule(rule)
+    moved = convergence_report(stats, cache_rule)
+    scales, refused = _without_refused(lambda names: activation_scales(stats, rule, modules=names), stats.inputs)
+    max_scales, _ = _without_refused(lambda names: activation_scales(stats, modules=names), stats.inputs)
+    inputs = tuple(
+        _summarize_input(name, stats, scales, max_scales, refused.get(name, ""), held_out, moved)
+        for name in sorted(stats.inputs, key=running_order)
+    )
+    caches = tuple(_summarize_caches(stats, cache_rule, moved))
+    return StatsSummary(inputs, caches, cache_rule, tuple(_warnings(stats, inputs, caches, moved)))
+
+
+def _without_refused(compute: Callable[[list[str]], _Result], modules: Iterable[str]) -> tuple[_Result, dict[str, str]]:
+    """Return the result of `compute` for all modules that it accepts, and its reason for refusing each other module."""
+    names, reasons = list(modules), dict[str, str]()
+    while True:
+        try:
+            return compute(names), reasons
+        except NotCalibratedError as error:
+            reason = str(error).rpartition(": ")[2]
+            reasons |= dict.fromkeys(error.modules, reason)
+            names = [name for name in names if name not in reasons]
+
+
+def _summarize_input(
+    name: str,
+    stats: ActivationStats,
+    scales: StaticScales,
+    max_scales: StaticScales,
+    reason: str,
+    held_out: ActivationStats | None,
+    moved: ConvergenceReport,
+) -> InputSummary:
+    module = stats.inputs[name]
+    scale = scales.scales.get(name)
+    lost = None
+    if scale is not None and held_out is not None and name in held_out.inputs and held_out.inputs[name].total_tokens:
+        lost = saturation(held_out.inputs[name], float(scale))
+    return InputSummary(
+        module=name,
+        tokens=module.total_tokens,
+        amax=module.max,
+        scale=None if scale is None else float(scale),
+        against_max=None if scale is None else float(scale) / float(max_scales.scales[name]) - 1.0,
+        lost=lost,
+        convergence=moved.scales[f"{name}.input_scale"],
+        problem=reason or scales.fallbacks.get(name, ""),
+    )
+
+
+def _summarize_caches(stats: ActivationStats, rule: HistoryRule, moved: ConvergenceReport) -> Iterator[CacheSummary]:
+    scales, _ = _without_refused(lambda names: kv_scales(stats, rule, modules=names), stats.kv)
+    for name in sorted(stats.kv, key=running_order):
+        kv = stats.kv[name]
+        pair: KVScales | tuple[None, None] = scales.get(name, (None, None))
+        for letter, amax, scale in (("k", kv.k_amax, pair[0]), ("v", kv.v_amax, pair[1])):
+            heads = tuple(float(head) for head in amax.max(axis=0, initial=0.0))
+            scale_value = None if scale is None else float(scale)
+            yield CacheSummary(f"{name}.{letter}", heads, scale_value, moved.scales[f"{name}.{letter}_scale"])
+
+
+def _warnings(
+    stats: ActivationStats, inputs: Sequence[InputSummary], caches: Sequence[CacheSummary], moved: ConvergenceReport
+) -> Iterator[str]:
+    uncalled = [row.module for row in inputs if not row.tokens]
+    if uncalled:
+        groups = [joined(group) for group in group_by_input(uncalled).values()]
+        yield f"Never called ({len(uncalled)} modules): {_listing(groups)}."
+    no_scale = [row.module for row in inputs if row.tokens and row.scale is None]
+    no_scale += [row.tensor for row in caches if row.scale is None]
+    if no_scale:
+        yield f"No scale, for nothing but zeros were seen ({len(no_scale)}): {_listing(no_scale)}."
+    starved = {
+        row.module.rpartition(".")[0]: f"{row.module.rpartition('.')[0]} ({row.tokens})"
+        for row in inputs
+        if row.problem and row.scale is not None
+    }
+    if starved:
+        yield (
+            f"Experts that saw fewer than {DEFAULT_MIN_TOKENS} tokens borrow the largest amax among the experts of "
+            f"their layer ({len(starved)} experts, with their tokens): {_listing(list(starved.values()))}."
+        )
+    if stats.sequences <= moved.window:
+        yield (
+            f"Too few sequences to tell whether the scales have settled: {stats.sequences}, "
+            f"where more than {moved.window} are needed."
+        )
+        return
+    moving = [name for name in moved.unsettled if math.isfinite(moved.scales[name].change)]
+    if moving:
+        scale_names = {name.removesuffix(".input_scale"): name for name in moving}
+        changes = [
+            f"{joined(group)} ({moved.scales[scale_names[group[0]]].change:.1%})"
+            for group in group_by_input(scale_names).values()
+        ]
+        yield (
+            f"Not settled within {moved.tolerance:.0%} over the last {moved.window} sequences "
+            f"({len(moving)} of {len(moved.scales)} scales, with how far they moved): {_listing(changes)}. "
+            "Calibrate on more text."
+        )
+
+
+def _listing(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_IN_WARNING
+    return ", ".join(names[:_NAMES_IN_WARNING]) + (f" and {more} more" if more > 0 else "")
+
+
+# ------------------------------------------------------------------------------------------------- the run as text
+
+
+def run_facts(stats: ActivationStats, rule: Rule, held_out: ActivationStats | None) -> list[tuple[str, str]]:
+    """Return model, data, rule and versions of a calibration, as names and values."""
+    lines = [
+        ("model", stats.model.architecture),
+        ("weights", f"sampled sha256 {stats.model.weights[:16]}"),
+        ("data", f"{stats.sequences:,} sequences, {stats.tokens:,} tokens"),
+        *(("", line) for line in _data_lines(stats.data)),
+        ("rule", f"{rule} ({rule.summary})"),
+    ]
+    if held_out is not None:
+        lines.append(("held out", f"{held_out.sequences:,} sequences, {held_out.tokens:,} tokens"))
+    return [*lines, ("versions", f"minifloat {__version__}, statistics {SCHEMA_VERSION}")]
+
+
+def _data_lines(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the record of a calibration set as text, including keys that this version does not know."""
+    merged = data.get("merged")
+    if isinstance(merged, list):
+        for record in merged:
+            yield from _data_lines(record) if isinstance(record, Mapping) else [str(record)]
+        return
+    sources = data.get("sources")
+    for source in sources if isinstance(sources, list) else []:
+        yield _source_line(source) if isinstance(source, Mapping) else str(source)
+    rest = {key: value for key, value in data.items() if key not in {"sources", "sequences", "tokens"}}
+    if rest:
+        yield ", ".join(f"{key} {_brief(value)}" for key, value in rest.items())
+
+
+def _source_line(source: Mapping[str, Any]) -> str:
+    details = {key: value for key, value in source.items() if key != "name" and value is not None}
+    return f"{source.get('name', 'text')}: " + ", ".join(f"{key} {_brief(value)}" for key, value in details.items())
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "(" + ", ".join(f"{key} {_brief(item)}" for key, item in value.items()) + ")"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    text = str(value)
+    return f"{text[:12]}…" if re.fullmatch("[0-9a-f]{64}", text) else text
+
+
+# ------------------------------------------------------------------------------------------------- numbers as text
+
+
+def settled_text(convergences: Sequence[Convergence]) -> str:
+    """Return after how many sequences the slowest scale settled, or how many scales have not settled.
+
+    Scales whose tensor was zero throughout do not count.
+    """
+    judged = [entry for entry in convergences if entry.settled or math.isfinite(entry.change)]
+    moving = sum(not entry.settled for entry in judged)
+    if not moving:
+        return str(max(entry.settled_after or 0 for entry in judged)) if judged else "-"
+    return "no" if len(judged) == 1 else f"no: {moving} of {len(judged)}"
+
+
+def span(values: Iterable[float | None], form: Callable[[float], str]) -> str:
+    """Return the least and the largest value as text; one number if both texts are equal, a dash if all are None."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return "-"
+    least, largest = form(min(present)), form(max(present))
+    return least if least == largest else f"{least} .. {largest}"
+
+
+def number(value: float) -> str:
+    """Return a magnitude with four significant digits."""
+    return format_number(float(f"{value:.4g}"))
+
+
+def change(value: float) -> str:
+    """Return a relative change in percent with its sign, or 0 if there is none."""
+    return f"{value:+.1%}" if value else "0"
+
+
+def fraction(value: float) -> str:
+    """Return a fraction that may be tiny, or 0 if it is zero."""
+    return f"{value:.1e}" if value else "0"
