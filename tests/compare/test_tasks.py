@@ -307,10 +307,15 @@ def test_runs_with_different_items_are_refused(
 # ------------------------------------------------------------------------------------------------- errors
 
 
-def test_an_unknown_task_is_an_error_with_similar_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_default_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the harness' own 14,000 tasks, which take seconds to index."""
     tasks = pytest.importorskip("lm_eval.tasks", reason=_NO_HARNESS)
-    own = functools.partial(tasks.TaskManager, include_defaults=False)  # the harness' own 14,000 take seconds to read
-    monkeypatch.setattr(tasks, "TaskManager", lambda include_path, **_: own(include_path=include_path))
+    manager = functools.partial(tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", lambda include_path, **_: manager(include_path=include_path))
+
+
+def test_an_unknown_task_is_an_error_with_similar_names(folder: Path, no_default_tasks: None) -> None:
     with pytest.raises(UnknownNameError, match="unknown task 'tiny_chioce'; valid: tiny_choice") as caught:
         load_tasks(["tiny_chioce"], include_path=folder)
     assert "tiny_rolling" in caught.value.valid
@@ -475,7 +480,7 @@ def test_a_quantized_model_runs_and_is_not_changed(
 # ------------------------------------------------------------------------------------------------- in a comparison
 
 
-def test_a_comparison_runs_tasks(llama_folder: Path, folder: Path, tmp_path: Path) -> None:
+def test_a_comparison_runs_tasks(llama_folder: Path, folder: Path, tmp_path: Path, no_default_tasks: None) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 20)
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
