@@ -30,15 +30,15 @@ def tolerance_text(tolerance: Tolerance) -> str:
     return (
         f"perplexity increase at most {percent(tolerance.max_ppl_increase)}, mean KL at most "
         f"{short(tolerance.max_kl)} nats per token, agreement on the first choice at least "
-        f"{percent(tolerance.min_agreement)}, ties apart"
+        f"{percent(tolerance.min_agreement)}, ties excepted"
     )
 
 
 def confidence_text() -> str:
     """Explain the brackets that follow numbers."""
     return (
-        f"Brackets are {CONFIDENCE:.0%} intervals; {NO_INTERVAL}: fewer than {FEWEST_UNITS} documents or windows, "
-        "too little for one."
+        f"Brackets are {CONFIDENCE:.0%} intervals; {NO_INTERVAL}: no interval, because there are fewer than "
+        f"{FEWEST_UNITS} documents or windows."
     )
 
 
