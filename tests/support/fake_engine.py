@@ -57,6 +57,7 @@ class FakeEngine:
         defaults: Sampling defaults, as those of a generation_config.json.
 
     Attributes:
+        requests: Requests that were added, in order.
         held: While True, requests are admitted and cancelled, but no token is generated: a test that needs requests at
             work holds the engine, and does not depend on the speed of the machine.
         broken: Exception that the next step raises, which ends the engine's thread.
@@ -73,7 +74,7 @@ class FakeEngine:
         self.info, self.tokenizer, self.generation_defaults = INFO, tokenizer, dict(defaults or {})
         self.seconds, self.fails = seconds, fails
         self.observer: Observer | None = None
-        self.seen: list[Request] = []
+        self.requests: list[Request] = []
         self.held = False
         self.broken: Exception | None = None
         self._at_work: dict[str, _Work] = {}
@@ -94,7 +95,7 @@ class FakeEngine:
         return _Work(request, self.tokenizer)
 
     def add(self, work: _Work) -> None:
-        self.seen.append(work.request)
+        self.requests.append(work.request)
         self._at_work[work.request.request_id] = work
 
     def cancel(self, request_id: str) -> Delivery | None:

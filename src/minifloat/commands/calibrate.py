@@ -53,7 +53,7 @@ class CalibrateParams:
 @click.argument("model", type=MODEL)
 @click.argument("stats", type=FOLDER)
 @revision_option()
-@click.option("--data", "sources", multiple=True, required=True, metavar="DATA", help="Text; repeatable. See below.")
+@click.option("--data", "sources", multiple=True, required=True, metavar="DATA", help="Calibration set; repeatable.")
 @click.option("--samples", default=512, show_default=True, type=COUNT, help="Sequences in all.")
 @click.option("--seq-len", default=512, show_default=True, type=click.IntRange(min=2), help="Tokens per sequence.")
 @click.option("--seed", default=0, show_default=True, type=int, help="For the choice of documents.")

@@ -445,7 +445,7 @@ def test_chat_keeps_the_conversation_and_obeys_reset_and_system(tokenizer: Any) 
     with running(engine) as server:
         client = ChatClient(server.url, sampling={"max_tokens": 4})
         converse(client, system="first", stats=True, read=terminal.read, write=terminal.write)
-    prompts = [tokenizer.decode(request.prompt) for request in engine.seen]
+    prompts = [tokenizer.decode(request.prompt) for request in engine.requests]
     assert len(prompts) == 4
     assert prompts[0] == "<s>system: first</s>user: one</s>assistant: "
     assert prompts[1].count("user: ") == 2
@@ -464,7 +464,7 @@ def test_chat_shows_an_error_and_continues(tokenizer: Any) -> None:
         with pytest.raises(ServerError, match="401"):
             converse(ChatClient(server.url), read=terminal.read, write=terminal.write)
     assert "engine failed on this request: no" in terminal.shown
-    assert "bad" not in tokenizer.decode(engine.seen[-1].prompt)
+    assert "bad" not in tokenizer.decode(engine.requests[-1].prompt)
     with pytest.raises(ServerError, match="minifloat serve"):
         ChatClient(f"http://127.0.0.1:{free_port()}").find_model()
 

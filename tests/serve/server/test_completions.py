@@ -66,7 +66,7 @@ def test_each_choice_of_a_prompt_has_its_own_reproducible_seed(tokenizer: Any) -
         for _ in range(2):
             assert client.complete(n=3, seed=2**63 - 1, max_tokens=1).status == 200
         assert client.complete(n=2, max_tokens=1).status == 200
-    seeds = [request.params.seed for request in engine.seen]
+    seeds = [request.params.seed for request in engine.requests]
     assert len(set(seeds[:3])) == 3
     assert seeds[:3] == seeds[3:6]
     assert seeds[6:] == [None, None]
@@ -242,7 +242,7 @@ def test_enable_thinking_reaches_the_template(tokenizer: Any) -> None:
     engine = FakeEngine(tokenizer)
     with running(engine) as client:
         assert client.chat("x", max_tokens=1, chat_template_kwargs={"enable_thinking": False}).status == 200
-    assert "[thinking False]" in tokenizer.decode(engine.seen[0].prompt)
+    assert "[thinking False]" in tokenizer.decode(engine.requests[0].prompt)
 
 
 def test_sampling_defaults_come_from_the_generation_config(tokenizer: Any) -> None:
@@ -250,7 +250,7 @@ def test_sampling_defaults_come_from_the_generation_config(tokenizer: Any) -> No
     with running(engine) as client:
         assert client.complete(max_tokens=1).status == 200
         assert client.complete(max_tokens=1, temperature=0, top_k=-1, min_p=0.1).status == 200
-    defaults, stated = (request.params for request in engine.seen)
+    defaults, stated = (request.params for request in engine.requests)
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 1.0)
     assert (stated.temperature, stated.top_k, stated.min_p) == (0.0, 0, 0.1)
 
@@ -275,7 +275,7 @@ def test_every_sampling_field_reaches_the_engine(tokenizer: Any) -> None:
     with running(engine) as client:
         other = {"stop": "zz", "include_stop_str_in_output": True, "logit_bias": {"5": -1.5}, "cache_salt": "s"}
         assert client.complete(**fields, **other).status == 200
-    (request,) = engine.seen
+    (request,) = engine.requests
     for name, value in fields.items():
         expected = tuple(value) if isinstance(value, list) else value
         assert getattr(request.params, name) == expected, name

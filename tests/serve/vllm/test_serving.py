@@ -65,7 +65,7 @@ def test_a_second_signal_kills_vllm_and_its_workers(serving: Start) -> None:
     server.until("stopping")
     server.process.terminate()
     assert server.end() == 128 + signal.SIGKILL
-    assert "killing vLLM: asked a second time" in server.output
+    assert "killing vLLM: second signal" in server.output
 
 
 def test_vllm_that_does_not_stop_is_killed_after_the_shutdown_timeout(serving: Start) -> None:

@@ -190,7 +190,7 @@ class _Run:
                         _LOG.warning(
                             "killing %s: %s",
                             child.name,
-                            "it did not end in time" if left <= 0 else "asked a second time",
+                            "it did not end in time" if left <= 0 else "second signal",
                         )
                         child.kill()
 

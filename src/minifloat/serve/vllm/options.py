@@ -170,21 +170,21 @@ def vllm_options(
         raise UsageError(f"vLLM accepts one API key, got {len(keys)}")
     if "vllm_bin" in stated and "vllm_python" in stated:
         raise UsageError("--vllm-bin and --vllm-python both name vLLM; give one")
-    own = {name: options[name] for name in ONLY_VLLM if name in options and name != "print_command"}
+    vllm_values = {name: options[name] for name in ONLY_VLLM if name in options and name != "print_command"}
     return VllmOptions(
         model=model,
         api_key=keys[0] if keys else None,
         settings=tuple(
-            (theirs, None if options[ours] is True else str(options[ours]))
-            for ours, theirs in _TRANSLATED.items()
-            if ours in stated
+            (vllm_name, None if options[name] is True else str(options[name]))
+            for name, vllm_name in _TRANSLATED.items()
+            if name in stated
         ),
         arguments=arguments,
         **{
             name: options[name]
             for name in ("revision", "host", "port", "served_model_name", "shutdown_timeout", "quiet")
         },
-        **own,
+        **vllm_values,
     )
 
 
