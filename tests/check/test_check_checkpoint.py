@@ -1,4 +1,4 @@
-"""`check` on folders, its exit status, and `quantize --target`."""
+"""`check_checkpoint` on folders, the command `check` with its exit status, and `quantize --target`."""
 
 from __future__ import annotations
 
@@ -45,34 +45,36 @@ def rules(report: CheckReport) -> set[str]:
         ("modelopt-fp8-kv", "transformers:cpu", LoadVerdict.WRONG, "transformers-modelopt-fp8"),
     ],
 )
-def test_checkpoints_of_other_tools(folder: str, target: str, verdict: LoadVerdict, rule: str) -> None:
-    """Those for vllm:cpu were started in a real vLLM 0.32.0: each was refused."""
+def test_golden_checkpoints_of_other_tools_get_the_expected_verdict(
+    folder: str, target: str, verdict: LoadVerdict, rule: str
+) -> None:
+    """The checkpoints for vllm:cpu were started in a real vLLM 0.32.0, which refused each of them."""
     report = check_checkpoint(INTEROP / folder, target)
     assert report.verdict is verdict
     assert rule in rules(report)
 
 
 @pytest.mark.parametrize("folder", ["llmc-fp8-block", "llmc-mixed", "modelopt-moe-nvfp4", "gpt-oss-mxfp4"])
-def test_minifloat_itself_reads_all_of_them(folder: str) -> None:
+def test_minifloat_loads_golden_checkpoints_of_other_tools(folder: str) -> None:
     assert not check_checkpoint(INTEROP / folder, "minifloat:cpu").failures
 
 
-def test_scales_of_the_kv_cache_are_found_under_both_names() -> None:
+def test_kv_scales_are_found_under_the_names_of_both_layouts() -> None:
     for folder in ("llmc-fp8-kv", "modelopt-fp8-kv"):
         assert "vllm-kv-scales-missing" not in rules(check_checkpoint(INTEROP / folder, "vllm:h100"))
 
 
 @pytest.mark.parametrize("scheme", ["fp8-block", "mxfp4", "fp8", "nvfp4"])
 @pytest.mark.parametrize("target", ["vllm:cpu", "vllm:h100", "sglang:h100", "transformers:cpu", "minifloat:cpu"])
-def test_what_quantize_would_make_is_judged_as_what_it_makes(scheme: str, target: str, tmp_path: Path) -> None:
+def test_a_planned_checkpoint_is_judged_like_the_written_one(scheme: str, target: str, tmp_path: Path) -> None:
     planned = check_checkpoint(STORYBOOK, target, scheme=scheme)
     quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme)
-    made = check_checkpoint(tmp_path / "out", target)
-    assert (planned.verdict, planned.kernels, planned.findings) == (made.verdict, made.kernels, made.findings)
+    written = check_checkpoint(tmp_path / "out", target)
+    assert (planned.verdict, planned.kernels, planned.findings) == (written.verdict, written.kernels, written.findings)
 
 
 @pytest.mark.parametrize(("head", "refused"), [("fp8-block", {"vllm-head-blocks"}), ("fp8-dynamic", set())])
-def test_a_quantized_head_loads_in_vllm_where_it_has_no_blocks(
+def test_vllm_loads_a_quantized_lm_head_unless_it_has_blocks(
     head: str, refused: set[str], make_llama: Any, tmp_path: Path
 ) -> None:
     """Both were started in vLLM 0.32.0 on a CPU, with sizes that blocks divide."""
@@ -81,13 +83,11 @@ def test_a_quantized_head_loads_in_vllm_where_it_has_no_blocks(
     override = f"^lm_head$={head}"
     planned = check_checkpoint(model, "vllm:cpu", scheme="fp8-block", overrides=[override])
     quantize_checkpoint(model, tmp_path / "out", "fp8-block", overrides=[override])
-    made = check_checkpoint(tmp_path / "out", "vllm:cpu")
-    assert {finding.rule for finding in made.failures} == {finding.rule for finding in planned.failures} == refused
+    written = check_checkpoint(tmp_path / "out", "vllm:cpu")
+    assert {finding.rule for finding in written.failures} == {finding.rule for finding in planned.failures} == refused
 
 
-def test_a_head_that_only_the_class_of_linears_stands_for_is_refused_until_it_is_named(
-    make_llama: Any, tmp_path: Path
-) -> None:
+def test_vllm_refuses_a_quantized_lm_head_that_no_config_group_names(make_llama: Any, tmp_path: Path) -> None:
     model = make_llama(tmp_path / "model", tie_word_embeddings=False)
     quantize_checkpoint(model, tmp_path / "out", "fp8-dynamic", overrides=["^lm_head$=fp8-dynamic"])
     assert not check_checkpoint(tmp_path / "out", "vllm:h100").failures
@@ -95,7 +95,9 @@ def test_a_head_that_only_the_class_of_linears_stands_for_is_refused_until_it_is
     config = json.loads(path.read_text())
     config["quantization_config"]["config_groups"]["group_0"]["targets"].remove("lm_head")
     path.write_text(json.dumps(config))
-    assert [one.rule for one in check_checkpoint(tmp_path / "out", "vllm:h100").failures] == ["vllm-head-not-named"]
+    assert [finding.rule for finding in check_checkpoint(tmp_path / "out", "vllm:h100").failures] == [
+        "vllm-head-not-named"
+    ]
 
 
 def test_a_scheme_that_quantize_itself_refuses_will_not_load() -> None:
@@ -110,7 +112,7 @@ def test_a_scheme_for_a_quantized_checkpoint_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("text", ["vllm", "vllm:", "vllm:h100:4", "vllm:h100:tp0", "VLLM:h100", "vllm:h100:tp2:x"])
-def test_a_target_that_is_none_is_an_error_that_shows_one(text: str) -> None:
+def test_a_malformed_target_is_an_error_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="vllm:h100:tp4"):
         Target.parse(text)
 
@@ -123,11 +125,11 @@ def test_unknown_names_are_errors_that_list_the_valid_ones() -> None:
 
 
 @pytest.mark.parametrize("text", ["vllm:h100", "sglang:mi300:tp8"])
-def test_a_target_is_written_as_it_is_read(text: str) -> None:
+def test_the_text_of_a_target_parses_to_the_same_target(text: str) -> None:
     assert str(Target.parse(text)) == text
 
 
-def test_exit_status_is_0_where_it_loads_1_where_it_does_not_and_3_where_nobody_knows() -> None:
+def test_the_exit_status_is_0_if_it_loads_1_if_not_and_3_if_not_known() -> None:
     on_cpu = ("--engine", "vllm", "--hardware", "cpu")
     assert run("check", STORYBOOK, *on_cpu, "--scheme", "fp8-block").exit_code == 0
     refused = run("check", STORYBOOK, *on_cpu, "--scheme", "mxfp4")
@@ -141,7 +143,7 @@ def test_exit_status_is_0_where_it_loads_1_where_it_does_not_and_3_where_nobody_
     assert run("check", STORYBOOK, "--engine", "tgi", "--hardware", "h100").exit_code == 2
 
 
-def test_json_says_what_the_terminal_says() -> None:
+def test_the_json_output_names_the_verdict_the_engine_and_the_rules() -> None:
     result = run(
         "check", STORYBOOK, "--engine", "vllm", "--hardware", "h100", "--tp", "8", "--scheme", "fp8-block", "--json"
     )
@@ -151,7 +153,7 @@ def test_json_says_what_the_terminal_says() -> None:
     assert "blocks-128" in [finding["rule"] for finding in answer["findings"]]
 
 
-def test_quantize_refuses_what_will_not_load_at_its_target_and_writes_nothing(tmp_path: Path) -> None:
+def test_quantize_writes_nothing_that_its_target_would_refuse(tmp_path: Path) -> None:
     result = run("quantize", STORYBOOK, tmp_path / "out", "--scheme", "mxfp4", "--target", "vllm:cpu")
     assert result.exit_code == 2
     assert "vllm-cpu-mxfp4" in result.output
@@ -159,24 +161,24 @@ def test_quantize_refuses_what_will_not_load_at_its_target_and_writes_nothing(tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_quantize_notes_what_is_less_than_it_promises_at_its_target(tmp_path: Path) -> None:
+def test_quantize_notes_how_its_target_degrades_the_checkpoint(tmp_path: Path) -> None:
     report = quantize_checkpoint(STORYBOOK, tmp_path / "out", "mxfp4", target="vllm:b200")
     assert any("inputs are rounded to 4 bits" in note for note in report.notes)
 
 
-def test_static_scales_that_are_not_calibrated_are_judged_as_weight_only(tmp_path: Path) -> None:
+def test_an_uncalibrated_static_scheme_is_judged_as_weight_only(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="vllm-weight-only-fp8"):
         quantize_checkpoint(STORYBOOK, tmp_path / "out", "fp8-static", target="vllm:mi300")
 
 
-def test_a_dense_model_that_calls_itself_mxfp4_is_judged_not_misread(tmp_path: Path) -> None:
+def test_a_dense_model_that_declares_quant_method_mxfp4_is_judged_refused_or_wrong(tmp_path: Path) -> None:
     folder = dense_mxfp4(tmp_path / "dense")
     for target, verdict in (("vllm:h100", LoadVerdict.REFUSED), ("transformers:cpu", LoadVerdict.WRONG)):
         assert check_checkpoint(folder, target).verdict is verdict
 
 
 def dense_mxfp4(folder: Path) -> Path:
-    """Storybook in MXFP4, under gpt-oss' quant_method."""
+    """Write Storybook in MXFP4 with gpt-oss' quant_method."""
     quantize_checkpoint(STORYBOOK, folder.with_name("made"), "mxfp4")
     shutil.copytree(folder.with_name("made"), folder)
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Every rule has a case that it applies to and a neighbour that it must leave alone."""
+"""Every rule has a case that it applies to and a similar case that it does not apply to."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def subject(scheme: str | Scheme, layout: str | None = "compressed-tensors", **f
     """A model of one layer.
 
     Args:
-        scheme: Of all its weights.
-        layout: How it is stored.
+        scheme: Scheme of all its weights.
+        layout: Name of the layout.
         facts: Fields of `Subject`; ``shapes``, which replaces some of `SHAPES`; ``plain``, modules that are not
-            quantized; ``experts``, whether the layer has them; ``head``, whether lm_head has weights (of the scheme).
+            quantized; ``experts``, whether the layer has experts; ``head``, whether lm_head has weights of its own.
     """
     chosen = SCHEMES[scheme] if isinstance(scheme, str) else scheme
     shapes = SHAPES | facts.pop("shapes", {})
@@ -223,27 +223,27 @@ def applied(case: tuple[Subject, str]) -> dict[str, tuple[str, ...]]:
     return {finding.rule: finding.evidence for finding in apply_rules(RULES[target.engine], Case(case[0], target))}
 
 
-def test_every_rule_has_a_case_here_and_a_name_of_its_own() -> None:
+def test_every_rule_has_a_unique_name_and_a_case() -> None:
     assert sorted(rule.name for rule in ALL_RULES) == sorted(CASES)
     assert set(RULES) == set(ENGINES)
 
 
 @pytest.mark.parametrize("rule", CASES)
-def test_a_rule_applies_to_its_case_and_not_to_its_neighbour(rule: str) -> None:
+def test_a_rule_applies_to_its_case_and_not_to_the_similar_case(rule: str) -> None:
     fires, leaves = CASES[rule]
     assert applied(fires)[rule]
     assert rule not in applied(leaves)
 
 
 @pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.name)
-def test_a_rule_that_stops_a_model_names_a_cure_and_where_it_is_known_from(rule: Any) -> None:
+def test_every_failure_names_a_cure_and_a_source(rule: Any) -> None:
     assert rule.source
     assert rule.problem
     assert rule.cure or not rule.verdict.is_failure
     assert set(rule.hardware) <= set(ENGINE_HARDWARE)
 
 
-def test_the_known_case_of_192_rows_on_a_gpu_is_named_with_its_remainder() -> None:
+def test_evidence_of_broken_blocks_shows_the_remainder() -> None:
     model = subject("fp8-block", shapes={"mlp.gate_proj": (1536, 1024), "mlp.up_proj": (1536, 1024)})
     lines = applied((model, "vllm:h100:tp8"))["blocks-128"]
     assert "model.layers.*.mlp.gate_proj (1536x1024): 192 rows on a GPU, 192 % 128 = 64" in lines
@@ -257,7 +257,7 @@ def test_only_the_last_part_of_a_fused_layer_may_end_in_a_partial_block() -> Non
     assert "blocks-128" in applied((first, "vllm:h100"))
 
 
-def test_heads_that_are_copied_keep_whole_blocks_of_keys() -> None:
+def test_blocks_of_copied_key_value_heads_are_checked_per_head() -> None:
     """4 heads of 256 / 4 = 64 rows: a GPU of 8 holds one whole head, half a block."""
     assert any("k_proj" in line for line in applied((subject("fp8-block"), "vllm:h100:tp8"))["blocks-128"])
     wide = subject("fp8-block", shapes={"self_attn.k_proj": (512, 1024), "self_attn.v_proj": (512, 1024)})
@@ -267,7 +267,9 @@ def test_heads_that_are_copied_keep_whole_blocks_of_keys() -> None:
 @pytest.mark.parametrize("hardware", ENGINE_HARDWARE)
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 @pytest.mark.parametrize("scheme", [*SCHEMES, "nvfp4-w4a4"])
-def test_what_a_scheme_becomes_is_known_on_all_hardware(scheme: str, engine: str, hardware: str) -> None:
+def test_every_scheme_is_refused_or_has_a_named_kernel_on_every_machine(
+    scheme: str, engine: str, hardware: str
+) -> None:
     """Either a rule refuses it, or the kernel is named."""
     chosen = NVFP4_W4A4 if scheme == "nvfp4-w4a4" else SCHEMES[scheme]
     report = judge("model", None, Case(subject(chosen), Target.of(engine, hardware)))
@@ -281,7 +283,7 @@ def test_experts_of_gpt_oss_and_fp8_blocks_of_experts_need_amx_too() -> None:
     assert "vllm-cpu-amx" not in applied((subject("fp8-dynamic"), "vllm:cpu-no-amx"))
 
 
-def test_the_size_of_heads_is_that_of_the_config_or_what_it_divides_to() -> None:
+def test_the_head_size_comes_from_the_config_or_from_hidden_size_over_heads() -> None:
     for config, size in (
         ({"head_dim": 80, "hidden_size": 1024}, 80),
         ({"head_dim": None, "hidden_size": 1024}, 64),
@@ -291,7 +293,7 @@ def test_the_size_of_heads_is_that_of_the_config_or_what_it_divides_to() -> None
         assert subject("fp8", config=config).head_size == size
 
 
-def test_what_nobody_has_read_is_said_not_to_be_known() -> None:
+def test_a_layout_without_rule_or_kernel_is_reported_as_not_known() -> None:
     case = Case(subject("fp8-block", "fp8"), Target.of("sglang", "h100"))
     assert kernel_for(case, Kind.FP8_BLOCK) is None
     assert judge("model", None, case).verdict is LoadVerdict.UNKNOWN
@@ -303,7 +305,7 @@ def test_a_model_that_is_not_quantized_loads_everywhere() -> None:
         assert judge("model", None, Case(plain, Target.of(engine, "cpu"))).verdict is LoadVerdict.LOADS
 
 
-def test_the_kind_of_every_scheme() -> None:
+def test_every_scheme_has_its_kind() -> None:
     found = {name: kind_of(scheme.weight, scheme.activation) for name, scheme in SCHEMES.items()}
     assert found == {
         "fp8-block": Kind.FP8_BLOCK,

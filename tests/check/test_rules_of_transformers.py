@@ -1,4 +1,4 @@
-"""The rules about transformers, held to what the installed transformers does with each checkpoint on this CPU."""
+"""The rules about transformers agree with what the installed transformers does with each checkpoint on this CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 STORYBOOK = ROOT / "examples" / "storybook-4m"
 INTEROP = ROOT / "tests" / "data" / "interop"
 MakeModel = Callable[..., Path]
-#: A weight in BF16 is this close to what its codes and scales say; one that is scaled wrongly is percents away.
+#: Relative distance of a BF16 weight from its decoded codes; a wrongly scaled weight is percents away.
 ROUNDED = 2**-7
 TOKENS = torch.arange(1, 9)[None]
 
@@ -48,16 +48,16 @@ def what_happens(folder: Path) -> str:
     with Checkpoint.open(folder) as checkpoint:
         for module, stored in describe(checkpoint).weights.items():
             held = held_weight(model, module)
-            wanted = read_weight(checkpoint, stored).dequantize()
+            expected = read_weight(checkpoint, stored).dequantize()
             compared += 1
-            if held.shape != wanted.shape or (held.float() - wanted).norm() > ROUNDED * wanted.norm():
+            if held.shape != expected.shape or (held.float() - expected).norm() > ROUNDED * expected.norm():
                 return "wrong"
     assert compared
     return "right"
 
 
 def held_weight(model: Any, module: str) -> torch.Tensor:
-    """The weight of a linear of the checkpoint in transformers' model, where experts are fused."""
+    """Return the weight of a linear of the checkpoint in transformers' model, where experts are fused."""
     name = module.replace("block_sparse_moe", "mlp")  # Mixtral's on disk
     block, is_expert, rest = name.partition(".experts.")
     experts = model.get_submodule(f"{block}.experts") if is_expert else None
@@ -95,13 +95,13 @@ FOLDERS = sorted(
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_checkpoints_of_other_tools_do_as_the_rules_say(folder: str) -> None:
+def test_transformers_treats_golden_checkpoints_as_the_rules_predict(folder: str) -> None:
     report = check_checkpoint(INTEROP / folder, "transformers:cpu")
     assert what_happens(INTEROP / folder) == EXPECTED[report.verdict], rules_of(report)
 
 
 @pytest.mark.parametrize(("scheme", "layout"), [*((s, "compressed-tensors") for s in SCHEMES), ("fp8-block", "fp8")])
-def test_every_scheme_of_ours_does_as_the_rules_say(scheme: str, layout: str, tmp_path: Path) -> None:
+def test_transformers_decodes_every_scheme_of_ours_correctly(scheme: str, layout: str, tmp_path: Path) -> None:
     quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, layout=layout)
     report = check_checkpoint(tmp_path / "out", "transformers:cpu")
     assert report.verdict is LoadVerdict.DEGRADED
@@ -110,7 +110,9 @@ def test_every_scheme_of_ours_does_as_the_rules_say(scheme: str, layout: str, tm
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3", "llama4_text"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_experts_do_as_the_rules_say(make_model: MakeModel, tmp_path: Path, model_type: str, scheme: str) -> None:
+def test_transformers_treats_experts_of_every_scheme_as_the_rules_predict(
+    make_model: MakeModel, tmp_path: Path, model_type: str, scheme: str
+) -> None:
     quantize_checkpoint(make_model(tmp_path / "m", model_type, **OF_WHOLE_BLOCKS[model_type]), tmp_path / "out", scheme)
     report = check_checkpoint(tmp_path / "out", "transformers:cpu")
     assert what_happens(tmp_path / "out") == EXPECTED[report.verdict], rules_of(report)
@@ -121,7 +123,7 @@ def test_experts_do_as_the_rules_say(make_model: MakeModel, tmp_path: Path, mode
     [[r"\.experts\.=mxfp4"], [r"\.experts\.=mxfp4", "o_proj=mxfp8"], [r"layers\.0\..*\.experts\.=mxfp4"]],
     ids=["another scheme", "one of three", "two schemes"],
 )
-def test_experts_of_other_schemes_than_the_rest_do_as_the_rules_say(
+def test_transformers_treats_experts_under_overrides_as_the_rules_predict(
     make_model: MakeModel, tmp_path: Path, overrides: list[str]
 ) -> None:
     made = make_model(tmp_path / "m", "qwen3_moe", **OF_WHOLE_BLOCKS["qwen3_moe"])

@@ -1,4 +1,4 @@
-"""`--dequantize` gives back a plain model: the weights that the codes stand for, rounded once."""
+"""`--dequantize` writes an unquantized model: the decoded weights, rounded once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minifloat.layouts import describe, read_weight
 
 
 @pytest.mark.parametrize("name", FIXTURES)
-def test_weights_are_those_of_the_oracle_and_of_the_tool_rounded_once(name: str, tmp_path: Path) -> None:
+def test_dequantized_weights_are_those_of_the_oracle_and_of_the_tool_rounded_once(name: str, tmp_path: Path) -> None:
     convert_checkpoint(INTEROP / name, tmp_path / "out", dequantize=True)
     written = load_file(tmp_path / "out" / "model.safetensors")
     with Checkpoint.open(INTEROP / name) as checkpoint:
@@ -43,10 +43,12 @@ def test_tensors_are_those_of_the_plain_model_by_name_and_shape(name: str, tmp_p
     with Checkpoint.open(tmp_path / "out") as plain, Checkpoint.open(INTEROP / name) as source:
         assert describe(plain).layout is None
         assert [tensor.name for tensor in report.tensors] == list(source.tensors)
-        aside = {
-            one for one in source.tensors if one.endswith(("k_scale", "v_scale", "input_scale", "input_global_scale"))
+        dropped = {
+            scale
+            for scale in source.tensors
+            if scale.endswith(("k_scale", "v_scale", "input_scale", "input_global_scale"))
         }
-    assert {tensor.name for tensor in report.tensors if tensor.action == "dropped"} == aside
+    assert {tensor.name for tensor in report.tensors if tensor.action == "dropped"} == dropped
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -59,7 +61,7 @@ def test_transformers_computes_the_logits_of_an_independent_dequantization(name:
     torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=tolerance)
 
 
-def test_several_shards_give_the_same_and_one_of_scales_alone_disappears(tmp_path: Path) -> None:
+def test_a_sharded_source_gives_the_same_tensors_and_shards_of_scales_alone_disappear(tmp_path: Path) -> None:
     source = INTEROP / "modelopt-mxfp8"
     convert_checkpoint(source, tmp_path / "whole", dequantize=True)
     convert_checkpoint(sharded(source, tmp_path / "cards", 25), tmp_path / "out", dequantize=True)
@@ -73,7 +75,7 @@ def test_an_unknown_dtype_lists_the_known_ones(tmp_path: Path) -> None:
         convert_checkpoint(INTEROP / "llmc-mxfp4", tmp_path / "out", dequantize=True, dtype="int8")
 
 
-def test_values_beyond_the_dtype_are_refused_by_name_and_nothing_is_left(tmp_path: Path) -> None:
+def test_decoded_values_beyond_the_dtype_are_refused_by_name_and_nothing_is_left(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight_scale"
     source = edited(
         INTEROP / "llmc-fp8-dynamic", tmp_path / "model", tensors=lambda all: all | {name: all[name].float() * 1e9}

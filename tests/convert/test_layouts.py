@@ -1,4 +1,4 @@
-"""A conversion keeps every code and every scale; the way back gives the tensors that were there before, bit for bit."""
+"""A conversion keeps every code and every scale; converting back gives the original tensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_the_converted_model_gives_the_logits_of_an_independent_dequantization(
     [
         (name, layout)
         for name, layout in PAIRS
-        # transformers knows no ModelOpt, multiplies packed FP4 in BF16 whatever the dtype of the model, and misreads
-        # experts in compressed-tensors, llm-compressor's own too
+        # transformers does not know ModelOpt, multiplies packed FP4 in BF16 for any dtype of the model, and misreads
+        # experts in compressed-tensors, including those of llm-compressor
         if layout != "modelopt" and not any(word in name for word in ("nvfp4", "mixed", "moe"))
     ],
 )
@@ -116,7 +116,7 @@ def test_transformers_reads_the_converted_model_with_the_same_logits(name: str, 
         (SCHEMES["fp8-dynamic"], ["^lm_head$=fp8-dynamic"], "modelopt", "FP8_PER_CHANNEL_PER_TOKEN"),
     ],
 )
-def test_the_way_there_and_back_is_bit_exact(
+def test_a_conversion_and_its_inverse_give_the_same_tensors_bit_for_bit(
     scheme: Scheme, overrides: list[str], layout: str, algorithm: str | None, tmp_path: Path
 ) -> None:
     quantize_checkpoint(BASE, tmp_path / "a", scheme, overrides=overrides)
@@ -126,7 +126,8 @@ def test_the_way_there_and_back_is_bit_exact(
     there, back = quantization_config(tmp_path / "a"), quantization_config(tmp_path / "c")
     assert sorted(back.pop("ignore")) == sorted(there.pop("ignore"))
     groups = [
-        {json.dumps(group, sort_keys=True) for group in one.pop("config_groups").values()} for one in (there, back)
+        {json.dumps(group, sort_keys=True) for group in config.pop("config_groups").values()}
+        for config in (there, back)
     ]
     assert len(groups[0]) == len(groups[1])
     if not overrides:
@@ -139,12 +140,12 @@ def test_the_way_there_and_back_is_bit_exact(
 
 @pytest.fixture(scope="module")
 def whole_blocks(make_qwen3: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of which every projection is made of whole 128x128 blocks."""
+    """A model whose projections consist of whole 128x128 blocks."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 32}
     return make_qwen3(tmp_path_factory.mktemp("whole") / "m", **sizes)
 
 
-def test_blocks_go_to_deepseeks_layout_and_back(whole_blocks: Path, tmp_path: Path) -> None:
+def test_fp8_blocks_convert_to_the_fp8_layout_and_back(whole_blocks: Path, tmp_path: Path) -> None:
     quantize_checkpoint(whole_blocks, tmp_path / "a", "fp8-block")
     convert_checkpoint(tmp_path / "a", tmp_path / "b", "fp8")
     convert_checkpoint(tmp_path / "b", tmp_path / "c", "compressed-tensors")
@@ -155,13 +156,13 @@ def test_blocks_go_to_deepseeks_layout_and_back(whole_blocks: Path, tmp_path: Pa
     assert quantization_config(tmp_path / "b") == quantization_config(tmp_path / "direct")
     ids = torch.arange(40)[None]
     with torch.no_grad():
-        mine = load(tmp_path / "a", dtype=torch.float32, weight_only=True)(ids).logits[0]
+        ours = load(tmp_path / "a", dtype=torch.float32, weight_only=True)(ids).logits[0]
     theirs = transformers_logits(tmp_path / "b", ids)
     # without FP8 arithmetic transformers decodes quant_method fp8 to the dtype that it was asked for
-    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
-def test_weight_only_blocks_go_to_modelopt_and_back(whole_blocks: Path, tmp_path: Path) -> None:
+def test_weight_only_blocks_convert_to_modelopt_and_back(whole_blocks: Path, tmp_path: Path) -> None:
     quantize_checkpoint(whole_blocks, tmp_path / "a", weight_only(SCHEMES["fp8-block"]))
     convert_checkpoint(tmp_path / "a", tmp_path / "b", "modelopt")
     with Checkpoint.open(tmp_path / "b") as checkpoint:
@@ -177,7 +178,7 @@ def test_weight_only_blocks_go_to_modelopt_and_back(whole_blocks: Path, tmp_path
 
 
 def powers_of_two(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Scales above the block scales rounded down to powers of two, which have exact reciprocals."""
+    """Round global scales down to powers of two, which have exact reciprocals."""
     return {
         name: torch.exp2(tensor.log2().floor()) if name.endswith("global_scale") else tensor
         for name, tensor in tensors.items()
@@ -185,9 +186,7 @@ def powers_of_two(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "algorithm"), [("llmc-nvfp4", "NVFP4"), ("llmc-nvfp4a16", "W4A16_NVFP4")])
-def test_nvfp4_goes_to_modelopt_and_back_where_the_reciprocals_are_exact(
-    name: str, algorithm: str, tmp_path: Path
-) -> None:
+def test_nvfp4_with_exact_reciprocals_converts_to_modelopt_and_back(name: str, algorithm: str, tmp_path: Path) -> None:
     source = edited(INTEROP / name, tmp_path / "a", tensors=powers_of_two)
     report = convert_checkpoint(source, tmp_path / "b", "modelopt")
     assert report.rounding.scales == 0
@@ -222,11 +221,11 @@ def test_rounded_reciprocals_are_counted_and_differ_by_half_a_step_at_most(
     torch.testing.assert_close(logits, expected["logits"], rtol=0, atol=tolerance)
 
 
-# --------------------------------------------------------------------------------------------------- what is around
+# --------------------------------------------------------------------------------------------------- other files
 
 
 @pytest.mark.parametrize("name", ["modelopt-fp8-kv", "modelopt-fp8-channel", "modelopt-mxfp8", "modelopt-nvfp4"])
-def test_modelopts_configs_are_written_as_modelopt_writes_them(name: str, tmp_path: Path) -> None:
+def test_written_modelopt_configs_equal_those_of_modelopt(name: str, tmp_path: Path) -> None:
     convert_checkpoint(INTEROP / name, tmp_path / "out", "modelopt")
     ours, theirs = quantization_config(tmp_path / "out"), quantization_config(INTEROP / name)
     embeddings = "model.embed_tokens"  # listed by ModelOpt too; no reader asks for it
@@ -240,7 +239,7 @@ def test_modelopts_configs_are_written_as_modelopt_writes_them(name: str, tmp_pa
     assert stored(tmp_path / "out") == stored(INTEROP / name)
 
 
-def test_a_stale_config_of_modelopt_is_left_behind(tmp_path: Path) -> None:
+def test_the_modelopt_config_is_not_copied_into_another_layout(tmp_path: Path) -> None:
     convert_checkpoint(INTEROP / "modelopt-mxfp8", tmp_path / "out", "mxfp8")
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
     assert quantization_config(tmp_path / "out") == {
@@ -261,7 +260,7 @@ def test_linears_that_are_not_quantized_are_listed_under_the_key_of_each_layout(
     assert set(hf["quantization"]["exclude_modules"]) == kept
 
 
-def test_several_shards_with_codes_and_scales_apart_give_the_same(tmp_path: Path) -> None:
+def test_codes_and_scales_in_different_shards_give_the_same_tensors(tmp_path: Path) -> None:
     source = INTEROP / "modelopt-fp8-kv"
     convert_checkpoint(source, tmp_path / "whole", "compressed-tensors")
     report = convert_checkpoint(sharded(source, tmp_path / "cards", 3), tmp_path / "out", "compressed-tensors")
@@ -271,7 +270,7 @@ def test_several_shards_with_codes_and_scales_apart_give_the_same(tmp_path: Path
     assert report.provenance["source_digest"] == whole["provenance"]["source_digest"]
 
 
-def test_sidecars_the_card_and_where_it_came_from_are_carried_over(tmp_path: Path) -> None:
+def test_sidecars_card_and_provenance_are_carried_over(tmp_path: Path) -> None:
     source = edited(INTEROP / "llmc-fp8-dynamic", tmp_path / "model")
     (source / "tokenizer.json").write_text("{}")
     (source / "README.md").write_text("---\nbase_model: someone/something\nlicense: mit\n---\n\n# A model\n")
@@ -287,7 +286,7 @@ def test_sidecars_the_card_and_where_it_came_from_are_carried_over(tmp_path: Pat
     assert saved["provenance"]["command"] == "minifloat convert model OUT --layout modelopt"
 
 
-def test_what_the_card_said_of_deployment_is_not_carried_into_another_layout(tmp_path: Path) -> None:
+def test_the_deployment_section_is_not_carried_into_another_layout(tmp_path: Path) -> None:
     quantize_checkpoint(INTEROP / "base-llama", tmp_path / "source", "fp8-dynamic")
     before = (tmp_path / "source" / "README.md").read_text()
     convert_checkpoint(tmp_path / "source", tmp_path / "out", "modelopt")
@@ -303,7 +302,7 @@ def test_what_the_card_said_of_deployment_is_not_carried_into_another_layout(tmp
     ("target", "tags"),
     [({"layout": "modelopt"}, ["fp8", "fp8-dynamic", "minifloat", "modelopt"]), ({"dequantize": True}, ["minifloat"])],
 )
-def test_what_the_head_of_the_card_says_is_true_of_what_was_made(
+def test_the_metadata_of_the_card_is_true_of_the_converted_model(
     tmp_path: Path, target: dict[str, Any], tags: list[str]
 ) -> None:
     quantize_checkpoint(INTEROP / "base-llama", tmp_path / "source", "fp8-dynamic", base_model="someone/something")

@@ -1,4 +1,4 @@
-"""What cannot be carried over without loss is refused before anything is written, with the reason."""
+"""A checkpoint that a layout cannot hold without loss is refused before anything is written, with the reason."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def refused(source: Path, tmp_path: Path, layout: str | None, problem: str, kind
         ("llmc-mxfp4", "gpt-oss", "vLLM runs any other model in this layout unquantized"),
     ],
 )
-def test_a_layout_that_cannot_say_it_is_refused_with_the_reason(
+def test_a_layout_that_cannot_hold_the_quantization_is_refused_with_the_reason(
     name: str, layout: str, problem: str, tmp_path: Path
 ) -> None:
     refused(INTEROP / name, tmp_path, layout, problem, ConversionError)
 
 
-def test_blocks_with_16_bit_inputs_are_not_declared_with_quantized_ones(tmp_path: Path) -> None:
+def test_blocks_with_16_bit_inputs_are_not_converted_to_a_layout_with_quantized_inputs(tmp_path: Path) -> None:
     source = edited(
         INTEROP / "llmc-fp8-block",
         tmp_path / "model",
@@ -82,7 +82,9 @@ def with_tensors(**tensors: torch.Tensor) -> Callable[[Tensors], Tensors]:
         ("llmc-fp8-dynamic", {"a.weight": torch.ones(4, 4, dtype=torch.uint8)}, "a.weight: U8 codes that belong to no"),
     ],
 )
-def test_a_tensor_without_a_place_is_refused_by_name(name: str, added: Tensors, problem: str, tmp_path: Path) -> None:
+def test_a_tensor_that_no_layout_can_hold_is_refused_by_name(
+    name: str, added: Tensors, problem: str, tmp_path: Path
+) -> None:
     source = edited(INTEROP / name, tmp_path / "model", tensors=lambda before: before | added)
     refused(source, tmp_path, "modelopt", problem, ConversionError)
 
@@ -104,7 +106,7 @@ def algorithm(name: str) -> Callable[[dict[str, Any]], None]:
         ("modelopt-nvfp4", algorithm("NVFP4_AWQ"), "quant_algo NVFP4_AWQ is not one of"),
     ],
 )
-def test_what_a_config_adds_to_codes_and_scales_is_refused(
+def test_quantization_beyond_codes_and_scales_is_refused(
     name: str, edit: Callable[[dict[str, Any]], None], problem: str, layout: str | None, tmp_path: Path
 ) -> None:
     source = edited(INTEROP / name, tmp_path / "model", config=edit)
@@ -115,12 +117,12 @@ def test_declared_static_inputs_without_a_scale_are_refused(tmp_path: Path) -> N
     source = edited(
         INTEROP / "llmc-fp8-static",
         tmp_path / "model",
-        tensors=lambda before: {name: one for name, one in before.items() if name != f"{PROJ}.input_scale"},
+        tensors=lambda before: {name: tensor for name, tensor in before.items() if name != f"{PROJ}.input_scale"},
     )
     refused(source, tmp_path, "modelopt", rf"{PROJ}: its inputs are declared .* which is missing", ConversionError)
 
 
-def test_scales_of_inputs_that_are_not_quantized_with_them_are_dropped_and_named(tmp_path: Path) -> None:
+def test_input_scales_of_inputs_without_static_quantization_are_dropped_with_a_note(tmp_path: Path) -> None:
     name = f"{PROJ}.input_scale"
     source = edited(
         INTEROP / "llmc-fp8-dynamic", tmp_path / "model", tensors=lambda before: before | {name: torch.ones(1)}
@@ -130,14 +132,14 @@ def test_scales_of_inputs_that_are_not_quantized_with_them_are_dropped_and_named
     assert "1 scales of inputs were dropped" in report.notes[0]
 
 
-def test_an_exception_whose_name_is_part_of_a_quantized_one_is_refused_for_modelopt(tmp_path: Path) -> None:
+def test_modelopt_refuses_an_unquantized_module_whose_name_starts_a_quantized_name(tmp_path: Path) -> None:
     gate = {"model.layers.0.mlp.gate.weight": torch.ones(2, 64, dtype=torch.bfloat16)}
     source = edited(INTEROP / "llmc-fp8-dynamic", tmp_path / "model", tensors=lambda before: before | gate)
     problem = r"mlp\.gate_proj is quantized and model\.layers\.0\.mlp\.gate is not: .* leave out both"
     refused(source, tmp_path, "modelopt", problem, ConversionError)
 
 
-def test_a_scale_that_is_not_finite_is_refused_by_name_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_nan_scale_is_refused_by_name_and_nothing_is_left(tmp_path: Path) -> None:
     name = f"{PROJ}.weight_scale"
     source = edited(
         INTEROP / "llmc-fp8-dynamic", tmp_path / "model", tensors=lambda all: all | {name: all[name] * torch.nan}
@@ -145,12 +147,12 @@ def test_a_scale_that_is_not_finite_is_refused_by_name_and_nothing_is_left(tmp_p
     refused(source, tmp_path, "modelopt", rf"{name}: \d+ scales are NaN or Inf", NonFiniteError)
 
 
-def test_a_plain_model_is_no_source(tmp_path: Path) -> None:
+def test_an_unquantized_model_is_refused(tmp_path: Path) -> None:
     refused(INTEROP / "base-llama", tmp_path, "modelopt", "is not quantized", UsageError)
     refused(INTEROP / "base-llama", tmp_path, None, "is not quantized", UsageError)
 
 
-def test_what_is_asked_must_be_one_thing(tmp_path: Path) -> None:
+def test_contradicting_or_unknown_arguments_are_refused(tmp_path: Path) -> None:
     source = INTEROP / "llmc-mxfp8"
     with pytest.raises(UsageError, match="either a layout to convert to, or dequantize"):
         convert_checkpoint(source, tmp_path / "out")

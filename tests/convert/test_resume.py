@@ -16,7 +16,7 @@ OPTIONS = [{"layout": "compressed-tensors"}, {"dequantize": True}]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_finished_shards_are_kept_and_the_result_is_the_same(
+def test_a_resumed_conversion_keeps_finished_shards_and_gives_the_same_result(
     options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
@@ -33,7 +33,7 @@ def test_finished_shards_are_kept_and_the_result_is_the_same(
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_source_that_changed_since_is_converted_from_the_start_with_a_note(
+def test_a_changed_source_is_converted_from_the_start_with_a_note(
     options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
@@ -53,7 +53,7 @@ def test_a_source_that_changed_since_is_converted_from_the_start_with_a_note(
     assert stored(tmp_path / "out") == stored(tmp_path / "whole")
 
 
-def test_an_existing_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
+def test_an_existing_folder_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     source = INTEROP / "llmc-mxfp8"
     convert_checkpoint(source, tmp_path / "out", "mxfp8")
     with pytest.raises(Exception, match="exists already"):

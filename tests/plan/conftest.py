@@ -1,4 +1,4 @@
-"""Models that are a config.json and nothing else."""
+"""Folders with only a config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from small_llama import llama, make_checkpoint  # noqa: F401
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., Path]:
-    """``make_config(config, **changes) -> folder``."""
+    """Return a function that writes a changed config: ``make_config(config, **changes) -> folder``."""
 
     def make(config: dict[str, Any], **changes: Any) -> Path:
         (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))

@@ -1,4 +1,4 @@
-"""The bytes of KV caches: those of the engine, and of windows, latents and layers without attention."""
+"""The bytes of KV caches: of our engine, of sliding windows, of latent attention and of layers without attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shape_of(**changes: object) -> ModelShape:
 
 
 @pytest.mark.parametrize(("element", "name"), [(BFLOAT16, "bfloat16"), (E4M3, "E4M3")])
-def test_a_token_takes_what_it_takes_in_the_engine(element: ElementFormat, name: str) -> None:
+def test_cache_bytes_equal_those_of_the_engine(element: ElementFormat, name: str) -> None:
     with Checkpoint.open(STORYBOOK) as checkpoint:
         shape = model_shape(checkpoint.config, checkpoint.path)
     assert ENGINE_BLOCK == BLOCK_TOKENS
@@ -37,11 +37,11 @@ def test_a_70b_llama_takes_320_kib_per_token() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "heads"), [(1, 8), (2, 4), (8, 1), (16, 1)])
-def test_heads_are_divided_and_then_copied(gpus: int, heads: int) -> None:
+def test_key_value_heads_are_divided_and_then_copied(gpus: int, heads: int) -> None:
     assert cache_bytes(shape_of().cache, 10, BFLOAT16, gpus) == 2 * 80 * heads * 128 * 2 * 10
 
 
-def test_a_window_bounds_the_layers_that_slide() -> None:
+def test_a_sliding_window_limits_bytes_and_operations_of_its_layers() -> None:
     kinds = ["sliding_attention", "full_attention"] * 40
     layers = shape_of(layer_types=kinds, sliding_window=100).cache
     assert cache_bytes(layers, 1000, E4M3) == 2 * 8 * 128 * 40 * (100 + 1000)
@@ -61,22 +61,22 @@ def test_a_window_bounds_the_layers_that_slide() -> None:
         ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 8}, 70),
     ],
 )
-def test_configs_say_in_their_own_ways_which_layers_slide(changes: dict[str, object], sliding: int) -> None:
+def test_sliding_layers_follow_the_fields_of_each_architecture(changes: dict[str, object], sliding: int) -> None:
     assert [layer.window for layer in shape_of(**changes).cache].count(64) == sliding
 
 
-def test_layers_of_linear_attention_keep_nothing_of_a_token() -> None:
+def test_layers_of_linear_attention_need_no_cache() -> None:
     layers = shape_of(layer_types=["linear_attention"] * 60 + ["full_attention"] * 20).cache
     assert cache_bytes(layers, 10, E4M3) == 2 * 20 * 8 * 128 * 10
 
 
-def test_a_latent_is_kept_once_and_copied_to_every_device() -> None:
+def test_the_latent_cache_is_copied_to_every_device() -> None:
     layers = shape_of(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128).cache
     assert cache_bytes(layers, 10, BFLOAT16) == cache_bytes(layers, 10, BFLOAT16, 8) == 80 * (512 + 64) * 2 * 10
     assert attention_operations(layers, 10) == 80 * 2 * 64 * (512 + 64 + 512) * 10
 
 
-def test_missing_sizes_are_named() -> None:
+def test_missing_or_invalid_sizes_are_errors_that_name_the_field() -> None:
     bad = {"num_attention_heads": None, "hidden_size": "wide", "vocab_size": -1, "num_hidden_layers": 10**9}
     for name, value in bad.items():
         with pytest.raises(ConfigError, match=name):

@@ -1,4 +1,4 @@
-"""Tensors derived from a config are those that transformers saves for it."""
+"""Tensors derived from a config are those that transformers saves for the same config."""
 
 from __future__ import annotations
 

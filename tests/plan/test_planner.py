@@ -1,4 +1,4 @@
-"""A plan agrees with arithmetic by hand, and with the bytes that `quantize` then writes."""
+"""A plan agrees with arithmetic by hand, and with the bytes that `quantize` writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STORYBOOK = ROOT / "examples" / "storybook-4m"
 INTEROP = ROOT / "tests" / "data" / "interop"
 CONV1D_FREE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 288}
 
-# Llama 70B by hand, in weights.
+# Parameters of Llama 70B, computed by hand.
 _Q, _KV, _MLP = 8192 * 8192, 1024 * 8192, 28672 * 8192
 _LAYER = 2 * _Q + 2 * _KV + 3 * _MLP
 _LINEARS = 80 * _LAYER
@@ -34,10 +34,10 @@ _NORMS = (2 * 80 + 1) * 8192
 
 
 def scheme_of(plan: ModelPlan, name: str) -> SchemePlan:
-    return next(one for one in plan.schemes if one.scheme == name)
+    return next(candidate for candidate in plan.schemes if candidate.scheme == name)
 
 
-def test_a_70b_llama_is_what_arithmetic_by_hand_says(llama_70b: Path) -> None:
+def test_weight_bytes_of_a_70b_llama_agree_with_arithmetic_by_hand(llama_70b: Path) -> None:
     plan = plan_model(llama_70b, hardware="h100")
     assert plan.estimated
     assert plan.counts.total == plan.counts.active == _LINEARS + 2 * _TABLE + _NORMS == 70_553_706_496
@@ -106,7 +106,7 @@ def test_decode_takes_the_bytes_over_the_bandwidth(llama_70b: Path) -> None:
     assert decode.ridge == pytest.approx(989.5 / 4.8)
 
 
-def test_a_prompt_is_bound_by_arithmetic_and_fp8_has_twice_as_much(llama_70b: Path) -> None:
+def test_prefill_is_compute_bound_and_twice_as_fast_in_fp8(llama_70b: Path) -> None:
     plan = plan_model(llama_70b, hardware="h200", context=4096)
     attention = 4 * 80 * 64 * 128 * 4096 * 4097 // 2
     linears, rest = 2 * _LINEARS * 4096, attention + 2 * _TABLE
@@ -117,7 +117,7 @@ def test_a_prompt_is_bound_by_arithmetic_and_fp8_has_twice_as_much(llama_70b: Pa
     assert scheme_of(plan, "fp8-dynamic").arithmetic == "E4M3"
 
 
-def test_w8a8_overtakes_weight_only_where_that_becomes_compute_bound(llama_70b: Path) -> None:
+def test_w8a8_overtakes_weight_only_at_the_batch_where_weight_only_becomes_compute_bound(llama_70b: Path) -> None:
     plan = plan_model(llama_70b, hardware="h100", context=128)
     assert plan.overtaking == "fp8-dynamic"
     weights = scheme_of(plan, "fp8").weights - 2 * _TABLE  # what a step reads
@@ -227,7 +227,9 @@ def test_a_scheme_that_cannot_hold_the_model_is_refused_by_name(
         plan_model(source, "mxfp4", "h100")
 
 
-def test_what_is_wrong_is_said(llama_70b: Path, tmp_path: Path, make_config: Callable[..., Path]) -> None:
+def test_wrong_arguments_are_refused_with_their_names(
+    llama_70b: Path, tmp_path: Path, make_config: Callable[..., Path]
+) -> None:
     for message, options in (
         ("valid: fp8-block", {"scheme": "fp9"}),
         ("valid: cpu, a100-40", {"hardware": "h300"}),
@@ -266,7 +268,7 @@ def test_a_quantized_model_is_planned_as_it_is_and_not_quantized_again(scheme: s
 
 
 @pytest.mark.parametrize("folder", sorted(path.name for path in INTEROP.iterdir() if (path / "config.json").exists()))
-def test_checkpoints_of_other_tools_are_planned_too(folder: str) -> None:
+def test_golden_checkpoints_of_other_tools_are_planned(folder: str) -> None:
     with Checkpoint.open(INTEROP / folder) as checkpoint:
         nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
     plan = plan_model(INTEROP / folder, hardware="h100")
@@ -274,7 +276,7 @@ def test_checkpoints_of_other_tools_are_planned_too(folder: str) -> None:
     assert plan.schemes[0].device_weights == pytest.approx(nbytes, rel=0.05)
 
 
-def test_layers_and_experts_are_counted_all(make_config: Callable[..., Path]) -> None:
+def test_repeated_layers_and_experts_are_all_counted(make_config: Callable[..., Path]) -> None:
     plan = plan_model(make_config(DEEPSEEK_V3), hardware="h200", gpus=8)
     assert plan.counts.total == 671_026_419_200  # what its authors publish, 671B and 37B
     assert plan.counts.active == 37_552_297_472
@@ -299,7 +301,7 @@ def test_the_plan_is_json(llama_70b: Path) -> None:
     assert any("--linear-backend marlin" in note for note in plan["notes"])
 
 
-def test_what_the_figures_leave_out_is_said(make_config: Callable[..., Path]) -> None:
+def test_notes_name_what_the_figures_leave_out(make_config: Callable[..., Path]) -> None:
     kinds = ["linear_attention", "full_attention"] * 40
     plan = plan_model(make_config(LLAMA_70B, layer_types=kinds), hardware="h100", gpus=2)
     for words in ("No weights here", "linear attention", "Communication"):

@@ -1,4 +1,4 @@
-"""The plan decides everything that can be decided from headers, and refuses what cannot be done."""
+"""`make_plan` decides from headers what becomes of every tensor, and refuses what cannot be quantized."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def plan_of(path: Path, scheme: str = "fp8", *overrides: str, layout: str = "com
 
 def moe_tensors(experts: int = 2, hidden: int = 64, inner: int = 32, transposed: bool = False) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
-    turn = (0, 2, 1) if transposed else (0, 1, 2)
+    axes = (0, 2, 1) if transposed else (0, 1, 2)
     return {
         "model.layers.0.mlp.gate.weight": rng.standard_normal((experts, hidden), np.float32),
         "model.layers.0.mlp.experts.gate_up_proj": rng.standard_normal((experts, 2 * inner, hidden), np.float32)
-        .transpose(turn)
+        .transpose(axes)
         .copy(),
         "model.layers.0.mlp.experts.down_proj": rng.standard_normal((experts, hidden, inner), np.float32)
-        .transpose(turn)
+        .transpose(axes)
         .copy(),
     }
 
@@ -70,8 +70,8 @@ def test_linears_are_quantized_and_the_rest_is_kept(make_checkpoint: Make) -> No
 
 
 def test_a_tied_lm_head_is_still_listed_as_kept(make_checkpoint: Make) -> None:
-    from_conftest = {"model.layers.0.mlp.down_proj.weight": np.ones((64, 64), np.float32)}
-    assert plan_of(make_checkpoint(tensors=from_conftest)).kept == ("lm_head",)
+    tensors = {"model.layers.0.mlp.down_proj.weight": np.ones((64, 64), np.float32)}
+    assert plan_of(make_checkpoint(tensors=tensors)).kept == ("lm_head",)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_a_tied_lm_head_is_still_listed_as_kept(make_checkpoint: Make) -> None:
         ("model.projector.weight", (8, 8), Role.OTHER),
     ],
 )
-def test_a_role_is_told_from_name_and_shape(
+def test_the_role_of_a_tensor_follows_from_its_name_and_shape(
     make_checkpoint: Make, name: str, shape: tuple[int, ...], role: Role
 ) -> None:
     with Checkpoint.open(make_checkpoint(tensors={name: np.ones(shape, np.float32)})) as checkpoint:
         assert role_of(checkpoint.tensors[name]) is role
 
 
-def test_the_last_override_that_matches_wins(make_checkpoint: Make) -> None:
+def test_the_last_matching_override_decides(make_checkpoint: Make) -> None:
     plan = plan_of(make_checkpoint(), "fp8", r"mlp=mxfp8", r"layers\.1\.mlp=bf16")
     assert plan.modules["model.layers.0.mlp.down_proj"] == SCHEMES["mxfp8"]
     assert plan.modules["model.layers.0.self_attn.o_proj"] == SCHEMES["fp8"]
@@ -174,7 +174,7 @@ def test_columns_that_groups_do_not_divide_are_refused_with_the_cure(make_checkp
 
 
 @pytest.mark.parametrize("scheme", ["fp8-block", "fp8", "fp8-static", "fp8-dynamic"])
-def test_partial_blocks_are_fine_where_the_format_has_no_groups(make_checkpoint: Make, scheme: str) -> None:
+def test_schemes_without_groups_accept_partial_blocks(make_checkpoint: Make, scheme: str) -> None:
     path = make_checkpoint(tensors={"model.layers.0.mlp.down_proj.weight": np.ones((130, 172), np.float32)})
     assert len(plan_of(path, scheme).modules) == 1
 

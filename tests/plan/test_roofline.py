@@ -1,4 +1,4 @@
-"""The roofline by hand, and searches that end where they should."""
+"""The roofline agrees with arithmetic by hand, searches find their threshold, the table of hardware is consistent."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_formats_are_multiplied_at_their_own_peaks() -> None:
     assert mixed.ridge == pytest.approx(150)
 
 
-def test_an_unknown_peak_bounds_nothing() -> None:
-    mine = get_hardware("cpu", bandwidth=35e9)
-    assert (mine.bandwidth, dict(mine.peaks)) == (35e9, {})
-    found = bound(StepCost(35e9, {BFLOAT16: 1e30}, 1), mine)
-    assert (found.seconds, found.limit, found.ridge) == (1.0, "memory", None)
+def test_an_unknown_peak_leaves_only_the_bandwidth_bound() -> None:
+    machine = get_hardware("cpu", bandwidth=35e9)
+    assert (machine.bandwidth, dict(machine.peaks)) == (35e9, {})
+    step = bound(StepCost(35e9, {BFLOAT16: 1e30}, 1), machine)
+    assert (step.seconds, step.limit, step.ridge) == (1.0, "memory", None)
 
 
 def test_fp8_came_with_ada_hopper_and_cdna3_and_fp4_with_blackwell_and_cdna4() -> None:
@@ -44,7 +44,7 @@ def test_fp8_came_with_ada_hopper_and_cdna3_and_fp4_with_blackwell_and_cdna4() -
         assert device.peaks.get(E4M3, 2 * device.peaks[BFLOAT16]) == pytest.approx(2 * device.peaks[BFLOAT16], rel=0.02)
 
 
-def test_unknown_hardware_lists_what_there_is_and_figures_are_positive() -> None:
+def test_unknown_hardware_is_an_error_that_lists_the_names_and_figures_must_be_positive() -> None:
     with pytest.raises(UnknownNameError, match="a100-40, a100-80, l40s"):
         get_hardware("tpu")
     with pytest.raises(UsageError, match="bandwidth"):
@@ -57,7 +57,7 @@ def test_a_step_reads_weights_once_and_every_cache() -> None:
     assert step_bytes(100, 3, 7.5) == 122.5
 
 
-def test_one_token_touches_its_experts_and_many_touch_all() -> None:
+def test_one_token_reads_its_chosen_experts_and_many_tokens_read_all() -> None:
     assert experts_read(8, 2, 1) == 0.25
     assert experts_read(8, 2, 2) == pytest.approx(1 - 0.75**2)
     assert experts_read(8, 2, 1000) == pytest.approx(1)

@@ -1,3 +1,3 @@
-"""The fixtures of `small_llama`."""
+"""Fixtures of `small_llama`, for all tests of this folder."""
 
 from small_llama import llama, make_checkpoint  # noqa: F401

@@ -25,7 +25,7 @@ def source(folder: Path, head: str) -> Path:
     return folder
 
 
-def test_the_head_is_metadata_that_the_hub_accepts(tmp_path: Path) -> None:
+def test_the_metadata_of_the_card_is_accepted_by_the_hub(tmp_path: Path) -> None:
     old = "license: other\nlicense_name: x\nlanguage:\n- en\n- 'no'\nbase_model: a/grandparent\ntags: [a]"
     head = f"---\n{old}\n---\n# old\n"
     quantize_checkpoint(source(tmp_path / "in", head), tmp_path / "out", "fp8-dynamic", base_model="org/storybook")
@@ -43,13 +43,13 @@ def test_the_head_is_metadata_that_the_hub_accepts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", ["", "# no head\n", "---\nlicense: [\n---\n", "---\n- a\n---\n"])
-def test_what_the_source_does_not_say_is_not_made_up(tmp_path: Path, head: str) -> None:
+def test_metadata_missing_from_the_source_stays_missing(tmp_path: Path, head: str) -> None:
     quantize_checkpoint(source(tmp_path / "in", head), tmp_path / "out", "mxfp4")
     found = ModelCard.load(tmp_path / "out" / "README.md").data.to_dict()
     assert found.keys() == {"pipeline_tag", "library_name", "tags"}
 
 
-def test_a_snapshot_of_the_hubs_cache_is_its_own_base_model(tmp_path: Path) -> None:
+def test_a_snapshot_in_the_hub_cache_is_its_own_base_model(tmp_path: Path) -> None:
     folder = tmp_path / "models--org--storybook" / "snapshots" / COMMIT
     quantize_checkpoint(source(folder, ""), tmp_path / "out", "mxfp4")
     card = ModelCard.load(tmp_path / "out" / "README.md")
@@ -75,7 +75,7 @@ def test_a_base_model_that_is_no_id_is_refused(tmp_path: Path) -> None:
         ("fp8-dynamic", [r"layers\.2\.self_attn=bf16", r"layers\.3\.mlp=mxfp4"]),
     ],
 )
-def test_commands_are_given_for_the_engines_that_load_the_written_checkpoint_and_for_no_other(
+def test_the_card_has_commands_for_exactly_the_engines_that_load_the_checkpoint(
     tmp_path: Path, scheme: str, overrides: list[str]
 ) -> None:
     quantize_checkpoint(STORYBOOK, tmp_path / "out", scheme, overrides=overrides)
@@ -100,7 +100,7 @@ def test_commands_are_given_for_the_engines_that_load_the_written_checkpoint_and
     assert inspect_checkpoint(tmp_path / "out").layout == "compressed-tensors"
 
 
-def test_nothing_is_said_of_what_was_not_measured(tmp_path: Path) -> None:
+def test_the_card_has_no_sections_for_missing_measurements(tmp_path: Path) -> None:
     quantize_checkpoint(STORYBOOK, tmp_path / "out", "fp8")
     text = (tmp_path / "out" / "README.md").read_text()
     assert [line for line in text.splitlines() if line.startswith("## ")] == [

@@ -1,4 +1,4 @@
-"""Quantizing on a GPU: the same files, and what is refused before anything is written."""
+"""Quantizing on a GPU writes the same files as on a CPU; devices and schemes without a kernel are refused first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_device_path_writes_the_files_of_the_cpu_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu:0", "cuda:", "cuda:x", "mps"])
-def test_a_device_that_is_none_is_refused(make_checkpoint: Make, tmp_path: Path, device: str) -> None:
+def test_an_invalid_device_is_refused(make_checkpoint: Make, tmp_path: Path, device: str) -> None:
     with pytest.raises(UsageError, match="cpu, cuda or cuda:N"):
         quantize_checkpoint(make_checkpoint(), tmp_path / "out", device=device)
 

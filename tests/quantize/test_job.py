@@ -1,4 +1,4 @@
-"""`quantize_checkpoint` writes what the torch oracle computes, whatever the sharding, threads and slabs."""
+"""`quantize_checkpoint` writes the weights of the torch oracle, for any number of shards, threads and slabs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
 
 
 def group_amax(source: Mapping[str, torch.Tensor], module: str) -> torch.Tensor:
-    """The amax over the layers that a server fuses with this one, written independently of the product."""
+    """Return the amax over the layers that a server fuses with a module, computed independently of the product."""
     parent, leaf = module.rsplit(".", 1)
     families = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
     members = next((family for family in families if leaf in family), [leaf])
@@ -75,7 +75,7 @@ def test_the_written_weights_are_those_of_the_oracle(
 
 @pytest.mark.parametrize("scheme", ["fp8-block", "fp8-static", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("dtype", ["F16", "F32"])
-def test_other_source_dtypes_are_quantized_as_they_are(
+def test_f16_and_f32_sources_are_quantized_without_conversion(
     make_checkpoint: Make, tmp_path: Path, scheme: str, dtype: str
 ) -> None:
     source = make_checkpoint(dtype=dtype)
@@ -200,7 +200,7 @@ def test_the_digests_are_those_of_the_source_bytes_however_sharded(make_checkpoi
         assert digest == hasher.hexdigest()
 
 
-def test_static_activations_without_calibration_are_written_weight_only_and_said(
+def test_a_static_scheme_without_calibration_is_written_weight_only_with_a_note(
     make_checkpoint: Make, tmp_path: Path
 ) -> None:
     report = quantize_checkpoint(make_checkpoint(), tmp_path / "out", "fp8-static")
@@ -249,7 +249,7 @@ def test_bad_requests_are_refused_before_anything_is_written(make_checkpoint: Ma
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_an_existing_destination_is_kept_unless_told_otherwise(make_checkpoint: Make, tmp_path: Path) -> None:
+def test_an_existing_destination_is_replaced_only_with_overwrite(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint()
     quantize_checkpoint(source, tmp_path / "out", "fp8")
     with pytest.raises(DestinationError, match="--overwrite"):
@@ -259,9 +259,9 @@ def test_an_existing_destination_is_kept_unless_told_otherwise(make_checkpoint: 
 
 
 def test_progress_ends_at_the_total(make_checkpoint: Make, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     report = quantize_checkpoint(
-        make_checkpoint(), tmp_path / "out", progress=lambda done, total, _: seen.append((done, total))
+        make_checkpoint(), tmp_path / "out", progress=lambda done, total, _: calls.append((done, total))
     )
-    assert seen[-1] == (report.source_bytes, report.source_bytes)
-    assert seen == sorted(seen)
+    assert calls[-1] == (report.source_bytes, report.source_bytes)
+    assert calls == sorted(calls)

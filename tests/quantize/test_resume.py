@@ -132,7 +132,7 @@ def test_killed_at_twenty_random_moments_and_resumed_the_result_is_bit_identical
     assert resumed or report.resumed_shards, "no kill left finished work"
 
 
-def test_a_run_that_failed_is_continued_and_says_so(
+def test_a_failed_run_is_resumed_and_reports_its_finished_shards(
     make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_checkpoint(shards=4)
@@ -147,7 +147,7 @@ def test_a_run_that_failed_is_continued_and_says_so(
 
 
 @pytest.mark.parametrize("change", ["weights", "scheme", "version", "config"])
-def test_a_changed_source_scheme_or_version_starts_over_and_says_so(
+def test_a_changed_source_scheme_or_version_starts_over_with_a_note(
     make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     source = make_checkpoint(shards=4)
@@ -175,7 +175,7 @@ def test_a_changed_source_scheme_or_version_starts_over_and_says_so(
 def test_a_changed_shared_scale_starts_over(
     make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Callable[[], dict[str, np.ndarray]]
 ) -> None:
-    """q in a finished shard was written with an amax that k, in an unfinished one, no longer has."""
+    """The shared amax of a finished q changes when k, in an unfinished shard, changes."""
     tensors = llama()
     source = make_checkpoint(tensors=tensors, shards=4)
     with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""Static scales reach the checkpoint as servers expect them, and nothing is quantized that was not seen."""
+"""Static scales are written as servers expect them, and modules without statistics are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" fo
 
 
 def stats_of(source: Path, *, largest: float = 8.0, skip: tuple[str, ...] = (), seed: int = 0) -> ActivationStats:
-    """Statistics of three sequences for every linear, q/k/v and gate/up with inputs of their own on purpose."""
+    """Return statistics of three sequences for every linear; q/k/v and gate/up have different inputs on purpose."""
     rng = np.random.default_rng(seed)
     inputs = {}
     for layer in range(2):
@@ -48,7 +48,7 @@ def calibration(stats: ActivationStats, rule: str = "max", **options: object) ->
     return Calibration(stats, parse_rule(rule), **options)  # type: ignore[arg-type]
 
 
-def test_input_scales_are_written_and_shared_over_fused_layers(make_checkpoint: Make, tmp_path: Path) -> None:
+def test_fused_layers_get_one_shared_input_scale(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint(shards=3)
     stats = stats_of(source)
     quantize_checkpoint(source, tmp_path / "out", "fp8-static", calibration=calibration(stats))
@@ -65,7 +65,7 @@ def test_input_scales_are_written_and_shared_over_fused_layers(make_checkpoint: 
             assert all(written[name].tolist() == [expected] for name in members)
 
 
-def test_the_config_announces_static_activations(make_checkpoint: Make, tmp_path: Path) -> None:
+def test_the_config_declares_static_activations(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint()
     quantize_checkpoint(source, tmp_path / "out", "fp8-static", calibration=calibration(stats_of(source)))
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -89,12 +89,12 @@ def test_kv_scales_are_written_for_any_scheme(make_checkpoint: Make, tmp_path: P
     assert description.kv is not None
     assert (description.kv.element, description.kv.granularity) == (E4M3, TENSOR)
     assert len(tensors) == 4
-    for attention, seen in stats.kv.items():
-        assert tensors[f"{attention}.k_scale"] == seen.k_amax.max() / np.float32(E4M3.max)
-        assert tensors[f"{attention}.v_scale"] == seen.v_amax.max() / np.float32(E4M3.max)
+    for attention, kv in stats.kv.items():
+        assert tensors[f"{attention}.k_scale"] == kv.k_amax.max() / np.float32(E4M3.max)
+        assert tensors[f"{attention}.v_scale"] == kv.v_amax.max() / np.float32(E4M3.max)
 
 
-def test_kv_scales_fall_back_to_max_where_the_rule_needs_histograms_and_it_is_said(
+def test_kv_scales_use_the_rule_max_if_the_rule_needs_histograms_with_a_note(
     make_checkpoint: Make, tmp_path: Path
 ) -> None:
     source = make_checkpoint()
@@ -148,7 +148,7 @@ def test_a_static_override_without_calibration_is_written_weight_only(make_check
     assert "2 weights" in report.notes[0]
 
 
-def test_a_module_that_was_not_seen_is_refused_by_name(make_checkpoint: Make, tmp_path: Path) -> None:
+def test_a_module_missing_from_the_statistics_is_refused_by_name(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint()
     stats = stats_of(source, skip=("model.layers.1.mlp.down_proj",))
     with pytest.raises(NotCalibratedError, match=r"model\.layers\.1\.mlp\.down_proj"):

@@ -1,4 +1,4 @@
-"""`quantize_checkpoint` with the Triton kernels, by the interpreter or on a GPU: the files of the CPU, to the byte."""
+"""`quantize_checkpoint` with the Triton kernels, interpreted or on a GPU, writes the bytes that the CPU writes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_files_are_those_of_the_cpu(
 
 
 def without_sums(report: dict[str, object]) -> dict[str, object]:
-    """The report without the sums of squares, whose last bits depend on the order of summation."""
+    """Return the report without sums of squares, whose last bits depend on the order of summation."""
     text = json.dumps(report)
     parsed: dict[str, object] = json.loads(text, object_hook=lambda entry: entry | dict.fromkeys(entry.keys() & SUMS))
     return parsed

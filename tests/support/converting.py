@@ -36,7 +36,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
 
 
 def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Every tensor as it lies on disk."""
+    """Return every tensor of a checkpoint: dtype, shape and bytes."""
     with Checkpoint.open(folder) as checkpoint:
         return {
             name: (info.dtype, info.shape, checkpoint.read(name).tobytes()) for name, info in checkpoint.tensors.items()
@@ -44,38 +44,38 @@ def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def meaning(folder: Path) -> dict[str, Any]:
-    """What a quantized checkpoint stands for, whatever its layout: codes, effective scales, inputs, plain tensors."""
+    """Return what a checkpoint means in any layout: codes, effective scales, input formats and unquantized tensors."""
     with Checkpoint.open(folder) as checkpoint:
         description = describe(checkpoint)
-        found: dict[str, Any] = {"kv": description.kv}
+        content: dict[str, Any] = {"kv": description.kv}
         used = set(description.auxiliary)
         for module, weight in description.weights.items():
             used |= set(weight.tensors)
-            read = read_weight(checkpoint, weight)
-            found[module] = (
+            decoded = read_weight(checkpoint, weight)
+            content[module] = (
                 weight.spec.element,
                 weight.spec.granularity,
                 weight.activation and (weight.activation.element, weight.activation.granularity),
-                read.codes.numpy().tobytes(),
-                read.block_scale().numpy().tobytes(),
+                decoded.codes.numpy().tobytes(),
+                decoded.block_scale().numpy().tobytes(),
             )
         for name, info in checkpoint.tensors.items():
             if name not in used:
-                found[name] = (info.dtype, info.shape, checkpoint.read(name).tobytes())
-    return found
+                content[name] = (info.dtype, info.shape, checkpoint.read(name).tobytes())
+    return content
 
 
 def scalars(folder: Path, *suffixes: str) -> dict[str, float]:
-    """The single scales whose names end so, by what is before; the first suffix that fits counts."""
-    found = {}
+    """Return the scalar tensors whose names end with a suffix, by the name before the first matching suffix."""
+    values = {}
     for path in sorted(folder.glob("*.safetensors")):
         if path.name == "expected.safetensors":
             continue
         for name, tensor in load_file(path).items():
             suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
             if suffix is not None:
-                found[name.removesuffix(suffix)] = tensor.float().item()
-    return found
+                values[name.removesuffix(suffix)] = tensor.float().item()
+    return values
 
 
 def quantization_config(folder: Path) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def edited(
     tensors: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = None,
     config: Callable[[dict[str, Any]], None] | None = None,
 ) -> Path:
-    """A copy with other tensors or another quantization_config."""
+    """Copy a checkpoint, with changed tensors or a changed quantization_config."""
     shutil.copytree(source, folder)
     if tensors is not None:
         path = folder / "model.safetensors"
@@ -103,22 +103,22 @@ def edited(
 
 
 def sharded(source: Path, folder: Path, count: int) -> Path:
-    """A copy in several shards, its tensors dealt out like cards: codes and their scale lie apart."""
+    """Copy a checkpoint into several shards, tensors in turn, so that codes and their scale lie in different shards."""
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    where = {name: names[index % count] for index, name in enumerate(sorted(tensors))}
+    shard_by_tensor = {name: names[index % count] for index, name in enumerate(sorted(tensors))}
     for shard in names:
-        part = {name: tensor for name, tensor in tensors.items() if where[name] == shard}
+        part = {name: tensor for name, tensor in tensors.items() if shard_by_tensor[name] == shard}
         save_file(part, folder / shard, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": where}
+    index = {"metadata": {}, "weight_map": shard_by_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
 
 def transformers_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
-    """What transformers' and compressed-tensors' own code computes with the weights, inputs not quantized."""
+    """Return the logits that transformers and compressed-tensors compute with the weights, without quantized inputs."""
     quantized = "quantization_config" in json.loads((folder / "config.json").read_text())
     options: dict[str, Any] = {}
     if quantized and quantization_config(folder)["quant_method"] == "compressed-tensors":

@@ -1,4 +1,4 @@
-"""The config.json of models that are too large for a test to make."""
+"""Configs of models that are too large to be made in a test."""
 
 from __future__ import annotations
 
