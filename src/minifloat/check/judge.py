@@ -96,7 +96,7 @@ class CheckReport:
             "layout": self.layout,
             "verdict": self.verdict.name.lower(),
             "kernels": [
-                {"weights": kind.value, "kernel": kernel.name, "computes": kernel.computes, "seen": kernel.seen}
+                {"weights": kind.value, "kernel": kernel.name, "computes": kernel.computes, "seen": kernel.confirmed}
                 for kind, kernel in self.kernels
             ],
             "findings": [

@@ -72,7 +72,7 @@ class LoadingRule:
         problem: What goes wrong, for the user.
         cure: What to do instead; empty where nothing need be done.
         source: File and function of the engine's version in `ENGINES`, or a thread, that the rule was read from.
-        seen: How the behaviour was confirmed by loading such a checkpoint; empty where it was only read.
+        confirmed_with: How the behaviour was confirmed by loading such a checkpoint; empty where it was only read.
     """
 
     name: str
@@ -82,7 +82,7 @@ class LoadingRule:
     problem: str
     cure: str = ""
     source: str
-    seen: str = ""
+    confirmed_with: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,6 @@ def apply_rules(rules: Iterable[LoadingRule], case: Case) -> Iterator[Finding]:
             continue
         evidence = tuple(dict.fromkeys(rule.condition(case)))
         if evidence:
-            seen = f"; seen with {rule.seen}" if rule.seen else ""
-            source = f"{rule.source}{seen}"
+            confirmation = f"; seen with {rule.confirmed_with}" if rule.confirmed_with else ""
+            source = f"{rule.source}{confirmation}"
             yield Finding(rule.name, rule.verdict, rule.problem, rule.cure, source, evidence)

@@ -299,8 +299,8 @@ def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) ->
         )
     if request.shape.experts:
         notes.append(
-            f"Of {request.shape.experts} experts a token visits {request.shape.chosen}; which of them a step reads is "
-            "the expectation of an even router."
+            f"Of {request.shape.experts} experts a token visits {request.shape.experts_per_token}; the number "
+            "of experts that a step reads is the expectation of an even router."
         )
     if request.batch * request.context > STEP_TOKENS:
         notes.append(f"Activations are estimated for steps of {max(STEP_TOKENS, request.batch):,} tokens.")

@@ -69,21 +69,21 @@ def _choose_scheme(
     """Return the scheme of a tensor, or None and the reason why it is copied; add matching overrides to `matched`."""
     eligible = is_matrix(info) or role is Role.EXPERTS
     by_default = role in (Role.LINEAR, Role.EXPERTS)
-    chosen, reason = (scheme, "") if by_default else (None, role.value)
+    tensor_scheme, reason = (scheme, "") if by_default else (None, role.value)
     if not eligible:
         return None, role.value
     for index, override in enumerate(overrides):
         if re.search(override.pattern, module_name(info)):
             matched.add(index)
-            chosen = override.scheme
-            reason = str(override) if chosen is None else ""
-    if chosen is not None and role is Role.EMBEDDING:
+            tensor_scheme = override.scheme
+            reason = str(override) if tensor_scheme is None else ""
+    if tensor_scheme is not None and role is Role.EMBEDDING:
         raise UnsupportedTensorError(info.name, "no server looks embeddings up in 8 or 4 bits; remove the override")
-    if chosen is not None and not is_dense_float(info):
+    if tensor_scheme is not None and not is_dense_float(info):
         raise UnsupportedTensorError(
             info.name, f"weights are quantized from BF16, F16 or F32, found {info.dtype}; keep it with --exclude"
         )
-    return chosen, reason
+    return tensor_scheme, reason
 
 
 def _parts(

@@ -21,7 +21,7 @@ from minifloat.plan.cache import CacheLayer
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Largest number of layers, so that a damaged config cannot exhaust memory.
 _MOST_LAYERS = 1 << 14
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k")
 #: Architectures whose `sliding_window` applies to every layer, unless `layer_types` says otherwise.
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
 #: Architecture -> n: every n-th layer has full attention, if the config has no `sliding_window_pattern`.
@@ -40,7 +40,7 @@ class ModelShape:
         vocab: Number of tokens in the vocabulary.
         positions: Tokens of the longest sequence; None: the config does not say.
         experts: Number of routed experts of a layer; 0: the model is no mixture.
-        chosen: Number of routed experts that a token visits.
+        experts_per_token: Number of routed experts that a token visits.
         cache: The KV cache of each layer.
     """
 
@@ -51,7 +51,7 @@ class ModelShape:
     vocab: int
     positions: int | None
     experts: int
-    chosen: int
+    experts_per_token: int
     cache: tuple[CacheLayer, ...]
 
     @property
@@ -116,9 +116,9 @@ def model_shape(config: Mapping[str, Any], folder: Path) -> ModelShape:
     fields = Fields(config, folder)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     experts = fields.optional(*EXPERTS) or 0
-    chosen = min(fields.size(*_CHOSEN), experts) if experts else 0
+    experts_per_token = min(fields.size(*_EXPERTS_PER_TOKEN), experts) if experts else 0
     dense = fields.optional("intermediate_size") or 0
-    routed = (fields.optional("moe_intermediate_size") or dense) * chosen
+    routed = (fields.optional("moe_intermediate_size") or dense) * experts_per_token
     head_dim = head_size(fields)
     latent = fields.optional("kv_lora_rank")
     if latent is None:
@@ -135,7 +135,7 @@ def model_shape(config: Mapping[str, Any], folder: Path) -> ModelShape:
         fields.size("vocab_size"),
         fields.optional("max_position_embeddings"),
         experts,
-        chosen,
+        experts_per_token,
         tuple(layer.with_window(window) for window in _windows(fields)),
     )
 

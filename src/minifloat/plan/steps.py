@@ -48,7 +48,7 @@ def decode_cost(
         batch: Number of sequences.
         gpus: Number of devices.
     """
-    touched = experts_read(shape.experts, shape.chosen, batch) if shape.experts else 0.0
+    touched = experts_read(shape.experts, shape.experts_per_token, batch) if shape.experts else 0.0
     read = weights.fixed + weights.routed * touched
     attention = attention_operations(shape.cache, context) / gpus
     return StepCost(
@@ -71,7 +71,7 @@ def prefill_cost(
         context: Tokens of the prompt.
         gpus: Number of devices.
     """
-    touched = experts_read(shape.experts, shape.chosen, context) if shape.experts else 0.0
+    touched = experts_read(shape.experts, shape.experts_per_token, context) if shape.experts else 0.0
     nbytes = weights.fixed + weights.routed * touched + cache_bytes(shape.cache, context, cache, gpus)
     attention = prefill_operations(shape.cache, context) / gpus
     return StepCost(nbytes, _operations(weights, shape, element, context, 1, attention), context)
@@ -90,7 +90,7 @@ def _operations(
         sampled: Tokens whose logits are computed.
         attention: Operations of attention.
     """
-    share = shape.chosen / shape.experts if shape.experts else 0.0
+    share = shape.experts_per_token / shape.experts if shape.experts else 0.0
     low = _OPERATIONS * tokens * (weights.quantized + weights.quantized_routed * share)
     high = _OPERATIONS * (tokens * (weights.plain + weights.plain_routed * share) + sampled * weights.head) + attention
     return {BFLOAT16: high + low} if element is BFLOAT16 else {BFLOAT16: high, element: low}

@@ -97,7 +97,7 @@ def count(tensors: Iterable[TensorPlan], copies: Mapping[str, int], shape: Model
         elements = copies[tensor.source.name] * sum(map(math.prod, shapes))
         total += elements
         routed += elements if _is_routed(tensor) else 0
-    share = shape.chosen / shape.experts if shape.experts else 0.0
+    share = shape.experts_per_token / shape.experts if shape.experts else 0.0
     return Counts(total, total - round(routed * (1 - share)))
 
 

@@ -1,7 +1,7 @@
 """The rules: what each engine does to checkpoints that it does not simply load. One table per engine, in its order.
 
 A rule is here because the engine's code or a thread of its maintainers says so (`source`), and where the engine could
-be run, because the behaviour was observed (`seen`). A weight that neither a rule nor a row of
+be run, because the behaviour was observed (`confirmed_with`). A weight that neither a rule nor a row of
 `check.engine_kernels.KERNELS` speaks of is reported as not known. To follow a newer version of an engine, read its
 sources again and change `check.target.ENGINES`.
 

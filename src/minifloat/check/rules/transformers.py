@@ -9,7 +9,7 @@ from minifloat.check.loading_rule import LoadingRule, LoadVerdict
 from minifloat.check.rules.machines import ALL, CPUS, WITHOUT_FP8
 from minifloat.layouts import compressed_tensors, fp8
 
-_SEEN = "transformers 5.23.0 on a CPU"
+_TRANSFORMERS_CPU = "transformers 5.23.0 on a CPU"
 
 RULES: tuple[LoadingRule, ...] = (
     LoadingRule(
@@ -23,7 +23,7 @@ RULES: tuple[LoadingRule, ...] = (
         ),
         cure="load it with minifloat.load, or serve it with vLLM",
         source="quantizers/auto.py: AUTO_QUANTIZER_MAPPING has no modelopt, and an unknown method is skipped",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-modelopt-fp4",
@@ -33,7 +33,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="transformers does not know ModelOpt, and packed codes do not have the shape of the weights",
         cure="load it with minifloat.load, or serve it with vLLM",
         source="quantizers/auto.py: AUTO_QUANTIZER_MAPPING has no modelopt",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-fp8-per-tensor",
@@ -45,7 +45,7 @@ RULES: tuple[LoadingRule, ...] = (
         ),
         cure="use compressed-tensors: --scheme fp8-static",
         source="integrations/finegrained_fp8.py names the scales weight_scale_inv and activation_scale",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-partial-blocks-misread",
@@ -57,7 +57,7 @@ RULES: tuple[LoadingRule, ...] = (
         ),
         cure="use compressed-tensors; minifloat quantize --layout fp8 does not write such weights",
         source="integrations/finegrained_fp8.py: Fp8Dequantize divides the shape of a weight by that of its scales",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-partial-blocks",
@@ -67,7 +67,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="blocks at the edge are partial, and the grid of scales does not divide the weight",
         cure="use compressed-tensors; minifloat quantize --layout fp8 does not write such weights",
         source="integrations/finegrained_fp8.py: Fp8Dequantize",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-ragged-inputs",
@@ -77,7 +77,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="it loads, and the first forward pass fails: inputs do not fill groups of 128",
         cure="keep these modules with --exclude, or use --scheme fp8-dynamic",
         source="compressed-tensors: quantization/lifecycle/forward.py splits inputs into whole groups",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-experts-blocks",
@@ -89,7 +89,7 @@ RULES: tuple[LoadingRule, ...] = (
         source=(
             "integrations/compressed_tensors.py: CompressedTensorsDequantize multiplies 8-bit codes by scales as stored"
         ),
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-experts-nvfp4",
@@ -99,7 +99,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="experts are fused while they are loaded, and without their global scale: they are far too large",
         cure="quantize the experts with --scheme mxfp4; or load it with minifloat.load",
         source="integrations/compressed_tensors.py: CompressedTensorsDequantize is not given weight_global_scale",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-experts-mixed",
@@ -112,7 +112,7 @@ RULES: tuple[LoadingRule, ...] = (
         ),
         cure="quantize all experts alike: --override '\\.experts\\.=SCHEME'; or load it with minifloat.load",
         source="integrations/compressed_tensors.py: get_experts_scheme looks for one group",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-dense-mxfp4",
@@ -124,7 +124,7 @@ RULES: tuple[LoadingRule, ...] = (
         ),
         cure="write dense MXFP4 as compressed-tensors: minifloat quantize --scheme mxfp4",
         source="integrations/mxfp4.py replaces gpt-oss' experts only",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-decompresses",
@@ -134,7 +134,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="weights become BF16 at the first forward pass: neither memory nor time is saved",
         cure="for speed serve it with vLLM or minifloat; for a check of accuracy this is enough",
         source="quantizers/quantizer_compressed_tensors.py: decompressed at the first pass",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-decodes-fp8",
@@ -144,7 +144,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="without FP8 arithmetic weights become BF16 at load: neither memory nor time is saved",
         cure="serve it with vLLM or minifloat",
         source="quantizers/quantizer_finegrained_fp8.py: validate_environment",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-decodes-mxfp4",
@@ -156,7 +156,7 @@ RULES: tuple[LoadingRule, ...] = (
         ),
         cure="serve it with vLLM or minifloat",
         source="quantizers/quantizer_mxfp4.py: validate_environment",
-        seen=_SEEN,
+        confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
         name="transformers-kv-cache",

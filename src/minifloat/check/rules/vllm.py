@@ -13,8 +13,8 @@ from minifloat.check.rules.shared import (
     EXPERTS_WEIGHT_ONLY_FP8,
     HEAD_UNQUANTIZED,
     NVFP4_BEFORE_BLACKWELL,
-    SEEN_VLLM,
     USE_BLOCK,
+    VLLM_CPU,
     VLLM_KERNEL_LISTS,
 )
 from minifloat.check.subject import Kind
@@ -38,7 +38,7 @@ RULES: tuple[LoadingRule, ...] = (
         ),
         cure=_ON_CPU,
         source=f"{VLLM_KERNEL_LISTS}: _POSSIBLE_WFP8A16_KERNELS is empty for CPU and ROCm",
-        seen=f"{SEEN_VLLM} (CPU)",
+        confirmed_with=f"{VLLM_CPU} (CPU)",
     ),
     LoadingRule(
         name="vllm-cpu-amx",
@@ -50,7 +50,7 @@ RULES: tuple[LoadingRule, ...] = (
         ),
         cure="serve it with minifloat, or on a processor with AMX (Xeon since Sapphire Rapids)",
         source="kernels/linear/scaled_mm/cpu.py, layers/fused_moe/experts/cpu_moe.py: torch.cpu._is_amx_tile_supported",
-        seen=SEEN_VLLM,
+        confirmed_with=VLLM_CPU,
     ),
     LoadingRule(
         name="vllm-cpu-head-size",
@@ -60,7 +60,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="it loads, and the first forward pass fails: attention on a CPU is not compiled for heads of this size",
         cure="serve it with minifloat",
         source="v1/attention/backends/cpu_attn.py: get_supported_head_sizes, and 48, which is compiled too",
-        seen=SEEN_VLLM,
+        confirmed_with=VLLM_CPU,
     ),
     LoadingRule(
         name="vllm-cpu-static",
@@ -76,7 +76,7 @@ RULES: tuple[LoadingRule, ...] = (
             "kernels/linear/scaled_mm/cpu.py: CPUFp8PerTensorScaledMMLinearKernel, whose op to round inputs is not "
             "built"
         ),
-        seen=SEEN_VLLM,
+        confirmed_with=VLLM_CPU,
     ),
     LoadingRule(
         name="vllm-cpu-dynamic",
@@ -89,7 +89,7 @@ RULES: tuple[LoadingRule, ...] = (
             f"{VLLM_KERNEL_LISTS}: ChannelWiseTorchFP8ScaledMMLinearKernel is the only one that fits; speed: our notes "
             "on 0.32"
         ),
-        seen=SEEN_VLLM,
+        confirmed_with=VLLM_CPU,
     ),
     LoadingRule(
         name="vllm-cpu-small-formats",
@@ -102,7 +102,7 @@ RULES: tuple[LoadingRule, ...] = (
             f"{VLLM_KERNEL_LISTS}: _POSSIBLE_MXFP4_KERNELS, _POSSIBLE_MXFP8_KERNELS and _POSSIBLE_NVFP4_KERNELS have "
             "no CPU"
         ),
-        seen=SEEN_VLLM,
+        confirmed_with=VLLM_CPU,
     ),
     LoadingRule(
         name="vllm-cpu-mxfp4",
@@ -112,7 +112,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="MXFP4 linears have no kernel on a CPU (gpt-oss' fused experts have one)",
         cure=_ON_CPU,
         source=f"{VLLM_KERNEL_LISTS}: _POSSIBLE_MXFP4_KERNELS has no CPU",
-        seen=SEEN_VLLM,
+        confirmed_with=VLLM_CPU,
     ),
     LoadingRule(
         name="vllm-cpu-block-size",
@@ -122,7 +122,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="the kernel takes blocks of 128 columns only",
         cure="quantize the original again with --scheme fp8-block",
         source="kernels/linear/scaled_mm/cpu.py: CPUFp8BlockScaledMMKernel.can_implement",
-        seen=f"{SEEN_VLLM} (blocks of 32x32)",
+        confirmed_with=f"{VLLM_CPU} (blocks of 32x32)",
     ),
     LoadingRule(
         name="vllm-dense-mxfp4",
@@ -135,7 +135,7 @@ RULES: tuple[LoadingRule, ...] = (
         ),
         cure="write dense MXFP4 as compressed-tensors: minifloat quantize --scheme mxfp4",
         source="quantization/mxfp4.py: Mxfp4Config.get_quant_method, linears are left unquantized",
-        seen=SEEN_VLLM,
+        confirmed_with=VLLM_CPU,
     ),
     LoadingRule(
         name="vllm-ampere-weight-only",
@@ -211,7 +211,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="FP8 experts without blocks have no kernel on a CPU (Unsupported FP8 MoE backend)",
         cure=_ON_CPU,
         source="compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py, whose choice of a backend is none",
-        seen=SEEN_VLLM,
+        confirmed_with=VLLM_CPU,
     ),
     LoadingRule(
         name="vllm-fp8-layout-head",
@@ -221,7 +221,7 @@ RULES: tuple[LoadingRule, ...] = (
         problem="quant_method fp8 never quantizes lm_head: its scales have no place",
         cure="--layout compressed-tensors with --override '^lm_head$=fp8-dynamic', or keep it: --exclude '^lm_head$'",
         source="quantization/fp8.py: Fp8Config.get_quant_method covers linears, experts and attention",
-        seen=SEEN_VLLM,
+        confirmed_with=VLLM_CPU,
     ),
     LoadingRule(
         name="vllm-head-blocks",
@@ -233,7 +233,7 @@ RULES: tuple[LoadingRule, ...] = (
         source=(
             "model_executor/layers/vocab_parallel_embedding.py: weight_loader takes one row of scales for each token"
         ),
-        seen=SEEN_VLLM,
+        confirmed_with=VLLM_CPU,
     ),
     LoadingRule(
         name="vllm-head-not-named",
@@ -246,7 +246,7 @@ RULES: tuple[LoadingRule, ...] = (
         ),
         cure='add "lm_head" to the targets of that group in config.json, as minifloat quantize writes it',
         source="compressed_tensors/utils.py: find_matched_target; ParallelLMHead is no Linear",
-        seen=SEEN_VLLM,
+        confirmed_with=VLLM_CPU,
     ),
     LoadingRule(
         name="vllm-modelopt-mxfp4",

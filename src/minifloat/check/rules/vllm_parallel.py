@@ -5,7 +5,7 @@ from __future__ import annotations
 from minifloat.check import conditions
 from minifloat.check.loading_rule import LoadingRule, LoadVerdict
 from minifloat.check.rules.machines import ALL
-from minifloat.check.rules.shared import BLOCKS_128, FEWER_GPUS, SEEN_VLLM
+from minifloat.check.rules.shared import BLOCKS_128, FEWER_GPUS, VLLM_CPU
 
 RULES: tuple[LoadingRule, ...] = (
     LoadingRule(
@@ -77,6 +77,6 @@ RULES: tuple[LoadingRule, ...] = (
         problem="q, k and v, gate and up, and the experts of a layer run as one and must be quantized alike",
         cure="widen the override so that it matches all of them; minifloat quantize does not write such a checkpoint",
         source="compressed_tensors/utils.py: should_ignore_layer, find_matched_target",
-        seen=f"{SEEN_VLLM} (q in BF16, k and v in FP8)",
+        confirmed_with=f"{VLLM_CPU} (q in BF16, k and v in FP8)",
     ),
 )
