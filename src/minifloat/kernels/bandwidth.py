@@ -1,9 +1,8 @@
-"""How fast this machine reads memory: the limit that kernels for few tokens are measured against.
+"""Measures how fast this machine reads memory, the limit of kernels for few tokens.
 
-A product with one token reads every weight once and does little else, so its time cannot be below the bytes of the
-weights over this bandwidth. It is measured as the kernels read: same threads, 2 MB pages where the system gives them,
-prefetched by software. It leaves out caches (the buffer has to be far larger than the last of them, or the figure is
-theirs) and writes.
+A product with one token reads every weight once and does little else, so it takes at least the bytes of the weights
+divided by this bandwidth. The measurement reads as the kernels do: same threads, 2 MB pages if the system gives them,
+software prefetch. It measures neither caches (the buffer must be far larger than the last-level cache) nor writes.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _WORD = np.dtype(np.uint64)
 
 @dataclass(frozen=True)
 class ReadBandwidth:
-    """What was measured.
+    """A measured read bandwidth.
 
     Attributes:
         bytes: Size of the buffer.
         threads: Threads that read it together.
-        samples: Bytes per second of every pass.
+        samples: Bytes per second of each pass.
     """
 
     bytes: int
@@ -39,26 +38,26 @@ class ReadBandwidth:
 
     @property
     def median(self) -> float:
-        """Bytes per second."""
+        """The median, in bytes per second."""
         return statistics.median(self.samples)
 
     @property
     def spread(self) -> float:
-        """Fastest less slowest pass, over the median."""
+        """The difference of the fastest and the slowest pass, divided by the median."""
         return (max(self.samples) - min(self.samples)) / self.median
 
 
 def read_bandwidth(size: int, threads: int, rounds: int = 9) -> ReadBandwidth:
-    """Read a buffer from its first byte to its last, several times; one pass more warms up and is not counted.
+    """Measure the read bandwidth of memory: read a buffer several times, after one pass that warms up.
 
     Args:
-        size: Bytes of the buffer; at least 1 GB says something about memory. Rounded down to whole 64-bit words.
-        threads: Threads that share it.
-        rounds: Passes that count.
+        size: Bytes of the buffer, at least 1 GB to measure memory rather than caches. Rounded down to 64-bit words.
+        threads: Threads that share the buffer.
+        rounds: Number of counted passes.
 
     Raises:
-        KernelUnavailable: There is no native library.
-        UsageError: A size below one word, or a count below 1.
+        KernelUnavailable: If there is no native library.
+        UsageError: If `size` is below one word, or a count is below 1.
     """
     if size < _WORD.itemsize or threads < 1 or rounds < 1:
         raise UsageError(f"cannot read {size} bytes with {threads} threads in {rounds} rounds")
@@ -67,7 +66,7 @@ def read_bandwidth(size: int, threads: int, rounds: int = 9) -> ReadBandwidth:
         raise KernelUnavailable(f"read_bandwidth: {native.why_unavailable()}")
     size -= size % _WORD.itemsize
     words = np.frombuffer(_pages(size), _WORD, size // _WORD.itemsize)
-    words.fill(1)  # pages that were never written are all the same one
+    words.fill(1)  # unwritten pages all map to the same physical page
     args = structs.ReadArgs(data=words.ctypes.data, bytes=size, threads=threads)
     samples = []
     for _ in range(rounds + 1):
@@ -79,12 +78,12 @@ def read_bandwidth(size: int, threads: int, rounds: int = 9) -> ReadBandwidth:
 
 
 def gpu_read_bandwidth(device: Any, size: int, rounds: int = 9) -> ReadBandwidth:
-    """The same of a GPU's memory: torch adds up a buffer, several times.
+    """Measure the read bandwidth of a GPU's memory: torch adds up a buffer several times.
 
     Args:
         device: torch's CUDA device.
-        size: Bytes of the buffer; far more than its caches hold.
-        rounds: Passes that count.
+        size: Bytes of the buffer, far more than its caches hold.
+        rounds: Number of counted passes.
     """
     import torch
 
@@ -103,8 +102,8 @@ def gpu_read_bandwidth(device: Any, size: int, rounds: int = 9) -> ReadBandwidth
 
 
 def _pages(size: int) -> mmap.mmap:
-    """Memory of its own, in 2 MB pages where the system has them."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets small ones
+    """Map new memory, in 2 MB pages if the system has them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets small pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

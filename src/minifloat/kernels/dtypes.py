@@ -1,4 +1,4 @@
-"""Which floats the kernels of the CPU read and write: one table for all ops that take tensors."""
+"""The float dtypes that the CPU kernels read and write."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def has_kernel(tensor: Tensor) -> bool:
-    """Whether there are kernels for a tensor's dtype and device."""
+    """Return whether there are kernels for the dtype and device of a tensor."""
     return tensor.dtype in DTYPES and tensor.is_cpu
 
 
 def unsupported(name: str, tensor: Tensor) -> UnsupportedTensorError:
-    """The error for a tensor that there is no kernel for."""
-    found = f"{tensor.dtype} on {tensor.device}"
-    return UnsupportedTensorError(name, f"expected bfloat16, float16 or float32 on the CPU, got {found}")
+    """Return the error for a tensor without a kernel."""
+    expected = "bfloat16, float16 or float32 on the CPU"
+    return UnsupportedTensorError(name, f"expected {expected}, got {tensor.dtype} on {tensor.device}")

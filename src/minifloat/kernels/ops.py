@@ -1,8 +1,8 @@
-"""The products as ops of torch, ``torch.ops.minifloat.*``: what `torch.compile` and `torch.export` see of them.
+"""The products as ops of torch, ``torch.ops.minifloat.*``, for `torch.compile` and `torch.export`.
 
-In eager mode the public functions go straight to the library, which costs less per call than torch's dispatcher with a
-Python op; while torch traces, and where autograd must learn that there is no gradient, they go through here. The ops
-take the tensors of packed weights and check by their headers what they are, so that a wrong call is an error.
+In eager mode the public functions call the library directly, which costs less per call than torch's dispatcher with a
+Python op. They use these ops while torch traces, and when autograd must learn that there is no gradient. The ops take
+the tensors of packed weights and read their headers, so that a wrong call is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minifloat.kernels.pack.weight import Pointers
 
 
 def is_eager(x: Tensor, biases: Sequence[Tensor | None] | None = None) -> bool:
-    """Whether a call may go straight to the library: nothing traces it, and no gradient is asked for."""
+    """Return whether a call may go directly to the library: nothing traces it, and no input requires a gradient."""
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
     if not torch.is_grad_enabled():
@@ -31,7 +31,7 @@ def is_eager(x: Tensor, biases: Sequence[Tensor | None] | None = None) -> bool:
 
 @torch.library.custom_op("minifloat::linear", mutates_args=(), device_types="cpu")
 def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
-    """``x @ W.T + bias`` for several packed weights, results side by side.
+    """Compute ``x @ W.T + bias`` for several packed weights, results side by side.
 
     Args:
         x: ``[..., K]``, bfloat16, float16 or float32.
@@ -43,8 +43,8 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         ``[..., sum of rows]``, the dtype of `x`.
 
     Raises:
-        ShapeError: Sizes do not go together.
-        UnsupportedTensorError: A dtype that there is no kernel for, or bytes that are no packed weight.
+        ShapeError: If sizes do not match.
+        UnsupportedTensorError: If a dtype has no kernel, or the bytes are not a packed weight.
     """
     _check(x, weights, biases, rows)
     pointers = Pointers([weight.data_ptr() for weight in weights], rows, x.shape[-1])
@@ -60,7 +60,7 @@ def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], row
 def moe_linear(
     x: Tensor, weights: Sequence[Tensor], offsets: Tensor, x_rows: Tensor | None, biases: Tensor | None, rows: int
 ) -> Tensor:
-    """Row t of the result is row ``x_rows[t]`` of `x` times the expert that owns t.
+    """Compute the product whose row t is row ``x_rows[t]`` of `x` times the expert that owns row t.
 
     Args:
         x: ``[M, K]``, bfloat16, float16 or float32.
@@ -74,8 +74,8 @@ def moe_linear(
         ``[T, N]``, the dtype of `x`.
 
     Raises:
-        ShapeError: Sizes do not go together, or a row that `x` does not have.
-        UnsupportedTensorError: A dtype that there is no kernel for, or bytes that are no packed weight.
+        ShapeError: If sizes do not match, or `x_rows` names a row that `x` does not have.
+        UnsupportedTensorError: If a dtype has no kernel, or the bytes are not a packed weight.
     """
     if x.ndim != 2:
         raise ShapeError("x", f"expected [M, K], got {list(x.shape)}")
@@ -94,17 +94,17 @@ def _(
 
 
 def check_groups(offsets: Tensor, x_rows: Tensor | None, experts: int, tokens: int) -> None:
-    """See that the kernels may follow `offsets` and `x_rows` of `moe_linear`.
+    """Validate `offsets` and `x_rows` of `moe_linear`, which the kernels use as indices.
 
     Args:
-        offsets: As there.
-        x_rows: As there.
-        experts: How many there are.
+        offsets: int64 ``[experts + 1]``, from 0 to T.
+        x_rows: int64 ``[T]`` or None.
+        experts: Number of experts.
         tokens: Rows of `x`.
 
     Raises:
-        ShapeError: Sizes do not go together, offsets fall, or a row that `x` does not have.
-        UnsupportedTensorError: Not int64 on the CPU.
+        ShapeError: If sizes do not match, offsets fall, or `x_rows` names a row that `x` does not have.
+        UnsupportedTensorError: If a tensor is not int64 on the CPU.
     """
     for name, tensor in (("offsets", offsets), ("x_rows", x_rows)):
         if tensor is None:

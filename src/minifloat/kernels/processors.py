@@ -1,11 +1,11 @@
-"""What a process may compute with: processors, their share by control groups, and the OpenMP runtimes it has loaded.
+"""Processors that a process may use, its quota in control groups, and the OpenMP runtimes it has loaded.
 
-Imports no torch, so that the command line can tell OpenMP how long to spin before torch loads it.
+Imports no torch, so that the command line can set how long OpenMP spins before torch loads it.
 
-A thread of OpenMP that has nothing to do, and one that waits for the others at the end of a product, spins for a while
-before it sleeps: to be woken up costs 90 us. By default GNU's runtime spins for more than ten milliseconds, which takes
-a processor from the very thread that is waited for when another process is busy. `bound_spin` sets less. Measured with
-products of 0.16 ms on two cores, mean time of a call:
+An idle OpenMP thread, and one that waits for the others at the end of a product, spins for a while before it sleeps,
+because waking a thread costs 90 us. By default GNU's runtime spins for more than ten milliseconds; if another process
+is busy, the spinning thread takes the processor from the very thread that it waits for. `bound_spin` sets a shorter
+time. Mean time of a call, measured with products of 0.16 ms on two cores:
 
     rounds        alone, pauses of 0 to 100 us / 300 us / 1 ms      beside a process that never sleeps
     default       0.17 / 0.18 / 0.21 ms                             1.2 to 2.9 ms, 2% of the calls over 8 ms
@@ -13,7 +13,7 @@ products of 0.16 ms on two cores, mean time of a call:
     10000         0.18 to 0.19 / 0.26 / 0.28 ms                     0.5 to 0.7 ms, 2% over 0.8 to 1.5 ms
     1000          0.24 / 0.24 / 0.25 ms                             0.4 to 0.5 ms, 2% over 0.5 to 5.1 ms
 
-Left out: LLVM's and Intel's runtimes, which have a setting of their own (KMP_BLOCKTIME).
+Not covered: LLVM's and Intel's runtimes, which have a setting of their own (KMP_BLOCKTIME).
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ _MAPS = Path("/proc/self/maps")
 
 
 def bound_spin() -> None:
-    """Bound the spin of GNU's OpenMP, unless the environment says something about it already.
+    """Limit how long GNU's OpenMP spins, unless the environment sets it already.
 
-    The runtime reads it when it is loaded, with torch: later calls change nothing.
+    The runtime reads the setting when torch loads it; later calls change nothing.
     """
     if not any(name in os.environ for name in _SPIN_VARIABLES):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
-def workers(wanted: int | None) -> int:
-    """Threads to stream a checkpoint with: as many as are wanted, by default one per processor that is free, at most 8.
+def workers(requested: int | None) -> int:
+    """Return the number of threads that stream a checkpoint: `requested`, by default one per processor, at most 8.
 
     Raises:
-        UsageError: Fewer than 1.
+        UsageError: If `requested` is below 1.
     """
-    if wanted is not None and wanted < 1:
-        raise UsageError(f"workers is at least 1, got {wanted}")
-    return min(available(), _MOST_WORKERS) if wanted is None else wanted
+    if requested is not None and requested < 1:
+        raise UsageError(f"workers is at least 1, got {requested}")
+    return min(available(), _MOST_WORKERS) if requested is None else requested
 
 
 @cache
 def limit() -> int:
-    """Threads that this process can run at the same time, found out once: never less than 1.
+    """Return how many threads this process can run at the same time, at least 1.
 
-    The processors that it may be scheduled on (affinity), or fewer where control groups allow less of their time: a
-    quota of 1.5 processors is 2 threads.
+    This is the number of processors that it may be scheduled on (affinity), or the quota of its control groups, rounded
+    up, if that is less: a quota of 1.5 processors gives 2 threads.
     """
     quota = cgroup_quota()
     processors = available()
@@ -68,22 +68,22 @@ def limit() -> int:
 
 
 def available() -> int:
-    """Processors that this process may be scheduled on."""
+    """Return the number of processors that this process may be scheduled on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cgroup_quota(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> float | None:
-    """The processors' worth of time that control groups, of version 1 or 2, leave to this process.
+    """Return the CPU quota that control groups, of version 1 or 2, give this process, in processors.
 
     Args:
-        membership: The file that says which groups it is in.
-        cgroups: Where their file system is mounted.
+        membership: The file that lists the groups of the process.
+        cgroups: The mount point of the control groups.
 
     Returns:
-        The least of its group and all above it, None without a limit. A group that is not to be seen from inside a
-        container is passed over.
+        The smallest quota of its group and all groups above it; None without a limit. Groups that a container hides are
+        skipped.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -104,7 +104,7 @@ def cgroup_quota(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> fl
 
 
 def _quota(group: Path) -> float | None:
-    """The limit of one group: ``cpu.max`` in version 2, two files in version 1."""
+    """Return the quota of one group, from ``cpu.max`` in version 2 or from two files in version 1."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()
@@ -116,10 +116,10 @@ def _quota(group: Path) -> float | None:
 
 
 def openmp_runtimes(maps: Path = _MAPS) -> tuple[str, ...]:
-    """Paths of the OpenMP runtimes that this process has loaded; empty where that cannot be seen.
+    """Return the paths of the OpenMP runtimes that this process has loaded; empty if the system does not list them.
 
     Args:
-        maps: What it has mapped into memory, as Linux lists it.
+        maps: The file in which Linux lists the memory maps of the process.
     """
     try:
         fields = [line.split(maxsplit=5) for line in maps.read_text().splitlines()]

@@ -1,16 +1,16 @@
-"""How many threads a call of the kernels uses.
+"""The number of threads that a call of the kernels uses.
 
-They are the threads of OpenMP that torch computes with, so there is one number for both: `torch.set_num_threads`,
-``OMP_NUM_THREADS`` (which torch reads) and `set_threads` all set it. It is capped by what the process may use, which
-torch does not look at: in a container with two processors' worth of time on a machine with 64, torch starts 64 threads,
-and most of them wait for their turn while the others wait for them.
+Kernels and torch compute with the same OpenMP threads, so there is one number for both: `torch.set_num_threads`,
+``OMP_NUM_THREADS`` (which torch reads) and `set_threads` all set it. Kernels respect the quota of the process, which
+torch ignores: in a container with a quota of two processors on a machine with 64, torch starts 64 threads that wait for
+each other.
 
-Any number of Python threads may call at once; each has a team of threads of its own, so give each a share. After a fork
-the threads of the parent are gone: a child of a process that had started them computes with one thread (use spawn to
-have more).
+Any number of Python threads may call kernels at the same time; each has its own team of threads, so give each a share.
+After a fork the threads of the parent are gone: a child of a process that had started them computes with one thread
+(use spawn to have more).
 
-A program that uses this package as a library on a machine that is busy with other work should call
-`minifloat.kernels.processors.bound_spin` before anything imports torch, as the command line does; that module says why.
+A program that uses this package as a library on a busy machine should call `minifloat.kernels.processors.bound_spin`
+before anything imports torch, as the command line does: otherwise waiting threads spin for more than ten milliseconds.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["count", "limit", "release", "set_threads"]
 
 
 def count() -> int:
-    """Threads of the next call: as many as torch uses, at most `limit`."""
+    """Return the number of threads of the next call: that of torch, at most `limit`."""
     return min(torch.get_num_threads(), limit())
 
 
 def set_threads(threads: int) -> None:
-    """Compute with that many threads from now on, torch's own ops included.
+    """Set the number of threads of kernels and of torch's own ops.
 
     Args:
-        threads: How many; the kernels use no more than `limit`.
+        threads: The number; kernels use at most `limit`.
 
     Raises:
-        UsageError: Fewer than one.
+        UsageError: If `threads` is below 1.
     """
     if threads < 1:
         raise UsageError(f"at least one thread is needed, got {threads}")
@@ -44,11 +44,11 @@ def set_threads(threads: int) -> None:
 
 
 def release() -> None:
-    """End the threads that compute for the calling thread, torch's included; they come back when it needs them.
+    """End the OpenMP threads of the calling thread, torch's included; its next call starts them again.
 
-    For a thread that has computed (a model was loaded in it) and leaves that to another one from now on. GNU OpenMP
-    counts the threads of all teams, and when they are more than processors those of every team sleep where they would
-    wait awake: a decoding step of a 1.1B model took 12% longer, one of a 4M model 2.4 times as long.
+    For a thread that has loaded a model and leaves computing to another thread. GNU OpenMP counts the threads of all
+    teams; if there are more threads than processors, the threads of every team sleep instead of spinning: a decoding
+    step of a 1.1B model took 12% longer, one of a 4M model 2.4 times as long.
     """
     library = native.load()
     if library is not None:

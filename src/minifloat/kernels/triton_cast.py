@@ -1,10 +1,9 @@
-"""Rounding to formats of at most 8 bits inside Triton kernels: `numerics/cast.py` and `scale.py`, bit for bit.
+"""Rounding to formats of at most 8 bits inside Triton kernels, bit for bit as `numerics/cast.py` and `scale.py`.
 
-Everything is integer arithmetic on the bits of float32, or one float32 operation that IEEE 754 defines. Hardware casts
-are not used: they exist on some architectures only, and Triton's interpreter, which the tests run, gets them wrong. Two
-things would change bits and are prevented: a product and a sum must not be contracted into a fused multiply-add (every
-launch passes `OPTIONS`), and a division must be a division (`tl.div_rn`; the operator is an approximation).
-Imports triton: see `triton_runtime`.
+Every step is integer arithmetic on the bits of float32, or one float32 operation that IEEE 754 defines. Hardware casts
+are not used: only some architectures have them, and Triton's interpreter, which the tests run, gets them wrong. Two
+things would change bits and are prevented: fused multiply-adds (every launch passes `OPTIONS`) and approximate division
+(kernels use `tl.div_rn`, not the operator). Imports triton; `triton_runtime` tells whether it is installed.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import triton.language as tl
 
 from minifloat.numerics.formats import FLOAT32, ElementFormat
 
-#: What every launch of a kernel that rounds passes.
+#: Options of every launch of a kernel that rounds.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
-# Globals of a kernel are constexpr, which mypy takes for what they hold.
+# Globals of a kernel must be constexpr; mypy sees the values that they hold.
 _MANTISSA: Any = tl.constexpr(FLOAT32.mantissa_bits)
 _ONE: Any = tl.constexpr(1)  # the interpreter cannot shift a plain number by a constexpr
 _BIAS: Any = tl.constexpr(FLOAT32.bias)
@@ -32,11 +31,11 @@ _EPSILON: Any = tl.constexpr(2.0**-FLOAT32.mantissa_bits)
 
 
 def constants(fmt: ElementFormat, prefix: str) -> dict[str, int]:
-    """What the functions below have to know of a format, as arguments of a kernel.
+    """Return the constants of a format that the functions below take, as arguments of a kernel.
 
     Args:
         fmt: A format of at most 8 bits.
-        prefix: Of the names: ``{prefix}_MANTISSA``, ``{prefix}_BIAS``, ``{prefix}_MAX``.
+        prefix: Prefix of the names: ``{prefix}_MANTISSA``, ``{prefix}_BIAS``, ``{prefix}_MAX``.
     """
     largest = int.from_bytes(struct.pack("<f", fmt.max), "little")
     return {f"{prefix}_MANTISSA": fmt.mantissa_bits, f"{prefix}_BIAS": fmt.bias, f"{prefix}_MAX": largest}
@@ -52,25 +51,25 @@ def load_bits(pointer, offsets, mask, BF16: tl.constexpr):
 
 @triton.jit
 def bits_of(x):
-    """The bits of a float32, int32."""
+    """Return the bits of a float32 as int32."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def float_of(bits):
-    """The float32 of bits in int32."""
+    """Return the float32 with the bits of an int32."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def encode_magnitude(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
-    """`cast.encode` without its sign: nearest, ties to even, clamped; of NaN, the code of the largest value.
+    """Encode magnitudes as `cast.encode` does: to nearest, ties to even, clamped; NaN gets the largest value's code.
 
     Args:
-        magnitude: Bits of float32 without their sign, int32.
+        magnitude: int32, bits of float32 without the sign.
         MANTISSA: Mantissa bits of the format.
-        BIAS: Its bias.
-        MAX: Bits of its largest value as float32.
+        BIAS: Exponent bias of the format.
+        MAX: Bits of the largest value of the format as float32.
 
     Returns:
         Codes, int32.
@@ -88,7 +87,7 @@ def encode_magnitude(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX:
 
 @triton.jit
 def decode_magnitude(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The float32 value of a code without its sign, int32; the code is no NaN."""
+    """Decode an int32 code without a sign to float32; the code is not NaN."""
     SMALLEST: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA)
     normal = float_of((code << (_MANTISSA - MANTISSA)) + ((_BIAS - BIAS) << _MANTISSA))
     return tl.where(code < (_ONE << MANTISSA), code.to(tl.float32) * SMALLEST, normal)
@@ -96,23 +95,23 @@ def decode_magnitude(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def with_sign(magnitude, bits):
-    """A float32 >= 0 with the sign that `bits` has."""
+    """Give a float32 >= 0 the sign of `bits`."""
     return float_of(bits_of(magnitude) | (bits & ~MAGNITUDE))
 
 
 @triton.jit
 def sign_of(bits):
-    """1 where the sign bit of a float32 is set, else 0."""
+    """Return the sign bit of float32 bits: 0 or 1."""
     return (bits >> _SIGN) & 1
 
 
 @triton.jit
 def float_scales(amax, LARGEST: tl.constexpr):
-    """`scale.float_scales`: amax over the element's largest value; NaN and Inf stay what they are.
+    """Compute float32 scales as `scale.float_scales` does: amax over the largest element; NaN and Inf stay as they are.
 
     Args:
         amax: float32 >= 0, or NaN.
-        LARGEST: The largest value, a float.
+        LARGEST: The largest value of the element format, a float.
     """
     bits = bits_of(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))) & MAGNITUDE
     scale = float_of(tl.maximum(bits, _MIN_NORMAL_BITS))
@@ -121,5 +120,5 @@ def float_scales(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def decode_e8m0(code):
-    """2**(code - bias) as float32, code 0 a subnormal; `code` int32, no NaN."""
+    """Return 2**(code - bias) as float32, a subnormal for code 0; `code` is int32 and not NaN."""
     return float_of(tl.where(code == 0, _ONE << (_MANTISSA - 1), code << _MANTISSA))

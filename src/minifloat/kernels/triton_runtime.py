@@ -1,4 +1,4 @@
-"""Whether Triton kernels can run: asked before a module with one is imported, since minifloat works without triton."""
+"""Tells whether Triton kernels can run, before a module that needs triton is imported: minifloat works without it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import importlib.util
 import os
 from functools import cache
 
-#: Triton reads it when a kernel is decorated, so it is set before the process starts or not at all.
+#: The environment variable that selects the interpreter. Triton reads it when a kernel is decorated, so it must be set
+#: before the process starts.
 INTERPRET = "TRITON_INTERPRET"
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, which takes tensors of the CPU: for tests only, it is slow."""
+    """Return whether kernels run in Triton's interpreter, on CPU tensors; it is slow and for tests only."""
     return os.environ.get(INTERPRET, "0") not in ("", "0")
 
 
 def why_unavailable(device: str) -> str:
-    """Why Triton kernels cannot run on tensors of a device; empty where they can.
+    """Return why Triton kernels cannot run on tensors of a device; empty if they can.
 
     Args:
-        device: As torch names it: ``"cuda"``, ``"cuda:1"``, ``"cpu"``.
+        device: The device as torch names it: ``"cuda"``, ``"cuda:1"``, ``"cpu"``.
     """
     if not is_installed():
         return "triton is not installed: pip install triton"
@@ -39,5 +40,5 @@ def why_unavailable(device: str) -> str:
 
 @cache
 def is_installed() -> bool:
-    """Whether there is a triton to import."""
+    """Return whether triton is installed."""
     return importlib.util.find_spec("triton") is not None

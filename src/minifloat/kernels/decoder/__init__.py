@@ -1,8 +1,8 @@
-"""`step`: new tokens of a batch of sequences through all layers of a Llama-like decoder, in one call.
+"""`step` runs the new tokens of a batch of sequences through all layers of a Llama-like decoder, in one call.
 
-A decoded token meets some two hundred small operations between its linears; as calls from Python each would cost as
-much as it computes. Keys and values live in a paged cache; who owns which block is the scheduler's business, and
-sampling from the logits the sampler's. Left out: gradients, and other devices than the CPU.
+A decoded token passes some two hundred small operations between its linears; called from Python, each would cost as
+much as it computes. Keys and values are in a paged cache, whose blocks the scheduler assigns. Not included: sampling,
+gradients, and other devices than the CPU.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ IMPLEMENTATIONS = ("auto", "reference", "cpu")
 
 
 def step(decoder: Decoder, cache: KVCache, batch: StepBatch, impl: str = "auto") -> Tensor:
-    """Put the new tokens of a batch into the cache and compute the logits that are asked for.
+    """Put the new tokens of a batch into the cache and compute the requested logits.
 
-    Every number is float32 but the inputs and outputs of linears and the queries, which are rounded to
+    Every number is float32, except the inputs and outputs of linears and the queries, which are rounded to
     `Decoder.dtype`, and keys and values, which are rounded once to the element of the cache (E4M3: divided by their
     scale, clamped). Linears are those of `minifloat.kernels.linear.linear`: no weight is rounded, sums are float32.
 
-    The logits of a sequence do not depend on what else is in the batch, nor on how its tokens are cut into steps,
-    beyond the order of float32 sums. NaN in one sequence does not reach another, and neither does what memory of the
-    cache held before it was written.
+    The logits of a sequence do not depend on other sequences of the batch, nor on how its tokens are divided into
+    steps, up to the order of float32 sums. Neither NaN of another sequence nor old contents of the cache reach a
+    sequence.
 
     Args:
         decoder: The model.
-        cache: Of the decoder's layers, heads and head size; written, and nothing else is.
-        batch: What to compute.
-        impl: "auto" (the native library where it is loaded, else the reference), "reference" or "cpu".
+        cache: A cache with the decoder's layers, heads and head size; the only argument that is written.
+        batch: The new tokens and the requested logits.
+        impl: "auto" (the native library if it is loaded, else the reference), "reference" or "cpu".
 
     Returns:
-        float32 ``[R, vocab]``, rows as `StepBatch.logits` names them.
+        float32 ``[R, vocab]``, a row for each entry of `StepBatch.logits`.
 
     Raises:
-        UnknownNameError: Another `impl`.
-        KernelUnavailable: ``impl="cpu"`` cannot run here.
-        ShapeError: The cache is not of the decoder, or numbers of the batch do not go together; nothing was written.
-        UnsupportedTensorError: A tensor of the batch is not int32, contiguous, on the CPU; nothing was written.
+        UnknownNameError: If there is no such `impl`.
+        KernelUnavailable: If ``impl="cpu"`` cannot run here.
+        ShapeError: If the cache does not fit the decoder, or the batch is inconsistent; nothing was written.
+        UnsupportedTensorError: If a tensor of the batch is not int32, contiguous, on the CPU; nothing was written.
     """
     if impl not in IMPLEMENTATIONS:
         raise UnknownNameError("impl", impl, IMPLEMENTATIONS)

@@ -1,14 +1,15 @@
-"""`KVCache`: keys and values of all layers, in blocks of `BLOCK_TOKENS` tokens that any sequence may own.
+"""`KVCache`: keys and values of all layers, in blocks of `BLOCK_TOKENS` tokens.
 
 A block of one key-value head and layer is contiguous, keys before values, so that attention reads it as one stream.
-Keys lie transposed: the same dimension of all tokens of a block is one vector, so that the scores of a query with them
-need no horizontal sums. bfloat16 comes in pairs, of dimensions for keys and of tokens for values: the order in which
-matrix units take their second operand, and one shift or mask away from float32.
+Keys are transposed: the same dimension of all tokens of a block is one vector, so that the scores of a query need no
+horizontal sums. bfloat16 numbers are paired, by dimension for keys and by token for values: matrix units take their
+second operand in this order, and one shift or mask turns it into float32.
 
     float32, E4M3   keys [d][token]           values [token][padded d]
     bfloat16        keys [d / 2][token][2]    values [token / 2][padded d][2]
 
-Values are padded to whole vectors; what the padding holds does not matter. Which block is whose is not known here.
+Values are padded to whole vectors; the contents of the padding are ignored. The cache does not know which sequence owns
+a block.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from minifloat.kernels.pack.memory import allocate
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E4M3
 
-#: What a cache may hold, and the dtype that stores it.
+#: Element formats of a cache and the dtypes that store them.
 ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "E4M3": torch.uint8}
 _VECTOR = 16
 
 
 class KVCache:
-    """The memory of a cache; what a block holds before a step has written it is undefined.
+    """The memory of a cache; blocks are undefined until a step writes them.
 
     Args:
         layers: Layers of the decoder.
         kv_heads: Heads of keys and values.
         head_dim: Size of a head, even.
-        blocks: How many blocks.
-        element: One of `ELEMENTS`. E4M3 holds what is left after division by the scale of the layer, rounded to
-            nearest, ties to even, clamped to the largest value.
+        blocks: Number of blocks.
+        element: One of `ELEMENTS`. E4M3 stores numbers divided by the scale of the layer, rounded to nearest, ties to
+            even, clamped to the largest value.
 
     Attributes:
         data: uint8 ``[layers, blocks, kv_heads, bytes]``.
 
     Raises:
-        UnknownNameError: Another `element`.
-        ShapeError: A size that cannot be.
+        UnknownNameError: If there is no such `element`.
+        ShapeError: If a size is below 1, or `head_dim` is odd.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, blocks: int, element: str) -> None:
@@ -67,7 +68,7 @@ class KVCache:
         """Bytes of one block over all layers and heads.
 
         Raises:
-            UnknownNameError: Another `element`.
+            UnknownNameError: If there is no such `element`.
         """
         dtype = lookup("element of a cache", element, ELEMENTS)
         return layers * kv_heads * BLOCK_TOKENS * (head_dim + _padded(head_dim)) * dtype.itemsize
@@ -78,14 +79,14 @@ class KVCache:
         return self.data.nbytes
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, scales: tuple[float, float]) -> None:
-        """Store tokens; the plain PyTorch way.
+        """Store tokens, in plain PyTorch.
 
         Args:
-            layer: Which one.
+            layer: Index of the layer.
             slots: int64 ``[T]``: block times `BLOCK_TOKENS` plus row.
             keys: float32 ``[T, kv_heads, head_dim]``.
-            values: Likewise.
-            scales: Of keys and values, for E4M3.
+            values: float32 ``[T, kv_heads, head_dim]``.
+            scales: Scales of keys and values, for E4M3.
         """
         block, row = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
         key_view, value_view, pair = self._views(layer)
@@ -93,12 +94,12 @@ class KVCache:
         value_view[block, :, row // pair, : self.head_dim, row % pair] = self._coded(values, scales[1])
 
     def read(self, layer: int, blocks: Tensor, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
-        """Keys and values, float32 ``[len(blocks) * BLOCK_TOKENS, kv_heads, head_dim]``; the plain PyTorch way.
+        """Return keys and values, float32 ``[len(blocks) * BLOCK_TOKENS, kv_heads, head_dim]``, in plain PyTorch.
 
         Args:
-            layer: Which one.
-            blocks: int64, blocks of one sequence in their order.
-            scales: Of keys and values, for E4M3.
+            layer: Index of the layer.
+            blocks: int64, the blocks of one sequence in order.
+            scales: Scales of keys and values, for E4M3.
         """
         key_view, value_view, _ = self._views(layer)
         keys = key_view[blocks].permute(0, 3, 1, 2, 4).flatten(3)

@@ -1,7 +1,7 @@
-"""What a batch must be: checked before every step, in some tens of microseconds.
+"""Validates a batch before every step, in some tens of microseconds.
 
-A block table is what keeps sequences apart and the kernels inside of their memory, so all that a step reads of one is
-looked at.
+The block table separates sequences and bounds the memory accesses of kernels, so every entry that a step reads is
+checked.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _RANKS = {"tokens": 1, "positions": 1, "starts": 1, "contexts": 1, "blocks": 2, 
 
 
 def check(decoder: Decoder, cache: KVCache, batch: StepBatch) -> None:
-    """See that a step may run.
+    """Validate the arguments of a step.
 
     Raises:
-        ShapeError: The cache is not of the decoder, sizes do not go together, or a number is out of range; the error
+        ShapeError: If the cache does not fit the decoder, sizes do not match, or a number is out of range; the error
             names the field.
-        UnsupportedTensorError: A tensor of the batch is not int32, contiguous, on the CPU.
+        UnsupportedTensorError: If a tensor of the batch is not int32, contiguous, on the CPU.
     """
-    needed = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
-    given = (cache.layers, cache.kv_heads, cache.head_dim)
-    if given != needed:
-        raise ShapeError("cache", f"expected layers, key-value heads and head size {needed}, got {given}")
+    expected_sizes = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
+    sizes = (cache.layers, cache.kv_heads, cache.head_dim)
+    if sizes != expected_sizes:
+        raise ShapeError("cache", f"expected layers, key-value heads and head size {expected_sizes}, got {sizes}")
     tokens, positions, starts, contexts, blocks, logits = (_array(batch, name, rank) for name, rank in _RANKS.items())
     _check_range("tokens", tokens, decoder.vocab)
     _check_range("logits", logits, len(tokens))
     if positions.shape != tokens.shape:
         raise ShapeError("positions", f"expected {list(tokens.shape)}, got {list(positions.shape)}")
     if contexts.size < 1 or starts.size != contexts.size + 1 or blocks.shape[0] != contexts.size:
-        found = f"starts {starts.size}, contexts {contexts.size}, blocks {list(blocks.shape)}"
+        actual = f"starts {starts.size}, contexts {contexts.size}, blocks {list(blocks.shape)}"
         raise ShapeError(
-            "contexts", f"expected one for each sequence, as starts less 1 and rows of blocks; got {found}"
+            "contexts", f"expected one for each sequence, as starts less 1 and rows of blocks; got {actual}"
         )
     counts = starts[1:] - starts[:-1]
     if starts[0] != 0 or starts[-1] != tokens.size or counts.min() < 1:
@@ -54,7 +54,7 @@ def check(decoder: Decoder, cache: KVCache, batch: StepBatch) -> None:
 
 
 def _first_key(decoder: Decoder, first: _Array) -> _Array:
-    """The first position that a query at `first` or later sees in any layer."""
+    """Return the first position that a query at `first` or later sees in any layer."""
     windows = [layer.attention.window for layer in decoder.layers]
     sizes = [window for window in windows if window is not None]
     if len(sizes) < len(windows):
@@ -63,7 +63,7 @@ def _first_key(decoder: Decoder, first: _Array) -> _Array:
 
 
 def _check_blocks(cache: KVCache, blocks: _Array, begin: _Array, first: _Array, contexts: _Array) -> None:
-    """See that the blocks of the keys from `begin` on exist, and that no two sequences write into one."""
+    """Validate that the blocks of keys from `begin` on exist, and that no two sequences write into the same block."""
     ends = -(-contexts // BLOCK_TOKENS)
     if ends.max() > blocks.shape[1]:
         sequence = int(ends.argmax())
@@ -89,8 +89,8 @@ def _check_blocks(cache: KVCache, blocks: _Array, begin: _Array, first: _Array, 
 def _array(batch: StepBatch, name: str, rank: int) -> _Array:
     tensor = getattr(batch, name)
     if tensor.dtype != torch.int32 or not tensor.is_cpu or not tensor.is_contiguous():
-        found = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
-        raise UnsupportedTensorError(name, f"expected contiguous int32 on the CPU, got {found}")
+        actual = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
+        raise UnsupportedTensorError(name, f"expected contiguous int32 on the CPU, got {actual}")
     if tensor.ndim != rank:
         raise ShapeError(name, f"expected {rank} dimensions, got {list(tensor.shape)}")
     array: _Array = tensor.numpy()

@@ -1,7 +1,7 @@
 """`step` by the native library (``csrc/decoder``): all layers in one call.
 
-Where everything of a decoder lies is written down once, in the structures that C++ reads; a step adds the addresses of
-its batch. The caller has validated both.
+The structures that C++ reads hold the addresses of a decoder's tensors and are created once per decoder; a step adds
+the addresses of its batch. The caller has validated both.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ _CACHE_ELEMENTS = {name: number for number, name in enumerate(ELEMENTS)}
 
 
 def why_not() -> str:
-    """Why there is no such step here; empty where there is."""
+    """Return why the native library cannot run here; empty if it can."""
     return native.why_unavailable() if native.load() is None else ""
 
 
 def step(decoder: Decoder, cache: KVCache, batch: StepBatch, nanoseconds: Tensor | None = None) -> Tensor:
-    """Arguments, which have been checked, and result as of `minifloat.kernels.decoder.step`.
+    """Implement `minifloat.kernels.decoder.step` for validated arguments.
 
     Args:
-        decoder: As there.
-        cache: As there.
-        batch: As there.
+        decoder: The model.
+        cache: The cache; written.
+        batch: The new tokens and the requested logits.
         nanoseconds: None, or int64 ``[len(PARTS)]``, to which the time of each part is added.
 
+    Returns:
+        float32 ``[R, rows of lm_head]``.
+
     Raises:
-        KernelUnavailable: There is no native library.
+        KernelUnavailable: If there is no native library.
     """
     library = native.require()
     described = _DESCRIBED.get(decoder)
@@ -73,7 +76,7 @@ def step(decoder: Decoder, cache: KVCache, batch: StepBatch, nanoseconds: Tensor
 
 
 class _Described:
-    """The structures for a decoder. They hold addresses into it and not the decoder itself, which owns the memory."""
+    """The structures of a decoder: addresses of its tensors. They do not keep the decoder itself alive."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._held: list[object] = []

@@ -1,7 +1,7 @@
-"""The plain PyTorch step that the C++ one is held to, and the specification of both.
+"""The step in plain PyTorch: the specification and the reference of the C++ step.
 
-float32 everywhere but where `Decoder.dtype` is named: inputs and outputs of linears, and the queries. It dequantizes
-every weight in every step, so it is for tests, and for machines without the native library.
+Everything is float32 except the inputs and outputs of linears and the queries, which have `Decoder.dtype`. It
+dequantizes every weight in every step, so it is for tests, and for machines without the native library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minifloat.kernels.pack import PackedWeight
 
 
 def step(decoder: Decoder, cache: KVCache, batch: StepBatch) -> Tensor:
-    """Arguments, which have been checked, and result as of `minifloat.kernels.decoder.step`."""
+    """Implement `minifloat.kernels.decoder.step` for validated arguments."""
     x = decoder.embedding[batch.tokens].float()
     angles = batch.positions[:, None].float() * decoder.inv_freq
     turn = (angles.cos() * decoder.attention_scaling, angles.sin() * decoder.attention_scaling)
@@ -40,7 +40,7 @@ def _attention(
     turn: tuple[Tensor, Tensor],
     x: Tensor,
 ) -> Tensor:
-    """``[T, hidden]`` of the decoder's dtype, and the new keys and values in the cache."""
+    """Write the new keys and values into the cache; return ``[T, hidden]`` in the decoder's dtype."""
     biases = attention.qkv_bias or (None, None, None)
     q, k, v = (
         _linear(x, weight, bias).float().view(x.shape[0], -1, decoder.head_dim)
@@ -60,7 +60,7 @@ def _attention(
         blocks = batch.blocks[s].long()
         slots = blocks[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
         cache.write(layer, slots, k[rows], v[rows], scales)
-        # Blocks that left every window may be gone.
+        # Blocks before the window may belong to another sequence already.
         begin = _first_key(attention, int(positions[0])) // BLOCK_TOKENS
         keys, values = cache.read(layer, blocks[begin : -(-context // BLOCK_TOKENS)], scales)
         begin *= BLOCK_TOKENS
@@ -89,7 +89,7 @@ def _first_key(attention: Attention, position: int) -> int:
 
 
 def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn pairs of dimensions of ``[T, heads, d]``; `turn` holds cosines and sines ``[T, rotary_dim / 2]``."""
+    """Rotate pairs of dimensions of ``[T, heads, d]``; `turn` holds cosines and sines ``[T, rotary_dim / 2]``."""
     cos, sin = (part[:, None] for part in turn)
     half = cos.shape[-1]
     first, second, rest = torch.split_with_sizes(x, [half, half, x.shape[-1] - 2 * half], -1)
@@ -103,7 +103,7 @@ def _mlp(mlp: Mlp, x: Tensor) -> Tensor:
 
 
 def _experts(experts: Experts, x: Tensor) -> Tensor:
-    """float32 ``[T, hidden]``."""
+    """Return the weighted sum of the experts, float32 ``[T, hidden]``."""
     probabilities = functional.linear(x.float(), experts.router.float()).softmax(dim=-1)
     weights, chosen = probabilities.topk(experts.top_k, dim=-1)
     if experts.normalize:
@@ -131,5 +131,5 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """Multiplied and summed in float32 with a weight that is not rounded, as the kernels do; rounded once."""
+    """Multiply and sum in float32 with the unrounded weight, as the kernels do; round the result once."""
     return functional.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)

@@ -1,8 +1,8 @@
-"""What a Llama-like decoder is made of, checked once when it is put together, so that a step need not look again.
+"""The parts of a Llama-like decoder, validated once when a `Decoder` is created instead of in every step.
 
-The family: RMS norms before attention and MLP, rotary embeddings in the convention of `rotate_half`, grouped queries,
-SiLU MLPs or routed experts. Biases, norms of q and k, sliding windows and a shared expert are there or not. Left out:
-anything that is no such decoder (parallel residuals, attention sinks, soft caps, ALiBi); other code runs those.
+Supported: RMS norms before attention and MLP, rotary embeddings in the convention of `rotate_half`, grouped queries,
+SiLU MLPs or routed experts; optionally biases, norms of q and k, sliding windows and a shared expert. Other decoders
+(parallel residuals, attention sinks, soft caps, ALiBi) run by other code.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Attention:
 
     Attributes:
         qkv: q ``[heads * d, hidden]``, k and v ``[kv_heads * d, hidden]``.
-        qkv_bias: One for each of the three or None, of one dtype; or None.
+        qkv_bias: A bias or None for each of the three, of one dtype; or None.
         out: ``[hidden, heads * d]``.
         out_bias: ``[hidden]`` or None.
         q_norm: float32 ``[d]``, the weight of an RMS norm of each head before the rotation; or None.
-        k_norm: Likewise.
-        window: A query sees the last `window` keys, itself included; None: all before it.
-        k_scale: What an E4M3 cache multiplies its codes of k with; not looked at with other caches.
-        v_scale: Likewise of v.
+        k_norm: The same for k.
+        window: A query sees the last `window` keys, its own included; None for all keys up to its own.
+        k_scale: The scale of k in an E4M3 cache; ignored by other caches.
+        v_scale: The scale of v in an E4M3 cache; ignored by other caches.
     """
 
     qkv: FusedWeights
@@ -49,7 +49,7 @@ class Attention:
     v_scale: float = 1.0
 
     def check(self, name: str, decoder: Decoder) -> None:
-        """See that it fits its decoder; `name` begins the names in errors."""
+        """Validate that the sizes and dtypes fit the decoder; `name` is the prefix of field names in errors."""
         d, heads, kv_heads, hidden = decoder.head_dim, decoder.heads, decoder.kv_heads, decoder.hidden
         _expect_weights(f"{name}.qkv", self.qkv, [(heads * d, hidden), (kv_heads * d, hidden), (kv_heads * d, hidden)])
         _expect_biases(f"{name}.qkv_bias", self.qkv_bias, self.qkv)
@@ -72,7 +72,7 @@ class Mlp:
     Attributes:
         gate_up: gate and up, ``[intermediate, hidden]`` each.
         down: ``[hidden, intermediate]``.
-        gate_up_bias: One for each of the two or None, of one dtype; or None.
+        gate_up_bias: A bias or None for each of the two, of one dtype; or None.
         down_bias: ``[hidden]`` or None.
     """
 
@@ -87,7 +87,7 @@ class Mlp:
         return self.down.shape[1]
 
     def check(self, name: str, decoder: Decoder) -> None:
-        """See that it fits its decoder; `name` begins the names in errors."""
+        """Validate that the sizes and dtypes fit the decoder; `name` is the prefix of field names in errors."""
         _expect_weights(f"{name}.down", (self.down,), [(decoder.hidden, self.intermediate)])
         _expect_weights(f"{name}.gate_up", self.gate_up, [(self.intermediate, decoder.hidden)] * 2)
         _expect_biases(f"{name}.gate_up_bias", self.gate_up_bias, self.gate_up)
@@ -96,15 +96,15 @@ class Mlp:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """An MLP of which each token uses `top_k` of many.
+    """A mixture of experts: each token uses `top_k` of many MLPs.
 
     Attributes:
         router: ``[experts, hidden]``, float32 or bfloat16; multiplied in float32.
-        top_k: Experts of a token: those with the largest softmax over all.
-        normalize: Whether the weights of the chosen sum to 1.
-        gate_up: One: ``[2 * intermediate, hidden]`` per expert, the rows of gate first; or two, gate and up apart.
+        top_k: Number of experts of a token: those with the largest softmax over all experts.
+        normalize: Whether the weights of the chosen experts are scaled to sum to 1.
+        gate_up: One projection ``[2 * intermediate, hidden]`` per expert, the rows of gate first; or two, gate and up.
         down: ``[hidden, intermediate]`` per expert.
-        shared: An MLP that all tokens use besides, or None.
+        shared: An MLP that all tokens use in addition, or None.
         shared_gate: float32 ``[hidden]``: the sigmoid of its product with the input multiplies the shared MLP; or None.
     """
 
@@ -122,7 +122,7 @@ class Experts:
         return self.down.shape[1]
 
     def check(self, name: str, decoder: Decoder) -> None:
-        """See that it fits its decoder; `name` begins the names in errors."""
+        """Validate that the sizes and dtypes fit the decoder; `name` is the prefix of field names in errors."""
         hidden, experts = decoder.hidden, len(self.down)
         _expect(f"{name}.router", self.router, (experts, hidden), (torch.float32, torch.bfloat16))
         if not 1 <= self.top_k <= experts:
@@ -146,9 +146,9 @@ class Layer:
 
     Attributes:
         input_norm: float32 ``[hidden]``.
-        attention: The first half.
+        attention: The attention.
         mlp_norm: float32 ``[hidden]``.
-        mlp: The second half.
+        mlp: The MLP or the experts.
     """
 
     input_norm: Tensor
@@ -159,26 +159,27 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """A model, from the numbers of tokens to logits.
+    """A model, from token ids to logits.
 
     Attributes:
-        dtype: Of the inputs and outputs of linears: bfloat16, float16 or float32. What is between them is float32.
-        heads: Of queries.
-        kv_heads: Of keys and values; divides `heads`.
+        dtype: The dtype of the inputs and outputs of linears: bfloat16, float16 or float32. Everything between them is
+            float32.
+        heads: Number of query heads.
+        kv_heads: Number of key-value heads; divides `heads`.
         head_dim: Size of a head, even, at most `MAX_HEAD_DIM`.
-        eps: Of all norms.
-        inv_freq: float32 ``[rotary_dim / 2]``: radians per position; dimension i turns with dimension
-            ``i + rotary_dim / 2``, those from `rotary_dim` on stay.
-        attention_scaling: Multiplies cosines and sines.
-        scale: Multiplies the product of q and k.
+        eps: The epsilon of all norms.
+        inv_freq: float32 ``[rotary_dim / 2]``: radians per position; dimension i is rotated with dimension
+            ``i + rotary_dim / 2``, dimensions from `rotary_dim` on are not rotated.
+        attention_scaling: Factor of cosines and sines.
+        scale: Factor of the product of q and k.
         embedding: ``[vocab, hidden]``, bfloat16, float16 or float32.
         layers: At least one.
-        norm: float32 ``[hidden]``, before `lm_head`.
-        lm_head: ``[vocab, hidden]``, or of another number of rows.
+        norm: float32 ``[hidden]``, the weight of the norm before `lm_head`.
+        lm_head: ``[rows, hidden]``, usually one row per token of the vocabulary.
 
     Raises:
-        ShapeError: Sizes do not go together; the error names the field.
-        UnsupportedTensorError: A dtype that a field does not take, or a tensor that is not contiguous on the CPU.
+        ShapeError: If sizes do not match; the error names the field.
+        UnsupportedTensorError: If a field does not support a dtype, or a tensor is not contiguous on the CPU.
     """
 
     dtype: torch.dtype
@@ -203,7 +204,7 @@ class Decoder:
 
     @property
     def vocab(self) -> int:
-        """How many tokens there are to embed."""
+        """Number of rows of the embedding."""
         return self.embedding.shape[0]
 
     def __post_init__(self) -> None:
@@ -232,17 +233,17 @@ class Decoder:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """What one step computes: new tokens of one or more sequences. All tensors are int32, contiguous, on the CPU.
+    """The input of one step: new tokens of one or more sequences. All tensors are int32, contiguous, on the CPU.
 
     Attributes:
         tokens: ``[T]``: the new tokens, one sequence after the other.
-        positions: ``[T]``: their places in their sequences.
+        positions: ``[T]``: the position of each token in its sequence.
         starts: ``[S + 1]``: sequence s has tokens ``starts[s]`` to ``starts[s + 1] - 1``, at least one; the last of
             them is at position ``contexts[s] - 1``.
-        contexts: ``[S]``: keys of the sequence after this step.
+        contexts: ``[S]``: the number of keys of each sequence after this step.
         blocks: ``[S, B]``: the token at position p of sequence s lies in block ``blocks[s, p // BLOCK_TOKENS]``, row
-            ``p % BLOCK_TOKENS``. Entries that no query of the step sees are not looked at; -1 by custom.
-        logits: ``[R]``: which of the tokens logits are wanted of.
+            ``p % BLOCK_TOKENS``. Entries that no query of the step sees are ignored; -1 by convention.
+        logits: ``[R]``: indices into `tokens` of the tokens whose logits are computed.
     """
 
     tokens: Tensor
@@ -258,14 +259,14 @@ def _expect(name: str, tensor: Tensor, shape: Sequence[int], dtypes: Sequence[to
         raise ShapeError(name, f"expected {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes or not tensor.is_cpu or not tensor.is_contiguous():
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        found = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
-        raise UnsupportedTensorError(name, f"expected contiguous {names} on the CPU, got {found}")
+        actual = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
+        raise UnsupportedTensorError(name, f"expected contiguous {names} on the CPU, got {actual}")
 
 
 def _expect_weights(name: str, weights: Sequence[PackedWeight], shapes: Sequence[tuple[int, int]]) -> None:
-    found = [tuple(weight.shape) for weight in weights]
-    if found != list(shapes):
-        raise ShapeError(name, f"expected {list(shapes)}, got {found}")
+    actual = [tuple(weight.shape) for weight in weights]
+    if actual != list(shapes):
+        raise ShapeError(name, f"expected {list(shapes)}, got {actual}")
     for weight in weights:
         weight.check()
 

@@ -1,8 +1,8 @@
-"""`round_inputs`: the inputs of a linear as a server with quantized inputs (W8A8) sees them; and their codes.
+"""Quantizes the inputs of linears (W8A8): `round_inputs` for the CPU, `quantize_inputs` for GPUs.
 
-A linear with packed weights runs through it once per call where the checkpoint declares such inputs. Plain torch takes
-a dozen passes over the input for that, several times what the product itself costs; the native library takes one.
-On the CPU nobody multiplies codes and scales themselves; a GPU does, and gets them from `quantize_inputs`.
+A linear with packed weights calls `round_inputs` if the checkpoint declares quantized inputs. Plain torch takes a dozen
+passes over the input, several times the cost of the product; the native library takes one. The CPU multiplies the
+rounded values; a GPU multiplies codes, and gets codes and scales from `quantize_inputs`.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ IMPLEMENTATIONS = ("reference", "cpu")
 def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *, impl: str = "auto") -> Tensor:
     """Quantize an input and dequantize it: ``decode(encode(x / scale)) * scale`` in float32.
 
-    Every implementation gives the same bits, those of `minifloat.numerics.activation` (of NaN, the payload aside), on
-    every instruction set and with any number of threads. The native one computes as IEEE 754 has it also where the
-    caller lets torch flush subnormal numbers.
+    Every implementation gives the bits of `minifloat.numerics.activation` (except the payload of NaN), on every
+    instruction set and with any number of threads. The native library follows IEEE 754 even if the caller lets torch
+    flush subnormal numbers.
 
     Args:
-        x: ``[..., K]``, floating, any strides; rows that are contiguous need no copy.
+        x: ``[..., K]``, floating, any strides (contiguous rows need no copy).
         spec: E4M3; per tensor (static or dynamic), per token or per group of columns (dynamic). The last group of a
             row may be partial.
-        scale: float32, one positive element; given exactly where `spec` is static.
-        impl: "auto" (the native library where it is loaded and `x` is one that it takes: bfloat16, float16 or float32
-            on the CPU, no gradient asked for, nothing tracing), "reference" or "cpu".
+        scale: float32, one positive element, if `spec` is static; else None.
+        impl: "auto" (the native library if it is loaded and takes `x`: bfloat16, float16 or float32 on the CPU, no
+            gradient required, not traced), "reference" or "cpu".
 
     Returns:
         float32, the shape of `x`, contiguous. With a dynamic scale, NaN or Inf in a block makes all of it NaN; with a
         static one Inf is clamped, and NaN stays NaN.
 
     Raises:
-        KernelUnavailable: `impl` cannot run here, or is none.
-        ShapeError: `x` has no dimensions.
-        UnsupportedTensorError: Another element or granularity.
-        ValueError: `scale` is given for a dynamic spec or missing for a static one.
+        KernelUnavailable: If `impl` cannot run here, or there is no such `impl`.
+        ShapeError: If `x` has no dimensions.
+        UnsupportedTensorError: If the element or the granularity is another one.
+        ValueError: If `scale` is given for a dynamic spec, or missing for a static one.
     """
     if impl not in ("auto", *IMPLEMENTATIONS):
         known = f"auto, {', '.join(IMPLEMENTATIONS)}"
@@ -68,27 +68,26 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *
 def quantize_inputs(
     x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *, row_multiple: int = 1, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Quantize an input, for a product of codes.
+    """Quantize an input into codes and scales, for a product of codes.
 
-    Every implementation gives the same bits, those of `minifloat.numerics.activation.quantize_activation`.
+    Every implementation gives the bits of `minifloat.numerics.activation.quantize_activation`.
 
     Args:
-        x: ``[M, K]``, floating, any strides; rows that are contiguous need no copy.
+        x: ``[M, K]``, floating, any strides (contiguous rows need no copy).
         spec: As in `round_inputs`.
         scale: As in `round_inputs`.
-        row_multiple: Rows of zeros are appended up to a multiple of it.
-        impl: "auto" (Triton on a CUDA device, where nothing traces and no gradient is asked for), "reference" or
-            "triton".
+        row_multiple: Rows of zeros are appended up to a multiple of this number.
+        impl: "auto" (Triton on a CUDA device, unless torch traces or a gradient is required), "reference" or "triton".
 
     Returns:
         Codes ``[M', K]`` in the dtype of the element, contiguous, and float32 scales: ``[1, 1]`` of the tensor, or
-        ``[M', groups]``, column after column. Those of appended rows are any positive number.
+        ``[M', groups]``, column-major. The scales of appended rows are arbitrary positive numbers.
 
     Raises:
-        KernelUnavailable: `impl` cannot run here, or is none.
-        ShapeError: `x` is no matrix.
-        UnsupportedTensorError: Another element or granularity.
-        ValueError: `scale` is given for a dynamic spec or missing for a static one.
+        KernelUnavailable: If `impl` cannot run here, or there is no such `impl`.
+        ShapeError: If `x` is not a matrix.
+        UnsupportedTensorError: If the element or the granularity is another one.
+        ValueError: If `scale` is given for a dynamic spec, or missing for a static one.
     """
     if impl not in ("auto", "reference", "triton"):
         raise KernelUnavailable(f"quantize_inputs has no implementation {impl!r}; available: auto, reference, triton")

@@ -1,7 +1,7 @@
 """`round_inputs` by the native library (``csrc/quantize/inputs.cpp``).
 
-Every number about a format comes from `numerics/formats.py`, the C++ holds none. Arguments are validated by the caller,
-`minifloat.kernels.inputs`.
+Every number about a format comes from `numerics/formats.py`; the C++ code holds none. The caller,
+`minifloat.kernels.inputs`, validates the arguments.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ActivationSpec
 
 #: ``enum minifloat_input_scaling``.
-_GIVEN, _OF_TENSOR, _OF_BLOCK = 0, 1, 2
+_STATIC, _OF_TENSOR, _OF_BLOCK = 0, 1, 2
 
 
 def why_not(x: Tensor, scale: Tensor | None) -> str:
-    """Why the native library cannot run here, or not for `x`; empty where it can.
+    """Return why the native library cannot run here or does not take `x`; empty if it can.
 
     Raises:
-        KernelUnavailable: ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
+        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
     """
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return f"it takes plain tensors and is not traced, got {type(x).__name__}"
@@ -36,7 +36,7 @@ def why_not(x: Tensor, scale: Tensor | None) -> str:
 
 
 def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:
-    """See `minifloat.kernels.inputs.round_inputs`; `why_not` has found nothing."""
+    """Implement `minifloat.kernels.inputs.round_inputs` for inputs that `why_not` accepts."""
     library = native.require()
     y = torch.empty(x.shape, dtype=torch.float32)
     if y.numel() == 0:
@@ -44,11 +44,11 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tenso
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    given = None if scale is None else scale.detach().to("cpu", torch.float32).reshape(())
+    static_scale = None if scale is None else scale.detach().to("cpu", torch.float32).reshape(())
     element = spec.element
     args = structs.RoundInputsArgs(
         x=rows.data_ptr(),
-        scale=None if given is None else given.data_ptr(),
+        scale=None if static_scale is None else static_scale.data_ptr(),
         y=y.data_ptr(),
         rows=rows.shape[0],
         cols=rows.shape[1],
@@ -56,7 +56,7 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tenso
         block_cols=spec.granularity.cols or rows.shape[1],
         element=structs.Format(element.bits, element.mantissa_bits, element.emin, element.max),
         dtype=DTYPES[x.dtype],
-        scaling=_GIVEN if given is not None else _OF_TENSOR if spec.granularity == TENSOR else _OF_BLOCK,
+        scaling=_STATIC if static_scale is not None else _OF_TENSOR if spec.granularity == TENSOR else _OF_BLOCK,
         zero_scale=2.0**-FLOAT32.mantissa_bits,
         threads=threads.count(),
     )

@@ -1,6 +1,6 @@
-"""`round_inputs` and `quantize_inputs` in plain torch: what runs without a kernel, and what kernels are held to.
+"""`round_inputs` and `quantize_inputs` in plain torch: the fallback without a kernel, and the reference in tests.
 
-Arguments are validated by the caller, `minifloat.kernels.inputs`.
+The caller, `minifloat.kernels.inputs`, validates the arguments.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from minifloat.numerics.scheme import ActivationSpec
 
 
 def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> Tensor:
-    """See `minifloat.kernels.inputs.round_inputs`."""
+    """Implement `minifloat.kernels.inputs.round_inputs`."""
     return dequantize_activation(*quantize_activation(x, spec, scale), spec)
 
 
 def quantize_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
-    """See `minifloat.kernels.inputs.quantize_inputs`; `rows` are those of the codes."""
+    """Implement `minifloat.kernels.inputs.quantize_inputs`; `rows` is the number of rows of the codes."""
     padded = torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[0]))
     codes, grid = quantize_activation(padded, spec, scale)
     if spec.granularity == TENSOR:

@@ -1,7 +1,7 @@
-"""`quantize_inputs` on a GPU: amax, scale, clamp and round in one kernel, the bits of `numerics/activation.py`.
+"""`quantize_inputs` on a GPU: amax, scale, clamp and rounding in one kernel, bit for bit as `numerics/activation.py`.
 
-A program takes whole groups, or one row. A row that fits is read once and stays in registers; a longer one is read
-twice, the second time from the cache. Arguments are validated by the caller, `minifloat.kernels.inputs`.
+A program handles whole groups, or one row. A row that fits stays in registers; a longer row is read twice, the second
+time from the cache. The caller, `minifloat.kernels.inputs`, validates the arguments.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from minifloat.numerics.scale import amax
 from minifloat.numerics.scale import float_scales as scales_of
 from minifloat.numerics.scheme import ActivationSpec
 
-#: Elements that a program looks at together where groups are small, and at most.
+#: Elements that a program holds at a time: for small groups, and at most.
 _TILE = 2048
 _LARGEST_TILE = 8192
 LAUNCH: dict[str, Any] = {"num_warps": 8, **OPTIONS}
 
 
 def why_not(spec: ActivationSpec) -> str:
-    """Why the kernel does not cover `spec`; empty where it does."""
+    """Return why the kernel does not cover `spec`; empty if it does."""
     cols = spec.granularity.cols
     if cols is not None and (cols & (cols - 1) or cols > _TILE):
         return f"groups must be a power of two wide, at most {_TILE}, not {spec.granularity}"
@@ -78,25 +78,25 @@ def quantize_groups(
         codes_ptr: uint8, contiguous; rows beyond those of `x` become zeros.
         scales_ptr: float32 ``[rows, groups]``; not written where GIVEN.
         given_ptr: float32, one element; read where GIVEN.
-        rows: Of `x`.
-        cols: Of `x`.
-        groups: Of a row.
-        total: Of the codes, in all.
-        x_stride: In elements.
-        scale_row_stride: As before.
-        scale_col_stride: As before.
+        rows: Rows of `x`.
+        cols: Columns of `x`.
+        groups: Groups per row.
+        total: Number of groups of all rows of the codes.
+        x_stride: Elements between rows of `x`.
+        scale_row_stride: Elements between rows of the scales.
+        scale_col_stride: Elements between columns of the scales.
         BF16: Whether `x` is bfloat16.
-        GIVEN: Whether the scale is given.
-        GROUP: Columns of a group, a power of two; 0: all.
+        GIVEN: Whether `given_ptr` holds the scale.
+        GROUP: Columns of a group, a power of two; 0 for all columns.
         GROUPS: Groups of one program.
-        CHUNK: Columns of a group that are looked at together.
-        WHOLE: Whether that is all of them.
-        LARGEST: Of the format, a float.
+        CHUNK: Columns of a group that are loaded together.
+        WHOLE: Whether a chunk is a whole group.
+        LARGEST: The largest value of the format, a float.
         ELEMENT_MANTISSA: `triton_cast.constants` of the format.
-        ELEMENT_BIAS: As before.
-        ELEMENT_MAX: As before.
-        ELEMENT_SIGN: Where the sign of a code is.
-        NAN_CODE: Of the format.
+        ELEMENT_BIAS: `triton_cast.constants` of the format.
+        ELEMENT_MAX: `triton_cast.constants` of the format.
+        ELEMENT_SIGN: Bit number of the sign of a code.
+        NAN_CODE: The NaN code of the format.
     """
     index = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     row, group = index // groups, index % groups
@@ -114,7 +114,7 @@ def quantize_groups(
                 at = col + chunk * CHUNK
                 bits = load_bits(x_ptr, row[:, None] * x_stride + at, inside & (at < cols), BF16)
                 largest = tl.maximum(largest, tl.max(bits & MAGNITUDE, 1))
-        # NaN has the largest bits of all, so it wins; so does Inf over numbers.
+        # As integers, the bits of NaN are larger than those of Inf, and those larger than all numbers.
         scale = float_scales(float_of(largest), LARGEST)
         tl.store(scales_ptr + row * scale_row_stride + group * scale_col_stride, scale, index < total)
     full = tl.broadcast_to(scale[:, None], [GROUPS, CHUNK])
@@ -132,13 +132,13 @@ def quantize_groups(
 
 
 def quantize_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
-    """See `minifloat.kernels.inputs.quantize_inputs`; `x` is ``[M, K]``, and `rows` those of the codes."""
+    """Implement `minifloat.kernels.inputs.quantize_inputs`; `rows` is the number of rows of the codes."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     cols = x.shape[1]
     width = spec.granularity.cols or cols
     groups = -(-cols // width) if cols else 0
-    if scale is None and spec.granularity == TENSOR:  # of all programs together: known before the first rounds
+    if scale is None and spec.granularity == TENSOR:  # needs the whole tensor before any program rounds
         scale = scales_of(amax(x, TENSOR), spec.element)
     codes = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
     if scale is None:
@@ -160,13 +160,13 @@ def quantize_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None, rows:
 
 
 def kernel_arguments(spec: ActivationSpec, dtype: torch.dtype, cols: int, *, given: bool) -> dict[str, Any]:
-    """The constants that `quantize_groups` is compiled with.
+    """Return the constants that `quantize_groups` is compiled with.
 
     Args:
         spec: How inputs are quantized.
-        dtype: Of the input.
+        dtype: The dtype of the input.
         cols: Columns of the input.
-        given: Whether the scale is given.
+        given: Whether the caller passes the scale.
     """
     element: ElementFormat = spec.element
     width = spec.granularity.cols or 0

@@ -1,8 +1,7 @@
-"""`linear`: an input times a quantized weight, without a 16-bit copy of the weight in memory.
+"""`linear` multiplies an input with a quantized weight, without a 16-bit copy of the weight in memory.
 
-Serving holds weights in their quantized form and multiplies through this op only, so that a faster implementation
-changes nothing but speed. The input stays in 16 or 32 bits (weight-only, W8A16) or is quantized first (W8A8), where the
-checkpoint says that servers do so.
+Serving keeps weights quantized and multiplies through this op only. The input stays in 16 or 32 bits (weight-only,
+W8A16), or is quantized first (W8A8) if the checkpoint declares quantized activations.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ def linear(
     activation: ActivationSpec | None = None,
     input_scale: Tensor | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias`` in the dtype of `x`.
+    """Compute ``x @ weight.T + bias`` in the dtype of `x`.
 
-    Weight-only (no `activation`), packed weights: the weight is what its codes and scales say, exactly, the sum is
-    taken in float32, the bias is added in float32, and the result is rounded once to the dtype of `x`. The bits do not
-    depend on the number of threads; they do on the instruction set, and for one row of `x` on how many there are. On a
-    GPU the same holds, and the bits depend on the device and on M; but from some hundred rows of `x` on, 512 on Hopper,
-    the weight is decoded once into memory, rounded to the dtype of `x`, as the reference does.
+    Weight-only (no `activation`), packed weights: the weight is exactly the product of its codes and scales, sum and
+    bias are float32, and the result is rounded once to the dtype of `x`. The bits do not depend on the number of
+    threads, but on the instruction set, and those of a row of `x` also on the number of rows. On a GPU the same holds,
+    and the bits depend on the device and on M; but above some hundred rows of `x` (512 on Hopper) the weight is decoded
+    once into memory, rounded to the dtype of `x`, as in the reference.
 
     Weight-only, not packed (the reference): the weight is decoded and scaled in float32 and rounded once to the dtype
-    of `x`; the product is then the one of `torch.nn.functional.linear` in that dtype. With float32 `x` nothing is
-    rounded before the product; with 16 bits the result is that of a 16-bit model whose weights are the dequantized
-    ones, which is what servers compute.
+    of `x`; the product is that of `torch.nn.functional.linear` in this dtype. With float32 `x` nothing is rounded
+    before the product; with 16 bits the result is that of a 16-bit model with the dequantized weights, which is what
+    servers compute.
 
     W8A8: `x` is quantized by `minifloat.numerics.activation`, both sides are dequantized to float32, multiplied and
     summed in float32, the bias is added in float32, and the sum is rounded once to the dtype of `x`. Servers multiply
@@ -58,34 +57,34 @@ def linear(
     here they are applied before it. The two, and the order of summation, differ by float32 rounding only, 2**-24 of
     the largest partial sum per addition: far below the half step of E4M3, 2**-4, that quantizing costs. Tensor cores
     that keep fewer bits while they sum (Hopper's keep about 14) are not imitated, and a caller who allows TF32 on a
-    GPU has its 10 bits here too. A GPU with FP8 tensor cores computes as servers do (`scaled_mm`): on Hopper its sums
-    have those 14 bits within a step of the tensor cores. Whether inputs are quantized is said by `activation`, at every
-    number of rows; only who computes is chosen.
+    GPU gets its 10 bits here too. A GPU with FP8 tensor cores computes as servers do (`scaled_mm`): on Hopper its sums
+    have those 14 bits within a step of the tensor cores. `activation` alone decides whether inputs are quantized, at
+    every number of rows; `impl` only chooses who computes.
 
-    There is no gradient through packed weights: where `x` asks for one, backward raises.
+    There is no gradient through packed weights: if `x` requires a gradient, backward raises.
 
     Args:
-        x: ``[..., K]``, floating; any strides, but rows that are contiguous need no copy.
-        weight: A weight ``[N, K]``. Packed once with `minifloat.kernels.pack.pack`, or on a GPU with
-            `minifloat.kernels.linear.triton.pack`, it is fast; a `QuantizedTensor` is multiplied by the reference,
-            which decodes it in every call.
+        x: ``[..., K]``, floating; any strides (contiguous rows need no copy).
+        weight: A weight ``[N, K]``. Packed weights (`minifloat.kernels.pack.pack`, on a GPU
+            `minifloat.kernels.linear.triton.pack`) are fast; a `QuantizedTensor` is multiplied by the reference, which
+            decodes it in every call.
         bias: ``[N]``, the dtype of `x`, or float32.
-        impl: "auto" (the native library or the kernels of a GPU for weights that are packed for them, where those
-            can run; `scaled_mm` for quantized inputs and weights that are not packed, where the GPU has it),
-            "reference", "cpu", "triton" or "scaled_mm".
-        activation: How `x` is quantized; None: not at all.
-        input_scale: float32, one element; given exactly where `activation` is static.
+        impl: "auto" (the native library or the GPU kernels for weights packed for them, if they can run; `scaled_mm`
+            for quantized inputs and weights that are not packed, if the GPU has it), "reference", "cpu", "triton" or
+            "scaled_mm".
+        activation: How `x` is quantized; None for no quantization.
+        input_scale: float32, one element, if `activation` is static; else None.
 
     Returns:
         ``[..., N]``, the dtype of `x`. NaN in `x` spreads as in any matrix product, and so does Inf, except that a
         static `input_scale` clamps it.
 
     Raises:
-        KernelUnavailable: `impl` cannot run here, or the weight is not packed for it.
-        ShapeError: `x` or `bias` does not fit the weight.
-        UnsupportedTensorError: `x` or `bias` has a dtype or device that there is no kernel for, or inputs of this kind
+        KernelUnavailable: If `impl` cannot run here, or the weight is not packed for it.
+        ShapeError: If `x` or `bias` does not fit the weight.
+        UnsupportedTensorError: If there is no kernel for the dtype or device of `x` or `bias`, or inputs of this kind
             are not simulated (MX and NVFP4).
-        ValueError: `input_scale` is missing, or given where the scale is dynamic.
+        ValueError: If `input_scale` is missing, or given for a dynamic scale.
 
     Source: vLLM, `cutlass_scaled_mm` and its block form; DeepSeek-V3 report, section 3.3.2, for Hopper's 14 bits.
     """
@@ -116,23 +115,21 @@ def linear(
 def linear_fused(
     x: Tensor, weights: Sequence[PackedWeight] | Sequence[GpuWeight], biases: Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, ...]:
-    """`linear` for several weights with the same input in one call: q, k and v, or gate and up.
+    """Multiply one input with several weights in one call: q, k and v, or gate and up.
 
     Args:
         x: ``[..., K]``, bfloat16, float16 or float32.
-        weights: Packed weights ``[N_i, K]`` of one kind: the same format and kind of scales. As `FusedWeights` they
-            are looked at once and not in every call. Weights of a GPU may be of any kind, and are multiplied one after
-            the other.
-        biases: None, or ``[N_i]`` or None for each weight, all of one dtype.
+        weights: Packed weights ``[N_i, K]`` of the same format and kind of scales. `FusedWeights` are validated once
+            instead of in every call. Weights of a GPU may be of any kind, and are multiplied one after the other.
+        biases: None, or for each weight ``[N_i]`` or None, all of one dtype.
 
     Returns:
         ``[..., N_i]`` for each weight, views of one tensor ``[..., sum of N_i]``; the same bits as by `linear`.
 
     Raises:
-        KernelUnavailable: The native library is not loaded, or the kernels of the GPU cannot run.
-        ShapeError: `x` or a bias does not fit, several K, or no weight at all.
-        UnsupportedTensorError: A dtype or device without a kernel, weights of several kinds, or biases of several
-            dtypes.
+        KernelUnavailable: If the native library is not loaded, or the GPU kernels cannot run.
+        ShapeError: If `x` or a bias does not fit, the weights have different K, or there is no weight.
+        UnsupportedTensorError: If a dtype or device has no kernel, or weights differ in kind, or biases in dtype.
     """
     on_gpu = [weight for weight in weights if isinstance(weight, GpuWeight)]
     packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
@@ -148,7 +145,7 @@ def linear_fused(
 
 
 def _packed(weight: QuantizedTensor | PackedWeight | GpuWeight, impl: str) -> PackedWeight | GpuWeight | None:
-    """The choice: the weight where it is multiplied as it is packed, None where the reference multiplies."""
+    """Return the weight if a kernel multiplies it as it is packed, None if the reference multiplies it."""
     if impl == "auto":
         if isinstance(weight, GpuWeight):
             return None if why_unavailable(weight.codes.device) else weight
@@ -168,11 +165,11 @@ def _packed(weight: QuantizedTensor | PackedWeight | GpuWeight, impl: str) -> Pa
 
 
 def _use_scaled_mm(x: Tensor, weight: QuantizedTensor, activation: ActivationSpec, impl: str) -> bool:
-    """The choice for quantized inputs: on a GPU, `scaled_mm` wherever it can; elsewhere only where it is named."""
+    """Return whether `scaled_mm` multiplies quantized inputs: on a GPU if it can, elsewhere only if `impl` names it."""
     if impl != "scaled_mm" and (impl != "auto" or not x.is_cuda):
         return False
-    known = f"it takes bfloat16, float16 and float32, got {x.dtype}" if x.dtype not in DTYPES else ""
-    reason = known or scaled_mm.why_not(weight, activation)
+    dtype_reason = f"it takes bfloat16, float16 and float32, got {x.dtype}" if x.dtype not in DTYPES else ""
+    reason = dtype_reason or scaled_mm.why_not(weight, activation)
     if reason and impl == "scaled_mm":
         raise KernelUnavailable(f"linear(impl='scaled_mm') cannot run: {reason}")
     return not reason

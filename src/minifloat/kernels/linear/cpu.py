@@ -1,7 +1,7 @@
 """`linear` by the native library (``csrc/linear``): packed weights, and several of them in one call.
 
-What is here runs once per layer and token, so it does little: no object is made for the arguments but their bytes.
-The caller has called `check`; that memory holds packed weights is seen to by `PackedWeight`.
+This code runs once per layer and token, so it packs the arguments into bytes instead of creating a ctypes object. The
+caller has called `check`; `PackedWeight` ensures that the memory holds packed weights.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _LINEAR = structs.struct_of(structs.LinearArgs)
 
 
 def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | None] | None) -> None:
-    """See that `run` may take its arguments.
+    """Validate the arguments of `run`.
 
     Args:
-        x: As there.
+        x: ``[..., K]``.
         cols: K.
         rows: N of each weight.
-        biases: As there.
+        biases: None, or per weight None or ``[N_i]``.
 
     Raises:
-        ShapeError: `x` or a bias does not fit.
-        UnsupportedTensorError: A dtype or device that there is no kernel for, or biases of several dtypes.
+        ShapeError: If `x` or a bias does not fit.
+        UnsupportedTensorError: If a dtype or device has no kernel, or biases differ in dtype.
     """
     if not has_kernel(x):
         raise unsupported("x", x)
@@ -55,18 +55,18 @@ def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | N
 
 
 def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None) -> Tensor:
-    """``x @ W.T + bias`` for several weights, their results side by side.
+    """Compute ``x @ W.T + bias`` for several weights, their results side by side.
 
     Args:
         x: ``[..., K]``, bfloat16, float16 or float32, on the CPU, any strides.
-        pointers: Of packed weights ``[N_i, K]``, all of one form.
+        pointers: Addresses of packed weights ``[N_i, K]``, all of one form.
         biases: None, or per weight None or ``[N_i]``, all of one dtype of `DTYPES`, any strides.
 
     Returns:
         ``[..., sum of N_i]``, the dtype of `x`.
 
     Raises:
-        KernelUnavailable: There is no native library.
+        KernelUnavailable: If there is no native library.
     """
     library = native.require()
     shape, rows = x.shape, pointers.total
@@ -79,13 +79,13 @@ def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None) -
     bias_address, bias_dtype = 0, 0
     if biases is not None:
         addresses: list[int | None] = []
-        held = []  # copies live until the call is done
+        copies = []  # keeps contiguous copies alive until the call returns
         for bias in biases:
             if bias is None:
                 addresses.append(None)
                 continue
             readable = bias if bias.is_contiguous() else bias.contiguous()
-            held.append(readable)
+            copies.append(readable)
             addresses.append(readable.data_ptr())
             bias_dtype = DTYPES[bias.dtype]
         table = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -110,6 +110,6 @@ def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None) -
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """`x` as ``[M, K]`` with contiguous rows; a copy only where its strides ask for one."""
+    """Return `x` as ``[M, K]`` with contiguous rows, copied only if its strides require it."""
     matrix = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()

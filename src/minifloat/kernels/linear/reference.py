@@ -1,7 +1,7 @@
-"""The plain PyTorch `linear` that every faster one is held to: dequantize a slab of rows, multiply, forget it.
+"""`linear` in plain PyTorch, the reference of all faster implementations: dequantizes and multiplies slab by slab.
 
 The slab bounds the memory: a weight of any size needs `SLAB_BYTES` of float32 for its values, and a few times that
-while it is decoded. It is not meant to be fast; each call decodes the whole weight.
+while a slab is decoded. It is slow: each call decodes the whole weight.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ SLAB_BYTES = 16 * 2**20
 
 
 def linear(x: Tensor, weight: QuantizedTensor | Tensor, bias: Tensor | None, slab_bytes: int = SLAB_BYTES) -> Tensor:
-    """``x @ weight.T + bias``, weight-only; arguments and numerics as in `minifloat.kernels.linear.linear`.
+    """Compute ``x @ weight.T + bias``, weight-only, with the numerics of `minifloat.kernels.linear.linear`.
 
-    Each output is one dot product over all of K whatever the slab, so cutting the rows changes no result by more than
-    the order of summation that torch picks for a matrix of that height.
+    Each output is one dot product over all of K, so the size of a slab changes results only by the order of summation
+    that torch picks for a matrix of that height.
 
     Args:
         x: ``[..., K]``, floating.
         weight: A weight ``[N, K]``, quantized or bfloat16.
         bias: ``[N]`` or None.
-        slab_bytes: float32 bytes of a slab; at least one row of blocks is always taken.
+        slab_bytes: float32 bytes of a slab; a slab has at least one row of blocks.
     """
     if isinstance(weight, Tensor):
         return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
@@ -45,14 +45,14 @@ def quantized_linear(
     activation: ActivationSpec,
     input_scale: Tensor | None,
 ) -> Tensor:
-    """``x @ weight.T + bias`` with a quantized `x`; arguments and numerics as in `minifloat.kernels.linear.linear`."""
+    """Compute ``x @ weight.T + bias`` with a quantized `x`, with the numerics of `minifloat.kernels.linear.linear`."""
     codes, scale = quantize_activation(x, activation, input_scale)
     values = dequantize_activation(codes, scale, activation)
     return linear(values, weight, None if bias is None else bias.float()).to(x.dtype)
 
 
 def _slabs(weight: QuantizedTensor, slab_bytes: int) -> list[slice]:
-    """Row ranges that cover the weight, in multiples of the rows of a block (one block of all rows is cut anywhere)."""
+    """Return row ranges that cover the weight, cut between blocks (one block of all rows is cut anywhere)."""
     rows, cols = weight.shape
     multiple = weight.spec.granularity.row_multiple or 1
     fitting = slab_bytes // (cols * torch.float32.itemsize) if cols else rows

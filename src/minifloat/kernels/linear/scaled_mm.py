@@ -1,8 +1,8 @@
-"""W8A8 as the hardware does it: inputs quantized by one kernel, codes multiplied by `torch.nn.functional.scaled_mm`.
+"""W8A8 on hardware: one kernel quantizes inputs, and `torch.nn.functional.scaled_mm` multiplies the codes.
 
-Which recipe multiplies follows from the two granularities, and nothing else; the number of rows of `x` plays no part in
-what is computed. Sums are taken without `use_fast_accum`, so on Hopper partial sums of its tensor cores are added up in
-float32. Beside it: `reference.quantized_linear`, which differs by float32 rounding.
+The granularities of inputs and weight alone determine the recipe; the number of rows of `x` plays no part. Sums are
+taken without `use_fast_accum`, so on Hopper partial sums of the tensor cores are added up in float32.
+`reference.quantized_linear` computes the same up to float32 rounding.
 
 Source: torch 2.13, `_scaled_mm_v2`: K and N multiples of 16; `TensorWise` scales of one element, `RowWise` ``[M, 1]``
 and ``[1, N]``; `BlockWise1x128` ``[M, K / 128]`` with strides ``(1, M)``; `BlockWise128x128` ``[L, N / 128]`` with
@@ -40,7 +40,7 @@ class Recipe(enum.Enum):
 
 
 def recipe_of(inputs: Granularity, weight: Granularity) -> Recipe | None:
-    """The recipe for two granularities; None where `scaled_mm` has none."""
+    """Return the recipe for two granularities, or None if `scaled_mm` has none."""
     if inputs == TENSOR and weight == TENSOR:
         return Recipe.TENSOR
     if inputs in (TENSOR, TOKEN) and weight in (TENSOR, CHANNEL):
@@ -49,7 +49,7 @@ def recipe_of(inputs: Granularity, weight: Granularity) -> Recipe | None:
 
 
 def why_not(weight: QuantizedTensor, activation: ActivationSpec) -> str:
-    """Why `scaled_mm` does not multiply such inputs with a weight where it lies; empty where it does.
+    """Return why `scaled_mm` cannot multiply such inputs with a weight on its device; empty if it can.
 
     Args:
         weight: E4M3 with float32 scales.
@@ -79,15 +79,15 @@ def why_not(weight: QuantizedTensor, activation: ActivationSpec) -> str:
 def quantized_linear(
     x: Tensor, weight: QuantizedTensor, bias: Tensor | None, activation: ActivationSpec, input_scale: Tensor | None
 ) -> Tensor:
-    """``x @ weight.T + bias`` with a quantized `x`; arguments as in `minifloat.kernels.linear.linear`.
+    """Compute ``x @ weight.T + bias`` with a quantized `x`; arguments as in `minifloat.kernels.linear.linear`.
 
-    The bias is added in float32: by the product where it has the dtype of a 16-bit `x`, and else to its float32 result.
+    The bias is added in float32: by the product if it has the dtype of a 16-bit `x`, else to the float32 result.
     """
     recipe = recipe_of(activation.granularity, weight.spec.granularity)
-    assert recipe is not None, "why_not was not asked"
+    assert recipe is not None, "call why_not first"
     matrix = x.reshape(-1, x.shape[-1])
     rows = matrix.shape[0]
-    # Scales of rows lie M apart: whole vectors, or the copy engine refuses them.
+    # The stride of block scales is M: the copy engine needs a multiple of whole vectors.
     codes, scale = quantize_inputs(
         matrix, activation, input_scale, row_multiple=ALIGNMENT if recipe is Recipe.BLOCK else 1
     )
@@ -106,12 +106,12 @@ def quantized_linear(
 
 
 def input_scales(recipe: Recipe, scale: Tensor, rows: int) -> tuple[Tensor, ScalingType]:
-    """The scales of inputs as `scaled_mm` takes them, and how it calls them.
+    """Return the scales of inputs as `scaled_mm` takes them, and their scaling type.
 
     Args:
-        recipe: How they are multiplied.
-        scale: Of `quantize_inputs`.
-        rows: Of the codes.
+        recipe: The recipe of the product.
+        scale: Scales of `quantize_inputs`.
+        rows: Rows of the codes.
     """
     if recipe is Recipe.TENSOR:
         return scale, ScalingType.TensorWise
@@ -121,7 +121,7 @@ def input_scales(recipe: Recipe, scale: Tensor, rows: int) -> tuple[Tensor, Scal
 
 
 def weight_scales(recipe: Recipe, weight: QuantizedTensor) -> tuple[Tensor, ScalingType]:
-    """The scales of a weight as `scaled_mm` takes them, and how it calls them."""
+    """Return the scales of a weight as `scaled_mm` takes them, and their scaling type."""
     grid = weight.scale.float()
     if recipe is Recipe.TENSOR:
         return grid, ScalingType.TensorWise

@@ -1,7 +1,7 @@
-"""`moe_linear`: the linear over the experts of a layer, tokens grouped by expert, all experts in one call.
+"""`moe_linear` multiplies the tokens of all experts of a layer in one call, tokens grouped by expert.
 
-A decoded token meets a handful of small matrices; one call for all of them keeps every thread busy with them, where a
-call for each would end in a wait for the slowest thread. Left out: the router, the activation function between two
+A decoded token uses a handful of small matrices: one call for all of them keeps every thread busy, while a call for
+each would end with a wait for the slowest thread. Not included: the router, the activation function between two
 projections, and the weighted sum of the experts' results.
 """
 
@@ -34,34 +34,34 @@ def moe_linear(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Row t of the result is ``x[x_rows[t]] @ experts[e].T + biases[e]`` for the expert e that owns row t.
+    """Compute ``x[x_rows[t]] @ experts[e].T + biases[e]`` for every row t and the expert e that owns the row.
 
     The bits are those of `minifloat.kernels.linear.linear` for the rows of each expert, whatever the number of threads;
     with "reference" those of its reference, up to the order of summation.
 
     Args:
         x: ``[M, K]``, bfloat16, float16 or float32.
-        experts: A packed weight ``[N, K]`` per expert, all of one kind. As `PackedExperts` they are looked at once and
-            not in every call.
+        experts: A packed weight ``[N, K]`` per expert, all of one kind. `PackedExperts` are validated once instead of
+            in every call.
         offsets: int64 ``[len(experts) + 1]``, from 0 to T and never falling: expert e owns the rows
             ``offsets[e] .. offsets[e + 1] - 1``, which may be none.
-        x_rows: int64 ``[T]``: which row of `x` is multiplied; by default row t.
+        x_rows: int64 ``[T]``: the row of `x` for each row of the result; by default row t.
         biases: ``[len(experts), N]``, one of the dtypes of `x`.
-        impl: "auto" (the native library where it is loaded), "reference" or "cpu".
+        impl: "auto" (the native library if it is loaded), "reference" or "cpu".
 
     Returns:
         ``[T, N]``, the dtype of `x`. There is no gradient.
 
     Raises:
-        KernelUnavailable: `impl` cannot run here, or is none.
-        ShapeError: Sizes do not go together, offsets fall, or `x_rows` names a row that `x` does not have.
-        UnsupportedTensorError: A dtype or device without a kernel, or experts of several kinds.
+        KernelUnavailable: If `impl` cannot run here, or there is no such `impl`.
+        ShapeError: If sizes do not match, offsets fall, or `x_rows` names a row that `x` does not have.
+        UnsupportedTensorError: If a dtype or device has no kernel, or experts are of several kinds.
     """
     if not isinstance(experts, PackedExperts):
         experts = PackedExperts(experts)
     _check(x, experts, biases)
     eager = ops.is_eager(x, (biases,))
-    if eager:  # while torch traces there is nothing to look at; the op does when it runs
+    if eager:  # while torch traces there are no values; the op checks them when it runs
         ops.check_groups(offsets, x_rows, len(experts), x.shape[0])
     if not _runs_native(impl):
         return reference.moe_linear(x, experts, offsets, x_rows, biases)
@@ -77,7 +77,7 @@ def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Te
 
     Args:
         expert_ids: int64 ``[T, k]``: the experts of each token.
-        experts: How many there are.
+        experts: Number of experts.
 
     Returns:
         offsets: int64 ``[experts + 1]`` for `moe_linear`.
@@ -86,8 +86,8 @@ def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Te
             ``weights.flatten()[order]`` are the router's weights of the rows.
 
     Raises:
-        ShapeError: Not a matrix, or an expert that there is not.
-        UnsupportedTensorError: Not int64.
+        ShapeError: If `expert_ids` is not a matrix, or names an expert that does not exist.
+        UnsupportedTensorError: If `expert_ids` is not int64.
     """
     if expert_ids.ndim != 2:
         raise ShapeError("expert_ids", f"expected [T, k], got {list(expert_ids.shape)}")
@@ -104,7 +104,7 @@ def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Te
 
 
 def _runs_native(impl: str) -> bool:
-    """The choice: whether the native library multiplies, or the reference."""
+    """Return whether the native library multiplies, rather than the reference."""
     if impl == "auto":
         return native.load() is not None
     if impl == "reference":

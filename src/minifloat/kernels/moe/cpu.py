@@ -1,7 +1,7 @@
 """`moe_linear` by the native library (``minifloat_moe``): the tokens of all experts in one call.
 
-Shapes and rows are validated by the caller, `minifloat.kernels.moe` or the op of torch; that memory holds packed
-weights, by `PackedWeight` or the op.
+The caller, `minifloat.kernels.moe` or the op of torch, validates shapes and rows; `PackedWeight` or the op ensures that
+the memory holds packed weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _MOE = structs.struct_of(structs.MoeArgs)
 
 
 def run(x: Tensor, pointers: Pointers, offsets: Tensor, x_rows: Tensor | None, biases: Tensor | None) -> Tensor:
-    """Row t of the result is row ``x_rows[t]`` of `x` times the expert e with ``offsets[e] <= t < offsets[e + 1]``.
+    """Compute rows t: row ``x_rows[t]`` of `x` times the expert e with ``offsets[e] <= t < offsets[e + 1]``.
 
     Args:
         x: ``[M, K]``, bfloat16, float16 or float32, on the CPU, any strides.
-        pointers: Of the packed weights ``[N, K]`` of the experts, all of one form.
+        pointers: Addresses of the packed weights ``[N, K]`` of the experts, all of one form.
         offsets: int64 ``[experts + 1]``, contiguous, not falling, from 0 to T.
         x_rows: int64 ``[T]``, contiguous, below M; or None: row t of `x`.
         biases: None, or ``[experts, N]`` of one of `DTYPES`, rows contiguous.

@@ -1,4 +1,4 @@
-"""`PackedExperts`: what a call needs to know of the experts of a layer, found out once."""
+"""`PackedExperts`: the validated experts of a layer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PackedExperts(PackedWeights):
         shape: ``(N, K)`` of each.
 
     Raises:
-        ShapeError: None at all, or of several shapes.
-        UnsupportedTensorError: Several kinds: formats or kinds of scales.
+        ShapeError: If there are no weights, or weights of several shapes.
+        UnsupportedTensorError: If the weights have several formats or kinds of scales.
     """
 
     name = "experts"

@@ -1,8 +1,8 @@
-"""The op of calibration: the largest magnitude of a tensor in memory, and optionally a histogram of all magnitudes.
+"""Measures a tensor for calibration: its amax, and optionally a histogram of its magnitudes.
 
-Made for activations while a model runs: nothing is copied, and a large tensor is shared out to a few threads that wait
-between calls (the library releases the GIL). Results do not depend on the number of threads. Left out: tensors on a
-GPU, which `minifloat.calibration.measure` handles in plain torch, and amax per channel, which torch is fast at.
+Made for activations while a model runs: nothing is copied, and a pool of threads shares a large tensor (the library
+releases the GIL). Results do not depend on the number of threads. Not included: tensors on a GPU, which
+`minifloat.calibration.measure` handles in plain torch, and amax per channel, which is fast in torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["DTYPES", "IMPLEMENTATIONS", "observe"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IMPLEMENTATIONS = ("auto", "reference", "cpu")
 
-#: Elements per thread from which another thread is worth waking: a few hundred microseconds of work.
+#: Minimum elements per thread: a few hundred microseconds of work, for which waking a thread pays off.
 _SHARE_AMAX = 1 << 20
 _SHARE_HISTOGRAM = 1 << 18
 
@@ -38,19 +38,19 @@ def observe(
 
     Args:
         x: bfloat16, float16 or float32 of any shape, contiguous, on the CPU, at any alignment.
-        histogram: int64 ``[BINS]``, contiguous: the magnitudes of `x` are added to it (`calibration.stats` says which
-            bin holds what; NaN and Inf are in the last ones).
-        impl: ``"auto"`` (the native library where it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
-        threads: How many at most; by default as many as torch uses. Small tensors get one.
+        histogram: int64 ``[BINS]``, contiguous: the magnitudes of `x` are added to it (`numerics.histogram` defines the
+            bins; NaN and Inf are in the last ones).
+        impl: ``"auto"`` (the native library if it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
+        threads: Maximum number of threads, by default that of torch. Small tensors get one.
 
     Returns:
-        The amax over the finite elements (exact; 0.0 where there are none) and the number of NaN and Inf.
+        The amax over the finite elements (exact; 0.0 if there are none) and the number of NaN and Inf.
 
     Raises:
-        UnsupportedTensorError: Another dtype or device, or not contiguous.
-        UnknownNameError: Another `impl`.
-        KernelUnavailable: ``impl="cpu"`` cannot run here.
-        ValueError: A `histogram` of another shape, dtype or layout.
+        UnsupportedTensorError: If `x` has another dtype or device, or is not contiguous.
+        UnknownNameError: If there is no such `impl`.
+        KernelUnavailable: If ``impl="cpu"`` cannot run here.
+        ValueError: If `histogram` has another shape, dtype or layout.
     """
     _check(x, histogram)
     if impl not in IMPLEMENTATIONS:
@@ -71,7 +71,7 @@ def observe(
 
 
 def _observe_parts(parts: Sequence[Tensor], histogram: npt.NDArray[np.int64] | None) -> tuple[float, int]:
-    """The first part in this thread, each of the others in one of the pool."""
+    """Measure the first part in this thread and each of the others in a thread of the pool."""
     counts = [None if histogram is None else np.zeros_like(histogram) for _ in parts]
     running: list[Future[tuple[float, int]]] = [
         _pool(os.getpid()).submit(cpu.observe, part, count) for part, count in zip(parts[1:], counts[1:], strict=True)
@@ -85,7 +85,7 @@ def _observe_parts(parts: Sequence[Tensor], histogram: npt.NDArray[np.int64] | N
 
 @cache
 def _pool(_process: int) -> ThreadPoolExecutor:
-    """Threads that live as long as the process; a forked process, which has none of them, makes its own."""
+    """Return the thread pool of this process; a forked process creates its own."""
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="minifloat-observe")
 
 

@@ -1,6 +1,6 @@
 """`observe` by the native library (``csrc/observe``, and the amax of ``csrc/quantize``), in the calling thread.
 
-Arguments are validated by the caller, `minifloat.kernels.observe`.
+The caller, `minifloat.kernels.observe`, validates the arguments.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from minifloat.kernels.native import structs
 
 
 def why_not() -> str:
-    """Why the native library cannot run here; empty where it can.
+    """Return why the native library cannot run here; empty if it can.
 
     Raises:
-        KernelUnavailable: ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
+        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
     """
     return native.why_unavailable()
 
 
 def observe(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> tuple[float, int]:
-    """See `minifloat.kernels.observe.observe`; `x` is not empty."""
+    """Implement `minifloat.kernels.observe.observe`; `x` is not empty."""
     library = native.require()
     data, count, dtype = x.data_ptr(), x.numel(), DTYPES[x.dtype]
     args = structs.AmaxArgs(data=data, count=count, dtype=dtype)

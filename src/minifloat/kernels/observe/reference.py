@@ -1,6 +1,6 @@
-"""`observe` in plain torch and numpy: what runs without the native library, and what that is tested against.
+"""`observe` in plain torch and numpy: the fallback without the native library, and its reference in tests.
 
-Arguments are validated by the caller, `minifloat.kernels.observe`.
+The caller, `minifloat.kernels.observe`, validates the arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from minifloat.numerics.histogram import count_magnitudes
 
 
 def observe(x: Tensor, histogram: npt.NDArray[np.int64] | None) -> tuple[float, int]:
-    """See `minifloat.kernels.observe.observe`; `x` is not empty."""
+    """Implement `minifloat.kernels.observe.observe`; `x` is not empty."""
     if histogram is not None:
         histogram += count_magnitudes(x.detach().float().numpy())
     # Over the last dimension first: torch's reduction of everything at once is many times slower in 16 bits.

@@ -1,4 +1,4 @@
-"""`pack`: a weight from the order of checkpoints into the one in which the kernels read it, once, at load."""
+"""`pack` rearranges a weight of a checkpoint into the order in which the kernels read it, once, at load."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ IMPLEMENTATIONS = ("auto", "reference", "cpu")
 def why_not(
     spec: WeightSpec | None, shape: tuple[int, ...], device: torch.device | str, dtype: torch.dtype = torch.bfloat16
 ) -> str:
-    """Why a weight has no packed form; empty where it has one.
+    """Return why a weight has no packed form; empty if it has one.
 
     Args:
-        spec: How it is quantized; None: not at all.
+        spec: How the weight is quantized; None for a weight that is not quantized.
         shape: ``(N, K)``.
-        device: Where it lies.
-        dtype: What a weight that is not quantized is stored in; not looked at otherwise.
+        device: The device of the weight.
+        dtype: The dtype of a weight that is not quantized; otherwise ignored.
     """
     if torch.device(device).type != "cpu":
         return f"it is on {device}; the kernels compute on the CPU"
@@ -46,19 +46,19 @@ def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int |
 
     Args:
         weight: A quantized weight, or a bfloat16 matrix ``[N, K]``. Not kept and not changed.
-        impl: ``"auto"`` (the native library where it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
-        threads: How many; by default `minifloat.kernels.threads.count`.
+        impl: ``"auto"`` (the native library if it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
+        threads: Number of threads, by default `minifloat.kernels.threads.count`.
 
     Returns:
-        The packed weight, in memory of its own. NaN codes and NaN coded scales make NaN rows (`PackedWeight`). Where
-        scales are E8M0, a block more than 125 powers of two below the largest of its row becomes zeros.
+        The packed weight, in memory of its own. NaN codes and NaN coded scales make whole rows NaN. With E8M0 scales, a
+        block whose scale is more than 125 powers of two below the largest of its row becomes zeros.
 
     Raises:
-        UnsupportedTensorError: A weight of this kind has no packed form; `why_not` tells beforehand.
-        ShapeError: Not a matrix.
-        NonFiniteError: A float32 scale, or the tensor's scale of NVFP4, is NaN or Inf.
-        UnknownNameError: Another `impl`.
-        KernelUnavailable: ``impl="cpu"`` cannot run here.
+        UnsupportedTensorError: If a weight of this kind has no packed form; `why_not` gives the reason.
+        ShapeError: If the weight is not a matrix.
+        NonFiniteError: If a float32 scale, or the tensor's scale of NVFP4, is NaN or Inf.
+        UnknownNameError: If there is no such `impl`.
+        KernelUnavailable: If ``impl="cpu"`` cannot run here.
     """
     if impl not in IMPLEMENTATIONS:
         raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
@@ -86,7 +86,7 @@ def pack(weight: QuantizedTensor | Tensor, *, impl: str = "auto", threads: int |
 
 
 def _parts(weight: QuantizedTensor | Tensor) -> tuple[Tensor, Tensor | None, float, WeightSpec | None]:
-    """Codes, scales and what multiplies the scales."""
+    """Return codes, scales, the factor of the scales, and the spec."""
     if isinstance(weight, Tensor):
         return weight.detach().contiguous(), None, 1.0, None
     factor = 1.0

@@ -1,6 +1,6 @@
 """Packing by the native library (``csrc/linear/pack.cpp``).
 
-Arguments are validated by the caller, `minifloat.kernels.pack`.
+The caller, `minifloat.kernels.pack`, validates the arguments.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from minifloat.kernels.pack.layout import Form
 
 
 def why_not() -> str:
-    """Why the native library cannot run here; empty where it can.
+    """Return why the native library cannot run here; empty if it can.
 
     Raises:
-        KernelUnavailable: ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
+        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
     """
     return native.why_unavailable()
 

@@ -1,6 +1,6 @@
-"""What a packed weight is, seen from Python: which of the kernels' forms a `WeightSpec` takes, and the header.
+"""The layout of packed weights in Python: the form of a `WeightSpec`, and the header.
 
-The layout itself is described once, in ``csrc/linear/layout.h``; the constants here are its. Imports no torch.
+``csrc/linear/layout.h`` describes the layout and defines the same constants. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ELEMENTS: dict[ElementFormat, int] = {E4M3: 0, E2M1: 1, BFLOAT16: 2}  # enum mi
 
 @dataclass(frozen=True)
 class Form:
-    """How the kernels hold a weight ``[N, K]``.
+    """The form in which the CPU kernels hold a weight ``[N, K]``.
 
     Attributes:
         format: E4M3, E2M1 or BFLOAT16.
@@ -47,10 +47,10 @@ class Form:
 
 
 def form_of(spec: WeightSpec | None, shape: tuple[int, int]) -> Form | str:
-    """The form of a weight, or why it has none.
+    """Return the form of a weight, or why it has none.
 
     Args:
-        spec: How it is quantized; None: BF16.
+        spec: How the weight is quantized; None for BF16.
         shape: ``(N, K)``.
     """
     rows, cols = shape
@@ -78,7 +78,7 @@ def form_of(spec: WeightSpec | None, shape: tuple[int, int]) -> Form | str:
 
 @dataclass(frozen=True)
 class Header:
-    """``struct Header``: what stands before a packed weight. Offsets and sizes in bytes."""
+    """``struct Header`` at the start of a packed weight. Offsets and sizes are in bytes."""
 
     element: int
     grid: int
@@ -97,7 +97,7 @@ class Header:
 
     @classmethod
     def read(cls, data: bytes) -> Header | str:
-        """The header that `data` begins with, or what is wrong with it."""
+        """Return the header at the start of `data`, or why it is not valid."""
         if len(data) < cls.FORMAT.size:
             return f"{len(data)} bytes are fewer than a header"
         magic, version, element, grid, rows, cols, block_cols, lanes, _, *offsets = cls.FORMAT.unpack_from(data)
@@ -108,7 +108,7 @@ class Header:
         return cls(element, grid, rows, cols, block_cols, lanes, *offsets)
 
     def write(self) -> bytes:
-        """The header's bytes."""
+        """Return the bytes of the header."""
         return self.FORMAT.pack(
             self.MAGIC, self.VERSION, self.element, self.grid, self.rows, self.cols, self.block_cols,
             self.block_lanes, 0, self.row_scales, self.block_scales, self.steps, self.total,
@@ -116,7 +116,7 @@ class Header:
 
 
 def plan(form: Form) -> Header:
-    """Where everything lies in the packed form of a weight."""
+    """Return the header of the packed form of a weight, with the offsets of its parts."""
     rows, cols = form.shape
     panels, steps = -(-rows // PANEL_ROWS), -(-cols // STEP_COLS)
     block_rows, block_cols = form.block
@@ -128,19 +128,19 @@ def plan(form: Form) -> Header:
     block_scales = row_scales + panels * PANEL_ROWS * FLOAT32.bits // 8
     first = _round_up(block_scales + panels * groups * lanes * FLOAT32.bits // 8, STEPS_ALIGNMENT)
     total = first + panels * steps * step_bytes(form)
-    held = block_cols if form.grid == BLOCK else cols
-    return Header(form.element, form.grid, rows, cols, held, lanes, row_scales, block_scales, first, total)
+    scale_cols = block_cols if form.grid == BLOCK else cols
+    return Header(form.element, form.grid, rows, cols, scale_cols, lanes, row_scales, block_scales, first, total)
 
 
 def inline_scale_bytes(form: Form) -> int:
-    """Bytes of scales at the head of a step."""
+    """Return the bytes of scales at the start of a step."""
     if form.grid in (CODED_E8M0, CODED_E4M3):
         return PANEL_ROWS * STEP_COLS // form.block[1]
     return 0
 
 
 def step_bytes(form: Form) -> int:
-    """Bytes of a step with its scales."""
+    """Return the bytes of a step with its scales."""
     return inline_scale_bytes(form) + PANEL_ROWS * STEP_COLS * form.format.bits // 8
 
 

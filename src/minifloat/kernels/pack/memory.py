@@ -1,8 +1,8 @@
-"""Memory for packed weights: pages of 2 MB where the system gives them, touched first by the threads that will read.
+"""Memory for packed weights: pages of 2 MB if the system gives them, touched first by the threads that read them.
 
 A product reads every byte of a weight once, so a page table walk per 4 KB costs more than a tenth of the memory's
-bandwidth. The memory is mapped anew for each allocation: pages that someone else has touched before would stay on
-that thread's NUMA node, and would stay small.
+bandwidth. Each allocation maps new memory: pages that another thread has touched before would stay on that thread's
+NUMA node, and would stay small.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ HUGE_PAGE = 2 << 20
 
 
 def allocate(nbytes: int) -> Tensor:
-    """uint8 ``[nbytes]``, contents undefined, 64-byte aligned; from 2 MB on, 2 MB aligned and in such pages.
+    """Allocate uint8 ``[nbytes]``, undefined, 64-byte aligned; 2 MB or more are 2 MB aligned and in 2 MB pages.
 
     The tensor is a view of a larger storage. Its clones and copies, pickled ones too, are only 64-byte aligned and in
-    pages of whatever size: kernels run on them all the same.
+    pages of any size; kernels run on them too.
     """
     if nbytes < HUGE_PAGE:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -34,5 +34,5 @@ def allocate(nbytes: int) -> Tensor:
 
 
 def is_aligned(data: Tensor) -> bool:
-    """Whether kernels may read a packed weight there."""
+    """Return whether a tensor has the alignment that kernels require."""
     return data.data_ptr() % VECTOR_BYTES == 0

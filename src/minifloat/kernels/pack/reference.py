@@ -1,4 +1,4 @@
-"""Packing in plain PyTorch, as permutations of dimensions: what the native packer is held to, byte for byte.
+"""Packing in plain PyTorch, as permutations of dimensions: the reference of the native packer, byte for byte.
 
 ``csrc/linear/layout.h`` describes the layout in words; here each of its orders is one `permute`.
 """
@@ -83,17 +83,17 @@ def unpack(codes: Tensor, scales: Tensor | None, form: Form, packed: Tensor) -> 
 
 
 def e8m0_codes(scales: Tensor) -> Tensor:
-    """The E8M0 codes of float32 powers of two from 2**-127 to 2**127; of NaN, that of 255."""
+    """Return the E8M0 codes of float32 powers of two from 2**-127 to 2**127; code 255 for NaN."""
     return (scales.view(torch.int32) >> FLOAT32.mantissa_bits).to(torch.uint8)
 
 
 def _rows(grid: Tensor, form: Form) -> Tensor:
-    """A scale grid ``[ceil(N / block rows), G]`` as ``[N, G]``."""
+    """Repeat a scale grid ``[ceil(N / block rows), G]`` to ``[N, G]``."""
     return grid.repeat_interleave(form.block[0], dim=0)[: form.shape[0]]
 
 
 def _columns(grid: Tensor, form: Form) -> Tensor:
-    """``[N, ceil(K / block cols)]`` as ``[N, K]``."""
+    """Repeat ``[N, ceil(K / block cols)]`` to ``[N, K]``."""
     return grid.repeat_interleave(form.block[1], dim=1)[:, : form.shape[1]]
 
 
@@ -102,13 +102,13 @@ def _floats(packed: Tensor, begin: int, end: int, values: Tensor) -> None:
 
 
 def _padded(values: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
-    """A matrix with zeros below and to the right."""
+    """Pad a matrix with zeros below and to the right."""
     rows, cols = values.shape[:2]
     return torch.nn.functional.pad(values, (0, -cols % col_multiple, 0, -rows % row_multiple))
 
 
 def _nan_rows(codes: Tensor, scales: Tensor | None, form: Form) -> Tensor:
-    """Which rows hold a NaN element or a NaN coded scale, bool ``[N]``."""
+    """Return whether each row holds a NaN element or a NaN coded scale, bool ``[N]``."""
     nan = torch.zeros(form.shape[0], dtype=torch.bool)
     if form.format is E4M3:
         nan |= ((codes & _MAGNITUDE) == _MAGNITUDE).any(dim=1)
@@ -120,7 +120,7 @@ def _nan_rows(codes: Tensor, scales: Tensor | None, form: Form) -> Tensor:
 
 
 def _distances(elements: Tensor, scales: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-    """Of E8M0 scales: the distances ``[N, G]``, the largest scale of each row ``[N]``, and which blocks are flushed."""
+    """Return the distances ``[N, G]`` of E8M0 scales, the largest of each row ``[N]``, and a mask of flushed blocks."""
     magnitude = _MAGNITUDE if form.format is E4M3 else E2M1.max_code
     blocks = _padded(elements & magnitude, 1, form.block[1]).view(elements.shape[0], -1, form.block[1])
     nan = scales == E8M0.nan_code
@@ -132,13 +132,13 @@ def _distances(elements: Tensor, scales: Tensor, form: Form) -> tuple[Tensor, Te
 
 
 def _block_scales(scales: Tensor, form: Form, header: Header) -> Tensor:
-    """float32 ``[panels, groups, lanes]``."""
+    """Return block scales as they are stored, float32 ``[panels, groups, lanes]``."""
     of_rows = _padded(_rows(scales, form), PANEL_ROWS, 1).view(-1, PANEL_ROWS, scales.shape[1])
     return of_rows[:, : header.block_lanes].transpose(1, 2)
 
 
 def _unpacked_block_scales(data: Tensor, form: Form, header: Header) -> Tensor:
-    """The way back, ``[ceil(N / block rows), groups]``."""
+    """Invert `_block_scales`: ``[ceil(N / block rows), groups]``."""
     panels, groups = -(-form.shape[0] // PANEL_ROWS), -(-form.shape[1] // form.block[1])
     count = panels * groups * header.block_lanes
     values = data[: count * torch.float32.itemsize].view(torch.float32).view(panels, groups, header.block_lanes)
@@ -146,8 +146,8 @@ def _unpacked_block_scales(data: Tensor, form: Form, header: Header) -> Tensor:
     return of_rows[: form.shape[0] : form.block[0]]
 
 
-#: What the rows and columns of one half of one tile, ``[16, 32]``, are split into, and the order in which those lie in
-#: memory; two elements of 4 bits share a byte from there on, and BF16 has two bytes behind.
+#: How the rows and columns of half a tile, ``[16, 32]``, are split into axes, and the order of these axes in memory.
+#: Then two 4-bit elements share a byte, and a BF16 element has two bytes.
 _SPLITS = {
     E4M3: ((4, 4), (8, 2, 2), (2, 0, 3, 1, 4)),
     E2M1: ((16,), (4, 4, 2), (1, 0, 3, 2)),
@@ -156,7 +156,7 @@ _SPLITS = {
 
 
 def _steps(elements: Tensor, inline: Tensor | None, form: Form) -> Tensor:
-    """uint8 ``[panels, steps, bytes of a step]``."""
+    """Return the steps of a packed weight, uint8 ``[panels, steps, bytes of a step]``."""
     wide = elements.view(torch.int16) if form.format is BFLOAT16 else elements
     tiles = _padded(wide, PANEL_ROWS, STEP_COLS)
     tiles = tiles.view(-1, 2, TILE_ROWS, tiles.shape[1] // STEP_COLS, 2, HALF_COLS).permute(0, 3, 4, 1, 2, 5)
@@ -175,7 +175,7 @@ def _steps(elements: Tensor, inline: Tensor | None, form: Form) -> Tensor:
 
 
 def _from_steps(data: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
-    """The way back: elements ``[N, K]`` and inline scales ``[N, groups]``."""
+    """Invert `_steps`: elements ``[N, K]`` and inline scales ``[N, groups]``."""
     panels, steps = -(-form.shape[0] // PANEL_ROWS), -(-form.shape[1] // STEP_COLS)
     by_step, head = data.view(panels, steps, -1), inline_scale_bytes(form)
     body = by_step[:, :, head:]

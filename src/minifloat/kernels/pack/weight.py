@@ -1,4 +1,4 @@
-"""`PackedWeight`: a weight in the layout of the kernels, and the way back; and several for one call."""
+"""`PackedWeight`: a weight in the layout of the kernels, its unpacking, and several weights for one call."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from minifloat.numerics.tensor import QuantizedTensor
 
 
 class Pointers:
-    """Where the weights of one call lie, as the kernels take it; whoever holds this holds the weights too.
+    """The addresses of the weights of one call, as the kernels take them. The holder must keep the weights alive.
 
     Attributes:
-        address: Of the array of addresses.
-        count: How many weights.
-        rows: N of each.
-        total: The sum of them.
+        address: Address of the array of addresses.
+        count: Number of weights.
+        rows: N of each weight.
+        total: The sum of `rows`.
         cols: K.
     """
 
@@ -47,15 +47,15 @@ class Pointers:
 class PackedWeight:
     """A weight ``[N, K]`` in the order in which the kernels read it.
 
-    `data` describes itself (``csrc/linear/layout.h``), so a module may keep it as a buffer and make this object of it
-    again. A copy of it works as well as the original, on 64-byte aligned memory, though not in large pages.
+    `data` begins with a header (``csrc/linear/layout.h``), so a module may keep it as a buffer and create this object
+    again. A copy of it works too on 64-byte aligned memory, though not in large pages.
 
-    Rows with a NaN: a NaN code (E4M3) or a NaN scale (E8M0, E4M3) anywhere in a row makes the whole row of the weight
-    NaN, because that is what the row's dot product with any input is. The other rows are what they were.
+    A NaN code (E4M3) or a NaN scale (E8M0, E4M3) anywhere in a row makes the whole row of the weight NaN, because the
+    dot product of the row with any input is NaN. Other rows are not affected.
 
     Attributes:
         data: uint8 ``[bytes]``, on the CPU, contiguous, 64-byte aligned.
-        spec: How the weight is quantized; None: BF16.
+        spec: How the weight is quantized; None for BF16.
         shape: ``(N, K)``.
     """
 
@@ -70,10 +70,10 @@ class PackedWeight:
 
     @property
     def form(self) -> Form:
-        """Which of the kernels' forms this is.
+        """The form of the weight.
 
         Raises:
-            UnsupportedTensorError: A weight like that has none.
+            UnsupportedTensorError: If such a weight has no form.
         """
         form = form_of(self.spec, self.shape)
         if isinstance(form, str):
@@ -82,21 +82,22 @@ class PackedWeight:
 
     @cached_property
     def address(self) -> int:
-        """Where `data` lies, for the kernels: asked for once, when `check` has seen that they may read it."""
+        """The address of `data`, read once, after `check`."""
         self.check()
         return self.data.data_ptr()
 
     @cached_property
     def pointers(self) -> Pointers:
-        """For a call with this weight alone."""
+        """The pointers of a call with this weight alone."""
         return Pointers((self.address,), (self.shape[0],), self.shape[1])
 
     def check(self) -> None:
-        """See that `data` is what `spec` and `shape` say, which the kernels rely on.
+        """Validate that `data` holds a packed weight of `spec` and `shape`, which the kernels rely on.
 
         Raises:
-            UnsupportedTensorError: Another device or dtype, not contiguous, not 64-byte aligned, or other bytes.
-            ShapeError: A packed weight of another shape, or fewer bytes than its header says.
+            UnsupportedTensorError: If `data` is not contiguous, 64-byte aligned uint8 on the CPU, or holds something
+                else.
+            ShapeError: If `data` holds a weight of another shape, or fewer bytes than its header says.
         """
         data = self.data
         if data.device.type != "cpu" or data.dtype != torch.uint8 or not data.is_contiguous():
@@ -118,11 +119,11 @@ class PackedWeight:
             raise UnsupportedTensorError("data", f"the packed weight is not of {self.spec or BFLOAT16.name}")
 
     def unpack(self) -> QuantizedTensor | Tensor:
-        """The weight as checkpoints store it: a `QuantizedTensor`, or a bfloat16 tensor ``[N, K]``.
+        """Return the weight as checkpoints store it: a `QuantizedTensor`, or a bfloat16 tensor ``[N, K]``.
 
-        Codes and scales are those that were packed, except: rows with a NaN come back as NaN in every element (as E4M3
-        codes; as scales where elements have no NaN), what packing flushed is zero, the scale of a block of
-        E8M0 that holds only zeros may be another, and the tensor's scale of NVFP4 multiplies.
+        Codes and scales are those that were packed, except that every element of a row with a NaN is NaN (as E4M3
+        codes, or as scales if elements have no NaN), flushed blocks are zero, the E8M0 scale of a block of zeros may
+        differ, and the tensor's scale of NVFP4 multiplies.
         """
         self.check()
         form, use_cpu = self.form, not cpu.why_not()
@@ -142,11 +143,12 @@ class PackedWeight:
         return QuantizedTensor(self.spec, self.shape, codes, scale, tensor_scale, global_divides=False)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | None = None) -> Tensor:
-        """The weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once.
+        """Return the weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once.
 
         Args:
-            dtype: Result dtype.
-            rows: Only these rows; must start and end at multiples of the granularity's rows (or at the edge).
+            dtype: The dtype of the result.
+            rows: The rows to return, None for all; must start and end at multiples of the granularity's rows (or at the
+                edge).
         """
         weight = self.unpack()
         if isinstance(weight, Tensor):
@@ -156,25 +158,25 @@ class PackedWeight:
     def _tensor_scale(self) -> Tensor:
         header = plan(self.form)
         scales = self.data[header.row_scales : header.block_scales].view(torch.float32)[: self.shape[0]]
-        known = scales[scales.isfinite()]
-        return known[0].clone() if known.numel() else torch.ones((), dtype=torch.float32)
+        finite = scales[scales.isfinite()]
+        return finite[0].clone() if finite.numel() else torch.ones((), dtype=torch.float32)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"data": self.data, "spec": self.spec, "shape": self.shape}
 
 
 class PackedWeights(Sequence[PackedWeight]):
-    """Packed weights of one call: what the kernels need to know of them, found out once.
+    """The packed weights of one call, validated once.
 
     Args:
         weights: At least one; all of one format and kind of scales.
 
     Raises:
-        ShapeError: None at all.
-        UnsupportedTensorError: Several formats or kinds of scales.
+        ShapeError: If there are no weights.
+        UnsupportedTensorError: If the weights have several formats or kinds of scales.
     """
 
-    #: What errors call them.
+    #: The name of the weights in errors.
     name = "weights"
 
     def __init__(self, weights: Sequence[PackedWeight]) -> None:
@@ -188,11 +190,11 @@ class PackedWeights(Sequence[PackedWeight]):
 
     @abstractmethod
     def _check_shapes(self, shapes: list[tuple[int, int]]) -> None:
-        """Raise ShapeError where the kernels do not take weights of these shapes in one call."""
+        """Raise ShapeError if the kernels do not take weights of these shapes in one call."""
 
     @cached_property
     def pointers(self) -> Pointers:
-        """For a call with all of them."""
+        """The pointers of a call with all weights."""
         addresses = [weight.address for weight in self._weights]
         return Pointers(addresses, [weight.shape[0] for weight in self._weights], self._weights[0].shape[1])
 
@@ -215,11 +217,11 @@ class FusedWeights(PackedWeights):
         weights: At least one; ``[N_i, K]`` with one K, of one format and kind of scales.
 
     Attributes:
-        rows: N of each.
+        rows: N of each weight.
 
     Raises:
-        ShapeError: None at all, or several K.
-        UnsupportedTensorError: Several formats or kinds of scales.
+        ShapeError: If there are no weights, or their K differ.
+        UnsupportedTensorError: If the weights have several formats or kinds of scales.
     """
 
     def _check_shapes(self, shapes: list[tuple[int, int]]) -> None:

@@ -1,11 +1,11 @@
-"""What a decoder does between its linears, over a paged cache and on any device: four small ops of a step.
+"""The ops of a decoder step between its linears, with a paged cache, on any device.
 
-On a GPU each is one Triton kernel, so that a layer is nine launches: the four linears, `add_norm` twice, and the three
-others. Elsewhere, and where Triton is not installed, it is plain PyTorch (`reference.py`). Nothing here waits for the
-device, and with given shapes nothing depends on values: a step can be captured in a CUDA graph.
+On a GPU each op is one Triton kernel, so that a layer has nine launches: the four linears, `add_norm` twice, and the
+three others. On other devices, and without Triton, ops are plain PyTorch (`reference.py`). No op waits for the device,
+and the launches depend on shapes only: a step can be captured in a CUDA graph.
 
-Numerics are those of `minifloat.kernels.decoder`: all in float32 but inputs and outputs of linears and queries, which
-have the dtype of the model, and the cache.
+Numerics are those of `minifloat.kernels.decoder`: everything is float32 except the inputs and outputs of linears and
+the queries, which have the dtype of the model, and the cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def _on(x: Tensor) -> ModuleType:
-    """The choice: what computes on the device of a tensor."""
+    """Return the module that computes on the device of a tensor."""
     if x.is_cuda and is_installed():
         from minifloat.kernels.paged import triton
 
@@ -43,14 +43,14 @@ def _on(x: Tensor) -> ModuleType:
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """``x += delta``, then the RMS norm of `x`.
+    """Add `delta` to `x` and return the RMS norm of the sum.
 
     Args:
         x: float32 ``[T, hidden]``, the residual stream; changed.
-        delta: ``[T, hidden]``, or None: nothing is added.
+        delta: ``[T, hidden]``, or None to add nothing.
         weight: float32 ``[hidden]``.
-        eps: Of the norm.
-        dtype: Of the result.
+        eps: Epsilon of the norm.
+        dtype: The dtype of the result.
 
     Returns:
         ``[T, hidden]``.
@@ -60,7 +60,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype:
 
 
 def rotary_table(inv_freq: Tensor, attention_scaling: float, positions: int) -> Tensor:
-    """float32 ``[positions, 2, rotary_dim / 2]``: cosines and sines of every position, times `attention_scaling`."""
+    """Return scaled cosines and sines of each position: float32 ``[positions, 2, rotary_dim / 2]``."""
     angles = torch.arange(positions, device=inv_freq.device, dtype=torch.float32)[:, None] * inv_freq
     return torch.stack([angles.cos(), angles.sin()], dim=1) * attention_scaling
 
@@ -75,17 +75,17 @@ def rotate_and_store(
     cache: PagedCache,
     layer: int,
 ) -> Tensor:
-    """Norms of q and k, the rotation, and new keys and values into the cache.
+    """Norm and rotate q and k, and write the new keys and values into the cache.
 
     Args:
         qkv: ``[T, (heads + 2 * kv_heads) * d]``: q, k and v of each token.
-        norms: float32 ``[d]`` each: the weights of RMS norms of every head of q and of k; or None.
-        eps: Of these norms.
-        rotary: Of `rotary_table`.
-        positions: int32 ``[T]``, below the table's.
-        slots: int32 ``[T]``: block times `BLOCK_TOKENS` plus row. The caller sees that they exist.
-        cache: Written.
-        layer: Which layer of it.
+        norms: The weights of the RMS norms of q and of k per head, float32 ``[d]`` each, or None for no norm.
+        eps: Epsilon of the norms.
+        rotary: The result of `rotary_table`.
+        positions: int32 ``[T]``, below the number of positions in `rotary`.
+        slots: int32 ``[T]``: block times `BLOCK_TOKENS` plus row. The caller ensures that they exist.
+        cache: The cache; written.
+        layer: Index of the layer.
 
     Returns:
         q, ``[T, heads, d]``, the dtype of `qkv`.
@@ -95,7 +95,7 @@ def rotate_and_store(
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``[T, 2 * intermediate]``, gate first: ``[T, intermediate]``, the same dtype."""
+    """Return ``silu(gate) * up`` of ``[T, 2 * intermediate]``, gate first: ``[T, intermediate]``, the same dtype."""
     product: Tensor = _on(gate_up).silu_and_multiply(gate_up)
     return product
 
@@ -103,19 +103,19 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
 def attend(
     q: Tensor, positions: Tensor, tables: Tensor, cache: PagedCache, layer: int, scale: float, window: int | None
 ) -> Tensor:
-    """Softmax attention of one token of each sequence over its keys, its own among them.
+    """Compute softmax attention of one token of each sequence over its keys, its own included.
 
-    The bits of a row depend on its own keys and position alone, not on the batch.
+    The bits of a row depend only on its own keys and position, not on the batch.
 
     Args:
         q: ``[T, heads, d]``.
         positions: int32 ``[T]``.
         tables: int32 ``[T, W]``: key n of row t lies in block ``tables[t, n // BLOCK_TOKENS]``. Entries beyond the
-            position are not looked at, but have to be blocks of the cache.
+            position are not used, but must be blocks of the cache.
         cache: Keys and values.
-        layer: Which layer of it.
-        scale: Multiplies the product of q and k.
-        window: A query sees the last `window` keys; None: all.
+        layer: Index of the layer.
+        scale: Factor of the product of q and k.
+        window: A query sees the last `window` keys; None for all keys.
 
     Returns:
         ``[T, heads * d]``, the dtype of `q`.
@@ -127,19 +127,19 @@ def attend(
 def attend_piece(
     q: Tensor, start: int, blocks: Tensor, cache: PagedCache, layer: int, scale: float, window: int | None
 ) -> Tensor:
-    """The same for several tokens of one sequence, in a row: torch's attention over keys that are gathered first.
+    """Compute softmax attention of consecutive tokens of one sequence: gather the keys, then call torch's attention.
 
     Args:
-        q: ``[n, heads, d]``, of the tokens at positions ``start .. start + n - 1``.
-        start: How many tokens are before them.
+        q: ``[n, heads, d]``, the queries of the tokens at positions ``start .. start + n - 1``.
+        start: Number of tokens before them.
         blocks: Integers: the blocks of the sequence up to its last token.
-        cache: Keys and values; those of these tokens are there already.
-        layer: Which layer of it.
-        scale: Multiplies the product of q and k.
-        window: As in `attend`.
+        cache: Keys and values, those of these tokens included.
+        layer: Index of the layer.
+        scale: Factor of the product of q and k.
+        window: A query sees the last `window` keys; None for all keys.
 
     Returns:
-        ``[n, heads * d]``, the dtype of `q`. E4M3 keys and values are rounded to it after their scale.
+        ``[n, heads * d]``, the dtype of `q`. E4M3 keys and values are scaled and then rounded to this dtype.
     """
     n, heads, _ = q.shape
     context = start + n

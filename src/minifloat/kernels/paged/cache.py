@@ -2,10 +2,10 @@
 
     data    [layers, blocks + 1, 2, kv_heads, BLOCK_TOKENS, head_dim]
 
-A layer of it is what FlashInfer calls HND: the keys of one head in one block lie together, and so do the values. The
-last block is nobody's: rows that only fill up a batch write there. E4M3 holds codes as uint8, each head of each layer
-with scales of its own. Which other block is whose is not known here, and what a block holds before it is written is
-undefined.
+A layer has the layout that FlashInfer calls HND: the keys of one head in one block are contiguous, and so are the
+values. The last block belongs to no sequence: the padding rows of a batch write there. E4M3 is stored as uint8 codes
+with separate scales for each head of each layer. The cache does not know which sequence owns a block; blocks are
+undefined until they are written.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from minifloat.kernels.decoder.types import BLOCK_TOKENS
 from minifloat.numerics.cast import encode, torch_dtype
 from minifloat.numerics.formats import E4M3
 
-#: What a cache may hold, and the dtype that stores it.
+#: Element formats of a cache and the dtypes that store them.
 ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, E4M3.name: torch.uint8}
 
 
 class PagedCache:
-    """The memory of a cache.
+    """The memory of a paged KV cache.
 
     Args:
         layers: Layers of the decoder.
         kv_heads: Heads of keys and values.
         head_dim: Size of a head.
         blocks: Blocks that sequences may own.
-        element: One of `ELEMENTS`. E4M3 holds what is left after division by the scale of layer and head, rounded to
-            nearest, ties to even, clamped to the largest value.
-        device: Where.
-        rows: Sequences that `attend` may be asked for at a time.
-        scales: float32 ``[layers, 2, kv_heads]``, of keys and of values; None: ones. Only E4M3 looks at them.
+        element: One of `ELEMENTS`. E4M3 stores numbers divided by the scale of layer and head, rounded to nearest, ties
+            to even, clamped to the largest value.
+        device: The device of the cache.
+        rows: Maximum number of sequences in a call of `attend`.
+        scales: float32 ``[layers, 2, kv_heads]``, the scales of keys and of values; None for ones. Only E4M3 uses them.
 
     Attributes:
-        data: As above.
-        scales: As given.
-        spare: The block that is nobody's.
-        counters: int32 ``[rows * kv_heads]``, zero between launches: runs of keys that are done.
+        data: The blocks, ``[layers, blocks + 1, 2, kv_heads, BLOCK_TOKENS, head_dim]``.
+        scales: float32 ``[layers, 2, kv_heads]``.
+        spare: The block that belongs to no sequence.
+        counters: int32 ``[rows * kv_heads]``, zero between launches: the number of finished runs of keys.
 
     Raises:
-        UnknownNameError: Another `element`.
-        ShapeError: The scales are of another shape.
+        UnknownNameError: If there is no such `element`.
+        ShapeError: If `scales` has another shape.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class PagedCache:
         return self.data.nbytes
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store tokens; the plain PyTorch way.
+        """Store tokens, in plain PyTorch.
 
         Args:
-            layer: Which one.
+            layer: Index of the layer.
             slots: Integers ``[T]``: block times `BLOCK_TOKENS` plus row.
             keys: float32 ``[T, kv_heads, head_dim]``.
-            values: Likewise.
+            values: float32 ``[T, kv_heads, head_dim]``.
         """
         block, row = (slots // BLOCK_TOKENS).long(), (slots % BLOCK_TOKENS).long()
         for index, x in enumerate((keys, values)):
@@ -93,10 +93,10 @@ class PagedCache:
             self.data[layer, :, index].transpose(1, 2)[block, row] = x.to(self.data.dtype)
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, float32 ``[..., n * BLOCK_TOKENS, kv_heads, head_dim]``; the plain PyTorch way.
+        """Return keys and values, float32 ``[..., n * BLOCK_TOKENS, kv_heads, head_dim]``, in plain PyTorch.
 
         Args:
-            layer: Which one.
+            layer: Index of the layer.
             blocks: Integers ``[..., n]``: blocks in the order of their tokens.
         """
         both = self.data[layer][blocks.long()].movedim(-4, 0)

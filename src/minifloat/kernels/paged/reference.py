@@ -1,6 +1,6 @@
-"""The plain PyTorch that the kernels of this folder are held to: `minifloat.kernels.decoder.reference`, op by op.
+"""The ops in plain PyTorch, the reference of the Triton kernels: `minifloat.kernels.decoder.reference`, op by op.
 
-Nothing here looks at a value on the host, so that it can be traced, and a GPU without Triton runs it in a graph.
+No op reads a value on the host, so that torch can trace the ops, and a GPU without Triton can run them in a graph.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from minifloat.kernels.paged.cache import PagedCache
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """As `minifloat.kernels.paged.add_norm`."""
+    """Implement `minifloat.kernels.paged.add_norm`."""
     if delta is not None:
         x += delta
     return norm(x, weight, eps).to(dtype)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dimension, in float32."""
+    """Return the RMS norm over the last dimension, in float32."""
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
 
 
@@ -34,7 +34,7 @@ def rotate_and_store(
     cache: PagedCache,
     layer: int,
 ) -> Tensor:
-    """As `minifloat.kernels.paged.rotate_and_store`."""
+    """Implement `minifloat.kernels.paged.rotate_and_store`."""
     kv_heads, d = cache.data.shape[3], cache.data.shape[5]
     heads = qkv.shape[-1] // d - 2 * kv_heads
     q, k, v = torch.split_with_sizes(qkv.float().view(qkv.shape[0], -1, d), [heads, kv_heads, kv_heads], 1)
@@ -45,7 +45,7 @@ def rotate_and_store(
 
 
 def _rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Turn pairs of dimensions of ``[T, heads, d]``; `turn`: cosines and sines ``[T, 2, rotary_dim / 2]``."""
+    """Rotate pairs of dimensions of ``[T, heads, d]``; `turn`: cosines and sines ``[T, 2, rotary_dim / 2]``."""
     cos, sin = turn[:, None, 0], turn[:, None, 1]
     half = cos.shape[-1]
     first, second, rest = torch.split_with_sizes(x, [half, half, x.shape[-1] - 2 * half], -1)
@@ -53,7 +53,7 @@ def _rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """As `minifloat.kernels.paged.silu_and_multiply`."""
+    """Implement `minifloat.kernels.paged.silu_and_multiply`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
@@ -61,7 +61,7 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
 def attend(
     q: Tensor, positions: Tensor, tables: Tensor, cache: PagedCache, layer: int, scale: float, window: int | None
 ) -> Tensor:
-    """As `minifloat.kernels.paged.attend`."""
+    """Implement `minifloat.kernels.paged.attend`."""
     keys, values = cache.read(layer, tables)
     distance = positions[:, None] - torch.arange(keys.shape[1], device=q.device)
     hidden = distance < 0
@@ -70,5 +70,5 @@ def attend(
     grouped = q.float().view(q.shape[0], keys.shape[2], -1, q.shape[2])
     scores = torch.einsum("tkgd,tnkd->tkgn", grouped, keys) * scale
     weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(dim=-1)
-    values = values.masked_fill(hidden[..., None, None], 0)  # zero times what was never written may be NaN
+    values = values.masked_fill(hidden[..., None, None], 0)  # zero times undefined memory may be NaN
     return torch.einsum("tkgn,tnkd->tkgd", weights, values).flatten(1).to(q.dtype)

@@ -1,9 +1,9 @@
-"""The ops of this folder as Triton kernels, for NVIDIA GPUs from compute capability 8.0 on; numerics of `reference.py`.
+"""The ops as Triton kernels, for NVIDIA GPUs from compute capability 8.0 on, with the numerics of `reference.py`.
 
-E4M3 is made and read by integer arithmetic: the same bits as `minifloat.numerics.cast` on every GPU, those without FP8
-instructions included. Attention cuts the keys of a sequence into at most `_SPLITS` runs, each a program of its own; the
-last to finish adds all up, in their order. How it is cut depends on the length alone, so a row's bits depend on nothing
-else in the batch.
+E4M3 is encoded and decoded by integer arithmetic, with the bits of `minifloat.numerics.cast` on every GPU, also without
+FP8 instructions. Attention cuts the keys of a sequence into at most `_SPLITS` runs, one program each; the last program
+to finish adds up all runs, in order. The cut depends only on the length, so a row's bits do not depend on the rest of
+the batch.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,unused-ignore"
@@ -21,13 +21,14 @@ from minifloat.kernels.paged.cache import PagedCache
 from minifloat.kernels.triton_cast import INF_BITS, MAGNITUDE, bits_of, constants, encode_magnitude, sign_of
 from minifloat.numerics.formats import E4M3, FLOAT16
 
-#: So many programs share the keys of a sequence at most.
+#: Maximum number of programs that share the keys of a sequence.
 _SPLITS = 32
-#: Keys that a program looks at at a time, and its warps; of heads above this size half the keys, and twice the warps.
+#: Keys that a program holds at a time, its warps, and the head size above which it takes half the keys and twice the
+#: warps.
 _TILE, _WARPS, _WIDE = 64, 4, 128
 _COLUMNS = 1024
-#: Arguments that Triton shall not look at: they lie anywhere in the numbers of a step, and a kernel that is compiled
-#: anew for another place would stop everybody for seconds.
+#: Arguments that Triton must not specialize on: their values and alignment change from step to step, and compiling a
+#: kernel again would delay all requests by seconds.
 _STRIDES = ["window", "table_stride", "position_stride", "slot_stride"]
 _NUMBERS = ["tables", "positions", "slots"]
 
@@ -35,7 +36,7 @@ _NUMBERS = ["tables", "positions", "slots"]
 _MANTISSA, _BIAS, _MAX = (tl.constexpr(value) for value in constants(E4M3, "").values())
 _NAN = tl.constexpr(E4M3.nan_code)
 _SIGN = tl.constexpr(1 << (E4M3.bits - 1))
-#: A code's exponent and mantissa, put where float16 has them, stand for so many times too little.
+#: The exponent and mantissa bits of an E4M3 code, read as float16, are too small by this factor.
 _REBIAS = tl.constexpr(2.0 ** (FLOAT16.bias - E4M3.bias))
 _NARROW_SHIFT = tl.constexpr(FLOAT16.mantissa_bits - E4M3.mantissa_bits)
 _NARROW_SIGN_SHIFT = tl.constexpr(FLOAT16.bits - E4M3.bits)
@@ -43,7 +44,7 @@ _NARROW_SIGN_SHIFT = tl.constexpr(FLOAT16.bits - E4M3.bits)
 
 @triton.jit
 def _encode(x):
-    """E4M3 codes of float32, to nearest, ties to even, clamped."""
+    """Encode float32 as E4M3, to nearest, ties to even, clamped."""
     bits = bits_of(x)
     magnitude = bits & MAGNITUDE
     code = encode_magnitude(magnitude, _MANTISSA, _BIAS, _MAX) | (sign_of(bits) * _SIGN)
@@ -52,7 +53,7 @@ def _encode(x):
 
 @triton.jit
 def _decode(codes):
-    """float16 of E4M3 codes, exact but for a factor: `_REBIAS` times this is what they stand for."""
+    """Decode E4M3 codes to float16, exactly but without the factor `_REBIAS`."""
     code = codes.to(tl.int16)
     magnitude = code & _NAN
     bits = ((code & _SIGN) << _NARROW_SIGN_SHIFT) | (magnitude << _NARROW_SHIFT)
@@ -74,7 +75,7 @@ def _add_norm(x, delta, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.conste
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """As `minifloat.kernels.paged.add_norm`."""
+    """Implement `minifloat.kernels.paged.add_norm`."""
     rows, hidden = x.shape
     out = torch.empty(rows, hidden, dtype=dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
@@ -111,7 +112,7 @@ def _rotate_and_store(
     K_NORM: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """One head of one token: of q, else of k, else of v."""
+    """Handle one head of one token: of q, of k or of v."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * D
     j = tl.arange(0, BLOCK)
@@ -157,7 +158,7 @@ def rotate_and_store(
     cache: PagedCache,
     layer: int,
 ) -> Tensor:
-    """As `minifloat.kernels.paged.rotate_and_store`."""
+    """Implement `minifloat.kernels.paged.rotate_and_store`."""
     data = cache.data[layer]
     kv_heads, d = data.shape[2], data.shape[4]
     heads = qkv.shape[-1] // d - 2 * kv_heads
@@ -203,7 +204,7 @@ def _silu_and_multiply(gate_up, out, COLUMNS: tl.constexpr, BLOCK: tl.constexpr)
 
 
 def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """As `minifloat.kernels.paged.silu_and_multiply`."""
+    """Implement `minifloat.kernels.paged.silu_and_multiply`."""
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
     _silu_and_multiply[(rows, triton.cdiv(columns, _COLUMNS))](gate_up, out, columns, _COLUMNS, num_warps=4)
@@ -238,7 +239,7 @@ def _attend(
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """One run of the keys of one sequence and key-value head."""
+    """Attend to one run of the keys of one sequence and key-value head."""
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     context = tl.load(positions + row * position_stride) + 1
     first = 0
@@ -265,17 +266,17 @@ def _attend(
     sums = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     for start in range(begin, end, TILE):
         token = start + n
-        seen = token < end
-        block = tl.load(tables + row * table_stride + token // TOKENS, mask=seen, other=0).to(tl.int64)
+        visible = token < end
+        block = tl.load(tables + row * table_stride + token // TOKENS, mask=visible, other=0).to(tl.int64)
         place = data + block * block_stride + (head * TOKENS + token % TOKENS) * D
         place = place[:, None] + j[None, :]
-        wanted = seen[:, None] & (j < D)[None, :]
-        keys = tl.load(place, mask=wanted, other=0)
-        values = tl.load(place + value_stride, mask=wanted, other=0)
+        inside = visible[:, None] & (j < D)[None, :]
+        keys = tl.load(place, mask=inside, other=0)
+        values = tl.load(place + value_stride, mask=inside, other=0)
         if FP8:
             keys, values = _decode(keys), _decode(values)
         scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * factor
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        scores = tl.where(visible[None, :], scores, float("-inf"))
         best = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp(scores - best[:, None])
         shrink = tl.exp(top - best)
@@ -290,18 +291,18 @@ def _attend(
         tl.store(partial + mine[:, None] * D + j[None, :], sums, mask=own)
         tl.store(stats + mine * 2, top, mask=g < GROUP)
         tl.store(stats + mine * 2 + 1, total, mask=g < GROUP)
-        tl.debug_barrier()  # all that this program has stored is there before it is counted
+        tl.debug_barrier()  # finish the stores of this program before it is counted
         if tl.atomic_add(counters + pair, 1) == used - 1:
             tl.store(counters + pair, 0)  # for the next launch
             s = tl.arange(0, SPLITS)
             for each in tl.static_range(GROUP):
-                found = (pair * SPLITS + s) * GROUP + each
-                there = s < used
-                tops = tl.load(stats + found * 2, mask=there, other=float("-inf"))
+                run_index = (pair * SPLITS + s) * GROUP + each
+                finished = s < used
+                tops = tl.load(stats + run_index * 2, mask=finished, other=float("-inf"))
                 share = tl.exp(tops - tl.max(tops, 0))
-                whole = tl.sum(share * tl.load(stats + found * 2 + 1, mask=there, other=0.0), 0)
-                every = there[:, None] & (j < D)[None, :]
-                parts = tl.load(partial + found[:, None] * D + j[None, :], mask=every, other=0.0)
+                whole = tl.sum(share * tl.load(stats + run_index * 2 + 1, mask=finished, other=0.0), 0)
+                every = finished[:, None] & (j < D)[None, :]
+                parts = tl.load(partial + run_index[:, None] * D + j[None, :], mask=every, other=0.0)
                 merged = tl.sum(parts * share[:, None], 0) / whole * spread
                 tl.store(out + (pair * GROUP + each) * D + j, merged.to(out.dtype.element_ty), mask=j < D)
 
@@ -309,13 +310,13 @@ def _attend(
 def attend(
     q: Tensor, positions: Tensor, tables: Tensor, cache: PagedCache, layer: int, scale: float, window: int | None
 ) -> Tensor:
-    """As `minifloat.kernels.paged.attend`."""
+    """Implement `minifloat.kernels.paged.attend`."""
     rows, heads, d = q.shape
     data = cache.data[layer]
     kv_heads = data.shape[2]
     group = heads // kv_heads
     out = torch.empty(rows, heads * d, dtype=q.dtype, device=q.device)
-    # Of each run: the sums, and the largest score with the sum of the weights.
+    # Results of each run: the weighted sums; the largest score and the sum of the weights.
     partial = torch.empty(rows * heads * _SPLITS, d, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows * heads * _SPLITS, 2, dtype=torch.float32, device=q.device)
     _attend[(rows, kv_heads, _SPLITS)](

@@ -50,12 +50,17 @@ inline void store_pairs(uint8_t* out, __m512i codes, const Value& value) {
     _mm512_store_si512(out + 3 * kVectorBytes, value(_mm512_srli_epi16(codes, 12)));
 }
 
-// BF16 is tiles as it stands.
-class Bf16Tiles {
+// The properties that most formats have.
+struct TilesDefaults {
+    static constexpr bool kDecodes = true;  // whether the packed bytes differ from those of tiles
+    static constexpr bool kBlocks = false;  // whether sums over blocks of columns are scaled
+    static constexpr float kFactor = 1.0f;  // multiplies the sums
+};
+
+// Packed BF16 has the layout of tiles already.
+class Bf16Tiles : public TilesDefaults {
   public:
     static constexpr bool kDecodes = false;
-    static constexpr bool kBlocks = false;
-    static constexpr float kFactor = 1.0f;
 
     template <class Prefetch>
     void tile(const uint8_t* step, int index, uint8_t*, const Prefetch& prefetch) const {
@@ -64,11 +69,11 @@ class Bf16Tiles {
     }
 };
 
-// E4M3, two vectors together: where all codes are normal numbers by bit matrices, else by table. `kGrid` is that of the inline scales.
+// E4M3, two vectors at a time: by bit matrices if all codes are normal numbers, else by table. kGrid is the grid of the
+// inline scales.
 template <int32_t kGrid>
-class E4m3Tiles {
+class E4m3Tiles : public TilesDefaults {
   public:
-    static constexpr bool kDecodes = true;
     static constexpr bool kBlocks = kGrid == MINIFLOAT_GRID_BLOCK;
     // The smallest E4M3 value, 2^-9, stays normal kMaxDistance below.
     static constexpr int kLift = kGrid == MINIFLOAT_GRID_E8M0 ? 8 : 0;
@@ -144,12 +149,8 @@ class E4m3Tiles {
 };
 
 // E2M1 with E8M0: the value by table, then its exponent lowered; both zeros decode to +0, which stays.
-class Mxfp4Tiles {
+class Mxfp4Tiles : public TilesDefaults {
   public:
-    static constexpr bool kDecodes = true;
-    static constexpr bool kBlocks = false;
-    static constexpr float kFactor = 1.0f;
-
     template <class Prefetch>
     void tile(const uint8_t* step, int index, uint8_t* out, const Prefetch& prefetch) const {
         const uint8_t* in = step + kVectorBytes + index * (kTileBytes / 4);
@@ -179,12 +180,8 @@ class Mxfp4Tiles {
 // E2M1 with E4M3. The bits of a bf16 are a logarithm as long as the mantissa is left alone, so a product with a scale S
 // is a subtraction again, of one number where the element is 2^i and of another where it is 1.5 * 2^i:
 // bits(2^9) - bits(S) and bits(1.5 * 2^9) - bits(1.5 * S) from elements times 2^9, which is above the largest S.
-class Nvfp4Tiles {
+class Nvfp4Tiles : public TilesDefaults {
   public:
-    static constexpr bool kDecodes = true;
-    static constexpr bool kBlocks = false;
-    static constexpr float kFactor = 1.0f;
-
     template <class Prefetch>
     void tile(const uint8_t* step, int index, uint8_t* out, const Prefetch& prefetch) const {
         const uint8_t* in = step + 2 * kVectorBytes + index * (kTileBytes / 4);

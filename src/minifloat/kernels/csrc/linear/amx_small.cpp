@@ -83,11 +83,6 @@ void multiply_panels(const Bf16Tiles&, const Weight& w, const Tiling& t, const I
     }
 }
 
-template <int kNumber>
-struct Constant {
-    static constexpr int kValue = kNumber;
-};
-
 // The formats that are decoded.
 template <bool kTwo, class Format>
 void multiply_panels(const Format& format, const Weight& w, const Tiling& t, const Input& x, const uint8_t* packed,

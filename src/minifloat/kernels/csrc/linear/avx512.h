@@ -1,4 +1,4 @@
-// What the AVX-512 paths share: pieces of weights and inline scales decoded in registers.
+// Shared by the AVX-512 paths: decoding of weights and inline scales in registers, and rows of results.
 #pragma once
 
 #if defined(__AVX512F__)
@@ -144,6 +144,38 @@ inline __m512 e4m3_scales(const uint8_t* codes) {
     const __m256i wide = _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(codes)));
     const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, kHalfFromE4M3), _mm256_set1_epi16(kHalfBitsOfE4M3));
     return _mm512_cvtph_ps(half);
+}
+
+// Rows of x that share the decoding of a panel in the paths for few rows.
+constexpr int kMaxRows = 4;
+
+// Stores the sums of panel `p`, kRows rows of x from `row` on and both tiles, times `factor`.
+template <int kRows>
+inline void store_sums(const Weight& w, const Output& y, int64_t p, int64_t row, const __m512 (&sums)[kRows][2],
+                       float factor) {
+    for (int r = 0; r < kRows; ++r) {
+        alignas(64) float floats[kPanelRows];
+        for (int t = 0; t < 2; ++t)
+            _mm512_store_ps(floats + t * kTileRows, _mm512_mul_ps(sums[r][t], _mm512_set1_ps(factor)));
+        store_row(w, y, p, row + r, floats);
+    }
+}
+
+template <int kNumber>
+struct Constant {
+    static constexpr int kValue = kNumber;
+};
+
+// Calls function(Constant<rows>(), row) for the m rows of x in groups of at most kMaxRows.
+template <class Function>
+inline void for_row_groups(int64_t m, const Function& function) {
+    for (int64_t row = 0; row < m; row += kMaxRows) {
+        const int64_t rows = min<int64_t>(kMaxRows, m - row);
+        if (rows == 1) function(Constant<1>(), row);
+        if (rows == 2) function(Constant<2>(), row);
+        if (rows == 3) function(Constant<3>(), row);
+        if (rows == 4) function(Constant<4>(), row);
+    }
 }
 
 }  // namespace MINIFLOAT_ISA

@@ -10,8 +10,6 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-constexpr int kMaxRows = 4;  // of x that share the decoding
-
 const float kE2M1Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
@@ -242,15 +240,10 @@ float factor_of(const Weight& w) {
 template <int kRows>
 void multiply_rows(const Weight& w, const float* x, int64_t row, const Output& y, int64_t p) {
     const int64_t x_stride = w.steps * kStepCols;
-    const __m512 factor = _mm512_set1_ps(factor_of(w));
     __m512 out[kRows][2];
     for (int r = 0; r < kRows; ++r) out[r][0] = out[r][1] = _mm512_setzero_ps();
     multiply_panel<kRows>(w, p, x + row * x_stride, x_stride, out);
-    for (int r = 0; r < kRows; ++r) {
-        alignas(64) float sums[kPanelRows];
-        for (int t = 0; t < 2; ++t) _mm512_store_ps(sums + t * kTileRows, _mm512_mul_ps(out[r][t], factor));
-        store_row(w, y, p, row + r, sums);
-    }
+    store_sums(w, y, p, row, out, factor_of(w));
 }
 
 int64_t prepared_bytes(const Weight& w, int64_t m, int32_t) { return m * w.steps * kStepCols * 4; }
@@ -267,15 +260,9 @@ void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int p
 bool multiply(const Weight& w, const Input& in, const uint8_t* prepared, const Output& y, int64_t first,
               int64_t last) {
     const float* x = reinterpret_cast<const float*>(prepared);
-    // Panel by panel, so that the rows after the first four find the weights in the cache.
+    // All rows for one panel before the next panel: row groups after the first find the weights in the cache.
     for (int64_t p = first; p < last; ++p)
-        for (int64_t row = 0; row < in.m; row += kMaxRows) {
-            const int64_t rows = min<int64_t>(kMaxRows, in.m - row);
-            if (rows == 1) multiply_rows<1>(w, x, row, y, p);
-            if (rows == 2) multiply_rows<2>(w, x, row, y, p);
-            if (rows == 3) multiply_rows<3>(w, x, row, y, p);
-            if (rows == 4) multiply_rows<4>(w, x, row, y, p);
-        }
+        for_row_groups(in.m, [&](auto rows, int64_t row) { multiply_rows<decltype(rows)::kValue>(w, x, row, y, p); });
     return true;
 }
 

@@ -18,7 +18,6 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-constexpr int kMaxRows = 4;  // of x that share the decoding
 constexpr int kPlanes = 3;
 constexpr int kDigitBits = 8;
 constexpr int kOffset = 12;  // added to twice a weight
@@ -207,12 +206,7 @@ void multiply_rows(const Weight& w, const uint8_t* prepared, int64_t row, const 
     } else {
         multiply_panel<kRows, 4>(w, p, x, stride, out);
     }
-    for (int r = 0; r < kRows; ++r) {
-        alignas(64) float sums[kPanelRows];
-        for (int t = 0; t < 2; ++t)
-            _mm512_store_ps(sums + t * kTileRows, _mm512_mul_ps(out[r][t], _mm512_set1_ps(factor)));
-        store_row(w, y, p, row + r, sums);
-    }
+    store_sums(w, y, p, row, out, factor);
 }
 
 // A row of x that integers do not serve: what becomes of Inf and NaN is up to the float multiplication.
@@ -232,14 +226,10 @@ void multiply_in_float(const Weight& w, const Input& x, int64_t row, const Outpu
 bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first, int64_t last) {
     const int64_t stride = row_bytes(w);
     for (int64_t p = first; p < last; ++p) {
-        // Row group by row group, so that those after the first find the weights in the cache.
-        for (int64_t row = 0; row < x.m; row += kMaxRows) {
-            const int64_t rows = min<int64_t>(kMaxRows, x.m - row);
-            if (rows == 1) multiply_rows<1>(w, prepared, row, y, p);
-            if (rows == 2) multiply_rows<2>(w, prepared, row, y, p);
-            if (rows == 3) multiply_rows<3>(w, prepared, row, y, p);
-            if (rows == 4) multiply_rows<4>(w, prepared, row, y, p);
-        }
+        // All rows for one panel before the next panel: row groups after the first find the weights in the cache.
+        for_row_groups(x.m, [&](auto rows, int64_t row) {
+            multiply_rows<decltype(rows)::kValue>(w, prepared, row, y, p);
+        });
         for (int64_t row = 0; row < x.m; ++row)
             if (!reinterpret_cast<const RowHead*>(prepared + row * stride)->usable)
                 multiply_in_float(w, x, row, y, p);

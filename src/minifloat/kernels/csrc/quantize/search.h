@@ -27,8 +27,8 @@ inline F32 squared_error(I32 magnitude, const Format& fmt, int32_t offset) {
 // Replaces the FLOOR code of every block by that of the offset with the smallest sum of squared errors.
 //
 // kVectors is the number of columns of a block / kLanes, 1 or 2, so that the first level of the summation tree (upper
-// half onto lower half) adds whole vectors. Errors are those of y = w / FLOOR scale, whose squares do not overflow; y is
-// exact, or so small that its square is zero.
+// half onto lower half) adds whole vectors. Errors are those of y = w / FLOOR scale, whose squares do not overflow; y
+// is exact, or so small that its square is zero.
 template <int kVectors>
 inline void search_scales(const float* __restrict w, int blocks, const Format& fmt, BlockScales& s) {
     float errors[kCandidates][kMaxBlocks];

@@ -1,8 +1,8 @@
 """`linear` on one NVIDIA GPU: weights stay quantized in its memory and are decoded in registers.
 
-`layout` says how weights lie and which can, `fragments` and `weight` pack them, `config` says how a product is cut, and
-`product` launches `kernels`, which decode by `decode`. Only those three need triton, and they are imported when a
-product runs; packing is plain PyTorch.
+`layout` defines the layout of weights, `fragments` and `weight` pack them, `config` chooses the tiles of a product, and
+`product` launches `kernels`, which use `decode`. Only `product`, `kernels` and `decode` need triton, and they are
+imported when a product runs; packing is plain PyTorch.
 """
 
 from minifloat.kernels.linear.triton.availability import why_not as why_unavailable

@@ -1,4 +1,4 @@
-"""Whether the kernels can run on a device, and why not. Imports no triton."""
+"""Tells whether the kernels can run on a device, and why not. Imports no triton."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from minifloat.kernels.triton_runtime import why_unavailable
 
-#: bfloat16 tensor cores and asynchronous copies.
+#: The first compute capability with bfloat16 tensor cores and asynchronous copies.
 MIN_CAPABILITY = (8, 0)
 
 
 @cache
 def why_not(device: torch.device | str = "cuda") -> str:
-    """Why the kernels cannot compute on a device; empty where they can."""
+    """Return why the kernels cannot compute on a device; empty if they can."""
     device = torch.device(device)
     if device.type != "cuda":
         return f"Triton kernels run on CUDA devices, not on {device}"

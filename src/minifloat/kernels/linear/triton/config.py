@@ -1,10 +1,10 @@
-"""Which tiles a product is cut into: by arithmetic, or from a table that was measured on a device. Imports no triton.
+"""Chooses the tiles of a product, by arithmetic or from a table measured on a device. Imports no triton.
 
-What the arithmetic is after: two CTAs on each multiprocessor, so that while one decodes the other's loads are under
-way; as many steps under way as shared memory holds for both; from 33 rows of x on, one CTA of 256 rows of the weight,
-so that x is read from the L2 cache less often than the weight from memory. K is cut where there are too few tiles of
-the result to fill the device, but not below four steps. Nothing is tried out while a model is served.
-`minifloat.kernels.linear.triton.tune` measures on a device and writes a table.
+Goals of the arithmetic: two CTAs on each multiprocessor, so that one decodes while the other loads; as many steps in
+flight as shared memory holds for both; from 33 rows of x on, one CTA of 256 rows of the weight, so that x is read from
+the L2 cache less often than the weight from memory. K is split if there are too few tiles of the result to fill the
+device, but not below four steps. Serving measures nothing; `minifloat.kernels.linear.triton.tune` measures on a device
+and writes a table.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 from minifloat.errors import ConfigError
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm
 
-#: Set, it names the table; empty: none is read.
+#: The environment variable with the path of the table; if it is empty, no table is read.
 TABLE_VARIABLE = "MINIFLOAT_GPU_TABLE"
-#: A table has a configuration for each of these numbers of rows of x, which serves up to that many.
+#: A table has a configuration for each of these numbers of rows of x; each covers all numbers up to its own.
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
-#: More partial sums than this of one tile are never worth it.
+#: Maximum number of partial sums of one tile.
 MAX_SPLIT = 16
-#: Counters of tiles of the result that a launch may use.
+#: Maximum number of tiles of the result with counters in one launch.
 MAX_TILES = 1 << 12
 _MIN_STEPS = 4
-#: Shared memory that one CTA may have. Source: CUDA programming guide, technical specifications per compute capability.
+#: Shared memory available to one CTA. Source: CUDA programming guide, technical specifications per compute capability.
 _SHARED_BYTES = {
     (8, 0): 163 << 10,
     (8, 6): 99 << 10,
@@ -47,13 +47,13 @@ _RESERVED = 1 << 10  #: bytes of shared memory that a CTA cannot use
 
 @dataclass(frozen=True)
 class Device:
-    """What of a GPU decides.
+    """The properties of a GPU that determine the configuration.
 
     Attributes:
-        capability: Its compute capability.
-        multiprocessors: How many.
-        shared_bytes: Shared memory that one CTA may have, which is nearly all of a multiprocessor's.
-        name: As CUDA calls it.
+        capability: Compute capability.
+        multiprocessors: Number of multiprocessors.
+        shared_bytes: Shared memory available to one CTA, nearly all of that of a multiprocessor.
+        name: The name of the device in CUDA.
     """
 
     capability: tuple[int, int]
@@ -64,7 +64,7 @@ class Device:
     @classmethod
     @functools.cache
     def of(cls, device: torch.device) -> Device:
-        """A device of this machine."""
+        """Return the properties of a device of this machine."""
         properties = torch.cuda.get_device_properties(device)
         return cls(
             (properties.major, properties.minor),
@@ -76,15 +76,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Config:
-    """How one product is cut.
+    """The tiles of one product.
 
     Attributes:
-        rows_m: Rows of x of a CTA.
-        rows_n: Rows of the weight of a CTA.
-        tiles: Tiles of 128 columns in a step.
-        warps: Of a CTA.
-        stages: Steps whose loads are under way, with the one at work.
-        split: CTAs that share a tile of the result; 0: the product is large, decode into memory and call cuBLAS.
+        rows_m: Rows of x per CTA.
+        rows_n: Rows of the weight per CTA.
+        tiles: Tiles of 128 columns per step.
+        warps: Warps per CTA.
+        stages: Steps in flight, the current one included.
+        split: CTAs that share a tile of the result; 0 for a large product, which decodes into memory and calls cuBLAS.
     """
 
     rows_m: int
@@ -104,26 +104,26 @@ LARGE = Config(0, 0, 0, 0, 0, 0)
 
 
 def choose(form: GpuForm, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
-    """The configuration of a product.
+    """Return the configuration of a product.
 
     Args:
-        form: Of the weight.
+        form: The form of the weight.
         shape: ``(N, K)``.
         rows: M, at least 1.
-        parts: bfloat16 numbers that make up an element of x.
-        device: Where it runs.
+        parts: Number of bfloat16 numbers per element of x.
+        device: The GPU.
     """
     measured = _table(device.name).get((form, *shape, bucket(rows), parts))
     return measured if measured is not None else by_arithmetic(form, shape, rows, parts, device)
 
 
 def bucket(rows: int) -> int:
-    """The number of rows under which a table has a configuration for `rows`."""
+    """Return the entry of `BUCKETS` that covers `rows`."""
     return next((most for most in BUCKETS if rows <= most), BUCKETS[-1])
 
 
 def by_arithmetic(form: GpuForm, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
-    """`choose`, without a table."""
+    """Return the configuration that `choose` returns without a table."""
     if rows > large_from(parts, device):
         return LARGE
     width = next((most for most in (16, 32, 64, 128) if rows <= most and most * parts <= 128), 128 // parts)
@@ -138,7 +138,7 @@ def by_arithmetic(form: GpuForm, shape: tuple[int, int], rows: int, parts: int, 
 
 
 def cut(config: Config, form: GpuForm, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
-    """A configuration with as many stages as fit, and K cut so that the device is full."""
+    """Set the stages of a configuration to as many as fit, and split K so that the device is full."""
     resident = 2 if config.warps == 4 else 1
     room = device.shared_bytes // resident - _RESERVED
     fitting = (n for n in (4, 3) if shared_bytes(replace(config, stages=n), form, parts) <= room)
@@ -152,26 +152,26 @@ def cut(config: Config, form: GpuForm, shape: tuple[int, int], rows: int, parts:
 
 
 def large_from(parts: int, device: Device) -> int:
-    """The most rows of x whose product decodes in registers; above, decoding once into memory costs less."""
+    """Return the largest number of rows of x to decode in registers; for more, decoding once into memory is faster."""
     return (512 if device.capability[0] == 9 else 256) // parts
 
 
 def shared_bytes(config: Config, form: GpuForm, parts: int) -> int:
-    """Shared memory of a CTA: weights of the step at work are in registers; x made of parts lies there once more."""
+    """Return the shared memory of a CTA: the current weights are in registers, and x in parts is stored once more."""
     element_bits = 4 if form in (GpuForm.MXFP4, GpuForm.NVFP4) else 8
     cols = config.tiles * TILE_COLS
     weights = config.rows_n * cols * element_bits // 8
     factors = 0 if form in (GpuForm.FP8, GpuForm.FP8_BLOCK) else config.rows_n * cols // 16
     x = config.rows_m * cols * max(parts, 2)
-    made = 0 if parts == 1 else config.rows_m * cols * parts * 2
-    return (config.stages - 1) * (weights + factors) + config.stages * x + made
+    x_in_parts = 0 if parts == 1 else config.rows_m * cols * parts * 2
+    return (config.stages - 1) * (weights + factors) + config.stages * x + x_in_parts
 
 
 def table_path(name: str) -> Path | None:
-    """Where the table of a device is read from and written to; None where the environment says that there is none."""
-    given = os.environ.get(TABLE_VARIABLE)
-    if given is not None:
-        return Path(given) if given else None
+    """Return the path of the table of a device; None if the environment variable `TABLE_VARIABLE` is empty."""
+    path = os.environ.get(TABLE_VARIABLE)
+    if path is not None:
+        return Path(path) if path else None
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "minifloat" / f"linear-{re.sub('[^A-Za-z0-9]+', '-', name).strip('-').lower()}.json"
 
@@ -183,13 +183,13 @@ def _table(name: str) -> dict[tuple[Any, ...], Config]:
 
 
 def read_table(path: Path) -> dict[tuple[Any, ...], Config]:
-    """What `tune` wrote.
+    """Read a table that `tune` wrote.
 
     Returns:
         The configuration by form, N, K, bucket of rows and parts.
 
     Raises:
-        ConfigError: The file is not such a table.
+        ConfigError: If the file is not such a table.
     """
     try:
         rows = json.loads(path.read_text())
@@ -202,7 +202,7 @@ def read_table(path: Path) -> dict[tuple[Any, ...], Config]:
 
 
 def write_table(path: Path, table: dict[tuple[Any, ...], Config]) -> None:
-    """Write what `read_table` reads."""
+    """Write a table that `read_table` reads."""
     rows = [
         {"form": form.name, "n": n, "k": k, "rows": rows, "parts": parts, "config": asdict(config)}
         for (form, n, k, rows, parts), config in table.items()
@@ -217,7 +217,7 @@ def _checked(config: Config) -> Config:
     if not all(isinstance(value, int) for value in values):
         raise ValueError(f"a configuration of numbers, got {config}")
     powers = (config.rows_m, config.rows_n, config.warps)
-    sound = all(value > 0 and value & (value - 1) == 0 for value in powers) and config.tiles in (1, 2)
-    if not config.is_large and not (sound and config.rows_n in (64, 128, 256) and 1 <= config.split <= MAX_SPLIT):
+    valid = all(value > 0 and value & (value - 1) == 0 for value in powers) and config.tiles in (1, 2)
+    if not config.is_large and not (valid and config.rows_n in (64, 128, 256) and 1 <= config.split <= MAX_SPLIT):
         raise ValueError(f"no configuration: {config}")
     return config

@@ -1,9 +1,9 @@
-"""Decoding in registers: 32-bit words of E4M3 or E2M1 into pairs of bfloat16, times a pair of multipliers.
+"""Decodes in registers: 32-bit words of E4M3 or E2M1 into pairs of bfloat16, times a pair of multipliers.
 
-A word holds the elements of two neighbouring columns, one in each half (`minifloat.kernels.linear.triton.fragments`).
-With masks of a sign, low exponent bits and the first mantissa bits, every element of it becomes a bfloat16 that is too
-small by a power of two, which the multiplier makes up for; it carries the scale of the block too. Both are exact:
-significands of at most 6 bits, and no result outside of the normal numbers but for blocks that hardly count.
+Each half of a word holds elements of one of two neighbouring columns (`minifloat.kernels.linear.triton.fragments`).
+Masks of the sign, the low exponent bits and the first mantissa bits turn every element into a bfloat16 that is too
+small by a power of two. The multiplier corrects this and applies the scale of the block. Both steps are exact:
+significands have at most 6 bits, and results are normal numbers, except in blocks far below the largest of their row.
 
 Triton's interpreter has no PTX and computes with bfloat16 as if it were an integer, so INTERP takes the same masks and
 shifts in Triton's own operations, and float32 values. Weights multiply as float32 there.
@@ -21,7 +21,7 @@ from minifloat.kernels.linear.triton.layout import GpuForm
 #: ``x * m + -0`` is ``x * m``, on sm_80 too, which has no product of two pairs alone.
 MINUS_ZERO = tl.constexpr(0x80008000 - (1 << 32))
 
-#: $2 the word, $3 and $4 twice the multipliers, $5 and $6 twice MINUS_ZERO.
+#: Operands: $2 the word, $3 and $4 the pair of multipliers twice, $5 and $6 MINUS_ZERO twice.
 FP8_PTX = tl.constexpr("""{
 .reg .b32 high, low;
 and.b32 $0, $2, 0x87F087F0;
@@ -33,7 +33,8 @@ and.b32 low, low, 0x00700070;
 or.b32 high, high, low;
 fma.rn.bf16x2 $1, high, $3, $5;
 }""")
-#: $4 the word; $5 and $6 the multipliers of the first 16 columns, $7 and $8 of the second; $9 and $10 MINUS_ZERO.
+#: Operands: $4 the word; $5 and $6 the multipliers of the first 16 columns, $7 and $8 those of the second 16; $9 and
+#: $10 MINUS_ZERO.
 FP4_PTX = tl.constexpr("""{
 .reg .b32 a, b, c, d, e;
 shl.b32 a, $4, 6;
@@ -55,7 +56,7 @@ fma.rn.bf16x2 $3, d, $7, $9;
 FP8_BLOCK = tl.constexpr(int(GpuForm.FP8_BLOCK))
 MXFP8 = tl.constexpr(int(GpuForm.MXFP8))
 NVFP4 = tl.constexpr(int(GpuForm.NVFP4))
-#: Twice the bfloat16 2**120, with which E4M3 becomes itself.
+#: A pair of the bfloat16 2**120, which turns the bits of E4M3 into its value.
 E4M3_MULTIPLIER = tl.constexpr(0x7B807B80)
 
 
@@ -63,14 +64,14 @@ E4M3_MULTIPLIER = tl.constexpr(0x7B807B80)
 def decode(
     pairs, words, FORM: tl.constexpr, T: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, INTERP: tl.constexpr
 ):
-    """Elements of a tile times their coded scales.
+    """Decode the elements of a tile and multiply them with their coded scales.
 
     Args:
         pairs: int16 ``[T, P, units]``: T tiles of 128 columns, P half panels of 64 rows.
-        words: int32 ``[T, P, words]``, where scales are coded.
+        words: int32 ``[T, P, words]``, the coded scales, if the form has any.
         FORM: `GpuForm`.
-        T: As above.
-        P: As above.
+        T: Number of tiles.
+        P: Number of half panels.
         WIDE: `Order.WIDE`.
         INTERP: Whether this is Triton's interpreter.
 
@@ -147,27 +148,27 @@ def decode(
 
 @triton.jit
 def _word(units):
-    """Interpreter only: both halves of words, uint32, without the last axis."""
+    """Interpreter only: join both halves into uint32 words, without the last axis."""
     low, high = tl.split(units.to(tl.int32) & 0xFFFF)
     return (low | (high << 16)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _broadcast(factors, units):
-    """Interpreter only: multipliers for every word."""
+    """Interpreter only: broadcast the multipliers to every word."""
     first, _ = tl.split(tl.broadcast_to(factors, units.shape))
     return first
 
 
 @triton.jit
 def _rotated(word):
-    """Interpreter only: a word rotated right by 4 bits."""
+    """Interpreter only: rotate words right by 4 bits."""
     return (word >> 4) | (word << 28)
 
 
 @triton.jit
 def _values(word, factor):
-    """Interpreter only: both halves as bfloat16, times the multiplier, as float32 along a last axis."""
+    """Interpreter only: multiply both halves, as bfloat16, with the multiplier; float32 along a last axis."""
     multiplier = (factor << 16).to(tl.float32, bitcast=True)
     low = (word << 16).to(tl.float32, bitcast=True) * multiplier
     high = (word & 0xFFFF0000).to(tl.float32, bitcast=True) * multiplier

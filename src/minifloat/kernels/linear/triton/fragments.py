@@ -1,9 +1,9 @@
-"""Packing for the GPU in plain PyTorch: elements into the order of fragments, scales into factors, and the way back.
+"""Packs for the GPU in plain PyTorch: elements into the order of fragments, scales into factors, and back.
 
-Two or four elements share 16 bits, and two such (e = 0, 1) a word, cut so that few instructions make pairs of bfloat16
-of it (`minifloat.kernels.linear.triton.decode`). A bfloat16 of which only the low bits of the exponent and the first of
-the mantissa are filled is the element times a power of two, subnormals included; one multiplication then sets the
-exponent right, and the scale rides along.
+Two or four elements share a unit of 16 bits, and two units (e = 0, 1) a word, arranged so that few instructions turn a
+word into pairs of bfloat16 (`minifloat.kernels.linear.triton.decode`). A bfloat16 with an element in the low bits of
+the exponent and the first bits of the mantissa is the element times a power of two, subnormals included; one
+multiplication corrects the exponent and applies the scale.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from minifloat.numerics.cast import decode
 from minifloat.numerics.formats import BFLOAT16, E4M3, E8M0, ElementFormat
 from minifloat.numerics.granularity import GROUP_16, GROUP_32
 
-#: Exponent field of the largest multiplier: 2**126, with which E2M1 becomes itself.
+#: Exponent field of the largest multiplier, 2**126, which turns the bits of E2M1 into its value.
 TOP = BFLOAT16.bias + 126
-#: What the multipliers make of E4M3 and E2M1 under E8M0 and E4M3 scales is this power of two from what it stands for.
+#: After the multiplication, elements are too large by 2**SHIFTS; the factor of the row corrects it.
 SHIFTS = {GpuForm.MXFP8: 6, GpuForm.MXFP4: 0, GpuForm.NVFP4: -8}
-#: Added to the exponent field of a coded E4M3 scale: bits of a bfloat16 are ``(code << 4) + (LOWEST << 7)``.
+#: Added to the exponent field of a coded E4M3 scale: the bits of its bfloat16 are ``(code << 4) + (LOWEST << 7)``.
 LOWEST = 235
 #: Columns that share a coded scale.
 GROUP_COLS = {form: GROUP_32.block((1, 1))[1] for form in (GpuForm.MXFP8, GpuForm.MXFP4)}
@@ -31,7 +31,7 @@ _MANTISSA = (1 << E4M3.mantissa_bits) - 1
 
 
 def _columns(form: GpuForm, order: Order) -> tuple[tuple[int, ...], str]:
-    """Lengths and names of the axes of 128 columns, outermost first."""
+    """Return lengths and names of the axes of 128 columns, outermost first."""
     inner = ((4, 2, 2), "tje") if order is Order.WIDE else ((2, 4, 2), "jte")
     if form in (GpuForm.MXFP4, GpuForm.NVFP4):
         return (2, 2, 2, *inner[0]), "qbs" + inner[1]
@@ -39,23 +39,23 @@ def _columns(form: GpuForm, order: Order) -> tuple[tuple[int, ...], str]:
 
 
 def _memory(form: GpuForm) -> str:
-    """The axes as they lie: p panels, c tiles, r halves."""
+    """Return the axes in the order of memory: p panels, c tiles, r halves."""
     return "pcrqwgtbhejs" if form in (GpuForm.MXFP4, GpuForm.NVFP4) else "pcrbwgtshej"
 
 
 def padded(matrix: Tensor, cols: int) -> Tensor:
-    """A matrix with zeros below to whole panels and to the right to a multiple of `cols`."""
+    """Pad a matrix with zeros to whole panels of rows and a multiple of `cols` columns."""
     rows, width = matrix.shape
     return torch.nn.functional.pad(matrix, (0, -width % cols, 0, -rows % PANEL_ROWS))
 
 
 def pack_elements(elements: Tensor, form: GpuForm, order: Order) -> Tensor:
-    """Codes into words.
+    """Pack codes into words.
 
     Args:
         elements: uint8 ``[N, K]``, one code each.
-        form: How they are scaled.
-        order: Which columns a lane holds.
+        form: The form of the weight.
+        order: The columns that a lane holds.
 
     Returns:
         int16, flat: `units_per_tile` for each half panel and tile.
@@ -71,7 +71,7 @@ def pack_elements(elements: Tensor, form: GpuForm, order: Order) -> Tensor:
 
 
 def unpack_elements(pairs: Tensor, shape: tuple[int, int], form: GpuForm, order: Order) -> Tensor:
-    """The way back: uint8 ``[N, K]``."""
+    """Invert `pack_elements`: uint8 ``[N, K]``."""
     panels, tiles = -(-shape[0] // PANEL_ROWS), -(-shape[1] // TILE_COLS)
     cols, names = _columns(form, order)
     lengths = dict(zip("prwhgc" + names, (panels, 2, 4, 2, 8, tiles, *cols), strict=True))
@@ -86,9 +86,9 @@ def unpack_elements(pairs: Tensor, shape: tuple[int, int], form: GpuForm, order:
 
 
 def _join_bytes(codes: Tensor) -> Tensor:
-    """int16 ``[..., e, j]`` into ``[..., e]``: the first as a bfloat16 holds it, the second in what is left.
+    """Join int16 ``[..., e, j]`` into ``[..., e]``: the first as the bits of a bfloat16, the second in the rest.
 
-    The sign of the second lies in the other half of the word, from where a rotation of the word takes it.
+    The sign of the second element is in the other half of the word; rotating the word moves it to its place.
     """
     first, second = codes.unbind(-1)
     sign = (second >> 7) & 1
@@ -106,7 +106,7 @@ def _split_bytes(units: Tensor) -> Tensor:
 
 
 def _join_nibbles(codes: Tensor) -> Tensor:
-    """int16 ``[..., e, j, s]`` into ``[..., e]``; the sign of the third in the other half of the word."""
+    """Join int16 ``[..., e, j, s]`` into ``[..., e]``; the sign of the third is in the other half of the word."""
     (a, c), (b, d) = (part.unbind(-1) for part in codes.unbind(-2))
     return (
         (a & 8) << 6 | a & 7
@@ -125,7 +125,7 @@ def _split_nibbles(units: Tensor) -> Tensor:
 
 
 def pack_factors(codes: Tensor, form: GpuForm) -> Tensor:
-    """Bytes of coded scales ``[N, groups]`` into the order of fragments: int32, flat."""
+    """Pack bytes of coded scales ``[N, groups]`` in the order of fragments: int32, flat."""
     groups = TILE_COLS // GROUP_COLS[form]
     whole = padded(codes, groups)
     tiles = whole.shape[1] // groups
@@ -134,14 +134,14 @@ def pack_factors(codes: Tensor, form: GpuForm) -> Tensor:
 
 
 def unpack_factors(words: Tensor, shape: tuple[int, int], groups: int) -> Tensor:
-    """The way back: uint8 ``[N, groups]``."""
+    """Invert `pack_factors`: uint8 ``[N, groups]``."""
     panels, tiles = -(-shape[0] // PANEL_ROWS), -(-shape[1] // TILE_COLS)
     view = words.view(torch.uint8).view(panels, tiles, 2, -1, 4, 8, 2, 4)
     return view.permute(0, 2, 4, 6, 5, 1, 3, 7).reshape(panels * PANEL_ROWS, -1)[: shape[0], :groups].contiguous()
 
 
 def code_powers(elements: Tensor, scales: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
-    """E8M0 scales as exponent fields of multipliers, relative to the largest of each row.
+    """Code E8M0 scales as exponent fields of multipliers, relative to the largest scale of each row.
 
     A block more than `MAX_DISTANCE` powers of two below the largest is multiplied with zero, as on the CPU.
 
@@ -165,15 +165,15 @@ def code_powers(elements: Tensor, scales: Tensor, element: ElementFormat) -> tup
 
 
 def powers(fields: Tensor, largest: Tensor) -> Tensor:
-    """The way back from `code_powers`, right where nothing was clamped or flushed."""
+    """Invert `code_powers`; exact for scales that were neither clamped nor flushed."""
     return (largest[:, None].int() - TOP + fields.int()).to(torch.uint8)
 
 
 def code_scales(scales: Tensor) -> Tensor:
-    """E4M3 scales, positive and finite, as 5 bits of exponent and 3 of mantissa: uint8.
+    """Code positive finite E4M3 scales as 5 bits of exponent and 3 of mantissa: uint8.
 
-    With `LOWEST` they are the bits of a bfloat16, ``scale * 2**118``; subnormal scales are normal there. Zero becomes
-    0, which stands for a small factor: its elements have to be zeros.
+    With `LOWEST` they are the bits of the bfloat16 ``scale * 2**118``, in which subnormal scales are normal. Zero
+    becomes code 0, which decodes to a small factor: the elements of such a block must be zeros.
     """
     values = decode(scales & 0x7F, E4M3).nan_to_num(0.0)
     mantissa, exponent = torch.frexp(values)
@@ -183,7 +183,7 @@ def code_scales(scales: Tensor) -> Tensor:
 
 
 def scales_of(codes: Tensor) -> Tensor:
-    """The way back from `code_scales`: uint8 E4M3."""
+    """Invert `code_scales`: uint8 E4M3."""
     table = torch.zeros(1 << 8, dtype=torch.uint8)
     known = torch.arange(1, E4M3.max_code + 1, dtype=torch.uint8)
     table[code_scales(known).long()] = known
@@ -191,5 +191,5 @@ def scales_of(codes: Tensor) -> Tensor:
 
 
 def largest_codes(row_scale: Tensor, form: GpuForm) -> Tensor:
-    """The largest E8M0 scale of each row, from the factor that multiplies its sum."""
+    """Return the largest E8M0 scale of each row, from the factor of its sum."""
     return e8m0_codes(torch.ldexp(row_scale.double(), torch.tensor(SHIFTS[form])).float())

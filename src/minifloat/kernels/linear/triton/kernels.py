@@ -1,8 +1,8 @@
 """The Triton kernels: a product with weights decoded in registers, and decoding alone. Needs triton.
 
-Weights are the first operand, so that they go from registers into the tensor cores, and rows of x the columns of the
-result. CTAs that share a tile of the result cut K between them; each writes its sum, and the last to arrive adds them
-up in their order, so that the bits do not depend on who that is.
+Weights are the first operand, so that they go from registers into the tensor cores; rows of x are columns of the
+result. CTAs that share a tile of the result split K; each writes its sum, and the last to finish adds the sums up in
+their order, so that the bits do not depend on which CTA is last.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from minifloat.kernels.linear.triton.decode import FP8_BLOCK, decode
 
 @triton.jit
 def parts_of(x, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, INTERP: tl.constexpr):
-    """Rows of x ``[BM, BK]`` as bfloat16 ``[BM * PARTS, BK]`` whose neighbouring rows add up to it.
+    """Split rows of x ``[BM, BK]`` into bfloat16 ``[BM * PARTS, BK]``: PARTS neighbouring rows add up to a row of x.
 
-    float16 is two bfloat16 exactly, float32 three (and a fourth of zeros). Bits are cut off, not rounded, so that
-    nothing overflows; what is left of an infinity is zero.
+    float16 is exactly two bfloat16, float32 three (and a fourth of zeros). Bits are cut off, not rounded, so that
+    nothing overflows; the rest of an infinity is zero.
     """
     value = x.to(tl.float32)
     first = (value.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
@@ -43,7 +43,7 @@ def product_kernel(
     PARTS: tl.constexpr, UNITS: tl.constexpr, WORDS: tl.constexpr, BLOCK_TILES: tl.constexpr,
     RAGGED: tl.constexpr, BIAS: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """``y[m, n] = sum over k of x[m, k] * w[n, k]``, times the factor of the row, plus the bias.
+    """Compute ``y[m, n] = sum over k of x[m, k] * w[n, k]``, times the factor of row n, plus the bias.
 
     Args:
         x_ptr: ``[M, K]``, rows `x_stride` apart.
@@ -59,23 +59,23 @@ def product_kernel(
         M: Rows of x.
         N: Rows of the weight.
         K: Columns.
-        x_stride: See x_ptr.
-        y_stride: See y_ptr.
+        x_stride: Elements between rows of x.
+        y_stride: Elements between rows of y.
         tiles: Tiles of 128 columns, of the weight.
-        block_stride: See blocks_ptr.
-        block_rows: See blocks_ptr.
+        block_stride: Elements between rows of block scales.
+        block_rows: Rows of a block.
         FORM: `GpuForm`.
         WIDE: `Order.WIDE`.
-        BM: Rows of x of a CTA.
-        BN: Rows of the weight of a CTA: 64, 128, 256.
+        BM: Rows of x per CTA.
+        BN: Rows of the weight per CTA: 64, 128 or 256.
         T: Tiles of 128 columns in a step, which divides `tiles`; with FP8_BLOCK 1.
         SPLIT: CTAs that share a tile of the result.
-        PARTS: bfloat16 numbers that make up an element of x: 1, 2 or 4.
-        UNITS: 16-bit units of a half panel's tile.
-        WORDS: Words of coded scales of it.
-        BLOCK_TILES: See blocks_ptr.
+        PARTS: bfloat16 numbers per element of x: 1, 2 or 4.
+        UNITS: 16-bit units of elements in a tile of half a panel.
+        WORDS: Words of coded scales in a tile of half a panel.
+        BLOCK_TILES: Tiles of columns of a block.
         RAGGED: Whether the last step reaches beyond K.
-        BIAS: Whether there is one.
+        BIAS: Whether there is a bias.
         INTERP: Whether this is Triton's interpreter.
     """
     P: tl.constexpr = BN // 64
@@ -87,8 +87,8 @@ def product_kernel(
     rows_m = block_m * BM + tl.arange(0, BM)
     rows_n = block_n * BN + tl.arange(0, BN)
     cols = begin * BK + tl.arange(0, BK)
-    # Panels of 128 rows, one or two, or half of one. The second may be beyond a weight with an odd number of them: then
-    # it is the last one once more, and nothing of it is stored.
+    # One or two panels of 128 rows, or half a panel. The second may be beyond a weight with an odd number of panels:
+    # then the last panel is read again, and its results are not stored.
     if P <= 2:
         first = ((block_n * P // 2).to(tl.int64) * tiles + begin * T) * 2 + block_n * P % 2
     else:
@@ -156,9 +156,9 @@ def dequantize_kernel(
     FORM: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr, WORDS: tl.constexpr, BLOCK_TILES: tl.constexpr,
     INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Rows from `first_row`, a multiple of 64, on of a weight ``[N, K]`` into `y_ptr`, contiguous, rounded once.
+    """Decode rows of a weight ``[N, K]`` from `first_row`, a multiple of 64, into contiguous `y_ptr`, rounded once.
 
-    Arguments as in `product_kernel`.
+    The other arguments are those of `product_kernel`.
     """
     half, tile = first_row // 64 + tl.program_id(1), tl.program_id(0)
     where = ((half // 2).to(tl.int64) * tiles + tile) * 2 + half % 2

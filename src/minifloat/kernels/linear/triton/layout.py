@@ -1,10 +1,10 @@
-"""How a weight lies in a GPU's memory, and which weights have such a form. Imports no triton.
+"""The layout of a weight in a GPU's memory, and the weights that it covers. Imports no triton.
 
 A tensor core multiplies fragments: lane ``4 * g + t`` of warp w holds rows ``16 * w + 8 * h + g`` and columns
-``8 * j + 2 * t + e`` of a tile of 64 rows and 16 columns (h, j, e from 0 to 1). Weights lie in that order, so that each
-lane reads its own 16 bytes and what it decodes is the operand as it stands: no exchange between lanes, no transposing
-load. The kernels say so in axes: they load a tile as it lies, `reshape` it to the axes below, `permute` them to rows
-and columns, and the compiler finds that both are the identity on registers. Packing is the inverse permutation.
+``8 * j + 2 * t + e`` of a tile of 64 rows and 16 columns (h, j, e from 0 to 1). Weights are stored in this order, so
+that each lane reads its own 16 bytes and decodes them into its operand: no exchange between lanes, no transposing load.
+The kernels load a tile as it is stored, `reshape` it to the axes below and `permute` these to rows and columns; the
+compiler finds that both are the identity on registers. Packing is the inverse permutation.
 
 Memory runs over panels of 128 rows, then tiles of 128 columns, then the two halves of a panel, then
 
@@ -30,7 +30,7 @@ TILE_COLS = 128
 
 
 class GpuForm(enum.IntEnum):
-    """How weights are scaled while they are multiplied."""
+    """The formats of weights that the GPU kernels multiply, by element and scales."""
 
     FP8 = 0  #: E4M3; one factor per row, after the sum
     FP8_BLOCK = 1  #: E4M3; a float32 factor per block, after the sum over each tile of columns
@@ -40,22 +40,22 @@ class GpuForm(enum.IntEnum):
 
 
 class Order(enum.IntEnum):
-    """Which columns a lane holds."""
+    """The columns of a tile that a lane holds."""
 
     NARROW = 0  #: wgmma (9.x), tcgen05 (10.x)
     WIDE = 1  #: mma.sync
 
     @classmethod
     def of(cls, capability: tuple[int, int]) -> Order:
-        """The one for a compute capability."""
+        """Return the order for a compute capability."""
         return cls.NARROW if capability[0] in (9, 10) else cls.WIDE
 
 
 def form_of(spec: WeightSpec, shape: tuple[int, int]) -> GpuForm | str:
-    """The form of a weight, or why it has none.
+    """Return the form of a weight, or why it has none.
 
     Args:
-        spec: How it is quantized.
+        spec: How the weight is quantized.
         shape: ``(N, K)``.
     """
     form = cpu_form_of(spec, shape)
@@ -73,13 +73,13 @@ def form_of(spec: WeightSpec, shape: tuple[int, int]) -> GpuForm | str:
 
 
 def units_per_tile(form: GpuForm) -> int:
-    """16-bit units of the elements of a half panel's tile."""
+    """Return the number of 16-bit units of elements in a tile of half a panel."""
     element = E2M1 if form in (GpuForm.MXFP4, GpuForm.NVFP4) else E4M3
     return HALF_ROWS * TILE_COLS * element.bits // 16
 
 
 def words_per_tile(form: GpuForm) -> int:
-    """32-bit words of coded scales of a half panel's tile; 0 where there are none."""
+    """Return the number of 32-bit words of coded scales in a tile of half a panel; 0 if there are none."""
     if form in (GpuForm.MXFP8, GpuForm.MXFP4):
         return HALF_ROWS
     return 2 * HALF_ROWS if form is GpuForm.NVFP4 else 0

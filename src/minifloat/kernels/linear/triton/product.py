@@ -1,7 +1,7 @@
-"""A product by the kernels of a GPU: what is launched, and with which arguments. Needs triton.
+"""Launches the GPU kernels of a product. Needs triton.
 
-Memory for partial sums and for decoded weights comes from torch in every call, as outputs do, which is right under CUDA
-graphs and on any stream.
+Torch allocates memory for partial sums and decoded weights in every call, as it does for outputs; this is correct in
+CUDA graphs and on any stream.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order, un
 from minifloat.kernels.linear.triton.weight import GpuWeight
 from minifloat.kernels.triton_runtime import is_interpreted
 
-#: bfloat16 numbers that an element of x is made of.
+#: Number of bfloat16 numbers whose sum is an element of x.
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 4}
-#: Bytes of a decoded weight that are in memory at a time.
+#: Bytes of a decoded weight that are in memory at the same time.
 SCRATCH_BYTES = 128 << 20
 
 
@@ -32,7 +32,7 @@ def multiply(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor, confi
         weight: ``[N, K]``, on the same device.
         bias: ``[N]``, contiguous, one of the dtypes of `x`.
         y: ``[M, N]``, the dtype of `x`, contiguous rows.
-        config: By default what `minifloat.kernels.linear.triton.config.choose` says.
+        config: By default the result of `minifloat.kernels.linear.triton.config.choose`.
     """
     rows = x.shape[0]
     if not rows:
@@ -82,7 +82,7 @@ def _multiply_small(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor
 
 
 def _multiply_large(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor) -> None:
-    """Some rows of the weight after the other, in the dtype of `x`, through cuBLAS."""
+    """Decode slabs of rows of the weight to the dtype of `x` and multiply them with cuBLAS."""
     rows, cols = weight.shape
     step = max(SCRATCH_BYTES // (cols * x.element_size()) // TILE_COLS * TILE_COLS, TILE_COLS)
     scratch = x.new_empty((min(step, rows), cols))
@@ -97,7 +97,7 @@ def _multiply_large(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor
 
 
 def dequantize(weight: GpuWeight, out: Tensor, first_row: int = 0) -> None:
-    """Fill `out`, ``[n, K]`` and contiguous, with rows of a weight from `first_row`, a multiple of 64, on."""
+    """Fill `out`, contiguous ``[n, K]``, with the rows of a weight from `first_row`, a multiple of 64."""
     halves = -(-out.shape[0] // 64)
     kernels.dequantize_kernel[(weight.tiles, halves)](
         weight.codes,
@@ -114,7 +114,7 @@ def dequantize(weight: GpuWeight, out: Tensor, first_row: int = 0) -> None:
 
 
 def constants(form: GpuForm, order: Order, block_tiles: int = 1) -> dict[str, Any]:
-    """What of a weight the kernels are compiled for."""
+    """Return the constants of a weight that the kernels are compiled with."""
     return {
         "FORM": int(form),
         "WIDE": int(order),

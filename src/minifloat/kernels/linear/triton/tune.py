@@ -1,11 +1,11 @@
-"""Measure on the GPU that is here which configurations are fastest, and write the table that `choose` reads.
+"""Measure which configurations are fastest on this GPU, and write the table that `choose` reads.
 
     python -m minifloat.kernels.linear.triton.tune                       # shapes of an 8B Llama, all forms: an hour
     python -m minifloat.kernels.linear.triton.tune --shape 8192x8192 --form MXFP4 --rows 16
 
-Run by hand, for a device that arithmetic serves badly; never while a model is served. A candidate differs from the
-arithmetic's choice in one respect, and replaces it where it takes less than 97% of its time. Candidates that a device
-cannot run are passed over.
+Run it by hand, for a device whose arithmetic choices are slow; never while a model is served. A candidate differs from
+the arithmetic's choice in one respect, and replaces it if it takes less than 97% of its time. Candidates that the
+device cannot run are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SPECS = {
     GpuForm.NVFP4: WeightSpec(E2M1, GROUP_16, E4M3),
 }
 _WORTH_IT = 0.97
-_ROTATED_BYTES = 256 << 20  #: of weights, so that they come from memory
+_ROTATED_BYTES = 256 << 20  #: bytes of weights in rotation, so that they come from memory rather than a cache
 _SAMPLES = 20
 
 Table = dict[tuple[GpuForm, int, int, int, int], Config]
@@ -53,20 +53,20 @@ def tune(
     rows: Sequence[int] = BUCKETS,
     report: Callable[[str], None] = print,
 ) -> Table:
-    """Measure, with bfloat16 inputs, on the current device.
+    """Measure products with bfloat16 inputs on the current device.
 
     Args:
         shapes: ``(N, K)`` of the weights.
-        forms: Their forms.
-        rows: Numbers of rows of x, of `BUCKETS`.
-        report: Told what was found, line by line.
+        forms: The forms of the weights.
+        rows: Numbers of rows of x, from `BUCKETS`.
+        report: Called with each line of the report.
 
     Returns:
-        What is faster than the arithmetic's choice, as `config.write_table` takes it.
+        The configurations that are faster than the arithmetic's choice, for `config.write_table`.
 
     Raises:
-        KernelUnavailable: There is no GPU that the kernels run on.
-        UsageError: Other numbers of rows.
+        KernelUnavailable: If there is no GPU that the kernels run on.
+        UsageError: If a number of rows is not in `BUCKETS`.
     """
     reason = why_not("cuda")
     if reason:
@@ -92,7 +92,7 @@ def tune(
 
 
 def candidates(base: Config, form: GpuForm, shape: tuple[int, int], rows: int, device: Device) -> Iterator[Config]:
-    """The arithmetic's choice first, then what differs from it in one respect."""
+    """Yield the arithmetic's choice first, then configurations that differ from it in one respect."""
     yield base
     if not base.is_large:
         yield LARGE
@@ -111,12 +111,12 @@ def candidates(base: Config, form: GpuForm, shape: tuple[int, int], rows: int, d
 
 
 def _weights(form: GpuForm, shape: tuple[int, int]) -> list[GpuWeight]:
-    made = quantize_tensor(torch.randn(shape, device="cuda") * 0.02, _SPECS[form])
-    return [pack(made) for _ in range(max(1, math.ceil(_ROTATED_BYTES / made.nbytes)))]
+    weight = quantize_tensor(torch.randn(shape, device="cuda") * 0.02, _SPECS[form])
+    return [pack(weight) for _ in range(max(1, math.ceil(_ROTATED_BYTES / weight.nbytes)))]
 
 
 def _seconds(config: Config, weights: Sequence[GpuWeight], rows: int) -> float:
-    """The median time of one product in a CUDA graph; infinite where it cannot run."""
+    """Return the median time of one product in a CUDA graph; infinite if it cannot run."""
     from minifloat.kernels.linear.triton.product import multiply
 
     n, k = weights[0].shape
@@ -128,7 +128,7 @@ def _seconds(config: Config, weights: Sequence[GpuWeight], rows: int) -> float:
         with torch.cuda.graph(graph):
             for weight in weights:
                 multiply(x, weight, None, y, config)
-    except Exception:  # of Triton, in many kinds: too little shared memory, too many registers
+    except Exception:  # Triton raises many kinds: too little shared memory, too many registers
         torch.cuda.synchronize()
         return math.inf
     return statistics.median(_replay(graph) for _ in range(_SAMPLES)) / len(weights)

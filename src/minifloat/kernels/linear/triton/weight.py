@@ -1,4 +1,4 @@
-"""`GpuWeight`: a quantized weight in a GPU's memory, in the order in which its kernels read it; and the way back."""
+"""`GpuWeight`: a quantized weight in a GPU's memory in the order in which kernels read it; packing and unpacking."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _SIGN = 1 << (E4M3.bits - 1)
 class GpuWeight:
     """A weight ``[N, K]`` as the kernels of a GPU read it (`minifloat.kernels.linear.triton.layout`).
 
-    A NaN code or a NaN coded scale anywhere in a row makes the whole row of the weight NaN, because that is what the
-    row's dot product with any input is. Where scales are E8M0, a block more than 125 powers of two below the largest of
-    its row is multiplied with zero. Both as on the CPU.
+    As on the CPU, a NaN code or a NaN coded scale anywhere in a row makes the whole row of the weight NaN, because the
+    dot product of the row with any input is NaN; and with E8M0 scales, a block whose scale is more than 125 powers of
+    two below the largest of its row is multiplied with zero.
 
     Attributes:
         spec: How the weight is quantized.
         shape: ``(N, K)``.
-        order: Which columns a lane holds; other capabilities may read another.
-        codes: int16, flat: elements in fragments; rows and columns filled up with zeros to whole tiles.
-        row_scale: float32 ``[N]``, filled up to whole panels: multiplies the sum of a row.
-        factors: int32, flat: coded block scales in fragments; None where they are not coded.
+        order: The columns that a lane holds; it depends on the compute capability.
+        codes: int16, flat: elements in fragments; rows and columns are padded with zeros to whole tiles.
+        row_scale: float32 ``[N]``, padded to whole panels: the factor of the sum of a row.
+        factors: int32, flat: coded block scales in fragments; None if the form has none.
         block_scale: float32 ``[rows of blocks, columns of blocks]``; `GpuForm.FP8_BLOCK` only.
-        scale: The scale grid as stored, where the kernels' form of it does not give it back.
-        global_scale: As stored; NVFP4 only.
-        global_divides: As in `QuantizedTensor`.
+        scale: The scale grid of the checkpoint, if it cannot be restored from the other tensors; else None.
+        global_scale: The global scale of the checkpoint; NVFP4 only.
+        global_divides: Whether the global scale divides, as in `QuantizedTensor`.
     """
 
     spec: WeightSpec
@@ -57,7 +57,7 @@ class GpuWeight:
 
     @cached_property
     def form(self) -> GpuForm:
-        """How it is scaled."""
+        """The form of the weight."""
         form = form_of(self.spec, self.shape)
         assert isinstance(form, GpuForm)
         return form
@@ -78,20 +78,20 @@ class GpuWeight:
         return self.spec.granularity.block(self.shape)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of the tensors that it has; a module may keep them as buffers."""
+        """Yield names and values of the tensors; a module may keep them as buffers."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 yield field.name, value
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> GpuWeight:
-        """The same weight with its tensors elsewhere."""
+        """Return the same weight with other tensors, for example on another device."""
         return replace(self, **tensors)  # type: ignore[arg-type]
 
     def unpack(self) -> QuantizedTensor:
-        """The weight as checkpoints store it, on the same device: the codes and scales that were packed, bit for bit.
+        """Return the weight as checkpoints store it, on the same device: the packed codes and scales, bit for bit.
 
-        Except for NVFP4: elements under a scale of zero come back as zeros.
+        The exception is NVFP4: elements under a scale of zero become zeros.
         """
         rows, cols = self.shape
         codes = fragments.unpack_elements(self.codes, self.shape, self.form, self.order)
@@ -113,22 +113,23 @@ class GpuWeight:
         return QuantizedTensor(self.spec, self.shape, codes, scale, self.global_scale, self.global_divides)
 
     def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice | None = None) -> Tensor:
-        """The weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once.
+        """Return the weight ``[N, K]`` in `dtype`: decoded element times scale in float32, rounded once.
 
         Args:
-            dtype: Result dtype.
-            rows: Only these rows; must start and end at multiples of the granularity's rows (or at the edge).
+            dtype: The dtype of the result.
+            rows: The rows to return, None for all; must start and end at multiples of the granularity's rows (or at the
+                edge).
         """
         return self.unpack().dequantize(dtype, rows)
 
 
 def why_not(spec: WeightSpec, shape: tuple[int, int], device: torch.device | str) -> str:
-    """Why a weight has no form for the kernels of a GPU; empty where it has one.
+    """Return why a weight has no form for the kernels of a GPU; empty if it has one.
 
     Args:
-        spec: How it is quantized.
+        spec: How the weight is quantized.
         shape: ``(N, K)``.
-        device: Where it lies.
+        device: The device of the weight.
     """
     reason = why_no_device(device)
     if reason:
@@ -138,14 +139,14 @@ def why_not(spec: WeightSpec, shape: tuple[int, int], device: torch.device | str
 
 
 def pack(weight: QuantizedTensor) -> GpuWeight:
-    """Pack a weight where it lies.
+    """Pack a weight on its device.
 
     Args:
-        weight: On a CUDA device. Not kept, but for its scales, and not changed.
+        weight: A weight on a CUDA device, not changed. Only its scales may be kept.
 
     Raises:
-        UnsupportedTensorError: A weight of this kind, or its device, has no such form; `why_not` tells beforehand.
-        NonFiniteError: A float32 scale, or the tensor's scale of NVFP4, is NaN or Inf.
+        UnsupportedTensorError: If a weight of this kind or its device has no such form; `why_not` gives the reason.
+        NonFiniteError: If a float32 scale, or the tensor's scale of NVFP4, is NaN or Inf.
     """
     problem = why_not(weight.spec, weight.shape, weight.codes.device)
     if problem:
@@ -156,11 +157,11 @@ def pack(weight: QuantizedTensor) -> GpuWeight:
 
 
 def arrange(weight: QuantizedTensor, order: Order) -> GpuWeight:
-    """`pack`, for any device and any order: what it does to the tensors.
+    """Rearrange the tensors of a weight, on any device and in any order.
 
     Raises:
-        UnsupportedTensorError: A weight of this kind has no such form.
-        NonFiniteError: As `pack`.
+        UnsupportedTensorError: If a weight of this kind has no such form.
+        NonFiniteError: If a float32 scale, or the tensor's scale of NVFP4, is NaN or Inf.
     """
     form = form_of(weight.spec, weight.shape)
     if isinstance(form, str):
@@ -201,7 +202,7 @@ def arrange(weight: QuantizedTensor, order: Order) -> GpuWeight:
 
 
 def _coded_powers(weight: QuantizedTensor, elements: Tensor, form: GpuForm) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Factors of E8M0 scales, the scales where the factors do not give them back, and what multiplies the rows."""
+    """Return factors of E8M0 scales, the scales if the factors do not determine them, and the factors of the rows."""
     coded, largest = fragments.code_powers(elements, weight.scale, weight.spec.element)
     row_scale = torch.ldexp(decode(largest, E8M0).double(), torch.tensor(-fragments.SHIFTS[form])).float()
     nan = torch.eq(weight.scale, E8M0.nan_code or 0).any() | (_is_nan(elements).any() & (weight.spec.element is E4M3))
@@ -210,7 +211,7 @@ def _coded_powers(weight: QuantizedTensor, elements: Tensor, form: GpuForm) -> t
 
 
 def _coded_scales(weight: QuantizedTensor, elements: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Elements under positive scales, the factors of those, the scales where needed, and what multiplies the rows."""
+    """Return elements under positive scales, factors of scales, the scales if needed, and the factors of the rows."""
     assert weight.global_scale is not None
     tensor_scale = weight.global_scale.float().reshape(())
     factor = _finite("global_scale", tensor_scale.reciprocal() if weight.global_divides else tensor_scale)
@@ -226,7 +227,7 @@ def _coded_scales(weight: QuantizedTensor, elements: Tensor) -> tuple[Tensor, Te
 
 
 def _negated(elements: Tensor, scale: Tensor, cols: int) -> Tensor:
-    """E2M1 codes with their signs turned where the scale is negative."""
+    """Flip the signs of E2M1 codes under negative scales."""
     sign = 1 << (E2M1.bits - 1)
     return elements ^ (_spread(scale >= _SIGN, cols).to(torch.uint8) * sign)
 

@@ -1,9 +1,9 @@
 """The Triton kernels of the quantizer: blocks of a slab to codes, scales and error statistics; and amax.
 
-A program takes whole blocks: many small ones (groups of 16 or 32), or one that it goes through in chunks (128x128, a
-row), then twice, the second time from the cache. In memory it sees a matrix ``[BLOCKS, CHUNK]``, whatever the
-blocks are. All that decides bits is in `triton_cast`, or stated in `numerics/scale.py` and repeated here in the same
-order. Sums of squares are float64, one pair per program, so that no order of programs changes them.
+A program handles whole blocks: many small ones (groups of 16 or 32), or one block in chunks (128x128, a row), which it
+reads twice, the second time from the cache. For any block shape, it holds a matrix ``[BLOCKS, CHUNK]``. The operations
+that determine bits are those of `triton_cast` and of `numerics/scale.py`, in the same order. Sums of squares are
+float64, one pair per program, so that the order of programs does not change them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minifloat.kernels.triton_cast import (
 )
 from minifloat.numerics.formats import E8M0, FLOAT32
 
-#: How scales are made: values of SCALING.
+#: Values of SCALING: how scales are computed.
 FLOAT_SCALES: Any = tl.constexpr(0)
 CODED_SCALES: Any = tl.constexpr(1)
 FLOOR: Any = tl.constexpr(2)
@@ -45,7 +45,7 @@ _E8M0_BIAS: Any = tl.constexpr(E8M0.bias)
 
 @triton.jit
 def _sum_halves(x, BLOCKS: tl.constexpr, LEVELS: tl.constexpr):
-    """Sum of ``[BLOCKS, 2**LEVELS]`` by the tree of `scale._block_error`: the upper half is added to the lower."""
+    """Sum ``[BLOCKS, 2**LEVELS]`` by the tree of `scale._block_error`: the upper half is added to the lower."""
     for level in tl.static_range(LEVELS):
         halves = tl.reshape(x, [BLOCKS, 2, _ONE << (LEVELS - 1 - level)])
         low, high = tl.split(tl.permute(halves, (0, 2, 1)))
@@ -55,7 +55,7 @@ def _sum_halves(x, BLOCKS: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def _round(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
-    """The value of the element nearest to each float32."""
+    """Round each float32 to the value of the nearest element."""
     bits = bits_of(y)
     return with_sign(decode_magnitude(encode_magnitude(bits & MAGNITUDE, MANTISSA, BIAS, MAX), MANTISSA, BIAS), bits)
 
@@ -70,7 +70,7 @@ def _block_error(
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """`scale._block_error`; to divide by a power of two is to multiply by its inverse."""
+    """Compute `scale._block_error`; dividing by a power of two is multiplying by its inverse."""
     INVERSE: tl.constexpr = 1.0 / STEP
     d = y - _round(y * INVERSE, MANTISSA, BIAS, MAX) * STEP
     return _sum_halves(d * d, BLOCKS, LEVELS)
@@ -87,7 +87,7 @@ def _search(
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """`scale.search_e8m0_scales`, the offsets in the order of `SEARCH_OFFSETS`: 0, 1, -1."""
+    """Compute `scale.search_e8m0_scales` with the offsets in the order of `SEARCH_OFFSETS`: 0, 1, -1."""
     floor = tl.maximum((bits_of(amax) >> _MANTISSA) - EMAX, 0)
     y = w * decode_e8m0(-(floor - 2 * _E8M0_BIAS))[:, None]  # in the interpreter a constexpr cannot stand first
     error = _block_error(y, 1.0, BLOCKS, LEVELS, MANTISSA, BIAS, MAX)
@@ -99,7 +99,7 @@ def _search(
 
 @triton.jit
 def _e8m0(amax, SCALING: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr):
-    """`scale.e8m0_scales`."""
+    """Compute `scale.e8m0_scales`."""
     if SCALING == FLOOR:
         code = (bits_of(amax) >> _MANTISSA) - EMAX
     elif SCALING == EVEN:
@@ -149,35 +149,35 @@ def quantize_blocks(
     Args:
         w_ptr: ``[rows, cols]``, contiguous; int16 where BF16, else float16 or float32.
         codes_ptr: uint8 ``[rows, cols]``, or half of the columns where PACKED.
-        scales_ptr: The grid, float32 or uint8; with ONE_SCALE a single one.
+        scales_ptr: The grid, float32 or uint8; with ONE_SCALE a single scale.
         sums_ptr: float64 ``[programs, 2]``: signal and noise.
-        counts_ptr: int32 ``[programs, 3]``: saturated, flushed, and neither finite.
-        rows: Of the slab.
-        cols: Of the slab; even where PACKED.
-        grid_cols: Blocks side by side.
-        blocks: Blocks in all.
-        given_amax: float32: with ONE_SCALE it stands for the amax of every block.
-        divisor: float32: of NVFP4.
+        counts_ptr: int32 ``[programs, 3]``: numbers of saturated, flushed and non-finite elements.
+        rows: Rows of the slab.
+        cols: Columns of the slab; even with PACKED.
+        grid_cols: Blocks per row of the grid.
+        blocks: Number of blocks.
+        given_amax: float32: with ONE_SCALE used as the amax of every block.
+        divisor: float32: the global divisor of NVFP4.
         BF16: Whether the slab is bfloat16.
         PACKED: Whether two codes share a byte.
-        ONE_SCALE: Whether there is one scale of all blocks, which are rows then.
-        SCALING: How scales are made.
+        ONE_SCALE: Whether all blocks share one scale; blocks are then rows.
+        SCALING: How scales are computed.
         ZERO_SCALE: CODED_SCALES: the code of the scale of a block of zeros.
-        BLOCK_ROWS: Of a block.
-        BLOCK_COLS: Of a block, a power of two; 0: all.
-        BLOCKS: Blocks of one program.
-        CHUNK: Elements of a block that are looked at together; the whole block for SEARCH.
-        LEVELS: CHUNK as a power of two.
-        LARGEST: Of the elements' format, a float.
-        LIMIT: Magnitudes above it are counted as saturated.
-        EMAX: The exponent of the elements' largest value.
-        ELEMENT_MANTISSA: `triton_cast.constants` of the elements.
-        ELEMENT_BIAS: As before.
-        ELEMENT_MAX: As before.
-        ELEMENT_SIGN: Where the sign of a code is.
-        SCALE_MANTISSA: `triton_cast.constants` of coded scales.
-        SCALE_BIAS: As before.
-        SCALE_MAX: As before.
+        BLOCK_ROWS: Rows of a block.
+        BLOCK_COLS: Columns of a block, a power of two; 0 for all columns.
+        BLOCKS: Blocks per program.
+        CHUNK: Elements of a block that are loaded together; the whole block for SEARCH.
+        LEVELS: log2 of CHUNK.
+        LARGEST: The largest value of the element format, a float.
+        LIMIT: Magnitudes above this limit count as saturated.
+        EMAX: The exponent of the largest value of the element format.
+        ELEMENT_MANTISSA: `triton_cast.constants` of the element format.
+        ELEMENT_BIAS: `triton_cast.constants` of the element format.
+        ELEMENT_MAX: `triton_cast.constants` of the element format.
+        ELEMENT_SIGN: Bit number of the sign of a code.
+        SCALE_MANTISSA: `triton_cast.constants` of the format of coded scales.
+        SCALE_BIAS: `triton_cast.constants` of the format of coded scales.
+        SCALE_MAX: `triton_cast.constants` of the format of coded scales.
     """
     index = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     element = tl.arange(0, CHUNK)
@@ -191,7 +191,7 @@ def quantize_blocks(
     row = first_row[:, None] + inner_row[None, :]
     col = first_col[:, None] + inner_col[None, :]
     inside = (index < blocks)[:, None] & (row < rows)
-    # What the next chunk is further on: columns of a row, or rows of a block.
+    # Distance to the next chunk: columns of a row, or rows of a block.
     row_step: tl.constexpr = 0 if BLOCK_COLS == 0 else CHUNK // BLOCK_COLS
     col_step: tl.constexpr = CHUNK if BLOCK_COLS == 0 else 0
 
@@ -211,8 +211,8 @@ def quantize_blocks(
         scale = float_scales(amax, LARGEST)
         stored = scale
     elif SCALING == CODED_SCALES:
-        wanted = divisor * tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
-        rounded = encode_magnitude(bits_of(wanted) & MAGNITUDE, SCALE_MANTISSA, SCALE_BIAS, SCALE_MAX)
+        unrounded = divisor * tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
+        rounded = encode_magnitude(bits_of(unrounded) & MAGNITUDE, SCALE_MANTISSA, SCALE_BIAS, SCALE_MAX)
         stored = tl.where(amax == 0.0, ZERO_SCALE, tl.maximum(rounded, 1))
         scale = tl.div_rn(
             decode_magnitude(stored, SCALE_MANTISSA, SCALE_BIAS), tl.zeros([BLOCKS], tl.float32) + divisor
@@ -254,8 +254,8 @@ def quantize_blocks(
             even, odd = tl.split(tl.reshape(code, [BLOCKS, CHUNK // 2, 2]))
             to = tl.reshape(at_row * (cols // 2) + at_col // 2, [BLOCKS, CHUNK // 2, 2])
             to, _ = tl.split(to)
-            wanted_here, _ = tl.split(tl.reshape(mask.to(tl.int32), [BLOCKS, CHUNK // 2, 2]))
-            tl.store(codes_ptr + to, (even | (odd << 4)).to(tl.uint8), wanted_here != 0)
+            inside_even, _ = tl.split(tl.reshape(mask.to(tl.int32), [BLOCKS, CHUNK // 2, 2]))
+            tl.store(codes_ptr + to, (even | (odd << 4)).to(tl.uint8), inside_even != 0)
         else:
             tl.store(codes_ptr + at_row * cols + at_col, code.to(tl.uint8), mask)
     program = tl.program_id(0)
@@ -268,7 +268,7 @@ def quantize_blocks(
 
 @triton.jit
 def amax_of_chunks(w_ptr, amax_ptr, counts_ptr, count, BF16: tl.constexpr, CHUNK: tl.constexpr):
-    """The largest finite magnitude of each chunk of ``[count]`` elements, as bits of float32, and its NaN and Inf."""
+    """Write the bits of the largest finite magnitude of each chunk of ``[count]`` elements, and its NaN and Inf."""
     program = tl.program_id(0)
     offsets = program.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     magnitude = load_bits(w_ptr, offsets, offsets < count, BF16) & MAGNITUDE
