@@ -1,8 +1,8 @@
 // The C interface of libminifloat_native: what ctypes sees (native/structs.py mirrors it field by field).
 //
 // Every call is a pure function of its arguments, so any number of threads may call at once. Those of quantizing and
-// observing have no threads of their own and allocate nothing; rounding inputs, packing, multiplying and steps share out
-// their work (threads.h). Arguments are validated in Python; the checks here only guard memory.
+// observing have no threads of their own and allocate nothing; rounding inputs, packing, multiplying and steps share
+// out their work (threads.h). Arguments are validated in Python; the checks here only guard memory.
 #pragma once
 
 #include <stdint.h>
@@ -13,7 +13,7 @@ extern "C" {
 
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
-// Raised whenever a struct or the meaning of a field changes, so that a stale library is noticed and not called.
+// Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
 #define MINIFLOAT_ABI_VERSION 6
 
 enum minifloat_status {
@@ -37,7 +37,7 @@ enum minifloat_scaling {
     MINIFLOAT_SCALE_SEARCH = 5,
 };
 
-// The facts of a signed format of at most 8 bits that rounding needs; numerics/formats.py declares them.
+// The properties of a signed format of at most 8 bits that rounding needs; numerics/formats.py defines them.
 struct minifloat_format {
     int32_t bits;
     int32_t mantissa_bits;
@@ -69,7 +69,7 @@ struct minifloat_quantize_rows_args {
 enum minifloat_input_scaling {
     MINIFLOAT_INPUT_GIVEN = 0,   // *scale, for all elements
     MINIFLOAT_INPUT_TENSOR = 1,  // amax / element.max of all elements
-    MINIFLOAT_INPUT_BLOCK = 2,   // the same of each block: one row, block_cols columns
+    MINIFLOAT_INPUT_BLOCK = 2,   // amax of each block: one row, block_cols columns
 };
 
 // Each element becomes the value of its code: x / scale rounded to `element`, times scale, in float32. What NaN, Inf
@@ -84,7 +84,7 @@ struct minifloat_round_inputs_args {
     struct minifloat_format element;
     int32_t dtype;     // minifloat_dtype
     int32_t scaling;   // minifloat_input_scaling
-    float zero_scale;  // scale of zeros, where it is not given
+    float zero_scale;  // scale of a block of zeros, unless the scale is given
     int32_t threads;
 };
 
@@ -118,7 +118,7 @@ enum minifloat_grid {
     MINIFLOAT_GRID_E4M3 = 3,    // E4M3 per row and 16 columns, under a float for the tensor: NVFP4
 };
 
-// A weight [rows, cols] as checkpoints store it, on its way into the kernels' layout (linear/layout.h).
+// A weight [rows, cols] as checkpoints store it, and its packed form (linear/layout.h).
 struct minifloat_pack_args {
     const uint8_t* codes;  // [rows, cols] uint8 for E4M3, [rows, cols / 2] for E2M1 (low nibble = even column), bf16
     const void* scales;    // the grid, row-major: float for ROW and BLOCK, else uint8_t; null for BF16
@@ -158,7 +158,7 @@ struct minifloat_moe_args {
     int32_t threads;
 };
 
-// What a cache of keys and values holds; kernels/decoder/cache.py draws how it lies.
+// The elements of a KV cache; kernels/decoder/cache.py describes its layout.
 enum minifloat_cache_element { MINIFLOAT_CACHE_F32 = 0, MINIFLOAT_CACHE_BF16 = 1, MINIFLOAT_CACHE_E4M3 = 2 };
 
 // Tokens of one block of a cache, and the largest size of a head.
@@ -176,7 +176,7 @@ enum minifloat_step_part {
 // Packed weights that share an input, and their biases.
 struct minifloat_product {
     const uint8_t* const* weights;
-    const void* const* biases;  // null, or one or null per weight
+    const void* const* biases;  // null, or per weight a bias or null
     int32_t count;
     int32_t bias_dtype;
 };

@@ -1,5 +1,5 @@
-// Time, for the profile of a step. Apart from the files that are compiled per instruction set: it needs a standard
-// header (vec.h says why they may not).
+// Time, for the profile of a step. Files that are compiled per instruction set include only this declaration: the
+// definition needs a standard header, which they must not include (see vec.h).
 #pragma once
 
 #include <stdint.h>

@@ -62,7 +62,7 @@ struct Isa {
 
 // The features are those that CMakeLists.txt compiles the object file with.
 #if defined(MINIFLOAT_X86)
-// Compilers differ in which names of features they know; where they do, the processor is asked itself.
+// Compilers know different feature names; for names that some compilers do not know, CPUID is used.
 bool has_avx2() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
@@ -87,7 +87,7 @@ bool has_amx() {
     if (!has_avx512_vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     const bool tile = d >> 24 & 1, bf16 = d >> 22 & 1;
     if (!tile || !bf16 || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return false;  // AVX512_BF16
-    // Linux lends a process the tile registers when it asks, and threads and forks inherit them.
+    // A process must request the tile registers from Linux; its threads and forks inherit the permission.
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
@@ -133,12 +133,12 @@ bool valid(const minifloat_round_inputs_args& a) {
     return a.scaling != MINIFLOAT_INPUT_BLOCK || a.block_cols >= 1;
 }
 
-// Asked once per process: with a system call in it, it would cost more than a small product.
+// Evaluated once per process: it makes a system call, which would cost more than a small product.
 struct Supported {
     bool isa[kIsaCount];
     Supported() {
 #if defined(MINIFLOAT_X86)
-        __builtin_cpu_init();  // not every compiler's runtime does it when the library is loaded
+        __builtin_cpu_init();  // some compilers' runtimes do not call it when the library is loaded
 #endif
         for (int32_t i = 0; i < kIsaCount; ++i) isa[i] = kIsas[i].supported();
     }

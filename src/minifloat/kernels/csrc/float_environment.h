@@ -1,12 +1,12 @@
-// Arithmetic as IEEE 754 has it, whatever the calling thread has set. Not for the files that are compiled per instruction
-// set: it includes a standard header (vec.h says why they may not).
+// Sets the floating-point environment of IEEE 754, whatever the calling thread has set. Files that are compiled per
+// instruction set must not include it, because it includes a standard header (see vec.h).
 #pragma once
 
 #include <cfenv>
 
 namespace minifloat {
 
-// While it lives: no flush to zero, rounding to nearest. The caller's settings come back after it.
+// While an object exists: no flush to zero, rounding to nearest. Its destructor restores the caller's settings.
 class DefaultFloatEnvironment {
   public:
     DefaultFloatEnvironment() {

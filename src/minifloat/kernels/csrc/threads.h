@@ -1,6 +1,6 @@
-// Work shared out to the threads of OpenMP: the same ones that torch computes with, where torch uses the same runtime.
+// Distributes work to the threads of OpenMP; torch computes with the same threads if it uses the same runtime.
 //
-// The one file that knows OpenMP is threads.cpp; the kernels, compiled once per instruction set, see only this.
+// Only threads.cpp uses OpenMP; the kernels, compiled once per instruction set, include only this header.
 #pragma once
 
 #include <stdint.h>
@@ -10,7 +10,7 @@ namespace minifloat {
 typedef void (*Body)(void* context, int thread, int threads);
 
 // Runs body(context, t, n) for t = 0 .. n - 1 at the same time, n at most `threads`, and waits for all of them. n is 1
-// inside another parallel region, and in a process forked from one whose threads had been started (they are gone).
+// inside another parallel region, and in a process forked after the threads had been started (a fork loses them).
 // Every thread computes in the default floating-point environment, whatever the caller has set (flush to zero).
 void parallel(int threads, Body body, void* context);
 
@@ -22,7 +22,7 @@ void parallel(int threads, const Function& function) {
         const_cast<void*>(static_cast<const void*>(&function)));
 }
 
-// Ends the threads that parallel() has started for the calling thread; its next call starts new ones.
+// Ends the threads that parallel() has started for the calling thread; the next call starts new threads.
 void release();
 
 // Where the threads of one parallel() wait for each other: spins for some microseconds, then yields the processor.
@@ -35,12 +35,13 @@ class Barrier {
     int32_t phase_ = 0;
 };
 
-// Memory of the calling thread, 64-byte aligned, kept for its next call (contents are not); null if there is none.
-// All slots may be in use at a time: of a step, of a call within it, and of a thread of that.
+// Memory of the calling thread, 64-byte aligned and with undefined contents, kept for its next call; null if there is
+// no memory. A step, a call within the step and a thread of this call use different slots at the same time.
 enum ScratchSlot { kScratchCall = 0, kScratchThread = 1, kScratchStep = 2, kScratchSlots = 3 };
 void* scratch(ScratchSlot slot, int64_t bytes);
 
-// A range of equal pieces of work, cut into one run of neighbours per thread; who is done early takes from the others.
+// A range of equal pieces of work, cut into one contiguous run per thread; a thread that is done takes pieces of
+// others.
 class Schedule {
   public:
     static constexpr int kMaxThreads = 256;

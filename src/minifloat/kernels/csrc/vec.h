@@ -1,4 +1,4 @@
-// Vectors of the width that the instruction set of this object file has, by the compiler's vector extensions.
+// Vectors as wide as the instruction set of this object file allows, by the compiler's vector extensions.
 //
 // The same source is compiled once per instruction set. Everything lives in a namespace named after it, and no
 // standard C++ header is included: a function template that two object files share would be merged by the linker,
@@ -23,10 +23,10 @@ namespace MINIFLOAT_ISA {
 
 typedef float F32 __attribute__((vector_size(MINIFLOAT_VECTOR_BYTES)));
 typedef int32_t I32 __attribute__((vector_size(MINIFLOAT_VECTOR_BYTES)));
-// At most kLanes of them, so that the narrowest block fills a vector.
+// Lanes of a vector, at most kLanes, so that the narrowest block fills a vector.
 typedef int16_t I16 __attribute__((vector_size(MINIFLOAT_VECTOR_BYTES < 32 ? MINIFLOAT_VECTOR_BYTES : 32)));
 
-// Sums are kept in this many lanes on every instruction set, so that they come out the same everywhere.
+// Sums have this number of lanes on every instruction set, so that the results are the same.
 constexpr int kLanes = 16;
 constexpr int kWidth = MINIFLOAT_VECTOR_BYTES / 4;
 constexpr int kParts = kLanes / kWidth;

@@ -1,9 +1,9 @@
-// What the AMX paths share: the shape of the tiles, rows of x packed for them, and tiles on their way to y.
+// Shared by the AMX paths: the shape of tiles, packing of rows of x, and storing of tiles into y.
 //
 // A tile is 16 rows of 64 bytes. Products of a tile of x (rows x 32 columns, bf16) and a tile of W (32 columns x 16
-// rows, pairs of columns together) are summed in float32 tiles. All decoded weights are exact in bf16, and x is taken
-// apart into as many bf16 planes as hold all its bits, so products are those of float32. What TDPBF16PS does not have
-// is subnormal numbers: bf16 inputs below 2^-126 count as zero, and so do sums below it.
+// rows, pairs of columns together) are summed in float32 tiles. All decoded weights are exact in bf16, and x is split
+// into as many bf16 planes as its bits require, so products are those of float32. TDPBF16PS has no subnormal numbers:
+// bf16 inputs and sums below 2^-126 count as zero.
 //
 // Source: Intel Architecture Instruction Set Extensions Programming Reference, chapter AMX.
 #pragma once
@@ -163,8 +163,8 @@ inline void store_rows(const Weight& w, const Output& y, int64_t m, const Tiling
 }
 
 // Rows of y for all columns of panels first .. last - 1: each a run of bytes, where panel by panel the rows of y would
-// be as many pages that are walked to for one line each. `sums` [tile of x][tile of W][16 rows][16] is of the first panel,
-// the next `panel_floats` further on.
+// be as many pages that are walked to for one line each. `sums` [tile of x][tile of W][16 rows][16] is of the first
+// panel, the next `panel_floats` further on.
 inline void store_panels(const Weight& w, const Output& y, int64_t m, const Tiling& t, int64_t first, int64_t last,
                          int64_t pair, const Finish& finish, const float* sums, int64_t panel_floats) {
     const auto store = [&](auto row) {

@@ -1,10 +1,10 @@
-// Steps of packed weights as bf16 tiles, one class per format. A tile is half a step wide and half a panel high; the
-// four of a step are decoded on their own, so that the work can be put between products. prefetch(p) is called for
-// every line that is read, to ask for one further on.
+// Decodes steps of packed weights to bf16 tiles, one class per format. A tile is half a step wide and half a panel
+// high; the four tiles of a step are decoded separately, so that decoding can be interleaved with products. prefetch(p)
+// is called for every line that is read, to prefetch a later line.
 //
 // Exactness: E4M3 and E2M1 have at most 4 significant bits, their product with a scale in E4M3 at most 6, powers of two
-// cost none, and bf16 has 8. All are normal numbers of bf16, as tiles need them; what a format is lifted by for that is
-// taken back by its kFactor.
+// add none, and bf16 has 8. All results are normal numbers of bf16, as tiles require; if a format is multiplied by a
+// power of two for this, its kFactor reverts it.
 #pragma once
 
 #include "amx.h"
@@ -24,7 +24,7 @@ struct WordTable {
     alignas(64) uint16_t words[32];
 };
 
-// Of the 5 bits that VPERMW looks at, the highest is of the next element.
+// VPERMW reads 5 bits; the highest belongs to the next element and must be ignored.
 template <class Function>
 constexpr WordTable nibble_table(Function function) {
     WordTable t = {};
@@ -131,7 +131,7 @@ class E4m3Tiles : public TilesDefaults {
 
     static void store_any(uint8_t* out, __m512i codes, __m512i distance, const E4m3Lookup& lookup) {
         if (!kScaled) return store(out, lookup(codes).pairs());
-        // The sign waits, since zero would borrow from it.
+        // The sign is added last: subtracting from zero would borrow from it.
         const E4m3Pairs pairs = lowered(lookup.magnitudes(codes).pairs(), distance);
         const __m512i signs = _mm512_and_si512(codes, _mm512_set1_epi8(-128));
         const __m512i zero = _mm512_setzero_si512();
@@ -211,7 +211,7 @@ class Nvfp4Tiles : public TilesDefaults {
     });
     static constexpr WordTable kIsOther =
         nibble_table([](int code) { return (code & 7) > 1 && (code & 1) ? 0xffff : 0; });
-    // A scale of zero takes everything.
+    // A scale of zero subtracts everything.
     static constexpr ByteTables kPower = byte_tables([](int code) {
         return code == 0 ? 0xffff : bf16_exponent(9) - e4m3_to_bf16(code);
     });

@@ -1,9 +1,9 @@
-// AMX for more than 32 rows of x. A chunk of a panel (32 rows of W, some hundred columns) is decoded into the first
-// cache while the chunk before it is multiplied with all rows of x; the sums lie in the second cache meanwhile, and so
-// do the columns of x that belong to the chunk.
+// AMX for more than 32 rows of x. A chunk of a panel (32 rows of W, some hundred columns) is decoded into the L1 cache
+// while the previous chunk is multiplied with all rows of x; the sums and the columns of x that belong to the chunk are
+// in the L2 cache.
 //
-// Panels go in groups: for each chunk of columns all panels of the group, so that x is read from farther away once per
-// group only. Rows of x beyond what the second cache holds are a block of their own, for which W is decoded again.
+// Panels are processed in groups: for each chunk of columns all panels of the group, so that x is read from beyond L2
+// only once per group. Rows of x that do not fit L2 form another block, for which W is decoded again.
 #include "../threads.h"
 #include "amx_decode.h"
 
@@ -18,8 +18,8 @@ constexpr int kPairFloats = 4 * kTileFloats;
 // Scratch in one 2 MB page: walks through 4 KB pages would cost more than the memory.
 constexpr int64_t kScratchBytes = 2 << 20;
 
-// Of a chunk: 32 KiB of bf16, two thirds of the first cache, which x passes by. With few rows of x the chunk that is
-// being decoded would drive out the one that is being multiplied.
+// Steps of a chunk: 32 KiB of bf16, two thirds of the L1 cache, which x bypasses. With few rows of x the chunk that is
+// being decoded would evict the chunk that is being multiplied.
 inline int64_t chunk_steps(const Tiling& t) { return t.pairs > 2 ? 8 : 4; }
 
 // Rows of x as blocks of pairs of tiles.
@@ -41,7 +41,7 @@ int64_t scratch_bytes(const Tiling& t) {
     return 2 * decoded_bytes(t) + pairs * kPairFloats * static_cast<int64_t>(sizeof(float));
 }
 
-// Where the loops stand: block of rows, group of panels, chunk of columns, panel.
+// The position of the loops: block of rows, group of panels, chunk of columns, panel.
 struct Place {
     int64_t block, group, chunk, panel;
 };
@@ -87,8 +87,7 @@ inline void zero_sums() {
     _tile_zero(3);
 }
 
-// x is asked for as if it would not be used again: it is read from the second cache each time, and leaves the first to
-// W.
+// x is loaded with a non-temporal hint: it is read from L2 each time and leaves L1 to W.
 inline void multiply_unit(const Tiling& t, const uint8_t* x, const uint8_t* tiles) {
     const int tile_bytes = t.rows * kVectorBytes;
     const uint8_t* other = x + t.planes * tile_bytes;
@@ -104,7 +103,7 @@ inline void multiply_unit(const Tiling& t, const uint8_t* x, const uint8_t* tile
     }
 }
 
-// The tiles of one chunk that are still to be decoded, handed out while another is multiplied.
+// Decodes the tiles of one chunk, one per call, while another chunk is multiplied.
 template <class Format>
 class Decoder {
   public:
@@ -211,8 +210,8 @@ class Product {
         }
     }
 
-    // The part of the chunk that each block of columns takes, one after the other. What a block leaves in the tiles is
-    // scaled and added a tile at a time between the products of the next one: both go on at the same time.
+    // Multiplies the parts of the chunk that belong to each block of columns, one after the other. The sums of a block
+    // are scaled and added a tile at a time between the products of the next block, so that both overlap.
     void multiply_blocks(const Place& at, int64_t units, const uint8_t* x, const uint8_t* tiles, float* sums,
                          Decoder<Format>& ahead, int64_t keep) {
         const int64_t block_units = w_.block_cols / kHalfCols, origin = at.chunk * chunk_steps_ * 2;

@@ -14,9 +14,9 @@ constexpr int kHalfFromE4M3 = kHalfMantissaBits - kE4M3MantissaBits;
 constexpr float kHalfRebias = 0x1p8f;  // the exponent biases of E4M3 and half differ by 8
 constexpr int16_t kHalfBitsOfE4M3 = static_cast<int16_t>(0xbf80);
 
-// How far ahead of its use a line of weights is asked for: into the second cache first, for the time that memory takes,
-// then into the first. Measured for E4M3: 83% of the read bandwidth with the near one alone, 96% with
-// both; probably because a line on its way from memory straight into the first cache holds one of its few fill buffers.
+// Prefetch distances of a line of weights: into the L2 cache early enough for the latency of memory, then into L1.
+// Measured for E4M3: 83% of the read bandwidth with the near prefetch alone, 96% with both; probably because a line on
+// its way from memory into L1 holds one of the few fill buffers.
 constexpr int64_t kFarBytes = 3072;
 constexpr int64_t kNearBytes = 512;
 
@@ -40,7 +40,7 @@ constexpr int e4m3_to_bf16(int code) {
     return bf16_exponent(top - 9) | (m << (kBf16Mantissa - top) & 0x7f);
 }
 
-// 16-bit values of 7-bit codes, as VPERMI2B finds them.
+// 16-bit values of 7-bit codes, for VPERMI2B.
 struct ByteTables {
     alignas(64) uint8_t low[128], high[128];
 };
@@ -55,12 +55,12 @@ constexpr ByteTables byte_tables(Function function) {
     return t;
 }
 
-// Two vectors of the pairs of bf16 that a vector of E4M3 is (layout.h).
+// A vector of E4M3 as two vectors of pairs of bf16 (layout.h).
 struct E4m3Pairs {
     __m512i first, second;
 };
 
-// The same before low and high bytes of each number are brought together.
+// The low and the high bytes of E4m3Pairs, before they are interleaved.
 struct E4m3Bytes {
     __m512i low, high;
 
@@ -91,12 +91,12 @@ class E4m3Lookup {
 
 #if defined(__GFNI__)
 
-// E4M3 as bf16 in two instructions, for numbers that are normal in E4M3 too. The exponent e of s eeee mmm becomes
-// e + 120, which is a matter of copying bits: s e3 ~e3 ~e3 ~e3 ~e3 e2 e1 and e0 mmm 0000; times 2^8, e + 128, it is
-// s 1 0 0 0 e3 e2 e1. A matrix has a byte per bit of the result, the highest bit's in its lowest byte.
+// Converts normal numbers of E4M3 to bf16 in two instructions. The exponent e of s eeee mmm becomes e + 120, which only
+// copies bits: s e3 ~e3 ~e3 ~e3 ~e3 e2 e1 and e0 mmm 0000; times 2^8, e + 128, the first byte is s 1 0 0 0 e3 e2 e1. A
+// matrix has a byte per bit of the result; its lowest byte is that of the highest bit.
 template <int kLift>
 struct E4m3Normal {
-    static_assert(kLift == 0 || kLift == 8, "these have their matrix");
+    static_assert(kLift == 0 || kLift == 8, "the lifts that have a matrix");
     static constexpr int64_t kLow = 0x0000000001020408;
     static constexpr int64_t kHigh = kLift == 0 ? 0x1020404040404080 : 0x1020400000000080;
     static constexpr int kSet = kLift == 0 ? 0x3c : 0x40;
@@ -113,8 +113,8 @@ inline bool all_normal(__m512i a, __m512i b) {
     return _kortestc_mask64_u8(normal, normal);
 }
 
-// Whether to ask all_normal() at all, from the vectors of one step: zeros and subnormals are one code in some thousand
-// of weights as they are trained, and with one in a hundred the processor would guess wrong all the time.
+// Whether testing all_normal() pays off, judged by the vectors of one step: in trained weights one code in some
+// thousand is zero or subnormal; with one in a hundred the branch would be mispredicted all the time.
 inline bool mostly_normal(const uint8_t* vectors) {
     constexpr int kVectors = kPanelRows * kStepCols / kVectorBytes;
     int others = 0;
@@ -139,7 +139,7 @@ inline __m512 e8m0_scales(const uint8_t* distances) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(kBias), d), kMantissaBits));
 }
 
-// 16 E4M3 scales, 2^-8 of them: the factor is for the caller to put where it costs nothing.
+// 16 E4M3 scales times 2^-8; the caller multiplies with the missing factor where it costs nothing.
 inline __m512 e4m3_scales(const uint8_t* codes) {
     const __m256i wide = _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(codes)));
     const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, kHalfFromE4M3), _mm256_set1_epi16(kHalfBitsOfE4M3));

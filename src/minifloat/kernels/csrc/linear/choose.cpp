@@ -1,4 +1,4 @@
-// Which path computes a call: one visible decision per instruction set.
+// Chooses the path of a call: one decision per instruction set.
 #include "path.h"
 
 namespace MINIFLOAT_ISA {
@@ -16,7 +16,7 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
     [[maybe_unused]] constexpr int64_t kMaxGemvInt8 = 8;
 #endif
 #if defined(__AVX512VNNI__)
-    // Its integers have 22 bits under the largest of a group: beside an outlier, too few for what rounds to 11 or 24.
+    // Its integers have 22 bits below the largest of a group: next to an outlier, too few for inputs of 11 or 24 bits.
     if (m <= kMaxGemvInt8 && w.element == MINIFLOAT_E2M1 && x_dtype == MINIFLOAT_BF16) return kGemvInt8Path;
 #endif
     if (m <= kMaxGemv) return kGemvPath;

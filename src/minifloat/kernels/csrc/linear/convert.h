@@ -25,7 +25,7 @@ inline void store_as(void* p, Vector v) {
     __builtin_memcpy(p, &v, sizeof v);
 }
 
-// Lanes of `a` where `mask` has all bits set, of `b` where it has none.
+// Lanes of `a` where `mask` has all bits set, of `b` where it has no bit set.
 inline U32 select(U32 mask, U32 a, U32 b) { return (a & mask) | (b & ~mask); }
 
 // kWidth elements of a dtype as float32, and back.
@@ -109,7 +109,7 @@ inline void to_float(const uint8_t* src, int32_t dtype, int64_t count, float* ds
     if (dtype == MINIFLOAT_F32) row_to_float<F32Row>(src, count, dst);
 }
 
-// What the sums of some panels are multiplied with and what is added then, a float per column of y.
+// The factors and the biases of the sums of some panels, a float per column of y.
 struct Finish {
     static constexpr int kMaxPanels = 8;
     alignas(64) float scale[kMaxPanels * kPanelRows], bias[kMaxPanels * kPanelRows];
@@ -118,7 +118,7 @@ struct Finish {
         const int64_t col = first * kPanelRows, count = min(last * kPanelRows, w.rows) - col;
         for (int64_t n = 0; n < (last - first) * kPanelRows; ++n) {
             scale[n] = w.row_scale(first)[n] * factor;
-            bias[n] = -0.0f;  // added to a sum that is minus zero, it leaves that alone
+            bias[n] = -0.0f;  // keeps a sum of minus zero
         }
         if (y.bias != nullptr) to_float(y.bias + col * dtype_bytes(y.bias_dtype), y.bias_dtype, count, bias);
     }

@@ -1,12 +1,12 @@
-// A step of a packed weight as float32: what every path can fall back on.
+// Decodes a step of a packed weight to float32, as the fallback of every path.
 #pragma once
 
 #include "convert.h"
 
 namespace MINIFLOAT_ISA {
 
-// Floats of kBits bits without their sign, in the low bits of each lane, the lowest kMantissa of them mantissa.
-// Subnormals go by conversion: as float32 operands they would be slow.
+// Decodes floats of kBits bits (without the sign) in the low bits of each lane, of which the lowest kMantissa are the
+// mantissa. Subnormals are converted as integers: as float32 operands they would be slow.
 template <int kBits, int kMantissa, int kFormatBias>
 inline F32 small_float(U32 code) {
     const U32 magnitude = code & ((1u << kBits) - 1);
@@ -24,12 +24,12 @@ typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
 
 inline U32 widen(const uint8_t* p) { return __builtin_convertvector(load_as<Bytes>(p), U32); }
 
-// A part of a vector of layout.h: kWidth rows of it, which are MINIFLOAT_VECTOR_BYTES of its bytes. unpack() gives its
-// columns, each one vector, divided by kFactor.
+// A part of a vector of layout.h: kWidth rows, MINIFLOAT_VECTOR_BYTES bytes. unpack() returns its columns, one vector
+// each, divided by kFactor.
 struct E4M3Part {
     static constexpr int kCols = 4;
 #if defined(__F16C__)
-    // Sign, exponent and mantissa moved into those of float16 are the value under another bias, subnormals included.
+    // Sign, exponent and mantissa in the places of float16 are the value with another bias, subnormals included.
     static constexpr float kFactor = 0x1p8f;
 #if defined(__AVX512F__)
     static void unpack(const uint8_t* p, F32 (&cols)[kCols]) {
@@ -107,8 +107,8 @@ struct Bf16Part {
     }
 };
 
-// What the elements of panel `p`, rows n .. n + kWidth - 1 of it, and of the columns that share a scale with column
-// `col` of step `s`, are multiplied with besides the row scales.
+// The inline or block scales of panel `p`, rows n .. n + kWidth - 1, for the columns that share a scale with column
+// `col` of step `s`.
 inline F32 scales_of(const Weight& w, int64_t p, int64_t s, int col, int n) {
     const uint8_t* inlined = w.panel(p) + s * w.step_bytes + n;
     if (w.grid == MINIFLOAT_GRID_E8M0)
@@ -144,8 +144,7 @@ inline void decode_step_as(const Weight& w, int64_t p, int64_t s, float* out) {
     }
 }
 
-// The elements of step `s` of panel `p` times their inline or block scales, [kStepCols, kPanelRows]; row scales are not
-// in it.
+// Decodes step `s` of panel `p` times its inline or block scales, without row scales: [kStepCols, kPanelRows].
 inline void decode_step(const Weight& w, int64_t p, int64_t s, float* out) {
     if (w.element == MINIFLOAT_E4M3) decode_step_as<E4M3Part>(w, p, s, out);
     if (w.element == MINIFLOAT_E2M1) decode_step_as<E2M1Part>(w, p, s, out);

@@ -1,9 +1,9 @@
 // The path for every instruction set and every M: x and W in float32, one multiply-add per element.
 //
-// A block of columns of a panel is decoded into the first-level cache and multiplied with rows of x, a tile of them at
-// a time whose sums stay in registers. Sums of a panel lie in memory between blocks. x is brought to float32 once per
-// call while that is small; else each piece of work converts the rows and columns that it is about to use, which is
-// little beside multiplying them and keeps the memory that a call takes independent of M and K.
+// A block of columns of a panel is decoded into the L1 cache and multiplied with rows of x, a tile at a time, whose
+// sums stay in registers. Between blocks the sums of a panel are in memory. A small x is converted to float32 once per
+// call; otherwise each piece of work converts the rows and columns that it uses, which costs little compared with the
+// product and keeps the memory of a call independent of M and K.
 #include "../threads.h"
 #include "convert.h"
 #include "decode.h"
@@ -14,12 +14,12 @@ namespace {
 
 constexpr int kBlockSteps = 2;
 constexpr int kBlockCols = kBlockSteps * kStepCols;
-constexpr int64_t kKeptBytes = int64_t{4} << 20;  // of x in float32, for the whole call
-constexpr int64_t kMaxRows = 240;  // rows of x that a decoded block is used for; with its columns, in the second cache
+constexpr int64_t kKeptBytes = int64_t{4} << 20;  // maximum size of x in float32 that is converted for the whole call
+constexpr int64_t kMaxRows = 240;  // rows of x per decoded block; with its columns they fit the L2 cache
 
-constexpr int64_t kPiecePanels = 8;  // that share what it costs to bring x near
+constexpr int64_t kPiecePanels = 8;  // panels that share the cost of converting x
 
-// A tile is this many rows by kTileVectors vectors: with them, one factor and a row of W the registers are full.
+// A tile has this number of rows and kTileVectors vectors: with one factor and a row of W they fill the registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kMaxTileRows = 12;
 #else

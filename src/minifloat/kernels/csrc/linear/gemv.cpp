@@ -1,8 +1,8 @@
-// A few rows of x (the decode step of a language model) in float32 multiply-adds, for AVX-512: the weights come from
-// memory once, and everything here is about keeping up with it.
+// A few rows of x (the decode step of a language model) in float32 multiply-adds, for AVX-512. Weights are read from
+// memory once; the kernel must keep up with the memory.
 //
 // Each vector of 64 bytes is decoded to float32 in registers and multiplied with a broadcast of x; several rows of x
-// share the decoding. E2M1 has a faster way in gemv_int8.cpp where the instruction set has integer dot products.
+// share the decoding. For E2M1, gemv_int8.cpp is faster if the instruction set has integer dot products.
 #if defined(__AVX512F__)
 
 #include "avx512.h"
@@ -13,7 +13,7 @@ namespace {
 const float kE2M1Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
-// One vector of 16 rows as float32, kCols columns of it.
+// Decodes one vector of 16 rows to float32, kCols columns.
 struct Bf16Decoder {
     static constexpr int kCols = 2;
     static constexpr bool kTogether = false;
@@ -134,7 +134,7 @@ struct Sums {
     __m512 total(int r, int t) const { return _mm512_add_ps(v[r][t][0], v[r][t][1]); }
 };
 
-// Adds kVectors vectors of both tiles, which lie `kTileBytes` apart, times the columns of x that they stand for.
+// Adds kVectors vectors of both tiles, which are kTileBytes apart, times their columns of x.
 template <int kVectors, int kRows, class Decoder>
 inline __attribute__((always_inline)) void add_vectors(const Decoder& decoder, const uint8_t* data, const float* x,
                                                        int64_t x_stride, Sums<kRows>& sums) {
@@ -143,7 +143,7 @@ inline __attribute__((always_inline)) void add_vectors(const Decoder& decoder, c
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors; ++i) {
         __m512 w[2][kCols];
-        // In the order of memory, which the processor's own prefetcher follows.
+        // In the order of memory, as the hardware prefetcher expects.
         for (int t = 0; t < 2; ++t) prefetch_ahead(data + (2 * i + t) * kVectorBytes);
         decode_two(decoder, data + i * kVectorBytes, data + kTileBytes + i * kVectorBytes, w);
         for (int r = 0; r < kRows; ++r)
@@ -157,8 +157,8 @@ inline __attribute__((always_inline)) void add_vectors(const Decoder& decoder, c
     }
 }
 
-// The panel of a weight without inline scales: one group of columns, or blocks of them with a scale each. Not inlined:
-// beside loops of other formats the compiler spills what the inner loop needs, which costs a third.
+// Multiplies a panel without inline scales: one group of columns, or blocks of columns with a scale each. Not inlined:
+// next to the loops of other formats the compiler spills registers of the inner loop, which costs a third.
 template <int kRows, class Decoder>
 __attribute__((noinline)) void multiply_blocks(const Weight& w, int64_t p, const float* x, int64_t x_stride,
                                                __m512 (&out)[kRows][2]) {
@@ -186,7 +186,7 @@ __attribute__((noinline)) void multiply_blocks(const Weight& w, int64_t p, const
     }
 }
 
-// The panel of a weight with scales at the head of each step: kVectors vectors of each tile share one.
+// Multiplies a panel with scales at the start of each step: kVectors vectors of each tile share a scale.
 template <int kRows, int kVectors, class Decoder>
 __attribute__((noinline)) void multiply_inline(const Weight& w, int64_t p, const float* x, int64_t x_stride,
                                                __m512 (&out)[kRows][2]) {

@@ -1,11 +1,11 @@
 // A few rows of x for AVX2: weights go from memory through registers into sums, one row of x after the other.
 //
-// E4M3 and BF16 become float32 and meet x in multiply-adds. E2M1 would take three times the reading to decode that way;
-// it is multiplied as integers instead. The columns that share a scale see x as one power of two times integers of
-// kXBits bits, cut into kDigits digits to the base kRadix; elements become bytes 2 w + kOffset by a table, bytes times
-// digits are summed without rounding, and one float per row and scale is left to add. x loses what is below 2^-kXBits
-// of the largest value under the same scale. Where that would be felt (beside an outlier most values have too few bits
-// left) or cannot be (Inf, NaN), the columns of that scale are multiplied in float32.
+// E4M3 and BF16 are decoded to float32 and multiplied with x in multiply-adds. Decoding E2M1 this way would take three
+// times as long as reading it, so it is multiplied as integers: for the columns that share a scale, x becomes one power
+// of two times integers of kXBits bits, cut into kDigits digits of base kRadix; elements become bytes 2 w + kOffset by
+// a table, bytes times digits are summed without rounding, and one float per row and scale is added. x loses bits below
+// 2^-kXBits of the largest value under the same scale. If this would matter (next to an outlier most values have too
+// few bits left) or is impossible (Inf, NaN), the columns of this scale are multiplied in float32.
 #include "decode.h"
 
 namespace MINIFLOAT_ISA {
@@ -20,7 +20,7 @@ constexpr int kTileParts = kTileRows / kWidth;
 
 constexpr int kDigits = 3;
 constexpr int kXBits = 21;  // without the sign
-constexpr int kRadix = 160;  // as little as leaves the digits of kXBits bits within 82
+constexpr int kRadix = 160;  // the smallest radix that keeps the digits of kXBits bits within 82
 constexpr int kOffset = 12;  // of 2 w, which is then 0 .. kMostByte
 constexpr int kMostByte = 2 * kOffset;
 static_assert((1 << kXBits) / (kRadix * kRadix) < 82 && 82 * kMostByte * 16 < 1 << 15, "16 products in 16 bits");
@@ -34,7 +34,7 @@ int group_cols(const Weight& w) { return w.grid == MINIFLOAT_GRID_E4M3 ? kE4M3Co
 
 // x under one scale.
 struct Group {
-    int32_t in_digits;  // else x is used as it is
+    int32_t in_digits;  // whether x is in digits; else float32 x is used
     int32_t shift;      // kOffset times the sum of the integers
     float scale;        // of the integers, times what E2M1 and its scales are short of
 };
@@ -65,10 +65,10 @@ DigitRow digit_row(const Weight& w, const uint8_t* row) {
 
 float power_of_two(int e) { return bit_cast<float>((e + kBias) << kMantissaBits); }
 
-// Where column k of a vector lies in its bytes: those of the low nibbles first.
+// The position of column k in the bytes of a vector: low nibbles come first.
 constexpr int kByteOf[kWordCols] = {0, 2, 4, 6, 1, 3, 5, 7};
 
-// Integers below this have lost bits that a result of that dtype would show.
+// Integers below this number have lost bits that are visible in a result of this dtype.
 int32_t least_integer(int32_t dtype) { return 1 << (dtype == MINIFLOAT_BF16 ? 9 : dtype == MINIFLOAT_F16 ? 12 : 16); }
 
 void cut_group(const float* x, int cols, int32_t least, float missing, Group& group, int8_t* digits) {
@@ -76,7 +76,7 @@ void cut_group(const float* x, int cols, int32_t least, float missing, Group& gr
     for (int k = 0; k < cols; ++k) largest = max(largest, bit_cast<int32_t>(x[k]) & kMagnitude);
     group = {0, 0, 0.0f};
     if (largest >= kInfinity) return;
-    // Every |x| is below 2^exponent. Two factors, as one might be out of range.
+    // Every |x| is below 2^exponent. Two factors, because one factor might be out of range.
     const int exponent = max((largest >> kMantissaBits) - kBias + 1, -kBias);
     const float first = power_of_two(-exponent / 2), second = power_of_two(kXBits - exponent + exponent / 2);
     int32_t sum = 0, short_ones = 0;

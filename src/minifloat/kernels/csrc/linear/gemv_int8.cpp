@@ -1,15 +1,15 @@
-// A few rows of x times E2M1 weights in integers: with fewer instructions per weight than in float32, where decoding
-// does not keep up with the memory.
+// A few rows of x times E2M1 weights in integers, with fewer instructions per weight than in float32, where decoding
+// would be slower than the memory.
 //
-// E2M1 times two is a whole number of -12 .. 12. x is brought, for each group of columns that share a weight scale,
-// into whole numbers of up to 2^22 under one power of two; three balanced digits of base 256 make them planes of int8.
-// Sums of a group are then exact integers; they are joined, converted to float32, scaled and added up there. The only
-// roundings that float32 sums do not have are those of x: half of 2^-22 of the largest in its group, at most. Below
-// kSmallestExponent that becomes an absolute step, of 2^-125.
+// E2M1 times two is an integer of -12 .. 12. For each group of columns that share a weight scale, x is converted to
+// integers of up to 2^22 times one power of two, and the integers to planes of int8: three balanced digits of base 256.
+// Sums of a group are then exact integers; they are joined, converted to float32, scaled and added up in float32.
+// Compared with float32 sums, the only additional rounding is that of x: at most half of 2^-22 of the largest value in
+// its group. Below kSmallestExponent this becomes an absolute step of 2^-125.
 //
-// The dot product of VNNI takes one operand unsigned, so the weights get 12 added and the sums start at what that adds.
-// A row of x with Inf or NaN has no such integers, and beside an outlier they have too few bits: such rows are computed
-// in float32, element by element.
+// One operand of the VNNI dot product is unsigned, so 12 is added to the weights, and the sums start at minus what this
+// adds. A row of x with Inf or NaN has no such integers, and next to an outlier they have too few bits: these rows are
+// computed in float32, element by element.
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
 #include "avx512.h"
@@ -22,7 +22,7 @@ constexpr int kPlanes = 3;
 constexpr int kDigitBits = 8;
 constexpr int kOffset = 12;  // added to twice a weight
 constexpr int kIntegerBits = 22;
-constexpr int kSmallestExponent = 23;  // biased, so that 2^-kIntegerBits of it is a normal number
+constexpr int kSmallestExponent = 23;  // biased; 2^-kIntegerBits times this power is still a normal number
 constexpr int kInfiniteExponent = 255;
 constexpr int kExactExponents = kIntegerBits - 8;  // below the largest of a group: bf16 values there are exact
 constexpr int kMostInexact = 4;                    // of a group: the fourth part of its values, or the eighth
@@ -50,7 +50,7 @@ struct alignas(64) RowHead {
     int32_t usable;
 };
 struct Group {
-    int32_t start;  // of the sums: minus what kOffset adds
+    int32_t start;  // initial value of the sums: minus what kOffset adds
     float scale;    // of the joined sums
 };
 
@@ -63,7 +63,7 @@ int64_t row_bytes(const Weight& w) {
 
 int64_t prepared_bytes(const Weight& w, int64_t m, int32_t) { return m * row_bytes(w); }
 
-// Digits of 16 integers, the bytes of a vector in the order in which its nibbles lie (layout.h): low ones, high ones.
+// Stores the digits of 16 integers in the order of the nibbles of a vector (layout.h): low nibbles, then high nibbles.
 void store_digits(__m512i q, uint8_t* out) {
     const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
     for (int plane = 0; plane < kPlanes; ++plane) {
@@ -74,7 +74,8 @@ void store_digits(__m512i q, uint8_t* out) {
     }
 }
 
-// kChunks times 16 columns that share a scale. False where one is not finite, or an outlier takes the bits of others.
+// Prepares kChunks times 16 columns that share a scale. Returns false if a value is not finite, or an outlier leaves
+// too few bits for others.
 template <int kChunks>
 bool prepare_group(const float* x, uint8_t* digits, Group* group) {
     __m512 values[kChunks];
@@ -84,7 +85,7 @@ bool prepare_group(const float* x, uint8_t* digits, Group* group) {
         bits = _mm512_max_epi32(bits, _mm512_and_si512(_mm512_castps_si512(values[i]), _mm512_set1_epi32(kMagnitude)));
     }
     const int exponent = max(_mm512_reduce_max_epi32(bits) >> kMantissaBits, kSmallestExponent);
-    if (exponent == kInfiniteExponent) {  // has no integers, and sums of what a conversion makes of it would overflow
+    if (exponent == kInfiniteExponent) {  // has no integers, and sums of converted values would overflow
         __builtin_memset(digits, 0, kChunks * kChunkBytes);
         *group = {};
         return false;
@@ -209,7 +210,7 @@ void multiply_rows(const Weight& w, const uint8_t* prepared, int64_t row, const 
     store_sums(w, y, p, row, out, factor);
 }
 
-// A row of x that integers do not serve: what becomes of Inf and NaN is up to the float multiplication.
+// Multiplies a row of x that has no integers, in float32, so that Inf and NaN spread as in any product.
 void multiply_in_float(const Weight& w, const Input& x, int64_t row, const Output& y, int64_t p) {
     alignas(64) float weights[kStepCols * kPanelRows], sums[kPanelRows] = {};
     for (int64_t s = 0; s < w.steps; ++s) {

@@ -1,7 +1,7 @@
-// How a packed weight lies in memory: the order in which the kernels read it, from its first byte to its last.
+// The layout of a packed weight in memory: the order in which the kernels read it, from its first byte to its last.
 //
-// A weight [N, K] is cut into panels of 32 rows, and a panel into steps of 64 columns; rows and columns that fill up
-// the last ones hold zeros. Panels follow each other, and so do the steps of a panel:
+// A weight [N, K] is cut into panels of 32 rows, and a panel into steps of 64 columns; the last panel and step are
+// padded with zeros. Panels follow each other, and so do the steps of a panel:
 //
 //   Header | row scales, float [panels * 32] | block scales, float [panels, groups, lanes] | steps, page aligned
 //
@@ -14,15 +14,15 @@
 //          16 bits within lanes gives two rows of a VNNI tile (row r of it: the pair k = 2r, 2r + 1 of 16 rows of W)
 //   E2M1   a 32-bit word per row, nibbles from low to high: k0 k2 k4 k6 k1 k3 k5 k7; shifted right by 4 i, the low
 //          nibbles of its 16-bit halves are the pair k = 2i, 2i + 1
-//   BF16   a 32-bit word per row: the pair k = 2i, 2i + 1; that is a row of a VNNI tile as it stands
+//   BF16   a 32-bit word per row: the pair k = 2i, 2i + 1; this is a row of a VNNI tile already
 //
 // Inline scales come first in a step: E8M0 64 bytes, [half][row]; E4M3 128 bytes, [quarter of 16 columns][row].
 //   E8M0   stored as the distance in powers of two below the largest scale of the row (among blocks that are not all
 //          zeros); the row scale is that largest scale. A block more than kMaxDistance below it is stored as zeros: its
-//          share of a sum is under the rounding of float32 by 100 powers of two.
+//          contribution to a sum is 100 powers of two below the rounding of float32.
 //   E4M3   the codes of the checkpoint; the row scale is the tensor's.
-// A weight with a NaN has a NaN where it stays one by itself: in the row scale. The codes of such a row are all
-// finite: a NaN element is stored as zero, a NaN inline scale as zero distance or code.
+// A row with a NaN has a NaN row scale, which makes all its results NaN. Its codes are all finite: a NaN element is
+// stored as zero, a NaN inline scale as distance or code zero.
 //
 // Source: Intel Architecture Instruction Set Extensions Programming Reference, TDPBF16PS, for the tiles.
 #pragma once
@@ -114,10 +114,10 @@ inline Weight view(const Header& h) {
     return w;
 }
 
-// What the packed form of a weight will be; `bytes` 0 where there is none.
+// Returns the header of the packed form of a weight; `bytes` is 0 if there is no such form.
 Header plan_layout(const minifloat_pack_args& a);
 
-// Whether memory holds a packed weight that this code can read.
+// Returns whether memory holds a packed weight that this code can read.
 inline bool readable(const uint8_t* packed) {
     if (packed == nullptr || reinterpret_cast<uintptr_t>(packed) % kVectorBytes != 0) return false;
     const Header& h = *reinterpret_cast<const Header*>(packed);

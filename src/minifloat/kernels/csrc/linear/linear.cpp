@@ -1,4 +1,4 @@
-// The driver: validates, picks the path, and shares out the panels of all weights of a call to the threads.
+// The driver: validates, chooses the path, and distributes the panels of all weights of a call to the threads.
 //
 // A panel is computed by one thread from its first column to its last, so the bits of a result do not depend on the
 // number of threads.
@@ -9,17 +9,17 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-// Of weights: what is worth a thread of its own, and what one piece of work is.
+// Bytes of weights: the amount that is worth an additional thread, and the size of a piece of work.
 constexpr int64_t kBytesPerThread = 32 << 10;
 constexpr int64_t kBytesPerPiece = 1 << 20;
-// Many pieces: a thread that was held up leaves less to wait for (1 to 2% at M = 1). Fewer of those that want several
-// panels, which twos instead of eights make a third slower.
+// Small pieces: the others wait less for a delayed thread (1 to 2% at M = 1). Paths that want several panels get larger
+// pieces: with two panels instead of eight they take a third longer.
 constexpr int kPiecesPerThread = 32;
 constexpr int kLargePiecesPerThread = 4;
-// Of prepared input: up to here the calling thread prepares alone, which is faster than to meet afterwards.
+// Bytes of prepared input up to which the calling thread prepares alone, which is faster than a barrier of all threads.
 constexpr int64_t kBytesAlone = 64 << 10;
-// Of prepared input: experts go in waves of about what the caches hold, so that scratch memory does not grow with the
-// number of tokens; a single product takes what it needs.
+// Bytes of prepared input per wave of experts, about the size of the caches, so that scratch memory does not grow with
+// the number of tokens; a single product takes what it needs.
 constexpr int64_t kBytesPerWave = 16 << 20;
 
 // One product: rows of x times one weight.
@@ -29,7 +29,7 @@ struct Job {
     Output y;
     const Path* path;
     uint8_t* prepared;
-    bool prepares;         // else another job does for it
+    bool prepares;         // whether this job prepares the input; else another job does
     int64_t first_piece;
     int64_t piece_panels;
     int64_t pieces;
@@ -45,7 +45,7 @@ struct Call {
 
 int64_t align(int64_t bytes) { return round_up(bytes, kVectorBytes); }
 
-// Cuts the work into pieces and says how many threads it is worth.
+// Cuts the work into pieces and returns the number of threads that it is worth.
 void cut(Call& call, int threads) {
     int64_t work = 0;
     for (int64_t i = 0; i < call.count; ++i) {

@@ -1,8 +1,8 @@
-// Brings a weight from the order of checkpoints into that of layout.h, and back.
+// Packs weights from the order of checkpoints into that of layout.h, and unpacks them.
 //
-// A panel is packed by one thread, the one that will also read it, which puts its pages on that thread's NUMA node.
-// What moves is 32-bit words between rows and vectors; the compiler has the shuffles for it, so there is one source
-// for all instruction sets. plan_layout() at the end says which weights have a packed form.
+// The thread that packs a panel is the one that will read it, so that its pages are on the NUMA node of this thread.
+// Packing moves 32-bit words between rows and vectors; the compiler generates the shuffles, so one source serves all
+// instruction sets. plan_layout() at the end decides which weights have a packed form.
 #include "../threads.h"
 #include "layout.h"
 
@@ -129,7 +129,7 @@ struct Source {
     float* scales(int64_t row) const { return static_cast<float*>(const_cast<void*>(a.scales)) + scale_row(row); }
 };
 
-// Whether one of the bytes is `code`, but for the bits outside of the mask.
+// Whether one of the bytes equals `code` in the bits of the mask.
 bool contains(const uint8_t* bytes, int64_t count, uint8_t mask, uint8_t code) {
     uint8_t found = 0;
     for (int64_t i = 0; i < count; ++i) found |= (bytes[i] & mask) == code;
@@ -174,7 +174,7 @@ struct Rows {
     bool has_flushed;         // blocks
 };
 
-// The scales of row `n` of `rows`, wherever they lie; the inline ones are zeros before.
+// Stores the scales of row `n` of `rows` in their places; inline scales must be zero before.
 void pack_scales(const Source& s, const Header& h, const Weight& w, int64_t p, int n, Rows& rows) {
     const int64_t row = rows.first + n;
     uint8_t* base = s.a.packed;
@@ -203,7 +203,7 @@ void pack_scales(const Source& s, const Header& h, const Weight& w, int64_t p, i
     reinterpret_cast<float*>(base + h.row_scales)[row] = nan ? kNan : row_scale;
 }
 
-// The rows of tile `tile` of a panel, columns half * 32 and on; what is missing, NaN or flushed is zero.
+// The rows of tile `tile` of a panel, columns from half * 32 on; missing, NaN and flushed elements are zero.
 template <int32_t kElement>
 void load_tile(const Source& s, const Rows& rows, int tile, int64_t half, uint32_t* out) {
     constexpr int64_t kBytes = kTileWords<kElement> * 4;
@@ -248,7 +248,7 @@ void pack_panel(const Source& s, const Header& h, const Weight& w, int64_t p) {
     }
 }
 
-// The scales of a row; those that it shares with others are written by the first of them.
+// Unpacks the scales of a row; the first of the rows that share a scale writes it.
 void unpack_scales(const Source& s, const Weight& w, int64_t p, int64_t row) {
     const float row_scale = w.row_scales[row];
     const bool nan = row_scale != row_scale, e8m0 = w.grid == MINIFLOAT_GRID_E8M0;
@@ -266,7 +266,7 @@ void unpack_scales(const Source& s, const Weight& w, int64_t p, int64_t row) {
     }
 }
 
-// A row with a NaN has lost its scale; where all that share one have, it is 1.
+// Packing has replaced the scale of a row with a NaN; if all rows that share a scale have a NaN, it becomes 1.
 void unpack_row_scales(const Source& s, const Weight& w) {
     for (int64_t begin = 0; begin < w.rows; begin += s.a.block_rows) {
         float known = 1.0f;

@@ -1,17 +1,18 @@
-// What a way of computing the product offers to the driver (linear.cpp), which picks one per call and shares out the
-// panels of the weights. Each way is a file: prepare() brings x into the form that its multiply() reads.
+// The interface of a path, one way of computing the product. The driver (linear.cpp) chooses a path per call and
+// distributes the panels of the weights. Each path is one file: prepare() converts x into the form that multiply()
+// reads.
 #pragma once
 
 #include "layout.h"
 
 namespace MINIFLOAT_ISA {
 
-// Rows of x; the caller's memory, at any alignment.
+// Rows of x in the caller's memory, at any alignment.
 struct Input {
     const uint8_t* data;
     int64_t stride;       // bytes between rows
     int32_t dtype;        // minifloat_dtype
-    const int64_t* rows;  // which rows, or null: 0 .. m - 1
+    const int64_t* rows;  // indices of the rows, or null for 0 .. m - 1
     int64_t m;
 
     const uint8_t* row(int64_t i) const { return data + (rows ? rows[i] : i) * stride; }
@@ -28,18 +29,18 @@ struct Output {
 
 struct Path {
     const char* name;
-    // Memory that prepare() fills, a multiple of 64 bytes.
+    // Size of the memory that prepare() fills, a multiple of 64 bytes.
     int64_t (*prepared_bytes)(const Weight& w, int64_t m, int32_t x_dtype);
-    // Does part `part` of `parts`; all parts are done before multiply() reads.
+    // Prepares part `part` of `parts`; multiply() runs after all parts.
     void (*prepare)(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts);
-    // Computes the columns of y that belong to panels first .. last - 1; false: no memory.
+    // Computes the columns of y that belong to panels first .. last - 1; returns false if there is no memory.
     bool (*multiply)(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first,
                      int64_t last);
-    // How many panels of a large weight a call of multiply() should have to be worth its start.
+    // Panels of a large weight per call of multiply(), so that its fixed cost is small.
     int64_t piece_panels = 1;
 };
 
-// The path for m rows of x, the fastest that this instruction set has for it.
+// Returns the fastest path of this instruction set for m rows of x.
 const Path& choose_path(const Weight& w, int64_t m, int32_t x_dtype);
 
 }  // namespace MINIFLOAT_ISA

@@ -26,7 +26,7 @@ class Tables {
         for (; i < count; ++i) ++counters_[0][bins[i]];
     }
 
-    // Adds what was counted, and starts again from zero.
+    // Adds the counts to the result and resets them to zero.
     void flush(int64_t* totals) {
         for (int b = 0; b < kBins; ++b) {
             int64_t sum = 0;
@@ -60,7 +60,7 @@ void count_all(minifloat_histogram_args& a) {
 
 }  // namespace
 
-// dispatch.cpp declares it for every instruction set.
+// dispatch.cpp declares this function for every instruction set.
 void histogram(minifloat_histogram_args& args) {
     if (args.dtype == MINIFLOAT_BF16) count_all<Bf16>(args);
     if (args.dtype == MINIFLOAT_F16) count_all<F16>(args);

@@ -1,7 +1,7 @@
-// Reads memory once, front to back, and adds it up: what a kernel that only had to read its weights would take.
+// Reads memory once, front to back, and adds it up: the time that a kernel needs at least to read its weights.
 //
-// Every figure of a memory-bound kernel is a share of this one, so it reads as the kernels do: the same threads, one
-// run of neighbours for each, full vectors, prefetched by software. It leaves the pages to the caller.
+// Memory-bound kernels are compared with this bandwidth, so it reads as they do: the same threads, one contiguous run
+// per thread, full vectors, software prefetch. The caller chooses the pages.
 #include "../api.h"
 #include "../threads.h"
 #include "../vec.h"
@@ -13,10 +13,10 @@ typedef uint64_t Words __attribute__((vector_size(MINIFLOAT_VECTOR_BYTES)));
 
 constexpr int64_t kLine = 64;
 constexpr int64_t kBlock = 4 * kLine;
-// As the kernels do it (linear/avx512.h says why).
+// Prefetches as the kernels do; linear/avx512.h gives the reason.
 constexpr int64_t kNear = 512, kFar = 3072;
 
-// Adds up whole blocks; prefetching past the end reads nothing that is not there.
+// Adds up whole blocks. Prefetching past the end of the memory is allowed: it does not fault.
 uint64_t sum(const uint8_t* data, int64_t blocks) {
     constexpr int kVectors = kBlock / MINIFLOAT_VECTOR_BYTES;
     Words sums[kVectors] = {};

@@ -14,9 +14,9 @@ namespace MINIFLOAT_ISA {
 struct Format {
     int32_t min_normal;  // bits of the smallest normal value
     int32_t max_value;   // bits of the largest finite value
-    int32_t saturation;  // bits of max plus half its step: above it, more was lost than by rounding
+    int32_t saturation;  // bits of max plus half its step: larger magnitudes are clamped, not just rounded
     int32_t magic;       // added to the bits of E
-    int mantissa_shift;  // float32 mantissa bits that are dropped
+    int mantissa_shift;  // number of float32 mantissa bits that are dropped
     int sign_shift;      // from bit 31 to the code's sign bit
     int32_t sign;        // the code's sign bit
     int emax;            // exponent of the largest finite value
@@ -38,7 +38,7 @@ struct Format {
 template <class F, class I>
 struct Rounded {
     F value;  // magnitude, exactly representable
-    I code;   // without sign, in the low kMantissaBits bits; those above are left dirty
+    I code;   // without sign, in the low kMantissaBits bits; higher bits are undefined
 };
 
 // `magnitude`: the bits of |z|, already at most the bits of `fmt.max` shifted by `exponent_offset`, where
@@ -80,7 +80,7 @@ inline void encode_chunk(const float* __restrict w, int count, int block_cols, c
     for (int begin = 0, block = 0; begin < count; begin += block_cols, ++block) {
         const int end = min(begin + block_cols, count);
         const F32 factor = broadcast(kPowerOfTwo ? inverses[block] : scales[block]);
-        // Overflows only where the scale is so far above the weights that all of them become zeros.
+        // Overflows only if the scale is so far above the weights that all of them become zeros.
         const F32 unit_scale = broadcast(min(scales[block] * unit, largest_float));
         for (int i = begin; i < end; i += kLanes) {
             for (int part = 0; part < kParts; ++part) {

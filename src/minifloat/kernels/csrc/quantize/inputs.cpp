@@ -1,8 +1,8 @@
-// Rounds the inputs of a linear to a format of at most 8 bits: scale, code and the value of the code in one pass over the
+// Rounds the inputs of a linear to a format of at most 8 bits: scale, code and value of the code in one pass over the
 // rows, so that neither scales nor codes go through memory.
 //
-// Operation by operation it is numerics/activation.py of the package, to the bit. Hence the division of each element:
-// a product with the reciprocal of the scale lies on the other side of some ties.
+// The operations are those of numerics/activation.py, bit for bit. Each element is divided by the scale: a product with
+// the reciprocal of the scale would round some ties to the other side.
 #include "../threads.h"
 #include "scales.h"
 
@@ -11,11 +11,11 @@ namespace {
 
 using minifloat::Schedule;
 
-constexpr int kChunk = 1024;                 // columns converted at a time, which stay in the first cache
-constexpr int64_t kPieceElements = 1 << 14;   // of one piece of work, some microseconds: whole rows, one at least
-constexpr int64_t kThreadElements = 1 << 15;  // what is worth a thread of its own
+constexpr int kChunk = 1024;                 // columns converted at a time; they stay in the L1 cache
+constexpr int64_t kPieceElements = 1 << 14;   // elements per piece of work (some microseconds): whole rows, at least one
+constexpr int64_t kThreadElements = 1 << 15;  // elements that are worth an additional thread
 
-// A block with NaN or Inf has such a scale, which makes NaN of every element: finite / Inf * Inf is one, too.
+// A block with NaN or Inf has a scale of NaN or Inf, which makes every element NaN: finite / Inf * Inf is NaN too.
 inline float scale_of(int32_t amax, const minifloat_round_inputs_args& a) {
     if (amax >= kInfinity) return bit_cast<float>(amax);
     return float32_scale(amax, a.element.max, a.zero_scale);
@@ -25,7 +25,7 @@ inline F32 round_vector(F32 x, F32 scale, const Format& fmt) {
     const I32 bits = bit_cast<I32>(x / scale);
     const I32 magnitude = bits & kMagnitude;
     const auto r = round_magnitude<F32, I32>(min(magnitude, broadcast(fmt.max_value)), fmt);
-    const I32 nan = magnitude > kInfinity;  // all bits, where it is one
+    const I32 nan = magnitude > kInfinity;  // all bits set where the element is NaN
     return bit_cast<F32>(bit_cast<I32>(r.value) | (bits & ~kMagnitude) | nan) * scale;
 }
 
@@ -107,7 +107,7 @@ class Inputs {
 
 }  // namespace
 
-// dispatch.cpp declares it for every instruction set.
+// dispatch.cpp declares this function for every instruction set.
 void round_inputs(const minifloat_round_inputs_args& args) {
     if (args.dtype == MINIFLOAT_BF16) Inputs<Bf16>(args).run();
     if (args.dtype == MINIFLOAT_F16) Inputs<F16>(args).run();

@@ -1,7 +1,7 @@
-// Casts a slab of rows: amax of each block, its scale, then codes and error statistics, while the data is in cache.
+// Casts a slab of rows: amax of each block, its scale, then codes and error statistics, while the data is in the cache.
 //
 // The slab is cut into panels, one row of blocks high. A panel is read once for amax and once for the codes, the second
-// time from L1 or L2; each row of it is converted and cast in chunks of columns that fit L1.
+// time from L1 or L2; its rows are converted and cast in chunks of columns that fit L1.
 #include "search.h"
 
 namespace MINIFLOAT_ISA {
@@ -69,7 +69,7 @@ class Slab {
 
     const uint8_t* source(int64_t row, int64_t col) const { return a_.data + (row * a_.cols + col) * Source::kBytes; }
 
-    // Raises the amax of the blocks by one row.
+    // Updates the amax of the blocks with one row.
     void measure(const Panel& p, int64_t row, int blocks) {
         int32_t largest = 0;
         for (int b = 0; b < blocks; ++b) {
@@ -119,7 +119,7 @@ class Slab {
         return bit_cast<float>(max(kMaxE8M0 - (largest >> kMantissaBits), 1) << kMantissaBits);
     }
 
-    // Whether an element may saturate: the largest of each block tells.
+    // Whether an element may saturate, judged by the largest of each block.
     bool some_clip(int blocks) const {
         const BlockScales& s = scratch_.blocks;
         int32_t largest = 0;
@@ -185,7 +185,7 @@ void measure_all(minifloat_amax_args& a) {
 
 }  // namespace
 
-// dispatch.cpp declares these two for every instruction set.
+// dispatch.cpp declares these two functions for every instruction set.
 void quantize_rows(minifloat_quantize_rows_args& args) {
     if (args.dtype == MINIFLOAT_BF16) Slab<Bf16>(args).run();
     if (args.dtype == MINIFLOAT_F16) Slab<F16>(args).run();

@@ -1,11 +1,11 @@
-// From the amax of blocks to their scales: numerics/scale.py of the package, operation by operation.
+// Computes the scales of blocks from their amax, with the operations of numerics/scale.py.
 #pragma once
 
 #include "encode.h"
 
 namespace MINIFLOAT_ISA {
 
-// Blocks whose scales are chosen together: those of one chunk of columns.
+// Maximum number of blocks whose scales are chosen together: the blocks of one chunk of columns.
 constexpr int kMaxBlocks = 64;
 constexpr int kMaxE8M0 = 2 * kBias;  // E8M0 has the exponent field and bias of float32; 255 is NaN
 
@@ -48,7 +48,7 @@ inline void coded_scales(BlockScales& s, int blocks, const minifloat_quantize_ro
         const float value = s.amax[b] == 0 ? zero_scale : wanted;
         const int32_t magnitude = min(bit_cast<int32_t>(value), fmt.max_value);
         const auto r = round_magnitude<float, int32_t>(magnitude, fmt);
-        const bool is_zero = r.value == 0.0f;  // a block that is not zero keeps a scale that is not zero
+        const bool is_zero = r.value == 0.0f;  // only a block of zeros may have a zero scale
         s.code[b] = is_zero ? 1 : r.code;
         s.scale[b] = (is_zero ? smallest : r.value) / divisor;
     }

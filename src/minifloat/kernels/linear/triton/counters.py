@@ -2,8 +2,8 @@
 
 They must be zero before a launch, and the last CTA sets them to zero again. New counters would have to be zeroed in
 every call, in a captured graph too; so each stream has a row of counters, all zeroed when the first weight is packed
-for a device. As with the workspaces of cuBLAS, a graph uses the row of the stream that it was captured on, and must not be
-replayed concurrently with other products of this stream.
+for a device. As with the workspaces of cuBLAS, a graph uses the row of the stream that it was captured on, and must not
+be replayed concurrently with other products of this stream.
 """
 
 from __future__ import annotations
