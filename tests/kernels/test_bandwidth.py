@@ -34,7 +34,7 @@ def test_half_a_word_is_refused() -> None:
 
 
 @needs_library
-def test_the_bandwidth_is_that_of_the_bytes_asked_for() -> None:
+def test_the_bandwidth_is_that_of_the_requested_bytes() -> None:
     result = read_bandwidth(1_000_003, threads=2, rounds=3)
     assert (result.bytes, result.threads, len(result.samples)) == (1_000_000, 2, 3)
     assert all(sample > 0 for sample in result.samples)
@@ -42,7 +42,7 @@ def test_the_bandwidth_is_that_of_the_bytes_asked_for() -> None:
 
 @needs_library
 @pytest.mark.parametrize(("size", "threads", "rounds"), [(7, 1, 1), (64, 0, 1), (64, 1, 0)])
-def test_a_measurement_of_nothing_is_refused(size: int, threads: int, rounds: int) -> None:
+def test_an_empty_measurement_is_refused(size: int, threads: int, rounds: int) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         read_bandwidth(size, threads, rounds)
 

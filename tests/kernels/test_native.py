@@ -102,5 +102,5 @@ def test_a_library_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler on the path")
-def test_where_there_is_a_compiler_the_library_was_built() -> None:
+def test_the_library_was_built_if_there_is_a_compiler() -> None:
     assert native.load() is not None, native.why_unavailable()

@@ -87,7 +87,7 @@ def test_the_op_gives_the_bits_of_the_eager_call() -> None:
 
 
 @pytest.mark.parametrize("which", ["x", "bias"])
-def test_a_gradient_is_refused_where_it_is_asked_for_and_not_before(which: str) -> None:
+def test_a_gradient_is_refused_in_backward_and_not_before(which: str) -> None:
     x, bias = inputs(7, COLS), inputs(33)
     (x if which == "x" else bias).requires_grad_()
     result = linear(x, packed(33), bias)

@@ -24,7 +24,7 @@ def group(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
-def test_the_least_quota_above_a_group_of_version_2_counts(tmp_path: Path) -> None:
+def test_the_smallest_quota_of_a_version_2_group_and_its_parents_applies(tmp_path: Path) -> None:
     root = tmp_path / "fs"
     group(root / "a" / "b", cpu__max="max 100000\n")
     group(root / "a", cpu__max="150000 100000\n")
@@ -41,21 +41,21 @@ def test_a_quota_of_version_1_is_read(tmp_path: Path) -> None:
     assert processors.cgroup_quota(membership(tmp_path, lines), root) == 3.0
 
 
-def test_a_group_that_a_container_cannot_see_is_passed_over(tmp_path: Path) -> None:
+def test_a_group_that_a_container_cannot_see_is_skipped(tmp_path: Path) -> None:
     root = tmp_path / "fs"
     group(root, cpu__max="200000 100000\n")
     assert processors.cgroup_quota(membership(tmp_path, "0::/not/mounted/here\n"), root) == 2.0
 
 
 @pytest.mark.parametrize("text", ["max 100000\n", "", "nonsense\n", "100000 0\n"])
-def test_without_a_quota_there_is_none(tmp_path: Path, text: str) -> None:
+def test_without_a_limit_the_quota_is_none(tmp_path: Path, text: str) -> None:
     group(tmp_path / "fs", cpu__max=text)
     assert processors.cgroup_quota(membership(tmp_path, "0::/\n"), tmp_path / "fs") is None
     assert processors.cgroup_quota(tmp_path / "missing", tmp_path / "fs") is None
 
 
 @pytest.mark.parametrize(("quota", "expected"), [(None, 8), (1.5, 2), (0.1, 1), (99.0, 8)])
-def test_the_limit_is_the_lesser_rounded_up(
+def test_the_limit_is_the_smaller_of_processors_and_quota_rounded_up(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int
 ) -> None:
     monkeypatch.setattr(processors, "cgroup_quota", lambda: quota)
@@ -63,7 +63,7 @@ def test_the_limit_is_the_lesser_rounded_up(
     assert processors.limit.__wrapped__() == expected
 
 
-def test_the_command_line_bounds_the_spin_unless_the_user_said_something() -> None:
+def test_the_command_line_limits_the_spin_unless_the_environment_does() -> None:
     code = "import os; from minifloat.kernels.processors import bound_spin; bound_spin(); print(os.environ.get({!r}))"
 
     def spin(**environment: str) -> str:
@@ -78,7 +78,7 @@ def test_the_command_line_bounds_the_spin_unless_the_user_said_something() -> No
     assert spin(OMP_WAIT_POLICY="active") == "None"
 
 
-def test_openmp_runtimes_are_told_from_other_libraries(tmp_path: Path) -> None:
+def test_openmp_runtimes_are_distinguished_from_other_libraries(tmp_path: Path) -> None:
     maps = tmp_path / "maps"
     lines = ["7f00-7f01 r-xp 00000000 08:01 11 /a b/libgomp.so.1", "7f01-7f02 r--p 00000000 08:01 11 /a b/libgomp.so.1"]
     lines += [

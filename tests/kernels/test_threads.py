@@ -27,7 +27,7 @@ def _restored() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_as_many_as_torch_has_but_no_more_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads_is_that_of_torch_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "limit", lambda: 3)
     for asked, expected in ((1, 1), (3, 3), (7, 3)):
         threads.set_threads(asked)

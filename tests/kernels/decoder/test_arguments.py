@@ -64,7 +64,7 @@ def test_a_wrong_batch_names_its_field_and_writes_nothing(case: str) -> None:
     assert torch.equal(running.cache.data, before)
 
 
-def test_blocks_before_every_window_are_not_looked_at() -> None:
+def test_blocks_before_every_window_are_ignored() -> None:
     running = Session.start(decoder(), "auto")
     window = running.decoder.layers[0].attention.window
     assert window == 21
@@ -96,7 +96,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 @pytest.mark.parametrize("element", ["float32", "bfloat16", "E4M3"])
-def test_a_cache_tells_its_bytes_beforehand(element: str) -> None:
+def test_bytes_per_block_gives_the_size_of_a_cache(element: str) -> None:
     cache = KVCache(3, 2, 24, 5, element)
     assert cache.nbytes == 5 * KVCache.bytes_per_block(3, 2, 24, element) == cache.data.numel()
 

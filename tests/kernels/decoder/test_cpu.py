@@ -244,7 +244,7 @@ def test_logits_of_some_tokens_in_any_order(isa: str) -> None:
         )
 
 
-def test_the_time_of_each_part_is_told(isa: str) -> None:
+def test_the_time_of_each_part_is_reported(isa: str) -> None:
     decoder = random_decoder(Shape(), torch.float32)
     session = Session.start(decoder, "cpu")
     nanoseconds = torch.zeros(len(cpu.PARTS), dtype=torch.int64)
@@ -252,7 +252,7 @@ def test_the_time_of_each_part_is_told(isa: str) -> None:
     assert (nanoseconds > 0).all()
 
 
-def test_decoders_are_forgotten() -> None:
+def test_the_structures_of_a_decoder_are_freed_with_it() -> None:
     decoder = random_decoder(Shape(), torch.float32)
     session = Session.start(decoder, "auto")
     session.run({"a": [1]})

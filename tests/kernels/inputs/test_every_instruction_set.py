@@ -161,7 +161,7 @@ def test_ties_and_their_neighbours(kernels: Kernels, scale: float) -> None:
 
 
 @dtypes
-def test_rows_may_lie_apart_and_at_odd_addresses(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_rows_may_have_a_stride_and_odd_addresses(kernels: Kernels, dtype: torch.dtype) -> None:
     wide = torch.full((5, 401), torch.nan, dtype=dtype)
     for offset in (1, 3):
         x = wide[:, offset : offset + 300]
@@ -201,7 +201,7 @@ def test_the_floating_point_mode_of_the_caller_changes_no_bit(
         assert_same(actual, wanted)
 
 
-def test_no_rows_are_nothing_to_do(kernels: Kernels) -> None:
+def test_zero_rows_give_an_empty_result(kernels: Kernels) -> None:
     for spec in DYNAMIC.values():
         assert kernels.round_inputs(torch.empty(0, 5), spec).shape == (0, 5)
 

@@ -83,7 +83,7 @@ def test_a_scale_of_another_dtype_is_taken_as_float32(dtype: torch.dtype) -> Non
     assert torch.equal(round_inputs(x, SPECS["fp8-static"], scale), round_inputs(x, SPECS["fp8-static"], scale.float()))
 
 
-def test_where_a_gradient_is_asked_for_plain_torch_computes(calls: list[torch.Tensor]) -> None:
+def test_plain_torch_computes_if_a_gradient_is_required(calls: list[torch.Tensor]) -> None:
     spec, x, scale = SPECS["fp8-static"], inputs(3, 40), torch.tensor(0.01, requires_grad=True)
     result = round_inputs(x, spec, scale)
     result.sum().backward()
@@ -142,7 +142,7 @@ def test_without_the_library_the_named_implementation_says_why(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "cpu"])
-def test_what_is_not_simulated_is_refused_by_every_implementation(impl: str) -> None:
+def test_unsupported_input_formats_are_refused_by_every_implementation(impl: str) -> None:
     with pytest.raises(UnsupportedTensorError, match="not simulated"):
         round_inputs(inputs(2, 128), ActivationSpec(E2M1, GROUP_128, dynamic=True), impl=impl)
     with pytest.raises(UnsupportedTensorError, match="not simulated"):

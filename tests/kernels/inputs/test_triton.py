@@ -72,7 +72,7 @@ def test_in_plain_torch_codes_and_scales_are_the_oracles(spec: ActivationSpec, s
     assert scales.t().is_contiguous()
 
 
-def test_what_cannot_be_done_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_of_quantize_inputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     x, spec = torch.ones(2, 128), SPECS["fp8-dynamic"]
     with pytest.raises(KernelUnavailable, match=r"impl='triton'\) cannot run: (Triton kernels run on CUDA|triton is)"):

@@ -117,7 +117,7 @@ def test_zeros_and_the_smallest_numbers(spec: ActivationSpec) -> None:
 
 
 @dynamic_specs
-def test_rows_may_lie_apart(spec: ActivationSpec) -> None:
+def test_rows_may_have_a_stride(spec: ActivationSpec) -> None:
     wide = torch.full((5, 401), torch.nan)
     wide[:, 1:301] = inputs(5, 300)
     expected, _ = quantize_activation(wide[:, 1:301], spec)

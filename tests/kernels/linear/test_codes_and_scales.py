@@ -97,7 +97,9 @@ def test_every_code_with_every_e8m0_scale(kernels: Kernels, kind: str, element: 
 
 
 @pytest.mark.parametrize(("kind", "element"), [("mxfp8", E4M3), ("mxfp4", E2M1)])
-def test_e8m0_scales_spread_over_a_row_by_all_that_is_kept(kernels: Kernels, kind: str, element: ElementFormat) -> None:
+def test_e8m0_scales_of_a_row_may_differ_by_125_powers_of_two(
+    kernels: Kernels, kind: str, element: ElementFormat
+) -> None:
     codes = finite_codes(element)
     groups = 126  # 0 to 125 powers of two below the largest
     every_code = codes[torch.arange(32 * groups) * 5 % len(codes)]
@@ -133,7 +135,7 @@ def test_e4m3_scales_of_all_sizes_in_one_row(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
-def test_a_block_of_zeros_with_a_huge_scale_hides_no_small_ones(kernels: Kernels, kind: str) -> None:
+def test_a_block_of_zeros_with_a_huge_scale_does_not_flush_small_blocks(kernels: Kernels, kind: str) -> None:
     stored = make(kind, 33, 160)
     assert stored.scales is not None
     stored.codes[:, 32:96] = 0
@@ -231,7 +233,7 @@ def test_a_bf16_weight_may_hold_any_number(kernels: Kernels, dtype: torch.dtype)
         )
 
 
-def test_the_tables_are_not_those_of_the_kernels() -> None:
+def test_expected_values_come_from_tables_of_the_tests_own() -> None:
     assert values_of(E4M3)[0x01] == 2.0**-9
     assert values_of(E4M3)[0x7E] == 448
     assert values_of(E2M1).tolist()[:8] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]

@@ -66,7 +66,7 @@ def test_a_massive_activation_costs_no_accuracy(kernels: Kernels, kind: str, dty
 
 @kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_massive_activation_hides_nothing_from_weights_that_are_zero_there(
+def test_a_massive_activation_times_zero_weights_costs_no_accuracy(
     kernels: Kernels, kind: str, dtype: torch.dtype
 ) -> None:
     stored = make(kind, ENOUGH, 100)
@@ -81,7 +81,7 @@ def test_a_massive_activation_hides_nothing_from_weights_that_are_zero_there(
 
 @kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_outliers_that_cancel_leave_the_rest(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
+def test_outliers_that_cancel_do_not_lose_the_other_products(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
     stored = make(kind, 70, 300)
     for col in (10, 250):  # elements and scales alike, so that the two products are each other's negative
         stored.codes[:, col] = stored.codes[:, 0]
@@ -98,7 +98,7 @@ def test_outliers_that_cancel_leave_the_rest(kernels: Kernels, kind: str, dtype:
 @kinds
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("ratio", [1e4, 1e8])
-def test_an_outlier_that_meets_zeros_takes_nothing_from_the_rest(
+def test_an_outlier_times_zeros_does_not_change_other_products(
     kernels: Kernels, kind: str, dtype: torch.dtype, ratio: float
 ) -> None:
     stored = make(kind, 70, 300)
@@ -217,7 +217,7 @@ def test_zeros_give_the_bias_exactly(kernels: Kernels, kind: str) -> None:
                 assert torch.equal(result, bias.to(dtype).expand(m, -1))
 
 
-def test_the_bars_are_those_of_rounding_to_each_dtype() -> None:
+def test_the_tolerances_are_just_above_the_rounding_of_each_dtype() -> None:
     exact = torch.randn(10**5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.bfloat16, torch.float16):
         floor = float((exact.to(dtype).double() - exact).norm() / exact.norm())

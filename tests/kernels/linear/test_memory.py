@@ -25,7 +25,7 @@ def inputs(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
 
 @kinds
 @dtypes
-def test_rows_of_x_may_lie_apart_and_at_any_address(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
+def test_rows_of_x_may_have_a_stride_and_any_address(kernels: Kernels, kind: str, dtype: torch.dtype) -> None:
     packed = kernels.pack(make(kind, 47, 100))
     for m in M:
         x = inputs(m, 100, dtype)
@@ -111,14 +111,14 @@ def test_the_last_row_of_strided_x_and_y_ends_with_its_last_column(
 
 
 @kinds
-def test_no_rows_touch_nothing(kernels: Kernels, kind: str) -> None:
+def test_zero_rows_access_no_memory(kernels: Kernels, kind: str) -> None:
     packed = kernels.pack(make(kind, 47, 100))
     args = kernels.linear_args(torch.empty(0, 100), [packed], None, torch.empty(0, 47), 1)
     args.x = args.y = None
     kernels.library.linear(args)
 
 
-def test_a_weight_that_is_none_is_refused(kernels: Kernels) -> None:
+def test_memory_that_holds_no_packed_weight_is_refused(kernels: Kernels) -> None:
     x, y = torch.ones(1, 100), torch.zeros(1, 47)
     packed = kernels.pack(make("mxfp4", 47, 100))
     for offset, value in ((0, 0), (4, 99)):  # magic, version

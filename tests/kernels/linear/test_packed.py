@@ -40,7 +40,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 @schemes
-def test_packed_weights_give_what_the_quantized_ones_say(scheme: str) -> None:
+def test_packed_weights_give_the_product_of_the_quantized_weights(scheme: str) -> None:
     weight, x, bias = quantized(scheme), inputs(40, COLS, dtype=torch.float32), inputs(ROWS, dtype=torch.float32)
     exact = x.double() @ weight.dequantize().double().T + bias.double()
     for impl in ("auto", "cpu", "reference"):
@@ -71,7 +71,7 @@ def test_unpacking_gives_the_weight_back(scheme: str) -> None:
 
 
 @schemes
-def test_views_of_x_are_read_as_what_they_are(scheme: str) -> None:
+def test_views_of_x_are_read_with_their_strides(scheme: str) -> None:
     weight = packed(scheme)
     x = inputs(6, COLS)
     expected = linear(x, weight)
@@ -96,7 +96,7 @@ def test_any_leading_shape_is_kept(shape: tuple[int, ...]) -> None:
     assert [part.shape for part in parts] == [(*shape[:-1], ROWS), (*shape[:-1], 33)]
 
 
-def test_codes_and_scales_that_are_views_are_packed_as_what_they_are() -> None:
+def test_views_of_codes_and_scales_are_packed() -> None:
     for scheme in ("fp8-block", "fp8", "mxfp4", "nvfp4"):
         weight = quantized(scheme, 300, 512)
         expected = pack(weight).data

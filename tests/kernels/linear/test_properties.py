@@ -68,7 +68,7 @@ def test_several_weights_in_one_call_give_the_bits_of_single_calls(
 
 
 @kinds
-def test_a_row_of_x_does_not_know_its_neighbours(kernels: Kernels, kind: str) -> None:
+def test_a_row_of_x_has_the_same_bits_alone_and_among_others(kernels: Kernels, kind: str) -> None:
     packed = kernels.pack(make(kind, 100, 260))
     for m in M:
         x = inputs(m, 260).clone()
@@ -80,7 +80,7 @@ def test_a_row_of_x_does_not_know_its_neighbours(kernels: Kernels, kind: str) ->
 
 
 @kinds
-def test_calls_at_the_same_time_do_not_meet(kernels: Kernels, kind: str) -> None:
+def test_concurrent_calls_do_not_affect_each_other(kernels: Kernels, kind: str) -> None:
     shapes = [(300, 400), (100, 260), (33, 1030), (257, 64)]
     weights = [kernels.pack(make(kind, *shape)) for shape in shapes]
     expected = [[bits(kernels.linear(inputs(m, w.stored.shape[1]), w)) for m in M] for w in weights]

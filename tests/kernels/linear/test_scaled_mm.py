@@ -57,7 +57,7 @@ def exact(
 @pairs
 @pytest.mark.parametrize("dtype", HALF_STEP, ids=str)
 @pytest.mark.parametrize("shape", [(1, 16, 32), (17, 48, 160), (5, 33, 47)])
-def test_it_computes_what_the_reference_does(
+def test_scaled_mm_matches_the_reference(
     activation: ActivationSpec, granularity: object, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     x, weight, scale = case(activation, granularity, shape, dtype)
@@ -79,7 +79,7 @@ def test_any_leading_shape_is_kept() -> None:
         assert linear(random(*shape), weight, activation=TOKENS, impl="scaled_mm").shape == (*shape[:-1], 16)
 
 
-def test_scales_of_blocks_lie_as_cublas_wants_them() -> None:
+def test_block_scales_have_the_strides_that_cublas_requires() -> None:
     """Column after column; those of 128x128 a multiple of four long, and rows of x filled up to aligned vectors."""
     for n, k in ((256, 512), (384, 1280), (16, 128)):
         weight = quantize_tensor(random(n, k), WeightSpec(E4M3, BLOCK_128))
@@ -106,14 +106,14 @@ def test_the_recipe_follows_from_the_granularities_alone() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 255, 4096])
-def test_on_a_cpu_it_computes_only_where_it_is_named(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_scaled_mm_runs_only_if_impl_names_it(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, _ = case(TOKENS, CHANNEL, (rows, 16, 32), torch.bfloat16)
     expected = linear(x, weight, activation=TOKENS, impl="reference")
     monkeypatch.setattr(scaled_mm, "quantized_linear", None)
     assert torch.equal(linear(x, weight, activation=TOKENS), expected)
 
 
-def test_where_it_cannot_compute_the_reason_is_said() -> None:
+def test_scaled_mm_gives_the_reason_why_it_cannot_run() -> None:
     x, weight, _ = case(GROUPS, BLOCK_128, (2, 128, 128), torch.float32)
     with pytest.raises(KernelUnavailable, match=r"impl='scaled_mm'\) cannot run: scaled_mm multiplies blocks on CUDA"):
         linear(x, weight, activation=GROUPS, impl="scaled_mm")
@@ -140,7 +140,7 @@ def test_where_it_cannot_compute_the_reason_is_said() -> None:
         ((10, 0), "fp8-block", (256, 256), False),
     ],
 )
-def test_which_gpus_and_weights_it_is_for(
+def test_scaled_mm_supports_these_gpus_and_weights(
     capability: tuple[int, int], scheme: str, shape: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = quantize_tensor(torch.zeros(shape), SCHEMES[scheme].weight)

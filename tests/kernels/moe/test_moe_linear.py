@@ -94,7 +94,7 @@ def test_each_group_has_the_bits_of_a_linear_of_its_rows(fmt: str) -> None:
 
 
 @pytest.mark.skipif(native.load() is None, reason="no library")
-def test_one_token_for_several_experts_is_prepared_once_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_of_several_experts_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weights = inputs(3, torch.bfloat16), experts("fp8", 6)
     for rows in ([1, 1, 1, 1], [0, 0, 2, 2], [2, 1, 1, 0]):
         counts, x_rows = (1, 1, 0, 1, 0, 1), torch.tensor(rows)

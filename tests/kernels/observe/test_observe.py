@@ -111,7 +111,7 @@ def test_an_empty_tensor_has_amax_zero(impl: str) -> None:
     assert observe(torch.empty(0, 64), impl=impl) == (0.0, 0)
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_invalid_arguments_of_observe_are_refused() -> None:
     with pytest.raises(UnsupportedTensorError, match="contiguous"):
         observe(torch.zeros(4, 4).T)
     with pytest.raises(UnsupportedTensorError, match="float64"):

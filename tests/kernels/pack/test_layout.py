@@ -37,7 +37,7 @@ def test_packing_is_the_same_on_every_instruction_set_and_number_of_threads(kind
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
-def test_what_is_kept_of_e8m0_scales_comes_back(kernels: Kernels, kind: str) -> None:
+def test_e8m0_scales_within_the_kept_distance_are_restored(kernels: Kernels, kind: str) -> None:
     stored = make(kind, 40, 160)
     assert stored.scales is not None
     for scales in ((254, 129, 200, 254, 130), (0, 0, 0, 0, 0), (125, 0, 60, 1, 124), (3, 2, 1, 0, 3)):

@@ -134,18 +134,18 @@ def test_packing_changes_neither_codes_nor_scales() -> None:
         (WeightSpec(SPECS["mxfp4"].element, GROUP_128), (4, 256), "cpu", torch.uint8, "E2M1 with FP32 scales"),
     ],
 )
-def test_what_has_no_packed_form_is_said(
+def test_why_not_gives_the_reason_for_weights_without_a_packed_form(
     spec: WeightSpec | None, shape: tuple[int, ...], device: str, dtype: torch.dtype, words: str
 ) -> None:
     assert re.search(words, why_not(spec, shape, device, dtype))
 
 
 @specs
-def test_what_the_schemes_make_has_a_packed_form(spec: WeightSpec) -> None:
+def test_weights_of_every_scheme_have_a_packed_form(spec: WeightSpec) -> None:
     assert why_not(spec, (33, 96), "cpu") == ""
 
 
-def test_the_header_says_what_the_weight_is() -> None:
+def test_the_header_describes_the_weight() -> None:
     packed = pack(weight_of(SPECS["fp8-block"], (300, 160)))
     header = Header.read(bytes(packed.data[: Header.FORMAT.size].numpy()))
     assert isinstance(header, Header)

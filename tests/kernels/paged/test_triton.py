@@ -16,7 +16,7 @@ from minifloat.kernels.paged import silu_and_multiply as silu
 
 
 @needs_triton
-def test_the_kernels_compute_what_their_references_do() -> None:
+def test_the_kernels_match_their_references_in_the_interpreter() -> None:
     run_cases(Path(__file__).with_name("triton_cases_paged.py"), interpreted=True)
 
 

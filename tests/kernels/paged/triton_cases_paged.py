@@ -60,7 +60,7 @@ def test_silu_and_the_product(dtype: torch.dtype, columns: int) -> None:
     ("shape", "norms", "element"),
     each_pair([(4, 2, 16), (6, 1, 24), (3, 3, 40)], [False, True], ["float32", "float16", E4M3.name]),
 )
-def test_keys_and_values_lie_where_they_belong_and_nowhere_else(
+def test_keys_and_values_are_written_to_their_slots_only(
     shape: tuple[int, int, int], norms: bool, element: str
 ) -> None:
     heads, kv_heads, d = shape

@@ -41,7 +41,7 @@ def test_the_reference_counts_nan_and_inf() -> None:
 
 
 @pytest.mark.parametrize("spec", NOT_NATIVE.values(), ids=NOT_NATIVE)
-def test_auto_takes_the_reference_where_the_library_does_not_cover_the_spec(spec: WeightSpec) -> None:
+def test_auto_uses_the_reference_if_the_library_does_not_cover_the_spec(spec: WeightSpec) -> None:
     auto = quantize_rows(DATA, "BF16", SHAPE, spec)
     np.testing.assert_array_equal(auto.codes, quantize_rows(DATA, "BF16", SHAPE, spec, impl="reference").codes)
 
@@ -53,7 +53,7 @@ def test_naming_the_library_for_a_spec_that_it_does_not_cover_is_an_error(spec: 
         quantize_rows(DATA, "BF16", SHAPE, spec, impl="cpu")
 
 
-def test_auto_takes_the_reference_where_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_the_reference_if_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda: None)
     monkeypatch.setattr(native, "why_unavailable", lambda: "it was not built")
     with pytest.raises(KernelUnavailable, match="it was not built"):

@@ -202,7 +202,7 @@ def test_the_statistics_neither_overflow_nor_underflow(name: str, factor: float)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "search-16", "E4M3-search"])
-def test_the_search_decides_as_the_oracle_where_two_scales_are_as_good(name: str) -> None:
+def test_the_search_decides_as_the_oracle_between_equally_good_scales(name: str) -> None:
     """Between two blocks with different choices lies one where the sums differ by their rounding, so by their order."""
     spec = SPECS[name]
     cols = spec.granularity.cols or 0
@@ -231,7 +231,7 @@ def test_zeros_and_outliers_match_the_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.needs_tensor_amax])
 @pytest.mark.parametrize("tensor_amax", [0.0, 1e-38, 1e-30, 1.0, 1e30])
-def test_the_tensor_amax_that_is_given_is_the_one_that_counts(name: str, tensor_amax: float) -> None:
+def test_the_given_tensor_amax_is_used(name: str, tensor_amax: float) -> None:
     w = gaussian((5, 300), torch.bfloat16)
     assert_matches_reference(w, SPECS[name], tensor_amax=tensor_amax)
 

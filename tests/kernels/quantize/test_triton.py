@@ -83,7 +83,7 @@ def test_without_a_gpu_the_named_implementation_says_why(monkeypatch: pytest.Mon
     ],
     ids=["20x20", "3x128", "search over rows", "no such rule"],
 )
-def test_what_the_kernel_does_not_cover_is_said(spec: WeightSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not_names_specs_that_the_kernel_does_not_cover(spec: WeightSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert why_not("triton", spec, "cpu")
     with pytest.raises(KernelUnavailable, match=r"impl='triton'\) cannot run"):

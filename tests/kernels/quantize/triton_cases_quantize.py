@@ -130,7 +130,7 @@ def test_the_ends_of_float32(name: str, factor: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "search-16", "E4M3-search"])
-def test_the_search_where_two_scales_are_as_good(name: str) -> None:
+def test_the_search_between_equally_good_scales(name: str) -> None:
     """Between two blocks with different choices lies one where the sums differ by their rounding, so by their order."""
     spec = SPECS[name]
     cols = spec.granularity.cols or 0
@@ -157,7 +157,7 @@ def test_zeros_and_outliers(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.needs_tensor_amax])
 @pytest.mark.parametrize("tensor_amax", [0.0, 1e-38, 1e-30, 1.0, 1e30])
-def test_the_tensor_amax_that_is_given_counts(name: str, tensor_amax: float) -> None:
+def test_the_given_tensor_amax_is_used(name: str, tensor_amax: float) -> None:
     assert_matches(gaussian((5, 300), torch.bfloat16), SPECS[name], tensor_amax)
 
 
@@ -180,7 +180,7 @@ def test_amax_is_that_of_the_finite_elements(dtype: str) -> None:
             assert amax(data, dtype, shape, impl="triton", device=DEVICE) == expected
 
 
-def test_memory_that_may_not_be_written_is_read() -> None:
+def test_read_only_memory_is_accepted() -> None:
     w = gaussian((3, 64), torch.bfloat16)
     data = np.frombuffer(w.view(torch.uint8).numpy().tobytes(), np.uint8)
     result = quantize_rows(data, "BF16", (3, 64), SPECS["mxfp8"], impl="triton", device=DEVICE)

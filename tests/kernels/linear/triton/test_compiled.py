@@ -81,7 +81,7 @@ def test_decoding_into_memory(device: Device) -> None:
         assert compile_dequantize(form, torch.bfloat16, device).stack == 0
 
 
-def test_a_loop_that_is_not_there_is_not_taken_for_a_short_one() -> None:
+def test_a_kernel_without_a_product_loop_has_no_loop_in_its_counts() -> None:
     result = compile_dequantize(GpuForm.FP8, torch.bfloat16, H200)
     assert result.tensor_core == 0
     assert not result.loop

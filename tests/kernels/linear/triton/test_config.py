@@ -67,7 +67,7 @@ def test_many_rows_of_x_are_multiplied_by_cublas() -> None:
     assert not by_arithmetic(GpuForm.MXFP4, (4096, 4096), 512, 1, H200).is_large
 
 
-def test_the_order_of_columns_follows_from_the_instruction_that_multiplies() -> None:
+def test_the_order_of_columns_follows_from_the_compute_capability() -> None:
     assert [Order.of(capability) for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))] == [
         Order.WIDE,
         Order.WIDE,
@@ -90,7 +90,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_measured_configuration_goes_before_the_arithmetic(table: Path) -> None:
+def test_a_measured_configuration_replaces_the_computed_one(table: Path) -> None:
     measured = Config(16, 64, 1, 4, 3, 5)
     write_table(table, {(GpuForm.MXFP4, 4096, 4096, 16, 1): measured, (GpuForm.FP8, 4096, 4096, 1024, 1): LARGE})
     assert read_table(table)[(GpuForm.FP8, 4096, 4096, 1024, 1)] == LARGE

@@ -92,7 +92,7 @@ def test_every_e4m3_code_in_every_place(field: int) -> None:
         assert torch.equal(torch.from_numpy(result)[finite[..., j]], expected[..., j][finite[..., j]])
 
 
-def test_the_multiplier_of_e4m3_makes_it_itself() -> None:
+def test_the_multiplier_of_e4m3_restores_its_value() -> None:
     assert np.float64(_halves(np.uint32(decode.E4M3_MULTIPLIER.value))[0]) == 2.0**120
 
 

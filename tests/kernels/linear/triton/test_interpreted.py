@@ -8,5 +8,5 @@ from triton_cases import needs_triton, run_cases
 
 
 @needs_triton
-def test_the_kernels_compute_what_they_should_in_the_interpreter() -> None:
+def test_the_kernels_match_float64_in_the_interpreter() -> None:
     run_cases(Path(__file__).with_name("triton_cases_linear.py"), interpreted=True)

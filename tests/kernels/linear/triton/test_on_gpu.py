@@ -92,7 +92,7 @@ def test_gpu_products_are_compiled(kind: str) -> None:
 
 
 @kinds
-def test_gpu_weights_unpack_to_what_was_packed(kind: str) -> None:
+def test_gpu_weights_unpack_to_the_packed_codes_and_scales(kind: str) -> None:
     weight, values = packed(kind, 260, 416)
     assert weight.codes.is_cuda
     torch.testing.assert_close(weight.dequantize().double(), values, rtol=1e-6, atol=0)
@@ -123,7 +123,7 @@ def test_gpu_weights_with_one_input_are_multiplied_in_one_call() -> None:
         assert torch.equal(one, linear(x, weight))
 
 
-def test_gpu_products_refuse_what_does_not_fit() -> None:
+def test_gpu_products_refuse_arguments_that_do_not_fit() -> None:
     weight, _ = packed("mxfp4", 128, 256)
     with pytest.raises(ShapeError, match="x: expected"):
         linear(inputs(3, 128, torch.bfloat16), weight)

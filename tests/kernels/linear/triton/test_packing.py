@@ -59,7 +59,7 @@ def test_every_e2m1_code_survives_in_every_place(kind: str, order: Order) -> Non
 
 
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
-def test_scales_survive_that_the_factors_cannot_hold(kind: str) -> None:
+def test_scales_that_factors_cannot_represent_are_restored(kind: str) -> None:
     stored = make(kind, 6, 128)
     assert stored.scales is not None
     stored.scales[0] = torch.tensor([254, 0, 3, 128], dtype=torch.uint8)  # flushed beside the largest
@@ -103,7 +103,7 @@ def test_a_packed_weight_takes_little_more_than_the_checkpoint() -> None:
         assert weight.nbytes <= arrange(weight, Order.NARROW).nbytes <= weight.nbytes + 4 * 512 + 64
 
 
-def test_the_forms_that_there_are_kernels_for() -> None:
+def test_every_supported_weight_has_its_form() -> None:
     forms = {kind: form_of(case(kind, 256, 256)[0].spec, (256, 256)) for kind in KINDS if kind != "bf16"}
     assert {kind: form for kind, form in forms.items() if isinstance(form, GpuForm)} == {
         "fp8-tensor": GpuForm.FP8,

@@ -57,7 +57,7 @@ kinds = pytest.mark.parametrize(("kind", "order"), sorted(set(cases())))
 
 
 @pytest.mark.parametrize(("kind_and_order", "shape"), each_value(sorted(set(cases())), [(70, 160), (130, 256)]))
-def test_the_product_is_that_in_float64(kind_and_order: tuple[str, Order], shape: tuple[int, int]) -> None:
+def test_the_product_matches_float64(kind_and_order: tuple[str, Order], shape: tuple[int, int]) -> None:
     (kind, order), (rows, cols) = kind_and_order, shape
     weight, values = case(kind, rows, cols)
     packed = arrange(weight, order)
@@ -81,7 +81,7 @@ def test_parts_of_k_are_added_up_in_their_order(kind: str, parts: int, monkeypat
     assert not counts.any()
 
 
-def test_x_may_have_rows_that_are_apart() -> None:
+def test_x_may_have_a_row_stride() -> None:
     weight, values = case("mxfp8", 70, 160)
     x = inputs(5, 200)[:, 7:167]
     assert_close(run(x, arrange(weight, Order.NARROW), SMALL), product(x, values), x, values)
@@ -93,7 +93,7 @@ def alone(weight: QuantizedTensor, order: Order) -> torch.Tensor:
     return run(torch.eye(cols), packed, Config(64, 64, 1, 4, 2, 1)).T
 
 
-def test_every_e4m3_code_is_itself() -> None:
+def test_every_e4m3_code_decodes_to_its_value() -> None:
     stored = make("fp8-channel", 3, 256)
     codes = finite_codes(E4M3)
     stored.codes[:] = torch.cat([codes, codes[:2]])
@@ -113,7 +113,7 @@ def test_every_e2m1_code_with_every_e8m0_scale() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "mxfp8"])
-def test_e8m0_scales_spread_over_a_row_by_all_that_is_kept(kind: str) -> None:
+def test_e8m0_scales_of_a_row_may_differ_by_125_powers_of_two(kind: str) -> None:
     groups = 128
     stored = make(kind, 2, 32 * groups)
     assert stored.scales is not None
