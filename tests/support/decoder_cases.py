@@ -55,7 +55,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def model_of(name: str) -> Any:
-    """A model in float32 whose weights are values of bfloat16, so that packing them changes nothing."""
+    """Return a float32 model with bfloat16 values as weights, so that packing does not change them."""
     torch.manual_seed(0)
     models: Any = transformers.AutoModelForCausalLM
     model = models.from_config(CONFIGS[name](), attn_implementation="eager").float().eval()
@@ -94,7 +94,7 @@ def _experts(module: Any, apart: bool) -> Experts:
 
 
 def decoder_of(model: Any, dtype: torch.dtype = torch.float32, apart: bool = True) -> Decoder:
-    """The decoder of a model; `apart`: gate and up of experts as two weights."""
+    """Return the decoder of a model; `apart`: gate and up of experts as two weights."""
     config, layers = model.config, []
     for module in model.model.layers:
         attention = module.self_attn
@@ -138,7 +138,7 @@ def _window_of(config: Any) -> int | None:
 
 @dataclass
 class Session:
-    """Sequences in a cache whose blocks are handed out in no order.
+    """Sequences in a cache whose blocks are assigned in random order.
 
     Attributes:
         decoder: What runs.
@@ -165,7 +165,7 @@ class Session:
         self._free = order.tolist()
 
     def batch(self, new: Mapping[str, Sequence[int]], logits: Sequence[int] | None = None) -> StepBatch:
-        """New tokens of some sequences, blocks found for them; by default the logits of all."""
+        """Return a batch of new tokens with blocks for them; by default with the logits of all tokens."""
         positions: list[int] = []
         for name, tokens in new.items():
             begin = self.contexts.get(name, 0)
@@ -189,7 +189,7 @@ class Session:
         )
 
     def run(self, new: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """The logits of all new tokens of each sequence."""
+        """Run a step and return the logits of all new tokens of each sequence."""
         logits = step(self.decoder, self.cache, self.batch(new), self.impl)
         parts = torch.split_with_sizes(logits, [len(tokens) for tokens in new.values()])
         return dict(zip(new, parts, strict=True))
@@ -205,7 +205,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a random decoder looks like.
+    """The sizes and options of a random decoder.
 
     Attributes:
         heads: Of queries.
@@ -239,7 +239,7 @@ class Shape:
 
 
 def random_decoder(shape: Shape, dtype: torch.dtype, scales: tuple[float, float] = (1.0, 1.0)) -> Decoder:
-    """A decoder without a model; `scales`: of keys and values in an E4M3 cache."""
+    """Return a random decoder; `scales`: scales of keys and values in an E4M3 cache."""
     random = torch.Generator().manual_seed(7)
 
     def weight(rows: int, cols: int) -> PackedWeight:

@@ -16,7 +16,7 @@ _SCALES = {Grid.ROW: FLOAT32, Grid.BLOCK: FLOAT32, Grid.E8M0: E8M0, Grid.E4M3: E
 
 
 def quantized(stored: Stored) -> QuantizedTensor:
-    """A weight as `minifloat.layouts` would read it."""
+    """Return a weight as `minifloat.layouts` reads it."""
     kind = stored.kind
     assert stored.scales is not None
     spec = WeightSpec(E4M3 if kind.element is Element.E4M3 else E2M1, _granularity(*kind.block), _SCALES[kind.grid])
@@ -27,7 +27,7 @@ def quantized(stored: Stored) -> QuantizedTensor:
 
 
 def case(kind: str, rows: int, cols: int, seed: int = 0) -> tuple[QuantizedTensor, torch.Tensor]:
-    """A random weight of finite codes, and its values in float64."""
+    """Return a random weight of finite codes and its values in float64."""
     stored = make(kind, rows, cols, seed)
     return quantized(stored), stored.values()
 

@@ -39,7 +39,7 @@ _BRANCH = re.compile(r"BRA.*?`\((\.L_x_\d+)\)")
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel as the machine will see it.
+    """The machine code of a kernel.
 
     Attributes:
         registers: Of a thread.
@@ -57,7 +57,7 @@ class Compiled:
 
     @functools.cached_property
     def loop(self) -> collections.Counter[str]:
-        """How often each instruction stands in the main loop; empty where there is none."""
+        """How often each instruction occurs in the main loop; empty if there is no loop."""
         return collections.Counter(_main_loop(self.sass()))
 
     @property
@@ -67,7 +67,7 @@ class Compiled:
 
     @property
     def slow(self) -> list[str]:
-        """Instructions of the main loop that should not be there: conversions one by one, and spilled registers."""
+        """Unwanted instructions of the main loop: single conversions and spilled registers."""
         return [name for name in self.loop if name.split(".")[0] in ("F2F", "LDL", "STL")]
 
     @property
@@ -79,7 +79,7 @@ class Compiled:
 def compile_product(
     form: GpuForm, config: Config, dtype: torch.dtype, device: Device, *, bias: bool = False
 ) -> Compiled:
-    """`product_kernel` as `multiply` would launch it on aligned tensors."""
+    """Compile `product_kernel` as `multiply` launches it on aligned tensors."""
     names = ["x", "codes", "factors", "blocks", "rows", "bias", "y", "sums", "counts"]
     kinds = (_TYPES[dtype], "*i16", "*i32", "*fp32", "*fp32", "*fp32", _TYPES[dtype], "*fp32", "*i32")
     sizes = ["M", "N", "K", "x_stride", "y_stride", "tiles", "block_stride", "block_rows"]
@@ -104,7 +104,7 @@ def compile_product(
 
 
 def compile_dequantize(form: GpuForm, dtype: torch.dtype, device: Device) -> Compiled:
-    """`dequantize_kernel`."""
+    """Compile `dequantize_kernel`."""
     names = ["codes", "factors", "blocks", "rows", "y"]
     kinds = ("*i16", "*i32", "*fp32", "*fp32", _TYPES[dtype])
     sizes = ["first_row", "N", "K", "tiles", "block_stride", "block_rows"]
@@ -126,7 +126,7 @@ def _counted(compiled: triton_cases.Compiled, weights: float) -> Compiled:
 
 
 def _main_loop(sass: str) -> list[str]:
-    """The instructions of the shortest loop with tensor core instructions, or nothing."""
+    """Return the instructions of the shortest loop with tensor core instructions, or none."""
     instructions: list[str] = []
     labels: dict[str, int] = {}
     loops: list[list[str]] = []

@@ -54,7 +54,7 @@ class Grid(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """A format of weights: what shares a scale, None for the whole extent."""
+    """A format of weights, with the rows and columns that share a scale; None for the whole extent."""
 
     element: Element
     grid: Grid
@@ -87,13 +87,13 @@ ENOUGH = 1000
 
 
 def values_of(element: ElementFormat) -> torch.Tensor:
-    """float64 ``[codes]``."""
+    """Return the values of all codes of a format, float64 ``[codes]``."""
     return torch.tensor(element.values, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight ``[N, K]`` as a checkpoint has it.
+    """A weight ``[N, K]`` as a checkpoint stores it.
 
     Attributes:
         kind: Its format.
@@ -123,7 +123,7 @@ class Stored:
         return self.codes.contiguous()
 
     def scale_values(self) -> torch.Tensor:
-        """What multiplies each element: float64 ``[N, K]``."""
+        """The scale of each element: float64 ``[N, K]``."""
         if self.scales is None:
             return torch.ones(self.shape, dtype=torch.float64)
         if self.kind.grid is Grid.E8M0:
@@ -136,7 +136,7 @@ class Stored:
         return grid.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: self.shape[0], : self.shape[1]]
 
     def values(self) -> torch.Tensor:
-        """The weight itself: float64 ``[N, K]``."""
+        """The dequantized weight: float64 ``[N, K]``."""
         if self.kind.element is Element.BF16:
             return self.codes.double()
         elements = values_of(E4M3 if self.kind.element is Element.E4M3 else E2M1)[self.codes.long()]
@@ -144,7 +144,7 @@ class Stored:
 
 
 def finite_codes(element: ElementFormat) -> torch.Tensor:
-    """uint8: every code that is no NaN."""
+    """Return every code that is not NaN, uint8."""
     return torch.tensor([code for code, value in enumerate(element.values) if value == value], dtype=torch.uint8)
 
 
@@ -154,7 +154,7 @@ def grid_shape(kind: Kind, rows: int, cols: int) -> tuple[int, int]:
 
 
 def make(name: str, rows: int, cols: int, seed: int = 0) -> Stored:
-    """A weight of random finite codes, evenly over all of them, and scales of about a hundredth."""
+    """Return a weight of random finite codes, uniformly distributed, and scales of about a hundredth."""
     kind = KINDS[name]
     random = torch.Generator().manual_seed(seed)
     if kind.element is Element.BF16:
@@ -170,13 +170,13 @@ def make(name: str, rows: int, cols: int, seed: int = 0) -> Stored:
 
 
 def fits(name: str, cols: int) -> bool:
-    """Whether a weight of that format may have `cols` columns."""
+    """Return whether a weight of the format may have `cols` columns."""
     return KINDS[name].element is not Element.E2M1 or cols % 2 == 0
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed weight and what it was made of."""
+    """A packed weight and the stored weight that it was packed from."""
 
     blob: torch.Tensor
     stored: Stored
@@ -191,17 +191,17 @@ _VECTOR = 16
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor as integers, so that NaNs compare too."""
+    """Return the bits of a tensor as integers, so that NaNs compare equal too."""
     return tensor.contiguous().view(_BITS[tensor.dtype])
 
 
 def garbage(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """``[rows, cols]`` of NaNs that `written` recognises."""
+    """Return ``[rows, cols]`` of NaNs that `written` recognises."""
     return torch.full((rows, cols), _GARBAGE[dtype], dtype=_BITS[dtype]).view(dtype)
 
 
 def written(tensor: torch.Tensor) -> torch.Tensor:
-    """Which elements are no longer what `garbage` made."""
+    """Return which elements of a tensor of `garbage` have been written."""
     return bits(tensor) != _GARBAGE[tensor.dtype]
 
 
@@ -239,7 +239,7 @@ class Kernels:
         return Packed(blob, stored)
 
     def unpack(self, packed: Packed, threads: int = 1) -> Stored:
-        """What the blob says that the weight was."""
+        """Unpack the codes and scales of the blob."""
         stored = packed.stored
         codes = torch.full_like(stored.bytes_of_codes(), 0x33)
         scales = None if stored.scales is None else torch.full_like(stored.scales, 0x55)
@@ -332,7 +332,7 @@ class Kernels:
     def round_inputs(
         self, x: torch.Tensor, spec: ActivationSpec, scale: torch.Tensor | None = None, threads: int = 1
     ) -> torch.Tensor:
-        """The result for `x`, whose rows may be any distance apart, into memory at an odd address; checked as above."""
+        """The result for `x`, whose rows may be any distance apart, into memory at an odd address; checks the same."""
         (rows, cols), element = x.shape, spec.element
         dynamic = InputScaling.TENSOR if spec.granularity == TENSOR else InputScaling.BLOCK
         before, after = _PADDING, _VECTOR
@@ -361,14 +361,14 @@ def _pointers(tensors: Sequence[torch.Tensor | None]) -> ctypes.Array[ctypes.c_v
 
 
 def _checked(buffer: torch.Tensor, width: int) -> torch.Tensor:
-    """The result without its padding."""
+    """Return the result without its padding."""
     assert not written(buffer[:, width:]).any(), "written between the rows of y"
     assert written(buffer[:, :width]).all(), "elements of y that were not written"
     return buffer[:, :width]
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias`` in float64."""
+    """Compute ``x @ weight.T + bias`` in float64."""
     exact = x.double() @ weight.T
     return exact if bias is None else exact + bias.double()
 
@@ -380,7 +380,7 @@ def assert_close(
     weight: torch.Tensor,
     sums: float = 1e-6,
 ) -> None:
-    """Hold a result to its exact value, element by element and on average.
+    """Compare a result with its exact value, element by element and on average.
 
     An element may differ by half a step of its dtype and by rounding in the sum, for which the lengths of the row of
     `x` and of the row of `weight` are the measure; all together by what rounding each costs, and that of the sums.
@@ -407,14 +407,14 @@ def assert_close(
 
 
 def assert_within_bar(result: torch.Tensor, exact: torch.Tensor, bar: float | None = None) -> None:
-    """Hold the relative L2 error of enough elements to a bar, by default that of their dtype."""
+    """Assert that the relative L2 error of enough elements is below a tolerance, by default that of their dtype."""
     if result.numel() >= ENOUGH:
         relative = float((result.double() - exact).norm() / exact.norm())
         assert relative < (bar or BARS[result.dtype]), f"relative L2 {relative:.2e}"
 
 
 class Guarded:
-    """Memory between two pages that nobody may touch: a read or a write outside of it ends the process."""
+    """Memory between two protected pages: a read or a write outside of it ends the process."""
 
     def __init__(self, size: int) -> None:
         page = mmap.PAGESIZE

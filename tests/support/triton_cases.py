@@ -28,7 +28,7 @@ TARGETS = (80, 90, 100)
 
 
 def run_cases(file: Path, *, interpreted: bool) -> None:
-    """Run a file of tests, by the interpreter on the CPU or on the GPU; fail with its output where one fails."""
+    """Run a file of tests, by the interpreter on the CPU or on the GPU; fail with its output if a test fails."""
     environment = os.environ | {"TRITON_INTERPRET": "1" if interpreted else "0", "OMP_NUM_THREADS": "1"}
     paths = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parent)]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
@@ -38,7 +38,7 @@ def run_cases(file: Path, *, interpreted: bool) -> None:
 
 
 def device() -> str:
-    """Where the tests of a file of cases put their tensors."""
+    """Return the device of the tensors in a file of cases."""
     return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
@@ -62,7 +62,7 @@ class Compiled:
 
     @cached_property
     def sass(self) -> str:
-        """The machine code disassembled, which takes half a second; empty where there is no disassembler."""
+        """The disassembled machine code, which takes half a second; empty if there is no disassembler."""
         return _tool("nvdisasm", self.cubin, "-c")
 
     def opcodes(self, pattern: str) -> list[str]:
@@ -80,7 +80,7 @@ def compile_ahead(
     options: Mapping[str, Any] | None = None,
     aligned: tuple[str, ...] = (),
 ) -> Compiled:
-    """Compile a kernel for an architecture that need not be here.
+    """Compile a kernel for an architecture that this machine need not have.
 
     Args:
         kernel: What `triton.jit` made.
@@ -110,7 +110,7 @@ def compile_ahead(
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
-    """What cuobjdump says that a kernel uses."""
+    """Return the resources that a kernel uses according to cuobjdump."""
     text = _tool("cuobjdump", cubin, "--dump-resource-usage")
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
 
