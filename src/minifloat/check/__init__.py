@@ -3,7 +3,7 @@
     judge.py           check_checkpoint, and the check that quantize --target makes
     rules/             what each engine does to which checkpoints, since which version, and the cure: one table each
     engine_kernels.py  which kernel of an engine multiplies which weights on which machine
-    loading_rule.py    a row of the rules and how it is applied;  conditions.py  the conditions that rows name
+    loading_rule.py    a row of the rules and how it is applied;  conditions.py, parallel_conditions.py  the conditions
     subject.py         what is judged: a checkpoint or a plan, reduced to names, shapes and formats
     target.py          where it is to run: engine, machine, number of GPUs
 

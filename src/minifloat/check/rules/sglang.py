@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minifloat.check import conditions
+from minifloat.check import conditions, parallel_conditions
 from minifloat.check.conditions import kinds
 from minifloat.check.loading_rule import LoadingRule, LoadVerdict
 from minifloat.check.rules.machines import CPUS, GPUS
@@ -53,7 +53,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="sglang-tensor-parallelism",
         hardware=GPUS,
         verdict=LoadVerdict.UNKNOWN,
-        condition=conditions.uneven_anything,
+        condition=parallel_conditions.uneven_anything,
         problem="it is not known what SGLang does with heads or matrices that the GPUs cannot share evenly",
         cure=FEWER_GPUS,
         source="not read",

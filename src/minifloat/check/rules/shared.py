@@ -5,7 +5,7 @@ Each engine's table lists these rules at their place in its order.
 
 from __future__ import annotations
 
-from minifloat.check import conditions
+from minifloat.check import conditions, parallel_conditions
 from minifloat.check.conditions import kinds
 from minifloat.check.loading_rule import LoadingRule, LoadVerdict
 from minifloat.check.rules.machines import ALL, BEFORE_BLACKWELL
@@ -23,7 +23,7 @@ BLOCKS_128 = LoadingRule(
     name="blocks-128",
     hardware=ALL,
     verdict=LoadVerdict.REFUSED,
-    condition=conditions.broken_blocks,
+    condition=parallel_conditions.broken_blocks,
     problem="a block of 128x128 would lie in two parts of a fused layer, or on two GPUs",
     cure=(
         "use fewer GPUs (--tp); or give these modules a scheme without blocks: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minifloat.check import conditions
+from minifloat.check import conditions, parallel_conditions
 from minifloat.check.loading_rule import LoadingRule, LoadVerdict
 from minifloat.check.rules.machines import ALL
 from minifloat.check.rules.shared import BLOCKS_128, FEWER_GPUS, VLLM_CPU
@@ -12,7 +12,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="tp-attention-heads",
         hardware=ALL,
         verdict=LoadVerdict.REFUSED,
-        condition=conditions.uneven_heads,
+        condition=parallel_conditions.uneven_heads,
         problem="the GPUs cannot share the attention heads evenly",
         cure="choose --tp so that it divides the number of heads",
         source="config/model.py: verify_with_parallel_config",
@@ -21,7 +21,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="tp-kv-heads",
         hardware=ALL,
         verdict=LoadVerdict.REFUSED,
-        condition=conditions.uneven_kv_heads,
+        condition=parallel_conditions.uneven_kv_heads,
         problem="the GPUs can neither share the key-value heads nor copy them evenly",
         cure="choose --tp so that it divides the number of key-value heads or is a multiple of it",
         source="model_executor/layers/linear.py: QKVParallelLinear",
@@ -30,7 +30,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="tp-kv-heads-copied",
         hardware=ALL,
         verdict=LoadVerdict.DEGRADED,
-        condition=conditions.copied_kv_heads,
+        condition=parallel_conditions.copied_kv_heads,
         problem="fewer key-value heads than GPUs: heads are copied, and more GPUs make the KV cache no larger",
         cure=FEWER_GPUS,
         source="model_executor/layers/linear.py: QKVParallelLinear",
@@ -39,7 +39,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="tp-matrices",
         hardware=ALL,
         verdict=LoadVerdict.REFUSED,
-        condition=conditions.uneven_matrices,
+        condition=parallel_conditions.uneven_matrices,
         problem="the GPUs cannot share a matrix evenly",
         cure=FEWER_GPUS,
         source="distributed/utils.py: divide, as called by ColumnParallelLinear and RowParallelLinear",
@@ -49,7 +49,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="blocks-128-experts",
         hardware=ALL,
         verdict=LoadVerdict.REFUSED,
-        condition=conditions.broken_expert_blocks,
+        condition=parallel_conditions.broken_expert_blocks,
         problem="the inner size of the experts is not made of whole blocks of 128 on every GPU (192 % 128 = 64)",
         cure="use fewer GPUs, expert instead of tensor parallelism, or --scheme fp8-dynamic",
         source="quantization/utils/fp8_utils.py: validate_fp8_block_shape_moe",
@@ -58,7 +58,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="groups-across-gpus",
         hardware=ALL,
         verdict=LoadVerdict.WRONG,
-        condition=conditions.broken_groups,
+        condition=parallel_conditions.broken_groups,
         problem=(
             "a group of columns that share a scale would lie on two GPUs, and the scales of a GPU belong to other "
             "columns"
