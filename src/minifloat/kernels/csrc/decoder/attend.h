@@ -1,10 +1,10 @@
 // Softmax attention of a tile: some queries of one key-value head over a range of blocks.
 //
 // Rows of a tile are pairs of token and query head, in the order of tokens, so that one reading of keys and values
-// serves a group of heads, or several tokens, or both. Blocks go in chunks: scores of a chunk, then their exponentials
-// under the largest score so far, then the values. Values of keys that every row sees are added for all rows at once;
-// of the others, at the ends of what rows see, a row meets only its own: memory behind the last token holds anything,
-// and so may a token that the row must not see, and zero times NaN is NaN.
+// serves a group of heads, or several tokens, or both. Blocks are processed in chunks: scores of a chunk, then their
+// exponentials relative to the largest score so far, then the values. Values of keys that every row sees are added for
+// all rows at once. Values of other keys are added only to the rows that see them: memory behind the last token, or a
+// token that a row must not see, may hold NaN, and zero times NaN is NaN.
 #pragma once
 
 #include "attend_amx.h"
@@ -40,7 +40,7 @@ inline void score_blocks(const Tile& tile, Chunk& chunk, int dims, int b) {
     }
 }
 
-// Makes scores of keys that a row does not see minus infinity.
+// Sets the scores of keys that a row does not see to minus infinity.
 inline void hide(Chunk& chunk, int rows) {
     for (int r = 0; r < rows; ++r) {
         for (int key = 0; key < chunk.first[r]; ++key) chunk.scores[r][key] = minus_infinity();
@@ -49,7 +49,7 @@ inline void hide(Chunk& chunk, int rows) {
     }
 }
 
-// Scores to weights exp(score - largest); sums so far are brought under the new largest.
+// Turns scores into weights exp(score - largest) and rescales the sums so far to the new largest score.
 inline void weigh(float* scores, int count, int padded_dim, float* values, float& largest, float& total) {
     F32 most = broadcast(largest);
     for (int i = 0; i < count; i += kWidth) most = max(load(scores + i), most);
@@ -68,7 +68,7 @@ inline void weigh(float* scores, int count, int padded_dim, float* values, float
     largest = now;
 }
 
-// Where the values of a key, or of its pair, lie.
+// The address of the values of a key, or of its pair.
 template <class Element>
 inline const uint8_t* values_of(const Chunk& chunk, int padded_dim, int key) {
     const int row = key % kBlockTokens / Element::kPair * Element::kPair;
@@ -111,7 +111,7 @@ inline void add_own(const Chunk& chunk, int padded_dim, int r, int begin, int en
     }
 }
 
-// Few rows leave registers for more vectors, and need them: an addition takes several cycles.
+// With few rows there are registers for more vectors, which hide the latency of additions.
 constexpr int at_once(int rows) { return rows == 1 ? 4 : rows <= 4 ? 2 : 1; }
 
 template <class Element, int kRows>
@@ -158,7 +158,7 @@ inline void attend_chunk(const Tile& tile, const LayerCache& cache, Chunk& chunk
     }
 }
 
-// What the rows of a tile see of the chunk that begins at block `block`.
+// Sets the keys that the rows of a tile see in the chunk that begins at block `block`.
 template <class Element>
 inline void bound(const Tile& tile, int64_t block, Chunk& chunk) {
     const int keys = chunk.blocks * kBlockTokens;
@@ -194,9 +194,9 @@ void attend_rows(const Tile& tile, const LayerCache& cache, int64_t begin, int64
 
 #if defined(__AMX_BF16__)
 
-constexpr int kFewestRows = 4;  // of fewer, reading the cache takes longer than multiplying
+constexpr int kFewestRows = 4;  // with fewer rows, reading the cache takes longer than multiplying
 
-// Whether AMX can multiply: `dtype` is that of the queries.
+// Whether AMX can multiply; `dtype` is the dtype of the queries.
 inline bool fits_tiles(const Tile& tile, const LayerCache& cache, int32_t dtype) {
     return tile.rows >= kFewestRows && cache.element == MINIFLOAT_CACHE_BF16 && dtype == MINIFLOAT_BF16 &&
            cache.head_dim % kHalfCols == 0;

@@ -1,7 +1,7 @@
 // The two products of attention by AMX, for a bfloat16 cache and queries that are exact in bfloat16.
 //
-// Blocks lie as the second operands of TDPBF16PS. Weights are taken apart into two bf16 that add up to 16 bits of them,
-// so that the result is as good as its output's dtype needs, and better than with weights rounded to bf16.
+// Blocks have the layout of the second operand of TDPBF16PS. Weights are split into two bf16 that hold 16 bits of them,
+// so that the result is as exact as its dtype requires, and more exact than with weights rounded to bf16.
 #pragma once
 
 #include "../linear/amx.h"
@@ -25,7 +25,7 @@ inline TileShapes attention_tiles(int rows) {
     return shapes;
 }
 
-// Asks for 32 dimensions of the keys of a block to come, and for as much of this one's values.
+// Prefetches 32 dimensions of the keys of a later block, and as many bytes of the values of this block.
 inline void prefetch_half(const Chunk& chunk, int b, int64_t at) {
     for (int64_t line = at; line < at + kTileBytes; line += kVectorBytes) {
         __builtin_prefetch(chunk.heads[b + kAheadBlocks] + line);
@@ -62,7 +62,7 @@ inline void score_by_tiles(const uint16_t* q, int rows, int dims, float factor, 
             store_as(&chunk.scores[r][key], load(&chunk.scores[r][key]) * factor);
 }
 
-// Adds the values of blocks begin .. end - 1, all of whose keys all rows see.
+// Adds the values of blocks begin .. end - 1; all rows must see all their keys.
 inline void add_by_tiles(const Chunk& chunk, int rows, int padded_dim, int begin, int end, Sums& out) {
     alignas(64) uint16_t high[kQueryRows][kChunkKeys], low[kQueryRows][kChunkKeys];
     for (int r = 0; r < rows; ++r) {

@@ -1,11 +1,11 @@
-// What attention computes with: a tile of queries, a chunk of keys, sums (attend.h).
+// The data of attention: a tile of queries, a chunk of keys, sums (attend.h).
 #pragma once
 
 #include "cache.h"
 
 namespace MINIFLOAT_ISA {
 
-// Rows share what is read of the cache; their sums and a vector of keys are all that registers hold.
+// Rows of a tile share the reading of the cache; registers hold their sums and a vector of keys.
 #if defined(__AVX512F__)
 constexpr int kQueryRows = 16;
 #else
@@ -13,7 +13,7 @@ constexpr int kQueryRows = 8;
 #endif
 constexpr int kChunkBlocks = 8;
 constexpr int kChunkKeys = kChunkBlocks * kBlockTokens;
-constexpr int kAheadBlocks = 4;  // blocks lie anywhere: the processor does not foresee where the next one begins
+constexpr int kAheadBlocks = 4;  // blocks are anywhere in memory: the hardware cannot predict the next one
 
 struct Tile {
     int rows;
@@ -25,7 +25,7 @@ struct Tile {
     const uint16_t* q16;  // the queries as bf16, [rows, head_dim], where AMX multiplies; else null
 };
 
-// Of a tile: sums of values weighted by exp(score - largest), and of those weights; zeros at first.
+// Sums of a tile: of values weighted by exp(score - largest), and of these weights; initially zero.
 struct Sums {
     alignas(64) float values[kQueryRows][MINIFLOAT_MAX_HEAD_DIM];
     float largest[kQueryRows], total[kQueryRows];
@@ -41,13 +41,13 @@ inline void clear(Sums& sums, int rows, int padded_dim) {
     }
 }
 
-// A chunk while it is worked on; keys are counted from its first.
+// The chunk being processed; keys are numbered from its first key.
 struct Chunk {
     alignas(64) float scores[kQueryRows][kChunkKeys];
-    const uint8_t* heads[kChunkBlocks + kAheadBlocks];  // blocks of one head, those to come included
+    const uint8_t* heads[kChunkBlocks + kAheadBlocks];  // blocks of one head, later blocks included
     int64_t values_at;
     int blocks;
-    int first[kQueryRows], last[kQueryRows];  // what each row sees
+    int first[kQueryRows], last[kQueryRows];  // the keys that each row sees
     int common_begin, common_end;             // seen by all rows, whole pairs
 };
 

@@ -1,8 +1,8 @@
-// Cuts the attention of a step into tiles (attend.h) and shares them out.
+// Cuts the attention of a step into tiles (attend.h) and distributes them to the threads.
 //
-// A sequence with one tile of rows per key-value head, as in decoding, has its keys cut into ranges too, so that one
-// long context keeps all threads busy; their sums are merged at the end. What is cut depends on the sequence alone: the
-// bits of a result depend neither on the number of threads nor on the rest of the batch.
+// If a sequence has one tile of rows per key-value head, as in decoding, its keys are cut into ranges too, so that one
+// long context keeps all threads busy; the sums are merged at the end. The cuts depend on the sequence alone: the bits
+// of a result depend neither on the number of threads nor on the rest of the batch.
 #include "attention.h"
 
 #include "../threads.h"
@@ -15,12 +15,12 @@ namespace {
 constexpr int64_t kRangeBlocks = 32;
 constexpr int64_t kProductsPerThread = 256 << 10;  // some microseconds
 
-// A tile, or a range of one.
+// A tile, or a range of keys of a tile.
 struct Piece {
     int32_t sequence, head;
     int64_t row;         // of the sequence, [token, head of the group]
     int64_t begin, end;  // blocks
-    float* partial;      // where its sums go; null: it is the whole tile
+    float* partial;      // where the sums of a range go; null for a whole tile
     int64_t ranges;      // of the tile, in the first piece of it; else 0
 };
 
@@ -49,7 +49,7 @@ int64_t first_key(const Work& work, int32_t s, int64_t row) {
     return work.layer.window > 0 ? max<int64_t>(0, last_key(work, s, row) - work.layer.window) : 0;
 }
 
-// The pieces of a sequence for one head; counts them alone where there is no memory yet.
+// Writes the pieces of a sequence for one head; only counts them if there is no memory yet.
 void cut(Work& work, int32_t s, int32_t head, float*& partials) {
     const int64_t rows = rows_of(work, s);
     for (int64_t row = 0; row < rows; row += kQueryRows) {
@@ -119,7 +119,7 @@ void keep(const Work& work, const Piece& piece, const Sums& sums) {
     }
 }
 
-// Adds the sums of a range to others, both brought under the larger largest score.
+// Adds the sums of a range to other sums, both rescaled to the larger of their largest scores.
 void merge(const Work& work, const Piece& piece, Sums& sums) {
     const float* from = piece.partial;
     for (int64_t r = 0; r < tile_rows(work, piece); ++r, from += work.cache.padded_dim + 2) {
@@ -167,7 +167,7 @@ void run(const Work& work) {
     });
 }
 
-// A head of a row of q, k, v as float32, normed and turned where it is.
+// Reads a head of a row of q, k or v as float32, normed and rotated if required.
 void prepare_head(const minifloat_decoder& d, const uint8_t* from, const float* weight, const float* turn, float* out) {
     to_float(from, d.dtype, d.head_dim, out);
     if (weight != nullptr) norm(out, weight, d.head_dim, d.eps);

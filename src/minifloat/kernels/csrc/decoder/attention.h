@@ -1,12 +1,12 @@
-// Attention of all sequences of a step in one layer, and what goes before it.
+// Attention of all sequences of a step in one layer, and the norms, rotation and cache writes before it.
 #pragma once
 
 #include "cache.h"
 
 namespace MINIFLOAT_ISA {
 
-// From rows of q, k, v side by side (of the decoder's dtype): queries, normed, turned and rounded to the dtype, as
-// float32 [T, heads, head_dim]; keys, normed and turned, and values into the cache. `turns`: [T, rotary] (rows.h);
+// From rows of q, k, v side by side (of the decoder's dtype): queries, normed, rotated and rounded to the dtype, as
+// float32 [T, heads, head_dim]; keys, normed and rotated, and values into the cache. `turns`: [T, rotary] (rows.h);
 // `token_blocks`: the block of every token.
 void write_tokens(const minifloat_step_args& a, const minifloat_layer& layer, const LayerCache& cache,
                   const uint8_t* qkv, const float* turns, const int32_t* token_blocks, float* q);

@@ -1,5 +1,5 @@
-// Blocks of a cache of keys and values: where an element lies (kernels/decoder/cache.py draws it), reading vectors of
-// them as float32, writing a token.
+// Blocks of a cache of keys and values: where an element lies (kernels/decoder/cache.py describes it), reading vectors
+// of them as float32, writing a token.
 #pragma once
 
 #include "../intrinsics.h"
@@ -10,8 +10,8 @@ namespace MINIFLOAT_ISA {
 constexpr int kBlockTokens = MINIFLOAT_BLOCK_TOKENS;
 static_assert(kBlockTokens == kLanes, "the keys of a block are whole vectors");
 
-// What a cache holds. load() reads kWidth places of kPair elements each: the first of all, then the second, divided by
-// kFactor.
+// An element format of a cache. load() reads kWidth groups of kPair elements: the first element of each group, then the
+// second, divided by kFactor.
 struct CacheF32 {
     static constexpr int kBytes = 4, kPair = 1;
     static constexpr float kFactor = 1.0f;
@@ -53,7 +53,7 @@ struct CacheE4M3 {
     }
 #endif
   private:
-    // An E4M3 code in the upper bits of a half is its value under another bias, but for NaN.
+    // An E4M3 code in the upper bits of a half is its value with another exponent bias, except NaN.
     static constexpr int16_t kNanBits = 0x7f << 7, kHalfNan = 0x7e00;
     static constexpr int16_t kKeptBits = static_cast<int16_t>(0xbf80);
 };

@@ -1,5 +1,5 @@
-// Routing to experts. The router is small beside them, but it is float32 and read whole for every token: tokens share
-// what is read of it.
+// Routing to experts. The router is small compared with the experts, but it is float32 and read completely for every
+// token, so several tokens share one reading.
 #include "experts.h"
 
 #include "../threads.h"

@@ -1,12 +1,12 @@
-// Routing: which experts a token goes to, and the order of rows in which they are multiplied.
+// Routing: the experts of each token, and the order in which rows are multiplied.
 #pragma once
 
 #include "../linear/convert.h"
 
 namespace MINIFLOAT_ISA {
 
-// Tokens sorted by expert. Row i of the sorted ones is token rows[i]; place[t * top_k + j] is the row of token t with
-// its j-th expert.
+// Tokens sorted by expert. Sorted row i is token rows[i]; place[t * top_k + j] is the sorted row of token t with its
+// j-th expert.
 struct Routing {
     float* scores;     // [T, experts rounded up to kLanes]
     float* weights;    // [T, top_k]
@@ -16,7 +16,8 @@ struct Routing {
     int64_t* place;    // [T * top_k]
 };
 
-// Chooses: softmax over all experts, then the top_k largest, ties to the lower number. x: [T, hidden] of `dtype`.
+// Chooses experts: softmax over all experts, then the top_k largest, ties to the lower number. x: [T, hidden] of
+// `dtype`.
 int32_t choose_experts(const minifloat_experts& experts, const uint8_t* x, int32_t dtype, int64_t hidden,
                        int64_t count, int threads, Routing& routing);
 
@@ -24,7 +25,7 @@ int32_t choose_experts(const minifloat_experts& experts, const uint8_t* x, int32
 void add_experts(const minifloat_experts& experts, const Routing& routing, const uint8_t* y, int32_t dtype,
                  int64_t hidden, int64_t count, int threads, float* x);
 
-// x += sigmoid(gate * input) * y, where there is a gate; else x += y. All [T, hidden].
+// x += sigmoid(gate * input) * y if there is a gate; else x += y. All [T, hidden].
 void add_shared(const float* gate, const uint8_t* input, const uint8_t* y, int32_t dtype, int64_t hidden,
                 int64_t count, int threads, float* x);
 

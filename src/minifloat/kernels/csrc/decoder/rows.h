@@ -1,4 +1,5 @@
-// What a step does to rows between its linears. Rows lie one after the other; `begin` and `end` are the rows to do.
+// The operations of a step on rows between its linears. Rows are contiguous; the functions process rows `begin` to
+// `end` - 1.
 #pragma once
 
 #include "../api.h"
@@ -7,10 +8,10 @@
 
 namespace MINIFLOAT_ISA {
 
-// Elements of work that are worth a thread: some microseconds.
+// Elements that are worth an additional thread: some microseconds of work.
 constexpr int64_t kElementsPerThread = 16 << 10;
 
-// Calls function(begin, end) for ranges that cover `rows`, on several threads where the work is worth them.
+// Calls function(begin, end) for ranges that cover `rows`, on several threads if there is enough work.
 template <class Function>
 inline void share(int threads, int64_t rows, int64_t elements_per_row, const Function& function) {
     const int64_t worth = rows * elements_per_row / kElementsPerThread;
@@ -36,7 +37,7 @@ void norm(float* x, const float* weight, int64_t count, float eps);
 void turns(const int32_t* positions, const float* inv_freq, int64_t rotary, float scaling, float* out, int64_t begin,
            int64_t end);
 
-// Turns dimension i and i + rotary / 2 of one head.
+// Rotates dimensions i and i + rotary / 2 of one head.
 void rotate(float* x, const float* turn, int64_t rotary);
 
 // out = silu(gate) * up for rows [gate | up] of 2 * count elements.

@@ -1,8 +1,8 @@
-// One step of a decoder: embedding, layers, logits, with everything between the linears in one file's order.
+// One step of a decoder: embedding, layers, logits, and the order of all operations between the linears.
 //
-// The residual stream is float32; inputs and outputs of linears have the decoder's dtype. Of the last layer only the
-// rows whose logits are wanted go on after attention. With few tokens, what is between linears runs on the calling
-// thread, which takes less than to wake the others.
+// The residual stream is float32; inputs and outputs of linears have the decoder's dtype. In the last layer only the
+// rows whose logits are requested go on after attention. With few tokens, the operations between linears run on the
+// calling thread, which is faster than waking the others.
 #include "step.h"
 
 #include "../clock.h"
@@ -14,12 +14,12 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-// Adds up the time of each part of a step, where the caller asks for it.
+// Adds up the time of each part of a step, if the caller requests it.
 class Stopwatch {
   public:
     explicit Stopwatch(int64_t* parts) : parts_(parts), since_(parts ? minifloat::nanoseconds() : 0) {}
 
-    // What ran since the last call was `part`.
+    // Adds the time since the last call to `part`.
     void lap(minifloat_step_part part) {
         if (parts_ == nullptr) return;
         const int64_t now = minifloat::nanoseconds();
@@ -39,14 +39,14 @@ struct Buffers {
     float* turns;           // [T, rotary]
     float* q;               // [T, heads * head_dim]
     int32_t* token_blocks;  // [T]
-    uint8_t* normed;        // of the dtype: inputs of q, k, v and of gate and up
+    uint8_t* normed;        // in the dtype: inputs of q, k, v and of gate and up
     uint8_t* wide;          // their results
     uint8_t* narrow;        // inputs of the projections back to hidden
     uint8_t* y;             // their results
     Routing routing;
 };
 
-// Hands out pieces of a buffer; first to count them, then to cut them.
+// Divides a buffer into arrays; with a null buffer it only counts the bytes.
 class Cutter {
   public:
     explicit Cutter(uint8_t* memory) : memory_(memory) {}
@@ -108,7 +108,7 @@ class Step {
 
     int32_t run() {
         begin();
-        const uint8_t* pending = nullptr;  // what is still to be added to the residual stream
+        const uint8_t* pending = nullptr;  // result that is not yet added to the residual stream
         for (int32_t i = 0; i < d_.layer_count; ++i) {
             const minifloat_layer& layer = d_.layers[i];
             add_and_norm_all(pending, layer.input_norm);
@@ -164,7 +164,7 @@ class Step {
         watch_.lap(MINIFLOAT_STEP_LINEARS);
     }
 
-    // x of `rows` into y; null rows: row t.
+    // Multiplies the given rows of x into y; if `rows` is null, row t of x.
     void multiply(const minifloat_experts& e, const uint8_t* const* weights, const int64_t* rows, const uint8_t* x,
                   int64_t cols, uint8_t* y, int64_t y_cols) {
         minifloat_moe_args args = {};
@@ -199,7 +199,7 @@ class Step {
         multiply(layer.out, attended, heads, b_.y, d_.hidden);
     }
 
-    // Leaves in the residual stream the rows whose logits are wanted; gives those of the results of attention.
+    // Keeps the rows whose logits are requested in the residual stream; returns these rows of the results of attention.
     const uint8_t* keep_rows_of_logits(int64_t heads) {
         const int64_t row_bytes = heads * dtype_bytes(d_.dtype);
         for (int64_t i = 0; i < a_.logit_count; ++i) {
@@ -268,7 +268,7 @@ class Step {
     const minifloat_decoder& d_;
     Buffers b_;
     Stopwatch watch_;
-    int64_t rows_;  // tokens, then those whose logits are wanted
+    int64_t rows_;  // tokens; in the last layer, those whose logits are requested
     int32_t status_ = MINIFLOAT_OK;
 };
 
