@@ -5,13 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minifloat.bench.figures import Bytes, batch_figures, decode_seconds, metrics, percentile, prefill_rate
-from minifloat.bench.workload import Sample, Step, Workload
+from minifloat.bench.figures import StepBytes, batch_figures, decode_seconds, metrics, percentile, prefill_rate
+from minifloat.bench.workload import BatchTimings, EngineStep, Workload
 
 #: Two prompts of 8 tokens, computed in pieces; the first sequence decodes beside the second's last piece.
-SAMPLE = Sample(
+SAMPLE = BatchTimings(
     seconds=1.0,
-    steps=(Step(6, 0, 0.2), Step(4, 1, 0.2), Step(6, 2, 0.15), Step(0, 2, 0.1), Step(0, 2, 0.12), Step(0, 1, 0.05)),
+    steps=(
+        EngineStep(6, 0, 0.2),
+        EngineStep(4, 1, 0.2),
+        EngineStep(6, 2, 0.15),
+        EngineStep(0, 2, 0.1),
+        EngineStep(0, 2, 0.12),
+        EngineStep(0, 1, 0.05),
+    ),
     ttfts=(0.4, 0.55),
     itls=(0.15, 0.1, 0.12, 0.1, 0.12, 0.05),
     tpots=(0.12, 0.09),
@@ -55,7 +62,7 @@ def test_percentiles_are_numpys(count: int) -> None:
 
 def test_the_bound_is_the_time_that_reading_takes() -> None:
     # 1000 bytes of weights and 2 sequences of 8 .. 12 tokens, 10 on average, of 25 bytes each.
-    figures = batch_figures([SAMPLE], 2, Workload(8, 4), Bytes(1000, 25), [15_000.0])
+    figures = batch_figures([SAMPLE], 2, Workload(8, 4), StepBytes(1000, 25), [15_000.0])
     assert figures.bound_ms == (100.0,)
     assert figures.bandwidth_share == pytest.approx(100 / 110)
     assert figures.bound_throughput == pytest.approx(20.0)
@@ -63,8 +70,8 @@ def test_the_bound_is_the_time_that_reading_takes() -> None:
 
 
 def test_without_a_bandwidth_or_a_plain_decode_step_there_is_no_share() -> None:
-    assert batch_figures([SAMPLE], 2, Workload(8, 4), Bytes(1000, 25), []).bandwidth_share is None
-    mixed = batch_figures([SAMPLE], 3, Workload(8, 4), Bytes(1000, 25), [1.0])
+    assert batch_figures([SAMPLE], 2, Workload(8, 4), StepBytes(1000, 25), []).bandwidth_share is None
+    mixed = batch_figures([SAMPLE], 3, Workload(8, 4), StepBytes(1000, 25), [1.0])
     assert mixed.bandwidth_share is None
     assert mixed.decode_throughput is None
     assert mixed.to_dict()["decode_step_ms_spread"] is None

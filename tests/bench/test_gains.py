@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 
 from minifloat import Checkpoint, Engine, SamplingParams, quantize_checkpoint
 from minifloat.bench import GainsReport, bench, shapes
-from minifloat.bench.card import gains_section
+from minifloat.bench.card_section import gains_section
 from minifloat.bench.worker import Worker, peak_rss
 from minifloat.bench.workload import Workload
 from minifloat.commands.main import main

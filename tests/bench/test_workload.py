@@ -1,4 +1,4 @@
-"""A batch on the engine: what is recorded is what the engine's observer is told."""
+"""A batch on the engine: the recorder keeps the times that the engine reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minifloat.bench.workload import Recorder, Sample, Workload, run_batch
+from minifloat.bench.workload import BatchTimings, TimingRecorder, Workload, run_batch
 from minifloat.errors import UsageError
 from minifloat.serve.engine import Engine, StepStats, Timings, Usage
 
@@ -18,20 +18,20 @@ def engine(llama_folder: Path) -> Engine:
     return Engine(llama_folder, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, prefix_cache=False)
 
 
-class Twin(Recorder):
-    """Keeps what it is told, beside what a recorder makes of it."""
+class CallRecorder(TimingRecorder):
+    """A recorder that also keeps the arguments of its calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     def step(self, stats: StepStats) -> None:
         super().step(stats)
-        self.told.append(stats)
+        self.calls.append(stats)
 
     def finished(self, reason: str, timings: Timings, usage: Usage) -> None:
         super().finished(reason, timings, usage)
-        self.told.append((reason, timings, usage))
+        self.calls.append((reason, timings, usage))
 
 
 def test_every_token_of_prompts_and_outputs_is_in_the_steps(engine: Engine) -> None:
@@ -49,19 +49,19 @@ def test_the_times_of_a_request_add_up(engine: Engine) -> None:
     assert sample.seconds == pytest.approx(sample.e2els[0], abs=1e-6)
 
 
-def test_the_recorder_keeps_what_the_observer_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    twin = Twin()
-    monkeypatch.setattr("minifloat.bench.workload.Recorder", lambda: twin)
+def test_the_recorder_keeps_the_times_that_the_engine_reports(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = CallRecorder()
+    monkeypatch.setattr("minifloat.bench.workload.TimingRecorder", lambda: recorder)
     sample = run_batch(engine, Workload(10, 4).prompts(0, 2, 256), 4)
-    stats = [one for one in twin.told if isinstance(one, StepStats)]
-    assert [step.seconds for step in sample.steps] == [one.seconds for one in stats]
-    ended = [one for one in twin.told if not isinstance(one, StepStats)]
+    stats = [call for call in recorder.calls if isinstance(call, StepStats)]
+    assert [step.seconds for step in sample.steps] == [call.seconds for call in stats]
+    ended = [call for call in recorder.calls if not isinstance(call, StepStats)]
     assert [reason for reason, _, _ in ended] == ["length", "length"]
     assert list(sample.e2els) == [timings.finished - timings.arrived for _, timings, _ in ended]
 
 
-def test_the_engines_own_observer_comes_back(engine: Engine) -> None:
-    observer = Recorder()
+def test_the_engines_own_observer_is_restored(engine: Engine) -> None:
+    observer = TimingRecorder()
     engine.observer = observer
     run_batch(engine, Workload(4, 2).prompts(0, 1, 256), 2)
     assert engine.observer is observer
@@ -69,12 +69,12 @@ def test_the_engines_own_observer_comes_back(engine: Engine) -> None:
     engine.observer = None
 
 
-def test_a_sample_survives_json(engine: Engine) -> None:
+def test_batch_timings_survive_json(engine: Engine) -> None:
     sample = run_batch(engine, Workload(4, 3).prompts(0, 2, 256), 3)
-    assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) == sample
+    assert BatchTimings.from_dict(json.loads(json.dumps(sample.to_dict()))) == sample
 
 
-def test_rounds_and_seeds_have_prompts_of_their_own_and_repeat_them() -> None:
+def test_prompts_depend_on_round_and_seed_and_are_repeatable() -> None:
     load = Workload(8, 2, seed=3)
     assert load.prompts(1, 2, 256) == Workload(8, 2, seed=3).prompts(1, 2, 256)
     different = [load.prompts(1, 2, 256), load.prompts(2, 2, 256), Workload(8, 2, seed=4).prompts(1, 2, 256)]
@@ -93,6 +93,6 @@ def test_rounds_and_seeds_have_prompts_of_their_own_and_repeat_them() -> None:
         ({"batch_sizes": (0,)}, "batch_sizes"),
     ],
 )
-def test_a_workload_that_cannot_be_is_refused(values: dict[str, Any], field: str) -> None:
+def test_a_workload_out_of_range_is_refused(values: dict[str, Any], field: str) -> None:
     with pytest.raises(UsageError, match=f"^{field}: "):
         Workload(**values)

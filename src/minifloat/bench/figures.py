@@ -1,9 +1,9 @@
-"""From samples to figures, by the names that ``vllm bench serve`` gives them, and beside them what the hardware allows.
+"""Figures of a bench, named as in ``vllm bench serve``, with the lower bound that memory bandwidth sets.
 
-The bound of a decode step is the time that reading its bytes takes at the machine's measured bandwidth: all weights
-that a step multiplies with, once, and the keys and values of every sequence. Nothing that computes in BF16 or float32
-can be faster for a few sequences; for many, arithmetic is the limit instead. Of mixtures of experts all experts are
-counted, of which a small batch reads a part: their share of the bandwidth comes out too high.
+The bound of a decode step is the time to read its bytes at the machine's measured bandwidth: each weight that a step
+multiplies with once, and the keys and values of every sequence. For a few sequences no step in BF16 or float32 can be
+faster; for many sequences arithmetic is the limit instead. For mixtures of experts the bound counts all experts, of
+which a small batch reads only some, so their share of the bandwidth comes out too high.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minifloat.bench.workload import Sample, Workload
+from minifloat.bench.workload import BatchTimings, Workload
 from minifloat.plan.roofline import step_bytes
 
 _PERCENTILES = 100
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """What a step of an engine reads.
+class StepBytes:
+    """Number of bytes that a decode step of an engine reads.
 
     Attributes:
         weights: Bytes of all weights that a step multiplies with.
@@ -32,21 +32,21 @@ class Bytes:
     per_token: int
 
     def of_step(self, workload: Workload, batch: int) -> float:
-        """Bytes of a decode step, on average over the output."""
+        """Return the bytes of a decode step, averaged over the length of the output."""
         return step_bytes(self.weights, batch, (workload.input_len + workload.output_len / 2) * self.per_token)
 
 
 @dataclass(frozen=True)
 class BatchFigures:
-    """An engine with one batch size. A list has an entry per round.
+    """Figures of an engine at one batch size. Tuples have an entry per round.
 
     Attributes:
-        batch: So many prompts at a time.
-        decode_ms: Milliseconds of the median step in which every sequence gets a token and nothing else happens; empty
-            where there is no such step (the first sequences end before the last begins).
-        bound_ms: What reading the bytes of such a step takes at the bandwidth of the round; empty without it.
-        prefill: Tokens of prompts per second, as long as nothing else is at work.
-        metrics: All rounds together, by the names of ``vllm bench serve``.
+        batch: Number of prompts at a time.
+        decode_ms: Milliseconds of the median step in which every sequence gets a token and no prompt is computed; empty
+            if there is no such step, because the first sequences end before the last begins.
+        bound_ms: Milliseconds to read the bytes of such a step at the bandwidth of the round; empty if unknown.
+        prefill: Prompt tokens per second before the first output token.
+        metrics: Figures over all rounds, named as in ``vllm bench serve``.
     """
 
     batch: int
@@ -62,18 +62,18 @@ class BatchFigures:
 
     @property
     def bound_throughput(self) -> float | None:
-        """The same, if steps only took their reading."""
+        """Upper bound of `decode_throughput` that the memory bandwidth sets."""
         return self.batch * 1e3 / statistics.median(self.bound_ms) if self.bound_ms else None
 
     @property
     def bandwidth_share(self) -> float | None:
-        """The share of the read bandwidth that decode steps reach, 0 .. 1."""
+        """Share of the read bandwidth that decode steps reach, 0..1."""
         if not self.decode_ms or not self.bound_ms:
             return None
-        return statistics.median(bound / took for bound, took in zip(self.bound_ms, self.decode_ms, strict=True))
+        return statistics.median(bound / step for bound, step in zip(self.bound_ms, self.decode_ms, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures as JSON values."""
         return self.metrics | {
             "max_concurrency": self.batch,
             "decode_step_ms": list(self.decode_ms),
@@ -88,37 +88,37 @@ class BatchFigures:
 
 
 def batch_figures(
-    samples: Sequence[Sample], batch: int, workload: Workload, read: Bytes, bandwidths: Sequence[float]
+    samples: Sequence[BatchTimings], batch: int, workload: Workload, read: StepBytes, bandwidths: Sequence[float]
 ) -> BatchFigures:
-    """The figures of one batch size.
+    """Return the figures of one batch size.
 
     Args:
-        samples: One per round.
-        batch: The size.
-        workload: What ran.
-        read: What a step reads.
-        bandwidths: Bytes per second in each round; empty where it cannot be measured.
+        samples: Times of the batch, one entry per round.
+        batch: The batch size.
+        workload: Lengths of prompts and outputs.
+        read: Number of bytes that a step reads.
+        bandwidths: Read bandwidth of each round, bytes per second; empty if it cannot be measured.
     """
     decode = [decode_seconds(sample, batch) for sample in samples]
-    known = [1e3 * seconds for seconds in decode if seconds is not None]
+    decode_ms = [1e3 * seconds for seconds in decode if seconds is not None]
     nbytes = read.of_step(workload, batch)
     return BatchFigures(
         batch,
-        tuple(known) if len(known) == len(samples) else (),
+        tuple(decode_ms) if len(decode_ms) == len(samples) else (),
         tuple(1e3 * nbytes / bandwidth for bandwidth in bandwidths),
         tuple(prefill_rate(sample) for sample in samples),
         metrics(samples),
     )
 
 
-def decode_seconds(sample: Sample, batch: int) -> float | None:
-    """The median step in which each of `batch` sequences gets a token and no prompt is computed."""
+def decode_seconds(sample: BatchTimings, batch: int) -> float | None:
+    """Return the seconds of the median step in which `batch` sequences get a token and no prompt is computed."""
     seconds = [step.seconds for step in sample.steps if step.generation_tokens == batch and not step.prompt_tokens]
     return statistics.median(seconds) if seconds else None
 
 
-def prefill_rate(sample: Sample) -> float:
-    """Tokens of prompts per second, in the steps up to the first that gives a token."""
+def prefill_rate(sample: BatchTimings) -> float:
+    """Return the prompt tokens per second in the steps up to the first that outputs a token."""
     tokens, seconds = 0, 0.0
     for step in sample.steps:
         tokens, seconds = tokens + step.prompt_tokens, seconds + step.seconds
@@ -127,8 +127,8 @@ def prefill_rate(sample: Sample) -> float:
     return tokens / seconds
 
 
-def metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Throughput and latencies over all rounds, by the names of ``vllm bench serve``."""
+def metrics(samples: Sequence[BatchTimings]) -> dict[str, float]:
+    """Return throughput and latencies over all rounds, named as in ``vllm bench serve``."""
     duration = sum(sample.seconds for sample in samples)
     inputs, outputs = (sum(getattr(s, name) for s in samples) for name in ("input_tokens", "output_tokens"))
     completed = sum(len(sample.e2els) for sample in samples)
@@ -153,12 +153,12 @@ def metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Between the two values around it, in proportion, as numpy does."""
+    """Return a percentile, interpolated linearly between the two nearest values as in numpy."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=_PERCENTILES, method="inclusive")[percent - 1]
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """The largest less the smallest, over the median."""
+    """Return the difference of the largest and the smallest value over the median; None without values."""
     return (max(values) - min(values)) / statistics.median(values) if values else None

@@ -1,11 +1,11 @@
-"""`bench`: what quantizing a model gains in memory and time, against the same model in BF16 on the same engine.
+"""`bench`: memory and latency of a quantized model, compared with the same model in BF16 on the same engine.
 
-The baseline runs on packed BF16 kernels, so that a gain is the format's and not a weak baseline's. Both engines are
-loaded, each in a process of its own, and take turns: in every round each runs the same prompts, so what happens to the
-machine happens to both, and gains are ratios inside rounds. Where memory does not hold both, a turn includes loading.
-The machine's read bandwidth is measured in every round beside them.
+The baseline runs on packed BF16 kernels, so that a gain comes from the format and not from a slow baseline. Each engine
+has a process of its own, and the two take turns: in every round both run the same prompts, so that a change of the
+machine's speed affects both, and gains are ratios within rounds. If memory cannot hold both engines, each turn loads
+its engine again. The machine's read bandwidth is measured in every round.
 
-It leaves out accuracy (`minifloat compare`) and a server's overhead (``benchmarks/serve.py``).
+Not measured: accuracy (`minifloat compare`) and the overhead of a server (``benchmarks/serve.py``).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 import psutil
 
 from minifloat._version import __version__
-from minifloat.bench.figures import BatchFigures, Bytes, batch_figures, spread
+from minifloat.bench.figures import BatchFigures, StepBytes, batch_figures, spread
 from minifloat.bench.worker import Worker
-from minifloat.bench.workload import Sample, Workload
+from minifloat.bench.workload import BatchTimings, Workload
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors
 from minifloat.hub import model_folder, model_name
@@ -34,24 +34,24 @@ from minifloat.kernels import native, processors
 from minifloat.kernels.bandwidth import gpu_read_bandwidth, read_bandwidth
 from minifloat.report.progress import Progress
 
-#: Far larger than any cache of the machines that this is for.
+#: Bytes that the bandwidth probe reads: far more than any cache holds.
 _PROBE_BYTES, _PROBE_PASSES = 1 << 30, 3
 _READ_BLOCK = 16 << 20
-#: What an engine takes beside its weights: the interpreter, torch, buffers.
+#: Memory of an engine besides its weights: the interpreter, torch, buffers.
 _OVERHEAD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """One of the two.
+    """Figures of one of the two engines.
 
     Attributes:
         info: `ModelInfo.to_dict` of the engine.
-        read_seconds: Reading its files into a buffer, once they have been read before.
-        load_seconds: Making the engine, each time.
-        rss: Bytes of the process after its last turn.
-        peak_rss: The most that they ever were.
-        batches: By batch size.
+        read_seconds: Seconds to read its files into a buffer when the page cache holds them.
+        load_seconds: Seconds to create the engine, each time.
+        rss: Resident bytes of the process after its last turn.
+        peak_rss: Peak resident bytes of the process.
+        batches: Figures by batch size.
     """
 
     info: dict[str, Any]
@@ -62,7 +62,7 @@ class EngineFigures:
     batches: dict[int, BatchFigures]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures as JSON values."""
         return {
             "model_id": self.info["name"],
             "info": self.info,
@@ -77,16 +77,16 @@ class EngineFigures:
 
 @dataclass(frozen=True)
 class GainsReport:
-    """What `bench` measured.
+    """The result of `bench`.
 
     Attributes:
-        date: ISO 8601.
+        date: Date and time, ISO 8601.
         machine: GPU, cores, threads, instruction set, versions.
-        workload: What ran.
-        bandwidths: Bytes per second that the machine reads, of each round; empty without native kernels.
-        together: Whether both engines were in memory all the time.
-        baseline: The one to compare with.
-        candidate: The quantized one.
+        workload: Lengths of prompts and outputs, and batch sizes.
+        bandwidths: Read bandwidth of the machine in each round, bytes per second; empty without native kernels.
+        together: Whether both engines stayed in memory during all rounds.
+        baseline: Figures of the original model.
+        candidate: Figures of the quantized model.
     """
 
     date: str
@@ -98,18 +98,18 @@ class GainsReport:
     candidate: EngineFigures
 
     def decode_gains(self, batch: int) -> list[float]:
-        """How many times faster the candidate's decode steps are, round by round."""
+        """Return the baseline's time of a decode step over the candidate's, per round."""
         pair = (self.baseline.batches[batch].decode_ms, self.candidate.batches[batch].decode_ms)
         return [] if not all(pair) else [before / after for before, after in zip(*pair, strict=True)]
 
     def prefill_gains(self, batch: int) -> list[float]:
-        """How many times faster it computes prompts, round by round."""
+        """Return the candidate's prefill throughput over the baseline's, per round."""
         pair = (self.candidate.batches[batch].prefill, self.baseline.batches[batch].prefill)
         return [after / before for after, before in zip(*pair, strict=True)]
 
     @property
     def gains(self) -> dict[str, float | None]:
-        """The baseline over the candidate, in bytes and seconds: above 1 the candidate is better."""
+        """Ratios of the baseline's bytes or seconds to the candidate's: above 1 the candidate is better."""
         before, after = self.baseline, self.candidate
         gains: dict[str, float | None] = {
             "weight_bytes": before.info["weight_bytes"] / after.info["weight_bytes"],
@@ -129,7 +129,7 @@ class GainsReport:
         return gains
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures as JSON values."""
         return {
             "date": self.date,
             "machine": self.machine,
@@ -142,13 +142,13 @@ class GainsReport:
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write `to_dict` into a new file, named by the candidate and the date.
+        """Write the report as JSON into a new file named after the candidate and the date, and return its path.
 
         Args:
-            folder: Where; made where it is missing.
+            folder: Folder of the file; created if it does not exist.
 
         Raises:
-            StorageError: The system refuses.
+            StorageError: The system refused to write.
         """
         stamp = self.date.replace(":", "").replace("-", "").partition("+")[0]
         path = Path(folder) / f"minifloat-bench-{self.candidate.info['name'].replace('/', '--')}-{stamp}.json"
@@ -170,64 +170,66 @@ def bench(
     progress: Progress | None = None,
     revision: str | None = None,
 ) -> GainsReport:
-    """Measure a quantized checkpoint against the one that it was made from.
+    """Measure memory and latency of a quantized checkpoint and of its original, and return both with the gains.
 
     Args:
         candidate: The quantized checkpoint: a folder or a model of the hub.
-        baseline: The original, the same.
-        workload: What to run; by default `Workload()`.
-        device: Where both run, as in `Engine`.
-        threads: What both compute with; None: as many as the process may use.
-        lm_head: Of the candidate, as in `Engine`.
-        kv_cache_dtype: Of the candidate, as in `Engine`.
+        baseline: The original checkpoint: a folder or a model of the hub.
+        workload: Lengths of prompts and outputs, and batch sizes; None: `Workload()`.
+        device: Device of both engines, as in `Engine`.
+        threads: Number of threads of each engine; None: as many as the process may use.
+        lm_head: Option of the candidate's engine, as in `Engine`.
+        kv_cache_dtype: Option of the candidate's engine, as in `Engine`.
         progress: Called from this thread before each turn and at the end.
-        revision: Of the baseline, if it is of the hub, as in `minifloat.hub.model_folder`.
+        revision: Of a baseline of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
         UsageError: An argument is out of range.
-        CheckpointError: A folder is no checkpoint.
+        CheckpointError: A folder is not a checkpoint.
         HubError: The hub has no such model, refuses it, or cannot be reached.
-        MinifloatError: An engine cannot be made, or its process ended; the message says why.
+        MinifloatError: An engine cannot be created, or its process ended; the message states the reason.
     """
     load = workload or Workload()
     threads = min(threads or processors.limit(), processors.limit())
-    # One sequence per prompt, and all at full length.
+    # Every prompt of the largest batch runs at once and at full length.
     options: dict[str, Any] = {"max_model_len": load.length, "max_num_seqs": max(load.batch_sizes)}
     options |= {"prefix_cache": False, "device": device}
-    candidates = options | {"lm_head": lm_head, "kv_cache_dtype": kv_cache_dtype}
+    candidate_options = options | {"lm_head": lm_head, "kv_cache_dtype": kv_cache_dtype}
     contenders = (
         _Contender(model_folder(baseline, revision=revision), options, threads),
-        _Contender(model_folder(candidate), candidates, threads),
+        _Contender(model_folder(candidate), candidate_options, threads),
     )
-    reads = [one.read_seconds() for one in contenders]
-    needed = sum(one.nbytes + _OVERHEAD_BYTES for one in contenders) + _PROBE_BYTES
+    reads = [contender.read_seconds() for contender in contenders]
+    needed = sum(contender.nbytes + _OVERHEAD_BYTES for contender in contenders) + _PROBE_BYTES
     gpu = None if device == "cpu" else _gpu(device)
     together = needed < (psutil.virtual_memory().available if gpu is None else gpu.free)
     bandwidths: list[float] = []
     with ExitStack() as stack:
-        for one in contenders:
-            stack.callback(one.close)
+        for contender in contenders:
+            stack.callback(contender.close)
         for number in range(load.rounds):
             if gpu is not None:
                 bandwidths.append(gpu_read_bandwidth(gpu.device, _PROBE_BYTES, _PROBE_PASSES).median)
             elif native.load() is not None:
                 bandwidths.append(read_bandwidth(_PROBE_BYTES, threads, _PROBE_PASSES).median)
-            for index, one in enumerate(contenders):
+            for index, contender in enumerate(contenders):
                 if progress is not None:
                     turn = number * len(contenders) + index
-                    progress(turn, load.rounds * len(contenders), f"round {number + 1}: {model_name(one.path)}")
-                one.turn(load, number)
+                    progress(turn, load.rounds * len(contenders), f"round {number + 1}: {model_name(contender.path)}")
+                contender.turn(load, number)
                 if not together:
-                    one.close()
+                    contender.close()
     if progress is not None:
         progress(load.rounds * len(contenders), load.rounds * len(contenders), "done")
-    before, after = (one.figures(load, seconds, bandwidths) for one, seconds in zip(contenders, reads, strict=True))
+    before, after = (
+        contender.figures(load, seconds, bandwidths) for contender, seconds in zip(contenders, reads, strict=True)
+    )
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return GainsReport(date, _machine(threads, gpu), load, tuple(bandwidths), together, before, after)
 
 
 class _Contender:
-    """A checkpoint, its engine while there is one, and what was measured of it."""
+    """A checkpoint, its engine while it is loaded, and its measurements."""
 
     def __init__(self, path: Path, options: Mapping[str, Any], threads: int) -> None:
         self.path = path
@@ -238,11 +240,11 @@ class _Contender:
         self._worker: Worker | None = None
         self._info: dict[str, Any] = {}
         self._loads: list[float] = []
-        self._samples: dict[int, list[Sample]] = {}
+        self._samples: dict[int, list[BatchTimings]] = {}
         self._memory = {"rss": 0, "peak_rss": 0}
 
     def read_seconds(self) -> float:
-        """How long reading all files takes, the second time."""
+        """Return the seconds to read all files, with the page cache filled by a first read."""
         seconds = 0.0
         buffer = bytearray(_READ_BLOCK)
         for _ in range(2):
@@ -275,8 +277,8 @@ class _Contender:
             worker.close()
 
     def figures(self, workload: Workload, read_seconds: float, bandwidths: Sequence[float]) -> EngineFigures:
-        """What came out."""
-        read = Bytes(self._info["step_bytes"], self._info["kv_bytes_per_token"])
+        """Return the figures of all turns."""
+        read = StepBytes(self._info["step_bytes"], self._info["kv_bytes_per_token"])
         return EngineFigures(
             self._info,
             read_seconds,
@@ -292,7 +294,7 @@ class _Contender:
 
 @dataclass(frozen=True)
 class _Gpu:
-    """A GPU, its name, and the bytes of its memory that are free."""
+    """A GPU: its torch device, its name, and the free bytes of its memory."""
 
     device: Any
     name: str
@@ -300,7 +302,7 @@ class _Gpu:
 
 
 def _gpu(name: str) -> _Gpu:
-    """See `device_named` for what it raises."""
+    """Return the GPU of that name; raises the errors of `device_named`."""
     import torch
 
     from minifloat.runtime.devices import device_named

@@ -1,9 +1,9 @@
-"""Checkpoints of known shapes with random weights: speed and memory can be seen without downloading a model.
+"""Checkpoints of known shapes with random weights, to measure speed and memory without downloading a model.
 
-A decoder's time depends on the shapes of its weights and on their bytes, hardly on their values, so random ones give
-the figures of the real model. What they cannot give is text: outputs are noise, and nothing about accuracy can be read
-from them. The folder is a checkpoint like any other, written by the same writer and quantized by the same code, with a
-tokenizer of bytes that is filled up to the size of the vocabulary.
+A decoder's time depends on the shapes and bytes of its weights and hardly on their values, so random weights give the
+figures of the real model. Their outputs are noise and say nothing about accuracy. The folder is a regular checkpoint,
+written by the same writer and quantized by the same code, with a byte tokenizer that is filled up to the size of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from minifloat.errors import lookup
 from minifloat.numerics.scheme import get_scheme
 from minifloat.plan.config_tensors import tensors_of
 
-#: Weights are cut from one run of so many random numbers: to draw billions would take longer than to write them.
+#: Number of random values that all weights are cut from: drawing billions would take longer than writing them.
 _POOL = 1 << 22
 _STANDARD_DEVIATION = 0.02
-#: A few large weights, as trained models have them.
+#: Number and magnitude of a few large weights, such as trained models have.
 _OUTLIERS, _OUTLIER = 4096, 0.5
 _SHARD_BYTES = 1 << 30
 _PIECE_BYTES = 16 << 20
 _BOS, _EOS = "<s>", "</s>"
-#: Of words of the tokenizer; the last is what stands for a space there.
+#: Letters of the tokenizer's words; the last one represents a space.
 _LETTERS = f"{ascii_letters}\u0120"
 
 
@@ -49,12 +49,12 @@ class Shape:
         model_type: "llama" or "qwen3" (which normalizes queries and keys).
         hidden: Width of the residual stream.
         inner: Width of the MLP.
-        layers: How many.
-        heads: Of queries.
-        kv_heads: Of keys and values.
+        layers: Number of layers.
+        heads: Number of query heads.
+        kv_heads: Number of KV heads.
         head_dim: Width of a head.
-        vocab: Tokens.
-        tied: Whether `lm_head` is the embedding.
+        vocab: Number of tokens in the vocabulary.
+        tied: Whether `lm_head` shares the weights of the embedding.
     """
 
     model_type: str
@@ -105,10 +105,10 @@ SHAPES = {
 
 
 def get_shape(name: str) -> Shape:
-    """The shape of that name.
+    """Return the shape of that name.
 
     Raises:
-        UnknownNameError: There is none; the message lists those there are.
+        UnknownNameError: No shape has that name; the message lists the valid names.
     """
     return lookup("shape", name, SHAPES)
 
@@ -117,16 +117,16 @@ def write_random(destination: str | os.PathLike[str], shape: Shape, *, seed: int
     """Write a BF16 checkpoint with random weights.
 
     Args:
-        destination: A folder that does not exist yet, in one that does.
-        shape: What to write.
-        seed: Equal seeds make equal files.
+        destination: A folder that does not exist yet, in a parent folder that exists.
+        shape: Shape of the model.
+        seed: Equal seeds give equal files.
 
     Returns:
         The folder.
 
     Raises:
-        DestinationError: It exists, or cannot be created there.
-        StorageError: The disk is full, or the system refuses.
+        DestinationError: The folder exists, or cannot be created.
+        StorageError: The disk is full, or the system refused to write.
     """
     tensors = shape.tensors
     facts = json.dumps([asdict(shape), seed])
@@ -186,9 +186,9 @@ def _values(tensor: OutputTensor, pool: npt.NDArray[np.uint16], start: int) -> I
 
 
 def _tokenizer(vocab: int) -> dict[str, bytes]:
-    """A tokenizer of single bytes, with as many longer words beside them as the model has tokens.
+    """Return the files of a byte tokenizer, filled up with longer words to the size of the vocabulary.
 
-    Text is cut into bytes only, but every token that a model with random weights takes has a text of its own.
+    Text is encoded as bytes only; the longer words give every token that a random model outputs a text of its own.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -205,20 +205,20 @@ def _tokenizer(vocab: int) -> dict[str, bytes]:
 
 
 def make_pair(folder: str | os.PathLike[str], name: str, scheme: str, *, seed: int = 0) -> tuple[Path, Path]:
-    """A random checkpoint of a shape, and the same quantized; those that the folder has already are taken as they are.
+    """Write a random checkpoint of a shape, and quantize it; a checkpoint that exists already is kept.
 
     Args:
-        folder: Where they go; made where it is missing.
-        name: Of the shape.
-        scheme: Of the quantized one, a name of `SCHEMES`.
+        folder: Parent folder of both checkpoints; created if it does not exist.
+        name: Name of the shape.
+        scheme: Name of the quantization scheme, one of `SCHEMES`.
         seed: Of the weights.
 
     Returns:
-        The two folders, the BF16 one first.
+        The folders of the BF16 and of the quantized checkpoint.
 
     Raises:
-        UnknownNameError: No such shape or scheme.
-        StorageError: The disk is full, or the system refuses.
+        UnknownNameError: The shape or the scheme does not exist.
+        StorageError: The disk is full, or the system refused to write.
     """
     from minifloat.quantize.job import quantize_checkpoint
 
@@ -239,14 +239,14 @@ def make_pair(folder: str | os.PathLike[str], name: str, scheme: str, *, seed: i
 def model_pair(
     candidate: str | None, baseline: str | None, shape: str | None, scheme: str, folder: Path | None
 ) -> Iterator[tuple[str | Path, str | Path]]:
-    """The two models of a bench, the BF16 one first: those given, or a `make_pair` that may be temporary.
+    """Yield the baseline and the candidate of a bench: the given models, or random ones from `make_pair`.
 
     Args:
-        candidate: Given without `shape`.
-        baseline: Given without `shape`.
-        shape: The name of one, in their place.
-        scheme: Of the pair's quantized half.
-        folder: Where the pair is kept; None: it is deleted in the end.
+        candidate: The quantized model; used if `shape` is None.
+        baseline: The original model; used if `shape` is None.
+        shape: Name of a shape for random models; None: use the given models.
+        scheme: Quantization scheme of the random candidate.
+        folder: Where random models are kept; None: a temporary folder.
     """
     if shape is None:
         assert candidate is not None

@@ -1,8 +1,8 @@
-"""An engine in a process of its own, that runs the batches it is told to.
+"""A worker process with one engine, which runs batches on request.
 
-A process each, because peak memory can be told of a process only, and because two engines in one would share what the
-first has left in memory allocators. It speaks JSON, one object per line: options come first, then batches; each is
-answered by one line. The end of its input ends it.
+Each engine has a process of its own, because peak memory is known only per process, and because a second engine would
+reuse memory that the first left in the allocators. The process reads JSON from its input, one object per line: first
+the options of the engine, then batches. It answers each line with one line, and ends with its input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from minifloat.bench.workload import Sample, run_batch
+from minifloat.bench.workload import BatchTimings, run_batch
 from minifloat.errors import MinifloatError
 from minifloat.kernels.processors import bound_spin
 
@@ -30,14 +30,14 @@ class Worker:
 
     Args:
         path: The checkpoint.
-        options: Of `Engine`.
-        threads: What it computes with; None: torch's choice.
+        options: Keyword arguments of `Engine`.
+        threads: Number of threads to compute with; None: torch's choice.
 
     Attributes:
         info: `ModelInfo.to_dict` of the engine.
 
     Raises:
-        MinifloatError: The engine cannot be made; the message is its own.
+        MinifloatError: The engine cannot be created; the message is that of the engine.
     """
 
     def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any], threads: int | None) -> None:
@@ -59,16 +59,18 @@ class Worker:
     ) -> None:
         self.close()
 
-    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> Sample:
-        """As `run_batch`.
+    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> BatchTimings:
+        """Run prompts together, as `run_batch` does, and return their times.
 
         Raises:
             MinifloatError: The process ended.
         """
-        return Sample.from_dict(self._ask({"prompts": [list(prompt) for prompt in prompts], "output_len": output_len}))
+        return BatchTimings.from_dict(
+            self._ask({"prompts": [list(prompt) for prompt in prompts], "output_len": output_len})
+        )
 
     def memory(self) -> dict[str, int]:
-        """Bytes of memory that the process has taken: ``rss``, and the most that it ever was, ``peak_rss``."""
+        """Return the resident memory of the process in bytes: ``rss`` now, and the largest so far, ``peak_rss``."""
         answer: dict[str, int] = self._ask({})
         return answer
 
@@ -89,7 +91,7 @@ class Worker:
             stdin.flush()
             line = stdout.readline()
         except BrokenPipeError:
-            pass  # it is gone, which the empty line says below
+            pass  # the process ended; the empty line is handled below
         if not line:
             status = self._process.wait()
             raise MinifloatError(
@@ -103,9 +105,9 @@ class Worker:
 
 
 def peak_rss() -> int:
-    """The most resident memory that this process ever had, in bytes.
+    """Return the peak resident memory of this process in bytes.
 
-    Linux counts what the parent had before `exec` into `ru_maxrss`; its status file does not.
+    On Linux `ru_maxrss` includes the memory of the parent before `exec`; the status file does not.
     """
     if _STATUS.exists():
         for line in _STATUS.read_text().splitlines():
@@ -116,10 +118,10 @@ def peak_rss() -> int:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer requests until the input ends."""
     bound_spin()  # before torch
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not stand between the answers
+    os.dup2(2, 1)  # libraries may print: keep their output apart from the answers
 
     def answer(value: dict[str, Any]) -> None:
         print(json.dumps(value), file=answers, flush=True)

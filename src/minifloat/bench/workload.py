@@ -1,7 +1,7 @@
-"""What is measured: so many prompts at a time, and when each of their tokens came.
+"""The workload of a bench: batches of prompts, and the times at which the engine returned their tokens.
 
-The figures are those that the engine tells its observer, which are also those of a server's metrics; nothing is timed a
-second time beside it. Prompts are random tokens, different ones in every run, so that no prefix of theirs is cached.
+The times are those that the engine reports to its observer, which a server's metrics use too; the bench times nothing
+itself. Prompts are random tokens, different in every round, so that no prefix of a prompt is cached.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts and outputs.
+    """Lengths of prompts and outputs, and the batch sizes to run.
 
     Attributes:
         input_len: Tokens of each prompt.
-        output_len: Tokens that follow each.
-        batch_sizes: So many prompts are sent at the same moment, one size after the other.
-        rounds: How often everything is measured.
+        output_len: Tokens of each output.
+        batch_sizes: Numbers of prompts to send at the same moment, one size after the other.
+        rounds: Number of times that each batch size is measured.
         seed: Of the prompts.
     """
 
@@ -41,7 +41,7 @@ class Workload:
                 raise UsageError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.output_len < 2:
             raise UsageError(
-                f"output_len: expected at least 2, for there to be time between them; got {self.output_len}"
+                f"output_len: expected at least 2, to measure the time between tokens; got {self.output_len}"
             )
         sizes = self.batch_sizes
         if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
@@ -49,24 +49,24 @@ class Workload:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence at its end."""
+        """Tokens of a prompt with its output."""
         return self.input_len + self.output_len
 
     def prompts(self, number: int, batch: int, vocab: int) -> list[list[int]]:
-        """The prompts of a round.
+        """Return the prompts of a round.
 
         Args:
-            number: The round; rounds have different prompts.
-            batch: How many.
-            vocab: Their tokens are below.
+            number: Number of the round; rounds have different prompts.
+            batch: Number of prompts.
+            vocab: Upper bound of the token ids, exclusive.
         """
         generator = random.Random(f"{self.seed} {number} {batch}")
         return [[generator.randrange(vocab) for _ in range(self.input_len)] for _ in range(batch)]
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step of the engine: see `minifloat.serve.engine.StepStats`."""
+class EngineStep:
+    """Tokens and seconds of one step of the engine, from `minifloat.serve.engine.StepStats`."""
 
     prompt_tokens: int
     generation_tokens: int
@@ -74,22 +74,22 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One batch, from its arrival to its last token. All times in seconds.
+class BatchTimings:
+    """Times of one batch, from its arrival to its last token, in seconds.
 
     Attributes:
-        seconds: The whole.
-        steps: In order.
-        ttfts: From arrival to first token, of each request.
-        itls: Between each token and the next of the same request.
-        tpots: From first token to last, over the tokens after the first, of each request.
-        e2els: From arrival to last token, of each request.
-        input_tokens: Of all prompts.
-        output_tokens: Of all outputs.
+        seconds: Time of the whole batch.
+        steps: Steps of the engine, in order.
+        ttfts: Time to first token of each request.
+        itls: Inter-token latency between each two consecutive tokens of a request.
+        tpots: Time per output token of each request: from the first to the last token, over the tokens after the first.
+        e2els: End-to-end latency of each request, from arrival to last token.
+        input_tokens: Number of tokens of all prompts.
+        output_tokens: Number of tokens of all outputs.
     """
 
     seconds: float
-    steps: tuple[Step, ...]
+    steps: tuple[EngineStep, ...]
     ttfts: tuple[float, ...]
     itls: tuple[float, ...]
     tpots: tuple[float, ...]
@@ -98,21 +98,21 @@ class Sample:
     output_tokens: int
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the times as JSON values."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Sample:
-        """Of what `to_dict` made."""
+    def from_dict(cls, values: dict[str, Any]) -> BatchTimings:
+        """Return the times that `to_dict` returned as JSON values."""
         fields: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-        return cls(**fields | {"steps": tuple(Step(**step) for step in fields["steps"])})
+        return cls(**fields | {"steps": tuple(EngineStep(**step) for step in fields["steps"])})
 
 
 @dataclass
-class Recorder:
-    """An observer that remembers: see `minifloat.serve.engine.Observer`."""
+class TimingRecorder:
+    """An observer of the engine that keeps all reported times."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[EngineStep] = field(default_factory=list)
     ttfts: list[float] = field(default_factory=list)
     itls: list[float] = field(default_factory=list)
     tpots: list[float] = field(default_factory=list)
@@ -122,19 +122,19 @@ class Recorder:
     failed: int = 0
 
     def step(self, stats: StepStats) -> None:
-        """A step is done."""
-        self.steps.append(Step(stats.prompt_tokens, stats.generation_tokens, stats.seconds))
+        """Record a finished step."""
+        self.steps.append(EngineStep(stats.prompt_tokens, stats.generation_tokens, stats.seconds))
 
     def token(self, since_previous: float) -> None:
-        """A token came."""
+        """Record the time since the previous token of a request."""
         self.itls.append(since_previous)
 
     def first_token(self, seconds: float) -> None:
-        """The first token of a request came."""
+        """Record the time to the first token of a request."""
         self.ttfts.append(seconds)
 
     def finished(self, reason: str, timings: Timings, usage: Usage) -> None:
-        """A request is done."""
+        """Record a finished request."""
         if reason != "length" or timings.finished is None or timings.first_token is None:
             self.failed += 1
             return
@@ -144,21 +144,21 @@ class Recorder:
         self.tpots.append((timings.finished - timings.first_token) / max(usage.completion_tokens - 1, 1))
 
 
-def run_batch(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int) -> Sample:
-    """Run prompts together on an engine that does nothing else.
+def run_batch(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int) -> BatchTimings:
+    """Run prompts together on an otherwise idle engine, and return their times.
 
     Args:
-        engine: Its observer is set aside meanwhile.
+        engine: The engine; its own observer is replaced during the run.
         prompts: Token ids.
-        output_len: Tokens that follow each, whatever the model says.
+        output_len: Number of tokens to generate for each prompt; end-of-sequence tokens are ignored.
 
     Raises:
-        UsageError: A prompt cannot run.
+        UsageError: The engine refuses a prompt.
         RuntimeError: A step failed.
     """
     from minifloat.serve.engine import SamplingParams
 
-    recorder = Recorder()
+    recorder = TimingRecorder()
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     before, engine.observer = engine.observer, recorder
     try:
@@ -167,9 +167,9 @@ def run_batch(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int)
         engine.observer = before
     if recorder.failed:
         raise RuntimeError(f"{recorder.failed} of {len(prompts)} requests did not run to their end")
-    finished = [one.timings.finished for one in completions if one.timings.finished is not None]
-    return Sample(
-        max(finished) - min(one.timings.arrived for one in completions),
+    finished = [entry.timings.finished for entry in completions if entry.timings.finished is not None]
+    return BatchTimings(
+        max(finished) - min(entry.timings.arrived for entry in completions),
         tuple(recorder.steps),
         tuple(recorder.ttfts),
         tuple(recorder.itls),

@@ -110,7 +110,7 @@ def bench(params: BenchParams) -> None:
     else:
         print_gains(report)
     if params.update_card and out is not None:
-        from minifloat.bench.card import gains_section
+        from minifloat.bench.card_section import gains_section
         from minifloat.report.card import update_card
 
         click.echo(f"Card: {update_card(out, gains_section(report))}", err=params.as_json)

@@ -1,4 +1,4 @@
-"""The section of a model card about memory and latency: a bench in Markdown, with the machine and the date."""
+"""The section of a model card about memory and latency: the result of a bench in Markdown, with machine and date."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GIGA = 10**9
 
 
 def gains_section(report: GainsReport) -> str:
-    """The section as Markdown, with the markers around it."""
+    """Return the section as Markdown, between its markers."""
     before, after = report.baseline, report.candidate
     machine, load = report.machine, report.workload
     read = f", memory read {statistics.median(report.bandwidths) / _GIGA:.1f} GB/s" if report.bandwidths else ""
@@ -38,9 +38,9 @@ def gains_section(report: GainsReport) -> str:
         f"- prompts of {load.input_len} random tokens, outputs of {load.output_len}, rounds: {load.rounds}, "
         f"seed {load.seed}",
         *(
-            f"- {markdown(one.info['name'])} runs on transformers' code: {markdown(one.info['reason_not_native'])}"
-            for one in (before, after)
-            if one.info["reason_not_native"]
+            f"- {markdown(info['name'])} runs on transformers' code: {markdown(info['reason_not_native'])}"
+            for info in (before.info, after.info)
+            if info["reason_not_native"]
         ),
         END,
     ]
@@ -48,7 +48,7 @@ def gains_section(report: GainsReport) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells that are Markdown already, and an empty line."""
+    """Return the lines of a table whose cells are Markdown, with an empty line after it."""
     lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
 
@@ -56,20 +56,28 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _memory(report: GainsReport) -> list[list[str]]:
     pair, gains = (report.baseline, report.candidate), report.gains
     return [
-        ["weights", *(size_text(one.info["weight_bytes"]) for one in pair), _gain(gains["weight_bytes"])],
-        ["read by a decode step", *(size_text(one.info["step_bytes"]) for one in pair), _gain(gains["step_bytes"])],
+        ["weights", *(size_text(engine.info["weight_bytes"]) for engine in pair), _gain(gains["weight_bytes"])],
+        [
+            "read by a decode step",
+            *(size_text(engine.info["step_bytes"]) for engine in pair),
+            _gain(gains["step_bytes"]),
+        ],
         [
             "KV cache per token",
-            *(f"{one.info['kv_bytes_per_token']:,} B ({one.info['kv_element']})" for one in pair),
+            *(f"{engine.info['kv_bytes_per_token']:,} B ({engine.info['kv_element']})" for engine in pair),
             _gain(gains["kv_bytes_per_token"]),
         ],
-        ["peak memory of the process", *(size_text(one.peak_rss) for one in pair), _gain(gains["peak_rss"])],
-        ["load time", *(f"{statistics.median(one.load_seconds):.2f} s" for one in pair), _gain(gains["load_seconds"])],
+        ["peak memory of the process", *(size_text(engine.peak_rss) for engine in pair), _gain(gains["peak_rss"])],
+        [
+            "load time",
+            *(f"{statistics.median(engine.load_seconds):.2f} s" for engine in pair),
+            _gain(gains["load_seconds"]),
+        ],
     ]
 
 
 def _latency(report: GainsReport, batch: int) -> list[list[str]]:
-    """The two models at a batch size."""
+    """Return the rows of both models at a batch size."""
     gains = report.decode_gains(batch)
     gain = [_gain(statistics.median(gains)), f"{spread(gains):.0%}"] if len(gains) > 1 else [*map(_gain, gains), ""]
     return [
