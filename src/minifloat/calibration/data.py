@@ -1,11 +1,11 @@
-"""Text for calibration, as sequences of token ids.
+"""The calibration set: text as sequences of token ids, with a record of its origin.
 
-Activation scales are only as good as the text that they were measured on, so what was used is recorded: sources, the
-hash of the text, tokens. Sources are files, folders or data sets of the hub, read as far as the samples need and no
-farther (`minifloat.calibration.readers`), cut into sequences (`minifloat.calibration.packing`) and mixed by weight: the
-sequences of several sources are spread evenly among each other.
+Activation scales are only as good as the text that they were measured on, so the record holds the sources, the hash of
+the text and the number of tokens. Sources are files, folders or data sets of the hub. They are read only as far as the
+samples need (`minifloat.calibration.readers`), cut into sequences (`minifloat.calibration.packing`) and mixed by
+weight: the sequences of several sources are spread evenly.
 
-Left out: cleaning, deduplication, and judging whether the text is like what the model will see.
+Not done: cleaning, deduplication, and judging whether the text resembles what the model will see.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Sequences of token ids, and where they came from.
+    """Sequences of token ids, with a record of their origin.
 
     Attributes:
-        sequences: Token ids, without padding; all of one length if packed.
+        sequences: Token ids of each sequence, without padding; all of one length if packed.
         record: For JSON: ``sources`` (a list: name, kind, column, weight, documents, sequences, tokens, sha256 of the
             text used), ``sequences``, ``tokens`` and ``sha256`` (of the token ids) of this set, ``seq_len``,
             ``packing``, ``seed``, ``tokenizer`` (sha256 of its definition). A part made by `held_out` says so under
@@ -56,20 +56,21 @@ class CalibrationSet:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all sequences."""
+        """Number of tokens in all sequences."""
         return sum(map(len, self.sequences))
 
     def held_out(self, fraction: float) -> tuple[CalibrationSet, CalibrationSet]:
-        """Split into what to calibrate on and what to check the scales on.
+        """Split the set into sequences to calibrate on and held-out sequences to check the scales on.
 
         Args:
-            fraction: Of the sequences, rounded, at least one; which ones depends on the number of sequences alone.
+            fraction: Fraction of the sequences to hold out, rounded to at least one sequence. The choice depends only
+                on the number of sequences.
 
         Returns:
-            The rest, and the part held out; both in the order of this set.
+            The set to calibrate on, and the held-out set; both in the order of this set.
 
         Raises:
-            DataError: The fraction is not between 0 and 1, or leaves nothing to calibrate on.
+            DataError: The fraction is not between 0 and 1, or leaves no sequence to calibrate on.
         """
         size = len(self.sequences)
         count = max(1, round(size * fraction)) if 0 < fraction < 1 else 0
@@ -98,38 +99,39 @@ def load_calibration_data(
 ) -> CalibrationSet:
     """Read text and cut it into sequences of tokens; the same arguments and files give the same sequences.
 
-    Kinds of sources: files by suffix, folders of such files, data sets of the hub, which are streamed.
+    A source is a file with one of these suffixes, a folder of such files, or a data set of the hub, which is streamed.
 
     - ``.txt``, ``.md``: UTF-8. Documents end at ``<|endoftext|>``, or at blank lines if the first Mi characters of the
       file have none, and in any case at the first line end after 16 Ki characters.
-    - ``.jsonl``: an object per line. ``.json``: the same, or one array of objects, which is read whole.
+    - ``.jsonl``: an object per line. ``.json``: an object per line, or one array of objects, which is read whole.
     - ``.csv``, ``.tsv``: the first row names the columns. ``.parquet``.
 
-    Where a table's column holds lists of chat messages, the tokenizer's chat template makes each list a document. Empty
+    If a column holds lists of chat messages, the tokenizer's chat template turns each list into a document. Empty
     documents are skipped.
 
-    Every sequence begins with BOS if the tokenizer begins texts with one.
+    Every sequence begins with BOS if the tokenizer begins texts with BOS.
 
     Args:
-        sources: One or several; a string is parsed by `Source.parse`, a path object is taken as it is.
-        tokenizer: That of the model.
-        samples: Sequences in all. Each source gives its share by weight, by the method of largest remainders.
-        seq_len: Tokens of a sequence, BOS included.
+        sources: One or several sources; a string is parsed by `Source.parse`, a path object is used as it is.
+        tokenizer: Tokenizer of the model.
+        samples: Number of sequences. Each source gives its share by weight, by the method of largest remainders.
+        seq_len: Tokens of a sequence, including BOS.
         seed: Of the shuffling.
-        packing: Join the documents of a source, each with EOS after it (chats end as their template ends them), and
-            cut them into sequences of exactly `seq_len`; no token is lost but those that fill no sequence at the end.
-            Otherwise a sequence is one document, cut off after `seq_len` tokens, and may be shorter.
-        text_column: The column for tables whose source names none.
-        vocab_size: Of the model; refuse token ids beyond it.
+        packing: Join the documents of a source, each followed by EOS (chats end as their template ends them), and cut
+            them into sequences of exactly `seq_len` tokens; only an incomplete last sequence is dropped. If False, a
+            sequence is one document, cut off after `seq_len` tokens, and may be shorter.
+        text_column: Column of text in tables whose source names no column.
+        vocab_size: Vocabulary size of the model; larger token ids are refused.
 
     Raises:
-        DataError: A source is missing, unreadable, empty or too small for its share, or a column does not exist; chat
-            messages without a chat template; a token id beyond the vocabulary; `samples` or `seq_len` out of range.
-        UnknownNameError: An unknown option of a source.
-        StorageError: The operating system refused a read.
+        DataError: A source is missing, unreadable, empty or too small for its share; a column does not exist; there are
+            chat messages but no chat template; a token id is beyond the vocabulary; `samples` or `seq_len` is out of
+            range.
+        UnknownNameError: A source has an unknown option.
+        StorageError: The system refused to read.
     """
-    listed = [sources] if isinstance(sources, (str, os.PathLike, Source)) else list(sources)
-    parsed = [as_source(source) for source in listed]
+    source_list = [sources] if isinstance(sources, (str, os.PathLike, Source)) else list(sources)
+    parsed = [as_source(source) for source in source_list]
     prefix = sequence_prefix(tokenizer)
     if not parsed:
         raise DataError("no text to calibrate on: give at least one source")
@@ -149,16 +151,17 @@ def load_calibration_data(
 
 
 def as_source(source: SourceLike) -> Source:
+    """Return a `Source`: parse a string, and wrap a path object."""
     if isinstance(source, Source):
         return source
     return Source.parse(source) if isinstance(source, str) else Source(os.fspath(source))
 
 
 def _shares(samples: int, sources: Sequence[Source]) -> list[int]:
-    """Sequences per source: proportional to the weights, what rounding leaves to the largest remainders.
+    """Return the number of sequences of each source: proportional to the weights, by largest remainders.
 
     Raises:
-        DataError: A source would get none.
+        DataError: A source would get no sequence.
     """
     total = math.fsum(source.weight for source in sources)
     quotas = [samples * (source.weight / total) for source in sources]
@@ -173,7 +176,7 @@ def _shares(samples: int, sources: Sequence[Source]) -> list[int]:
 
 
 def interleave(drawn: Sequence[Sequence[_Entry]]) -> tuple[_Entry, ...]:
-    """Spread the entries of each list evenly over the whole, so that every stretch of it is mixed as the whole is."""
+    """Return the entries of all lists, with those of each list spread evenly over the result."""
     keyed = [((position + 0.5) / len(entries), entry) for entries in drawn for position, entry in enumerate(entries)]
     return tuple(entry for _, entry in sorted(keyed, key=lambda pair: pair[0]))
 
@@ -185,7 +188,7 @@ def _describe(sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of the tokenizer's definition; of its vocabulary, where it is not of the `tokenizers` library."""
+    """Return the SHA-256 of the tokenizer's definition, or of its vocabulary if it is not a `tokenizers` tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
     return hashlib.sha256(text.encode()).hexdigest()

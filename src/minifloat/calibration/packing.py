@@ -1,13 +1,10 @@
-"""From the rows of one source of text to sequences of token ids.
+"""From the rows of one text source to sequences of token ids.
 
-Nothing is ever padded: a sequence holds only tokens of the text, and a padded position therefore cannot reach the
-statistics.
+Sequences are never padded, so padding cannot reach the statistics.
 
-Order: a source is read in blocks of at most 4,096 documents or 16 Mi characters; the documents of a block are
-shuffled by the seed. A large file therefore contributes from its beginning; the files of a folder are read one after
-the other, in an order drawn by the seed.
-
-Left out: how many sequences each of several sources gives (`minifloat.calibration.data`).
+A source is read in blocks of at most 4,096 documents or 16 Mi characters, and the seed shuffles the documents within a
+block. A large file therefore contributes its beginning. The files of a folder are read one after the other, in an order
+that depends on the seed. `minifloat.calibration.data` decides how many sequences each source gives.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from minifloat.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: What is shuffled at a time, and therefore held: whichever is reached first.
+#: Size of a block to shuffle, which is held in memory: it ends at whichever limit is reached first.
 _BLOCK_DOCUMENTS = 4096
 _BLOCK_CHARACTERS = 1 << 24
 
@@ -31,14 +28,14 @@ _Entry = TypeVar("_Entry")
 
 
 class Document(NamedTuple):
-    """A document as text, and whether a chat template made it."""
+    """A document as text, and whether it comes from a chat template."""
 
     text: str
     is_chat: bool
 
 
 class Reading:
-    """One source while it is read; keeps account of what was used of it."""
+    """Reads one source, and records which part of it was used."""
 
     def __init__(
         self, source: Source, column: str | None, tokenizer: PreTrainedTokenizerBase, rng: random.Random
@@ -51,21 +48,22 @@ class Reading:
         self.digest = hashlib.sha256()
 
     def sequences(self, seq_len: int, *, packing: bool) -> Iterator[tuple[int, ...]]:
-        """Sequences of token ids until the text ends, each begun with BOS if the tokenizer begins texts with one.
+        """Yield sequences of token ids until the text ends, each with BOS first if the tokenizer begins texts with BOS.
 
         Args:
-            seq_len: Tokens of a sequence, BOS included.
-            packing: Exactly `seq_len` tokens of joined documents; False: one document each, cut off after `seq_len`.
+            seq_len: Tokens of a sequence, including BOS.
+            packing: Join documents into sequences of exactly `seq_len` tokens; False: one document per sequence, cut
+                off after `seq_len` tokens.
 
         Raises:
             DataError: The source cannot be read, or holds neither text nor chats that the tokenizer can render.
-            StorageError: The operating system refused a read.
+            StorageError: The system refused to read.
         """
         prefix, documents = sequence_prefix(self.tokenizer), self._documents(end=packing)
         return _pack(documents, prefix, seq_len) if packing else _truncate(documents, prefix, seq_len)
 
     def check(self, sequences: Sequence[Sequence[int]], count: int, seq_len: int, vocab_size: int | None) -> None:
-        """Raise a DataError unless there are `count` sequences, all within the vocabulary."""
+        """Raise a `DataError` unless there are `count` sequences with all token ids inside the vocabulary."""
         name = self.source.name
         if not self.used:
             raise DataError(f"{name}: no text in it")
@@ -82,7 +80,7 @@ class Reading:
             )
 
     def record(self, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """What was used, for JSON."""
+        """Return the record of the source and of the used text as JSON values."""
         source = self.source
         hub = {"config": source.config, "split": source.split or "train"} if self.kind == "hub" else {}
         return {
@@ -98,7 +96,7 @@ class Reading:
         }
 
     def _documents(self, end: bool) -> Iterator[list[int]]:
-        """Token ids of each document, shuffled; without BOS where sequences begin with it; with EOS if `end`."""
+        """Yield the token ids of each document, shuffled, without BOS if sequences begin with it, with EOS if `end`."""
         prefix, eos = sequence_prefix(self.tokenizer), self.tokenizer.eos_token_id
         for document in _shuffle(self.texts(), self.rng):
             ids = list(self.tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids)
@@ -113,7 +111,7 @@ class Reading:
             yield ids
 
     def texts(self) -> Iterator[Document]:
-        """The documents of the source in the order of its files."""
+        """Yield the documents of the source in the order of its files."""
         if self.kind == "hub":
             yield from self._from_rows(hub_rows(self.source))
         for path in permuted(self.files, self.rng):
@@ -132,7 +130,7 @@ class Reading:
                 yield Document(text, is_chat)
 
     def _render(self, value: Any, where: str) -> str:
-        """The text of one cell; empty where there is none."""
+        """Return the text of one cell; an empty string for an empty cell."""
         if isinstance(value, str):
             text = value
         elif value is None or (isinstance(value, list) and not value):
@@ -153,18 +151,18 @@ class Reading:
             raise DataError(f"{where}: chat messages, but the model's tokenizer has no chat template; give plain text")
         try:
             return str(self.tokenizer.apply_chat_template([dict(turn) for turn in messages], tokenize=False))
-        except Exception as error:  # a template is a program of the model's author, and raises what it likes
+        except Exception as error:  # a template is a program by the model's author and may raise any exception
             raise DataError(f"{where}: the model's chat template refuses it: {first_line(error)}") from error
 
 
 def sequence_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What every sequence begins with: the BOS token, if the tokenizer begins a text with it."""
+    """Return the tokens that every sequence begins with: BOS if the tokenizer begins texts with it, else none."""
     begin = list(tokenizer("a").input_ids[:1])
     return begin if begin == [tokenizer.bos_token_id] else []
 
 
 def permuted(entries: Sequence[_Entry], rng: random.Random) -> list[_Entry]:
-    """In random order; only `random()` is used, whose numbers Python promises never to change."""
+    """Return the entries in random order, using only `random()`, whose numbers stay the same in all Python versions."""
     keys = [rng.random() for _ in entries]
     return [entries[index] for index in sorted(range(len(entries)), key=keys.__getitem__)]
 
@@ -186,7 +184,7 @@ def _truncate(documents: Iterable[list[int]], prefix: list[int], seq_len: int) -
 
 
 def _shuffle(documents: Iterable[Document], rng: random.Random) -> Iterator[Document]:
-    """Shuffle block by block."""
+    """Yield the documents shuffled within each block."""
     block: list[Document] = []
     characters = 0
     for document in documents:

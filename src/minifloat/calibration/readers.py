@@ -1,13 +1,11 @@
-"""Where text for calibration comes from, and how it is read: row by row, as far as the caller goes on and no farther.
+"""Text sources and their readers, which read row by row and only as far as the caller iterates.
 
-Every reader gives pairs of where a row stands, for messages, and the row: text, or a mapping of columns to cells.
-Memory is bounded whatever the file: lines and JSON arrays have a longest length, and a text file without ends of
-documents is cut into pieces.
+Each reader yields pairs of a row's location, for messages, and the row itself: text, or a mapping of columns to cells.
+Memory is bounded for any file: lines and JSON arrays have a maximum length, and a text file without ends of documents
+is cut into pieces.
 
-Text files and CSV, TSV and JSON files need no library. Parquet files and data sets of the hub need `datasets` (the
-extra `eval`); only the latter use the network.
-
-Left out: what a cell means as text, which takes the tokenizer (`minifloat.calibration.packing`).
+Text, CSV, TSV and JSON files need no library. Parquet files and data sets of the hub need `datasets` (the extra
+`eval`); only data sets of the hub use the network. `minifloat.calibration.packing` turns cells into text.
 """
 
 from __future__ import annotations
@@ -26,19 +24,19 @@ from typing import Any
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import DataError, lookup
 
-#: Stands between the documents of many text files.
+#: Separates the documents of many text files.
 END_OF_TEXT = "<|endoftext|>"
 
-#: Columns that are looked for where none is named: plain text, and chat messages.
+#: Columns to look for if the source names none: plain text, and chat messages.
 _USUAL_COLUMNS = ("text", "messages")
 
-#: Characters of a text file that are searched for END_OF_TEXT before blank lines are taken for ends.
+#: Characters of a text file to search for END_OF_TEXT; if there is none, documents end at blank lines.
 _TEXT_HEAD = 1 << 20
-#: Characters after which a document of a text file ends with the line, so that a text without ends is shuffled too.
+#: Characters after which a document of a text file ends with the line, so that text without separators can be shuffled.
 _LONGEST_DOCUMENT = 1 << 14
-#: Bytes of a line, so that a file without line ends cannot fill the memory.
+#: Maximum bytes of a line, so that a file without line ends cannot fill the memory.
 _LONGEST_LINE = 1 << 26
-#: Bytes of a JSON array, the one kind of file that is read whole.
+#: Maximum bytes of a JSON array, the only kind of file that is read whole.
 _LONGEST_ARRAY = 1 << 28
 _PARQUET_ROWS = 256
 
@@ -47,17 +45,17 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from.
+    """A source of text.
 
     Attributes:
-        name: Path of a file or folder, or, if there is none, the name of a data set on the hub.
-        column: The column of a table that holds text or chat messages; by default ``text``, else ``messages``.
-        weight: Its share of the sequences, relative to the other sources.
-        config: Configuration of a data set of the hub, where it has several.
-        split: Split of a data set of the hub; by default ``train``.
+        name: Path of a file or folder, or, if no such path exists, the name of a data set on the hub.
+        column: Column of a table that holds text or chat messages; None: ``text``, else ``messages``.
+        weight: Share of the sequences, relative to the other sources.
+        config: Configuration of a data set of the hub that has several.
+        split: Split of a data set of the hub; None: ``train``.
 
     Raises:
-        DataError: No name, or a weight that is not a finite number above 0.
+        DataError: The name is empty, or the weight is not a finite number above 0.
     """
 
     name: str
@@ -74,15 +72,15 @@ class Source:
 
     @classmethod
     def parse(cls, text: str) -> Source:
-        """Read ``NAME[#KEY=VALUE,...]``, as given to ``--data``; keys: column, weight, config, split.
+        """Return the source of a text ``NAME[#KEY=VALUE,...]``, such as an argument of ``--data``.
 
-        The options begin after the last ``#``: a path that contains one is written with another at its end. Examples:
-        ``stories.txt``, ``gsm8k.jsonl#column=question,weight=2``, ``openai/gsm8k#config=main,column=answer``,
-        ``c#.txt#``.
+        Keys are column, weight, config and split. The options begin after the last ``#``, so a path that contains ``#``
+        needs another ``#`` at its end. Examples: ``stories.txt``, ``gsm8k.jsonl#column=question,weight=2``,
+        ``openai/gsm8k#config=main,column=answer``, ``c#.txt#``.
 
         Raises:
-            DataError: An option that is not KEY=VALUE or comes twice, or a weight that is no number.
-            UnknownNameError: An unknown key.
+            DataError: An option is not KEY=VALUE, is repeated, or is a weight that is not a number.
+            UnknownNameError: A key is unknown.
         """
         name, mark, rest = text.rpartition("#")
         if not mark:
@@ -109,7 +107,7 @@ _OPTIONS: dict[str, Callable[[str], str | float]] = {"column": str, "weight": fl
 
 
 def locate(source: Source) -> tuple[str, list[Path]]:
-    """The kind of a source and its files, sorted; no files for a data set of the hub."""
+    """Return the kind of a source and its files, sorted; no files for a data set of the hub."""
     path = Path(source.name)
     suffixes = ", ".join(READERS)
     with storage_errors(path, "look it up"):
@@ -122,8 +120,8 @@ def locate(source: Source) -> tuple[str, list[Path]]:
         raise DataError(f"{source.name}: config and split are for data sets of the hub; this is a file or folder")
     if path.is_dir():
         with storage_errors(path, "list it"):
-            found = sorted(file for file in path.rglob("*") if file.suffix.lower() in READERS and file.is_file())
-        files = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+            readable = sorted(file for file in path.rglob("*") if file.suffix.lower() in READERS and file.is_file())
+        files = [file for file in readable if not any(part.startswith(".") for part in file.relative_to(path).parts)]
         if not files:
             raise DataError(f"{source.name}: no file in this folder ends in one of {suffixes}")
         return "folder", files
@@ -134,21 +132,21 @@ def locate(source: Source) -> tuple[str, list[Path]]:
     return path.suffix.lower().removeprefix("."), [path]
 
 
-def choose_column(names: Iterable[str], wanted: str | None, where: str) -> str:
-    """The column that is wanted or usual; a DataError that lists `names` where there is none."""
+def choose_column(names: Iterable[str], requested: str | None, where: str) -> str:
+    """Return the requested column, or the first usual one; raise a `DataError` that lists `names` if it is missing."""
     existing = list(names)
-    for column in _USUAL_COLUMNS if wanted is None else (wanted,):
+    for column in _USUAL_COLUMNS if requested is None else (requested,):
         if column in existing:
             return column
     listing = ", ".join(clip(str(name)) for name in existing)
-    if wanted is None:
+    if requested is None:
         usual = " and no ".join(map(repr, _USUAL_COLUMNS))
         raise DataError(f"{where}: no column {usual}; choose one (#column=NAME) of: {listing}")
-    raise DataError(f"{where}: no column {wanted!r}; columns: {listing}")
+    raise DataError(f"{where}: no column {requested!r}; columns: {listing}")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a UTF-8 file, with their ends, and their numbers from 1."""
+    """Yield the lines of a UTF-8 file, with their line ends, and their numbers from 1."""
     with storage_errors(path, "read it"), path.open("rb") as file:
         for number in itertools.count(1):
             line = file.readline(_LONGEST_LINE + 1)
@@ -165,7 +163,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _text_rows(path: Path, _: str | None) -> Iterator[tuple[str, str]]:
-    """Documents, which end at END_OF_TEXT or, if the head of the file has none, also at blank lines."""
+    """Yield documents, which end at END_OF_TEXT or, if the head of the file has none, also at blank lines."""
     lines = (line for _, line in _lines(path))
     head: list[str] = []
     characters = 0
@@ -195,7 +193,7 @@ def _jsonl_rows(path: Path, _: str | None) -> Iterator[tuple[str, Any]]:
 
 
 def _json_rows(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
-    """An array of objects, or lines of JSON."""
+    """Yield the objects of a JSON array, or of lines of JSON."""
     begin = next((line.lstrip() for _, line in _lines(path) if not line.isspace()), "")
     if not begin.startswith("["):
         yield from _jsonl_rows(path, column)
@@ -238,7 +236,7 @@ def _csv_rows(path: Path, _: str | None) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_rows(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
-    """Only the pages of the chosen column are read."""
+    """Yield rows of the chosen column, reading only the pages of that column."""
     arrow, parquet = (_import_extra(module, path) for module in ("pyarrow", "pyarrow.parquet"))
     with storage_errors(path, "read it"), path.open("rb") as stream:
         try:
@@ -254,7 +252,8 @@ def _parquet_rows(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
             raise DataError(f"{path}: not a parquet file that can be read: {first_line(error)}") from error
 
 
-#: Suffix -> reader, called with the path and the column asked for; gives (where, row), a row being text or a mapping.
+#: Suffix -> reader. A reader takes a path and a requested column, and yields (location, row); a row is text or a
+#: mapping.
 READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {
     ".txt": _text_rows,
     ".md": _text_rows,
@@ -270,13 +269,13 @@ READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {
 
 
 def hub_rows(source: Source) -> Iterator[tuple[str, Any]]:
-    """The rows of a data set of the hub, streamed; a DataError for whatever goes wrong."""
+    """Yield the rows of a data set of the hub, streamed; every error becomes a `DataError`."""
     datasets = _import_extra("datasets", source.name)
     try:
         rows = datasets.load_dataset(source.name, source.config, split=source.split or "train", streaming=True)
         for number, row in enumerate(rows, 1):
             yield f"{source.name}, row {number}", row
-    except Exception as error:  # datasets passes on whatever its network and file libraries raise
+    except Exception as error:  # datasets passes on any exception of its network and file libraries
         raise DataError(
             f"{source.name}: no such file or folder, and as a data set of the hub it cannot be read: "
             f"{first_line(error)}; without network, give a file ({', '.join(READERS)})"
@@ -291,10 +290,10 @@ def _import_extra(module: str, name: Path | str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Of the message of an error; its type where it has none."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def clip(text: str, length: int = 60) -> str:
-    """At most `length` characters of a text, for messages."""
+    """Return at most `length` characters of a text, for messages."""
     return text if len(text) <= length else text[: length - 1] + "…"
