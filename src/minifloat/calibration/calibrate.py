@@ -22,7 +22,7 @@ from minifloat.calibration.whole import calibrate_whole, check_source
 from minifloat.checkpoint import Checkpoint
 from minifloat.hub import model_folder
 from minifloat.report.progress import Progress
-from minifloat.runtime.build import config_dtype
+from minifloat.runtime.config import config_dtype
 
 _LOG = logging.getLogger(__name__)
 

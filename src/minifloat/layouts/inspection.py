@@ -116,18 +116,28 @@ def inspect_checkpoint(path: str | os.PathLike[str], *, revision: str | None = N
         HubError: If the hub has no such model, refuses the request, or cannot be reached.
     """
     with open_headers(path, revision=revision) as checkpoint:
-        description = describe(checkpoint)
-        architectures = checkpoint.config.get("architectures") or [checkpoint.config.get("model_type", "unknown")]
-        kv = description.kv
-        return Inspection(
-            path=str(path),
-            architecture=str(architectures[0]),
-            layout=description.layout,
-            kv_cache=None if kv is None else f"{kv.element.name} per {kv.granularity}",
-            shards=len(checkpoint.shards),
-            rows=(*_quantized_rows(checkpoint, description), *_plain_rows(checkpoint, description)),
-            ignored_files=tuple(checkpoint.ignored_files),
-        )
+        return inspect_opened(path, checkpoint, describe(checkpoint))
+
+
+def inspect_opened(path: str | os.PathLike[str], checkpoint: Checkpoint, description: Description) -> Inspection:
+    """Return what `inspect_checkpoint` returns, for a checkpoint that is open and described already.
+
+    Args:
+        path: The folder, or the model of the hub, as it was given.
+        checkpoint: The open checkpoint.
+        description: The result of `describe` for it.
+    """
+    architectures = checkpoint.config.get("architectures") or [checkpoint.config.get("model_type", "unknown")]
+    kv = description.kv
+    return Inspection(
+        path=str(path),
+        architecture=str(architectures[0]),
+        layout=description.layout,
+        kv_cache=None if kv is None else f"{kv.element.name} per {kv.granularity}",
+        shards=len(checkpoint.shards),
+        rows=(*_quantized_rows(checkpoint, description), *_plain_rows(checkpoint, description)),
+        ignored_files=tuple(checkpoint.ignored_files),
+    )
 
 
 def format_name(spec: WeightSpec, activation: ActivationSpec | None) -> str:

@@ -18,7 +18,7 @@ from minifloat.numerics.activation import can_quantize, describe_activation
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN
 from minifloat.numerics.scheme import ActivationSpec
-from minifloat.runtime.names import listing
+from minifloat.runtime.tensors import listing
 
 _LOG = logging.getLogger(__name__)
 #: The value of `prefill`.

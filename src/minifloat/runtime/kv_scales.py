@@ -1,4 +1,4 @@
-"""The scales of an FP8 KV cache that a checkpoint brings: what its keys and values were divided by."""
+"""The scales of an FP8 KV cache that a checkpoint brings: keys and values were divided by them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import CheckpointError, UnsupportedTensorError
-from minifloat.layouts import describe
+from minifloat.layouts import Description, describe
 from minifloat.layouts.stored import kv_scale_of
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
-from minifloat.runtime.load import TORCH_DTYPES
+from minifloat.runtime.tensors import TORCH_DTYPES
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,39 +25,55 @@ Scales = tuple[float, ...]
 KVHeadScales = Mapping[str, tuple[Scales, Scales]]
 
 
-def kv_scales(checkpoint: Checkpoint) -> KVScales | None:
-    """The scales of a checkpoint's FP8 KV cache.
+def kv_scales(checkpoint: Checkpoint, description: Description | None = None) -> KVScales | None:
+    """Return the scales of a checkpoint's FP8 KV cache, one for each layer's keys and one for its values.
+
+    Args:
+        checkpoint: An open checkpoint.
+        description: The result of `describe` for it; by default it is described here.
 
     Returns:
-        None where it neither declares such a cache (E4M3, one scale per tensor) nor has scales for one. Where it
-        declares one without scales, nothing: `kv_cache_factory` takes 1.0, as servers do. Where an attention has one of
-        the two, the other is the same, as in vLLM.
+        None where the checkpoint neither declares such a cache (E4M3, one scale per tensor) nor has scales for one. An
+        empty mapping where it declares one without scales: `kv_cache_factory` then takes 1.0, as servers do. Where an
+        attention module has one of the two scales, the other has the same value, as in vLLM.
 
     Raises:
-        CheckpointError: A scale is not a positive number.
-        UnsupportedTensorError: A scale has more than one element.
+        CheckpointError: If a scale is not a positive number.
+        UnsupportedTensorError: If a scale has more than one element.
     """
-    found = _found(checkpoint, (TENSOR,), 1)
+    found = _read_scales(checkpoint, description or describe(checkpoint), (TENSOR,), 1)
     return None if found is None else {name: (k[0], v[0]) for name, (k, v) in found.items()}
 
 
-def kv_head_scales(checkpoint: Checkpoint, kv_heads: int) -> KVHeadScales | None:
-    """The same with a scale for each key-value head, where the checkpoint has them; else its one scale, repeated.
+def kv_head_scales(
+    checkpoint: Checkpoint, kv_heads: int, description: Description | None = None
+) -> KVHeadScales | None:
+    """Return the scales of a checkpoint's FP8 KV cache for each key-value head.
+
+    Args:
+        checkpoint: An open checkpoint.
+        kv_heads: Number of key-value heads; a scale that is stored once per tensor is repeated for each.
+        description: The result of `describe` for the checkpoint; by default it is described here.
+
+    Returns:
+        As `kv_scales`, with `kv_heads` scales in the place of each.
 
     Raises:
-        CheckpointError: A scale is not a positive number.
-        UnsupportedTensorError: A scale has neither one element nor `kv_heads`.
+        CheckpointError: If a scale is not a positive number.
+        UnsupportedTensorError: If a scale has neither one element nor `kv_heads`.
     """
-    found = _found(checkpoint, (TENSOR, CHANNEL), kv_heads)
+    found = _read_scales(checkpoint, description or describe(checkpoint), (TENSOR, CHANNEL), kv_heads)
     if found is None:
         return None
     pairs = {name: tuple(x * kv_heads if len(x) == 1 else x for x in pair) for name, pair in found.items()}
     return {name: (k, v) for name, (k, v) in pairs.items()}
 
 
-def _found(checkpoint: Checkpoint, granularities: Collection[Granularity], most: int) -> KVHeadScales | None:
-    """All scales, each of one element or of `most`."""
-    declared = describe(checkpoint).kv
+def _read_scales(
+    checkpoint: Checkpoint, description: Description, granularities: Collection[Granularity], most: int
+) -> KVHeadScales | None:
+    """Read all scales, each of one element or of `most`; None as in `kv_scales`."""
+    declared = description.kv
     if declared is not None and (declared.element is not E4M3 or declared.granularity not in granularities):
         _LOG.warning(
             "%s declares a KV cache in %s per %s, which is not simulated; only E4M3 per %s is",
@@ -67,26 +83,27 @@ def _found(checkpoint: Checkpoint, granularities: Collection[Granularity], most:
             " or ".join(map(str, granularities)),
         )
         return None
-    found: dict[str, dict[str, Scales]] = {}
+    scales: dict[str, dict[str, Scales]] = {}
     for name in checkpoint.tensors:
-        place = kv_scale_of(name)
-        if place is not None:
-            found.setdefault(place[0], {})[place[1]] = _scale(checkpoint, name, most)
-    if declared is None and not found:
+        scale_of = kv_scale_of(name)
+        if scale_of is not None:
+            attention, projection = scale_of
+            scales.setdefault(attention, {})[projection] = _scale(checkpoint, name, most)
+    if declared is None and not scales:
         return None
-    pairs = {name: tuple(one.get(which, *list(one.values())[-1:]) for which in "kv") for name, one in found.items()}
-    return {name: (k, v) for name, (k, v) in pairs.items()}
+    return {name: (pair.get("k") or pair["v"], pair.get("v") or pair["k"]) for name, pair in scales.items()}
 
 
 def _scale(checkpoint: Checkpoint, name: str, most: int) -> Scales:
+    """Read a scale of one element or of `most`."""
     info = checkpoint.tensors[name]
     if math.prod(info.shape) not in (1, most) or info.dtype not in TORCH_DTYPES:
         expected = "one scale of the KV cache" + (f", or {most}" if most > 1 else "")
         raise UnsupportedTensorError(
             name, f"expected {expected}, found {info.dtype} {list(info.shape)}; others are not simulated"
         )
-    read = torch.from_numpy(checkpoint.read(name)).view(TORCH_DTYPES[info.dtype])
-    values = tuple(map(float, read.flatten().tolist()))
+    tensor = torch.from_numpy(checkpoint.read(name)).view(TORCH_DTYPES[info.dtype])
+    values = tuple(map(float, tensor.flatten().tolist()))
     bad = [value for value in values if not 0 < value < math.inf]
     if bad:
         raise CheckpointError(checkpoint.path, f"{name}: a scale is a positive number, found {bad[0]}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,32 +134,7 @@ def assign(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Assignmen
     return list(assignments.values()), homeless
 
 
-def split_ignorable(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Part the names for which the model has no place into those that may be dropped and those that may not.
-
-    Droppable are what the model class itself declares (`_keys_to_ignore_on_load_unexpected`), the rotary and position
-    buffers of old checkpoints, which the model computes, and the layers for multi-token prediction, which lie after the
-    last layer.
-    """
-    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
-    config = model.config.get_text_config()
-    first = getattr(config, "num_hidden_layers", 0)
-    for index in range(getattr(config, "num_nextn_predict_layers", 0) or 0):
-        patterns.append(rf"(^|\.)layers\.{first + index}\.")
-    droppable = re.compile("|".join(f"({pattern})" for pattern in patterns))
-    parted: tuple[list[str], list[str]] = ([], [])
-    for name in names:
-        parted[0 if droppable.search(name) else 1].append(name)
-    return parted
-
-
 def keeps_float32(model: PreTrainedModel, dtype: Any) -> re.Pattern[str] | None:
     """The parameters that the model class wants in float32 although the model has `dtype`; None if there are none."""
     plan = model._get_dtype_plan(dtype)
     return re.compile("|".join(name.replace("*", ".*") for name in plan)) if plan else None
-
-
-def listing(names: Sequence[str], shown: int = 4) -> str:
-    """The first names and how many more there are, for messages."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

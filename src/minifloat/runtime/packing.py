@@ -8,7 +8,7 @@ import torch
 
 from minifloat.errors import KernelUnavailable, UnknownNameError
 from minifloat.runtime.linear import QuantizedWeight
-from minifloat.runtime.names import listing
+from minifloat.runtime.tensors import listing
 
 _LOG = logging.getLogger(__name__)
 

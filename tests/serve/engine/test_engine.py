@@ -11,13 +11,17 @@ import pytest
 import torch
 from modes import each_value, full
 
+from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ContextLengthError, UsageError
+from minifloat.layouts import describe
 from minifloat.numerics.granularity import TENSOR
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.runtime.kv_scales import kv_scales
 from minifloat.runtime.load import load
+from minifloat.runtime.tensors import StoredTensors
 from minifloat.serve.engine import Delivery, Engine, Request, SamplingParams, StepStats, Timings, Usage
-from minifloat.serve.engine.opening import Options, _kv_cache, open_model
+from minifloat.serve.engine.opening import _kv_cache, open_model
+from minifloat.serve.engine.options import EngineOptions
 
 MakeModel = Callable[..., Path]
 LENGTH = 24
@@ -367,8 +371,8 @@ def test_options_that_cannot_be_are_refused(llama_folder: Path, options: dict[st
 
 
 def test_the_lm_head_may_be_fp8(llama_folder: Path) -> None:
-    plain = open_model(llama_folder, Options()).runner.weight_bytes
-    assert open_model(llama_folder, Options(lm_head="fp8")).runner.weight_bytes < plain
+    plain = open_model(llama_folder, EngineOptions()).runner.weight_bytes
+    assert open_model(llama_folder, EngineOptions(lm_head="fp8")).runner.weight_bytes < plain
 
 
 def test_weights_that_bf16_does_not_hold_are_left_to_transformers(make_llama: MakeModel, tmp_path: Path) -> None:
@@ -379,6 +383,8 @@ def test_weights_that_bf16_does_not_hold_are_left_to_transformers(make_llama: Ma
 
 def test_the_scales_of_a_cache_are_found_where_modelopt_writes_them() -> None:
     folder = Path(__file__).parents[2] / "data" / "interop" / "modelopt-fp8-kv"
-    element, scales = _kv_cache(folder, Options(), torch.bfloat16, kv_scales, (TENSOR,))
+    with Checkpoint.open(folder) as checkpoint:
+        tensors = StoredTensors(checkpoint, describe(checkpoint))
+        element, scales = _kv_cache(tensors, EngineOptions(), torch.bfloat16, kv_scales, (TENSOR,))
     assert element == "E4M3"
     assert list(scales) == ["model.layers.0.self_attn"]

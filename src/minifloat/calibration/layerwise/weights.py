@@ -11,8 +11,9 @@ from torch import nn
 
 from minifloat.calibration.layerwise.calls import LayersNotSeparableError
 from minifloat.errors import UsageError
-from minifloat.runtime.load import TORCH_DTYPES, Loader
+from minifloat.runtime.load import Loader
 from minifloat.runtime.names import Assignment
+from minifloat.runtime.tensors import TORCH_DTYPES
 
 
 class PartialWeights:

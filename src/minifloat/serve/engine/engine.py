@@ -25,7 +25,8 @@ from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.serve.engine.cache import BlockPool
 from minifloat.serve.engine.grammar import Grammars
 from minifloat.serve.engine.observer import Observer, StepStats
-from minifloat.serve.engine.opening import Options, open_model, sampling_defaults
+from minifloat.serve.engine.opening import open_model, sampling_defaults
+from minifloat.serve.engine.options import EngineOptions
 from minifloat.serve.engine.sampling import (
     Choice,
     NonFiniteLogits,
@@ -103,7 +104,7 @@ class Engine:
         observer: Observer | None = None,
         revision: str | None = None,
     ) -> None:
-        options = Options(
+        options = EngineOptions(
             dtype,
             kv_cache_memory,
             kv_cache_dtype,

@@ -1,101 +1,61 @@
-"""A folder becomes a runner: what is loaded, how much memory the KV cache gets, and what runs the model."""
+"""Open a checkpoint for serving: choose the runner, read the weights, and choose the KV cache.
+
+The checkpoint is opened and described once. Models of the Llama family are read straight into the decoder of the CPU or
+of the GPU; for all others transformers' code is loaded and run.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import UnknownNameError, UsageError
+from minifloat.errors import UsageError
 from minifloat.hub import model_name
 from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache
 from minifloat.kernels.paged import PagedCache
-from minifloat.layouts import describe
-from minifloat.layouts.inspection import inspect_checkpoint
+from minifloat.layouts import Description, describe
+from minifloat.layouts.inspection import inspect_opened
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
-from minifloat.runtime.build import config_dtype, empty_model
+from minifloat.runtime.config import plain_config, read_generation_config
 from minifloat.runtime.devices import device_named
 from minifloat.runtime.kv_scales import kv_head_scales, kv_scales
-from minifloat.runtime.load import load
-from minifloat.serve.engine.cache import blocks_for
-from minifloat.serve.engine.device import DeviceRunner, device_decoder_of, why_not_device
+from minifloat.runtime.tensors import StoredTensors
+from minifloat.runtime.weights import WeightSource
+from minifloat.serve.engine.blueprint import NotNative, blueprint_of, why_not_supported
+from minifloat.serve.engine.device import DeviceRunner, build_device_decoder
 from minifloat.serve.engine.info import ModelInfo
-from minifloat.serve.engine.native import NativeRunner, NotNative, decoder_of, why_not_native
+from minifloat.serve.engine.native_decoder import build_native_decoder
+from minifloat.serve.engine.native_runner import NativeRunner
+from minifloat.serve.engine.options import KV_DTYPES, EngineOptions
 from minifloat.serve.engine.runner import Runner
 from minifloat.serve.engine.sampling import MODEL_DEFAULTS
-from minifloat.serve.engine.transformers_runner import TransformersRunner
+from minifloat.serve.engine.sizing import CacheSize, cache_size, sequence_length
 
 _LOG = logging.getLogger(__name__)
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-#: `kv_cache_dtype` -> the element of the cache; "auto" follows the checkpoint, then the dtype of the model.
-KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "E4M3", "float32": "float32"}
-LM_HEADS = ("auto", "fp8")
-#: What the KV cache gets where nobody says: enough for all sequences at full length, up to this, and to this share of
-#: the memory that is available.
-_KV_BYTES = 1 << 30
-_KV_SHARE = 0.25
-#: On a GPU, of the memory that the weights leave; the rest is for the steps themselves.
-_GPU_SHARE = 0.85
-_Pair = TypeVar("_Pair")
+_Scales = TypeVar("_Scales")
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a model is opened.
+class OpenedModel:
+    """A model that is ready to run.
 
     Attributes:
-        dtype: Of the activations, a name in `DTYPES`; None: that of the checkpoint.
-        kv_cache_memory: Bytes of the KV cache; None: chosen.
-        kv_cache_dtype: A name in `KV_DTYPES`.
-        max_model_len: Tokens of the longest sequence; None: what model and cache hold.
-        max_num_seqs: Sequences that run at a time.
-        lm_head: "auto" keeps it as the checkpoint has it; "fp8" quantizes it per channel.
-        runner: "auto", "native", "device" or "transformers".
-        impl: Of the kernels, as in `minifloat.runtime.load.load`.
-        device: "cpu", "cuda" or "cuda:N".
+        runner: What runs it.
+        info: Its numbers.
+        config: transformers' config.
+        generation_config: transformers' generation config, or None.
     """
-
-    dtype: str | None = None
-    kv_cache_memory: int | None = None
-    kv_cache_dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    lm_head: str = "auto"
-    runner: str = "auto"
-    impl: str = "auto"
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for kind, name, table in (
-            ("dtype", self.dtype or "bfloat16", tuple(DTYPES)),
-            ("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_DTYPES)),
-            ("lm_head", self.lm_head, LM_HEADS),
-            ("runner", self.runner, ("auto", "native", "device", "transformers")),
-        ):
-            if name not in table:
-                raise UnknownNameError(kind, name, table)
-        for field in ("kv_cache_memory", "max_model_len", "max_num_seqs"):
-            value = getattr(self, field)
-            if value is not None and value < 1:
-                raise UsageError(f"{field}: expected at least 1, got {value}")
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A runner, the model's numbers, and transformers' configs of it."""
 
     runner: Runner
     info: ModelInfo
@@ -103,178 +63,204 @@ class Opened:
     generation_config: Any
 
 
-def open_model(path: str | os.PathLike[str], options: Options) -> Opened:
-    """Load a checkpoint for serving.
-
-    Raises:
-        CheckpointError: The folder cannot be loaded.
-        UsageError: The options do not go together with the model, or the KV cache does not hold one sequence.
-        KernelUnavailable: `device` is not here, or `impl` names kernels that cannot run here.
-    """
-    started = time.perf_counter()
-    device = device_named(options.device)
-    inspection = inspect_checkpoint(path)
-    made: _Made | None = None
-    if options.runner == "transformers":
-        reason = "the transformers runner was asked for"
-    elif options.runner == "device" or device.type == "cuda":
-        made, reason = _device(path, options, device)
-    else:
-        made, reason = _native(path, options)
-    if made is None:
-        made = _transformers(path, options, device, reason, inspection.nbytes)
-    folder = Path(path)
-    formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
-    runner = made.runner
-    info = ModelInfo(
-        name=model_name(folder),
-        path=str(folder),
-        architecture=made.architecture,
-        runner=runner.name,
-        device=str(device),
-        reason_not_native=reason,
-        scheme=" and ".join(formats) or "none",
-        dtype=_name(made.dtype),
-        weight_bytes=inspection.nbytes,
-        bf16_bytes=inspection.elements * torch.bfloat16.itemsize,
-        step_bytes=runner.weight_bytes,
-        kv_element=runner.kv_element,
-        kv_bytes=runner.kv_bytes,
-        kv_bytes_per_token=made.per_block // BLOCK_TOKENS,
-        kv_blocks=made.blocks,
-        max_model_len=made.length,
-        max_num_seqs=options.max_num_seqs,
-        vocab_size=runner.vocab,
-        load_seconds=time.perf_counter() - started,
-    )
-    return Opened(runner, info, made.config, made.generation_config)
-
-
 @dataclass(frozen=True)
-class _Made:
-    """A runner, and what is known of its model and cache."""
+class _Loaded:
+    """A runner, and the facts of its model and cache that `ModelInfo` reports."""
 
     runner: Runner
     architecture: str
     dtype: torch.dtype
     config: Any
     generation_config: Any
-    per_block: int
-    blocks: int
-    length: int
-
-    @classmethod
-    def of(cls, runner: Runner, model: PreTrainedModel, per_block: int, size: tuple[int, int]) -> _Made:
-        generation = getattr(model, "generation_config", None)
-        return cls(runner, type(model).__name__, model.dtype, model.config, generation, per_block, *size)
+    size: CacheSize
 
 
-def _load(path: str | os.PathLike[str], options: Options, device: torch.device, impl: str) -> PreTrainedModel:
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
-    return load(path, dtype=dtype, device=device, weight_only=True, impl=impl)
-
-
-def _native(path: str | os.PathLike[str], options: Options) -> tuple[_Made | None, str]:
-    """The native decoder, or why not."""
-    with Checkpoint.open(path) as checkpoint:
-        reason = why_not_native(empty_model(checkpoint, _dtype(options, checkpoint)))
-    if reason:
-        return None, reason
-    cpu = torch.device("cpu")
-    model = _load(path, options, cpu, options.impl)
-    element, scales = _kv_cache(path, options, model.dtype, kv_scales, (TENSOR,))
-    try:
-        decoder = decoder_of(model, scales, lm_head_fp8=options.lm_head == "fp8")
-    except NotNative as error:
-        return None, str(error)
-    per_block = KVCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
-    size = _size(options, model.config, per_block, cpu)
-    return _Made.of(NativeRunner(decoder, size[0], element, options.impl), model, per_block, size), ""
-
-
-def _device(path: str | os.PathLike[str], options: Options, device: torch.device) -> tuple[_Made | None, str]:
-    """The decoder for devices, or why not."""
-    with Checkpoint.open(path) as checkpoint:
-        reason = why_not_device(empty_model(checkpoint, _dtype(options, checkpoint)))
-    if reason:
-        return None, reason
-    model = _load(path, options, device, "reference")  # as stored: weights are put side by side before they are packed
-    config: Any = model.config
-    kv_heads = int(config.num_key_value_heads)
-    read = functools.partial(kv_head_scales, kv_heads=kv_heads)
-    element, scales = _kv_cache(path, options, model.dtype, read, (TENSOR, CHANNEL))
-    positions = _length(options, config)
-    try:
-        decoder = device_decoder_of(model, positions, impl=options.impl, lm_head_fp8=options.lm_head == "fp8")
-    except NotNative as error:
-        return None, str(error)
-    layers = range(len(decoder.layers))
-    table = torch.tensor([scales[f"model.layers.{layer}.self_attn"] for layer in layers]) if scales else None
-    per_block = PagedCache.bytes_per_block(len(layers), kv_heads, decoder.head_dim, element)
-    blocks, length = size = _size(options, config, per_block, device)
-    seqs = options.max_num_seqs
-    runner = DeviceRunner(decoder, blocks, element, table, max_num_seqs=seqs, max_model_len=length)
-    return _Made.of(runner, model, per_block, size), ""
-
-
-def _transformers(
-    path: str | os.PathLike[str], options: Options, device: torch.device, reason: str, nbytes: int
-) -> _Made:
-    """The way that always works: transformers' own code.
+def open_model(path: str | os.PathLike[str], options: EngineOptions) -> OpenedModel:
+    """Load a checkpoint for serving.
 
     Raises:
-        UsageError: An option that it does not have.
+        CheckpointError: If the folder cannot be loaded.
+        UsageError: If the options do not go together with the model, or the KV cache does not hold one sequence.
+        KernelUnavailable: If `device` is not here, or `impl` names kernels that cannot run here.
+    """
+    started = time.perf_counter()
+    device = device_named(options.device)
+    folder = Path(path)
+    with Checkpoint.open(folder) as checkpoint:
+        description = describe(checkpoint)
+        inspection = inspect_opened(folder, checkpoint, description)
+        loaded, reason = _load_decoder(checkpoint, description, options, device)
+        if loaded is None:
+            loaded = _load_transformers(checkpoint, description, options, reason, inspection.nbytes)
+    formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
+    runner = loaded.runner
+    info = ModelInfo(
+        name=model_name(folder),
+        path=str(folder),
+        architecture=loaded.architecture,
+        runner=runner.name,
+        device=str(device),
+        reason_not_native=reason,
+        scheme=" and ".join(formats) or "none",
+        dtype=_dtype_name(loaded.dtype),
+        weight_bytes=inspection.nbytes,
+        bf16_bytes=inspection.elements * torch.bfloat16.itemsize,
+        step_bytes=runner.weight_bytes,
+        kv_element=runner.kv_element,
+        kv_bytes=runner.kv_bytes,
+        kv_bytes_per_token=loaded.size.bytes_per_block // BLOCK_TOKENS,
+        kv_blocks=loaded.size.blocks,
+        max_model_len=loaded.size.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        vocab_size=runner.vocab,
+        load_seconds=time.perf_counter() - started,
+    )
+    return OpenedModel(runner, info, loaded.config, loaded.generation_config)
+
+
+def _load_decoder(
+    checkpoint: Checkpoint, description: Description, options: EngineOptions, device: torch.device
+) -> tuple[_Loaded | None, str]:
+    """Load the decoder of the CPU or of the GPU, or return why it does not support the model."""
+    if options.runner == "transformers":
+        return None, "the transformers runner was asked for"
+    config = plain_config(checkpoint)
+    tensors = StoredTensors(checkpoint, description)
+    dtype = options.torch_dtype or tensors.dtype()
+    on_device = options.runner == "device" or device.type == "cuda"
+    reason = why_not_supported(config, dtype, experts=not on_device)
+    if reason:
+        return None, reason
+    config.dtype = dtype
+    load: Callable[[StoredTensors, Any, EngineOptions, torch.dtype, torch.device], _Loaded]
+    load = _load_device if on_device else _load_native
+    try:
+        return load(tensors, config, options, dtype, device), ""
+    except NotNative as error:
+        return None, str(error)
+
+
+def _load_native(
+    tensors: StoredTensors, config: Any, options: EngineOptions, dtype: torch.dtype, device: torch.device
+) -> _Loaded:
+    """Load the decoder of the CPU.
+
+    Raises:
+        NotNative: If it does not support the model.
+    """
+    blueprint = blueprint_of(config, dtype)
+    weights = WeightSource(tensors, blueprint.parameters(), dtype, device)
+    element, scales = _kv_cache(tensors, options, dtype, kv_scales, (TENSOR,))
+    decoder = build_native_decoder(blueprint, weights, scales, impl=options.impl, lm_head_fp8=options.lm_head == "fp8")
+    per_block = KVCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
+    size = cache_size(options, config, per_block, device)
+    runner = NativeRunner(decoder, size.blocks, element, options.impl)
+    generation = _generation_config(tensors.checkpoint, config)
+    return _Loaded(runner, blueprint.architecture, dtype, config, generation, size)
+
+
+def _load_device(
+    tensors: StoredTensors, config: Any, options: EngineOptions, dtype: torch.dtype, device: torch.device
+) -> _Loaded:
+    """Load the decoder of GPUs, which also runs on a CPU.
+
+    Raises:
+        NotNative: If it does not support the model.
+    """
+    blueprint = blueprint_of(config, dtype)
+    weights = WeightSource(tensors, blueprint.parameters(), dtype, device)
+    read_scales = functools.partial(kv_head_scales, kv_heads=blueprint.kv_heads)
+    element, scales = _kv_cache(tensors, options, dtype, read_scales, (TENSOR, CHANNEL))
+    positions = sequence_length(options, config)
+    decoder = build_device_decoder(
+        blueprint, weights, positions, impl=options.impl, lm_head_fp8=options.lm_head == "fp8"
+    )
+    table = torch.tensor([scales[f"{layer.name}.self_attn"] for layer in blueprint.layers]) if scales else None
+    per_block = PagedCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
+    size = cache_size(options, config, per_block, device)
+    runner = DeviceRunner(
+        decoder,
+        size.blocks,
+        element,
+        table,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=size.max_model_len,
+    )
+    generation = _generation_config(tensors.checkpoint, config)
+    return _Loaded(runner, blueprint.architecture, dtype, config, generation, size)
+
+
+def _load_transformers(
+    checkpoint: Checkpoint, description: Description, options: EngineOptions, reason: str, nbytes: int
+) -> _Loaded:
+    """Load transformers' model, which supports every architecture and none of the decoders' options.
+
+    Args:
+        checkpoint: The open checkpoint.
+        description: The result of `describe` for it.
+        options: The options of the engine.
+        reason: Why no decoder supports the model.
+        nbytes: Bytes of the weights as they are stored.
+
+    Raises:
+        UsageError: If an option needs one of the decoders.
     """
     if options.runner not in ("auto", "transformers"):
         raise UsageError(f"the {options.runner} decoder does not cover this model: {reason}")
-    model = _load(path, options, device, options.impl)
-    if options.lm_head != "auto" or options.kv_cache_dtype not in ("auto", _name(model.dtype)):
+    # transformers' modelling code takes seconds to import, and the decoders do without it
+    from minifloat.runtime.load import load_opened
+    from minifloat.serve.engine.transformers_runner import TransformersRunner
+
+    device = device_named(options.device)
+    dtype = options.torch_dtype
+    model = load_opened(checkpoint, description, dtype=dtype, device=device, weight_only=True, impl=options.impl)
+    if options.lm_head != "auto" or options.kv_cache_dtype not in ("auto", _dtype_name(model.dtype)):
         raise UsageError(f"lm_head and kv_cache_dtype are the native decoder's, which does not run here: {reason}")
     if options.runner == "auto":
         _LOG.warning("transformers' code runs this model, one sequence at a time (slower), because %s", reason)
-    per_block = TransformersRunner.bytes_per_block(model)
-    size = _size(options, model.config, per_block, device)
-    return _Made.of(TransformersRunner(model, size[0], nbytes), model, per_block, size)
+    size = cache_size(options, model.config, TransformersRunner.bytes_per_block(model), device)
+    runner = TransformersRunner(model, size.blocks, nbytes)
+    generation = getattr(model, "generation_config", None)
+    return _Loaded(runner, type(model).__name__, model.dtype, model.config, generation, size)
 
 
-def _dtype(options: Options, checkpoint: Checkpoint) -> torch.dtype:
-    return DTYPES[options.dtype] if options.dtype is not None else config_dtype(checkpoint) or torch.float32
+def _generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -> GenerationConfig:
+    """Return the generation config of a checkpoint or, where it has none, the one that its config implies."""
+    return read_generation_config(checkpoint) or GenerationConfig.from_model_config(config)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _kv_cache(
-    path: str | os.PathLike[str],
-    options: Options,
+    tensors: StoredTensors,
+    options: EngineOptions,
     dtype: torch.dtype,
-    read: Callable[[Checkpoint], Mapping[str, _Pair] | None],
+    read_scales: Callable[..., Mapping[str, _Scales] | None],
     granularities: Collection[Granularity],
-) -> tuple[str, Mapping[str, _Pair]]:
-    """The element of the KV cache, and its scales where it is E4M3.
+) -> tuple[str, Mapping[str, _Scales]]:
+    """Return the element of the KV cache, and its scales where the element is E4M3.
 
     Args:
-        path: The checkpoint.
-        options: What is wanted.
-        dtype: Of the model.
-        read: The scales of a checkpoint.
-        granularities: Those that the runner takes.
+        tensors: The tensors of the checkpoint.
+        options: The options of the engine.
+        dtype: Dtype of the activations.
+        read_scales: Reads the scales of a checkpoint, given the checkpoint and its description.
+        granularities: Granularities of scales that the runner supports.
 
     Raises:
-        UsageError: E4M3 is wanted, and the checkpoint has no scales for some layer.
+        UsageError: If an E4M3 cache is asked for, and the checkpoint has no scales for some layer.
     """
     element = KV_DTYPES[options.kv_cache_dtype]
-    with Checkpoint.open(path) as checkpoint:
-        kv = describe(checkpoint).kv
-        announced = kv is not None and kv.element is E4M3 and kv.granularity in granularities
-        if element != E4M3.name and not (element is None and announced):
-            return element or ("float32" if dtype == torch.float32 else "bfloat16"), {}
-        scales = read(checkpoint) or {}
-        layers = int(checkpoint.config.get("num_hidden_layers", 0))
-    if scales and len(scales) == layers:
+    declared = tensors.description.kv
+    is_declared = declared is not None and declared.element is E4M3 and declared.granularity in granularities
+    if element != E4M3.name and not (element is None and is_declared):
+        return element or ("float32" if dtype == torch.float32 else "bfloat16"), {}
+    scales = read_scales(tensors.checkpoint, description=tensors.description) or {}
+    if scales and len(scales) == int(tensors.checkpoint.config.get("num_hidden_layers", 0)):
         return E4M3.name, scales
-    if announced and element is None:
+    if is_declared and element is None:
         _LOG.warning("the checkpoint announces an FP8 KV cache and has no scales for it: the cache is BF16")
         return "bfloat16", {}
     raise UsageError(
@@ -283,45 +269,8 @@ def _kv_cache(
     )
 
 
-def _length(options: Options, config: Any) -> int:
-    """Tokens of the longest sequence, as far as the model goes.
-
-    Raises:
-        UsageError: The model has fewer positions than `max_model_len`.
-    """
-    positions = int(getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
-    length = options.max_model_len or positions
-    if length > positions:
-        raise UsageError(f"max_model_len: the model has {positions} positions, got {length}")
-    return length
-
-
-def _size(options: Options, config: Any, per_block: int, device: torch.device) -> tuple[int, int]:
-    """Blocks of the KV cache, and tokens of the longest sequence.
-
-    Raises:
-        UsageError: The model has fewer positions than `max_model_len`, or the cache does not hold one sequence.
-    """
-    length = _length(options, config)
-    one = blocks_for(length) * per_block
-    budget = options.kv_cache_memory
-    if budget is None and device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading took
-        budget = min(options.max_num_seqs * one, int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE))
-    elif budget is None:
-        available = int(psutil.virtual_memory().available * _KV_SHARE)
-        budget = min(options.max_num_seqs * one, max(_KV_BYTES, one if options.max_model_len else 0), available)
-    blocks = budget // per_block
-    if blocks < (blocks_for(length) if options.max_model_len else 2):
-        raise UsageError(
-            f"kv_cache_memory: {budget} bytes hold {blocks * BLOCK_TOKENS} tokens, fewer than one sequence; "
-            f"{one} bytes hold one of {length}"
-        )
-    return blocks, min(length, blocks * BLOCK_TOKENS)
-
-
 def sampling_defaults(config: Any) -> dict[str, Any]:
-    """What a generation_config.json says of sampling. Without ``do_sample`` the model wants no draws."""
+    """Return the sampling parameters of a generation_config.json; without ``do_sample`` the model is greedy."""
     if config is None:
         return {"temperature": 0.0}
     defaults: dict[str, Any] = {} if config.do_sample else {"temperature": 0.0}

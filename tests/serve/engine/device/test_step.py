@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,10 @@ from minifloat.kernels.paged import PagedCache
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
 from minifloat.runtime.linear import QuantizedLinear, QuantizedWeight
+from minifloat.serve.engine.blueprint import blueprint_of
 from minifloat.serve.engine.cache import blocks_for
-from minifloat.serve.engine.device import DeviceRunner, device_decoder_of
-from minifloat.serve.engine.device.decoder import Inputs, Piece, Product, step
+from minifloat.serve.engine.device import DeviceRunner, build_device_decoder
+from minifloat.serve.engine.device.decoder import FusedLinear, Inputs, Piece, step
 from minifloat.serve.engine.device.graphs import COLUMNS, bucket_sizes
 from minifloat.serve.engine.sampling_device import draw
 from minifloat.serve.engine.scheduler import Work
@@ -34,8 +36,32 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 
 
+class ModelWeights:
+    """The weights of a model in memory, by the methods of `WeightSource`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def tensor(self, parameter: str) -> Tensor:
+        return self.model.get_parameter(parameter).detach()  # type: ignore[no-any-return]
+
+    def matrix(self, parameter: str) -> Any:
+        module = self.model.get_submodule(parameter.removesuffix(".weight"))
+        return module.quantized if isinstance(module, QuantizedLinear) else self.tensor(parameter)
+
+    def is_same_tensor(self, first: str, second: str) -> bool:
+        return False
+
+    def reading_ahead(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def warn(self) -> None: ...
+
+
 def device_decoder(model: Any, impl: str = "auto", device: str = "cpu") -> Any:
-    return device_decoder_of(copy.deepcopy(model).to(device), LENGTH, impl=impl, lm_head_fp8=False)
+    weights: Any = ModelWeights(copy.deepcopy(model).to(device))
+    blueprint = blueprint_of(model.config, model.dtype)
+    return build_device_decoder(blueprint, weights, LENGTH, impl=impl, lm_head_fp8=False)
 
 
 def runner_of(model: Any, element: str = "float32", device: str = "cpu") -> DeviceRunner:
@@ -253,7 +279,7 @@ def test_products_with_one_input_are_one_where_their_scales_allow_it(scheme: str
     torch.testing.assert_close(layer.qkv(x), expected, atol=1e-5, rtol=1e-5)
     assert isinstance(layer.qkv.weights[0], QuantizedWeight)
     own = device_decoder(plain).layers[0].qkv
-    assert isinstance(own, Product)
+    assert isinstance(own, FusedLinear)
     assert [tuple(weight.shape) for weight in own.weights if isinstance(weight, Tensor)] == [(128, 64)]
 
 

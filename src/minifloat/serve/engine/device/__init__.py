@@ -4,7 +4,7 @@
 between host and device. All of it runs on a CPU too, where a graph is a plain call: that is what the tests do.
 """
 
-from minifloat.serve.engine.device.decoder import DeviceDecoder, device_decoder_of, why_not_device
+from minifloat.serve.engine.device.decoder import DeviceDecoder, build_device_decoder
 from minifloat.serve.engine.device.runner import DeviceRunner
 
-__all__ = ["DeviceDecoder", "DeviceRunner", "device_decoder_of", "why_not_device"]
+__all__ = ["DeviceDecoder", "DeviceRunner", "build_device_decoder"]

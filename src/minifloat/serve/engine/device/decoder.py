@@ -1,4 +1,4 @@
-"""A dense model of the Llama family on any device, taken out of a transformers model, and one step of it.
+"""A dense model of the Llama family on any device, and one step of it.
 
 Numerics are those of `minifloat.kernels.decoder`: the residual stream and what is between linears is float32, inputs
 and outputs of linears have the model's dtype. q, k and v are one product, and gate and up, where their form allows it:
@@ -11,16 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 
-from minifloat.architecture.decoder_families import why_not_family
 from minifloat.errors import KernelUnavailable
-from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.paged import (
     PagedCache,
     add_norm,
@@ -33,15 +29,17 @@ from minifloat.kernels.paged import (
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.granularity import CHANNEL, TENSOR
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
-from minifloat.runtime.linear import QuantizedLinear, QuantizedWeight
-from minifloat.runtime.names import listing
-from minifloat.serve.engine.native import LM_HEAD_FP8, NotNative, bias_of, norm_of, window_of
+from minifloat.runtime.linear import QuantizedWeight
+from minifloat.runtime.tensors import listing
+from minifloat.runtime.weights import WeightSource
+from minifloat.serve.engine.blueprint import Blueprint, LayerPlan, LinearPlan, MlpPlan
+from minifloat.serve.engine.native_decoder import LM_HEAD_FP8
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class FusedLinear:
     """Weights that the same input is multiplied with, their results side by side.
 
     Attributes:
@@ -71,13 +69,13 @@ class DeviceLayer:
     """``x + out(attention(qkv(norm(x))))``, then ``x + down(silu(gate) * up)``; see `minifloat.kernels.decoder`."""
 
     input_norm: Tensor
-    qkv: Product
+    qkv: FusedLinear
     head_norms: tuple[Tensor | None, Tensor | None]
     window: int | None
-    out: Product
+    out: FusedLinear
     mlp_norm: Tensor
-    gate_up: Product
-    down: Product
+    gate_up: FusedLinear
+    down: FusedLinear
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +95,7 @@ class DeviceDecoder:
     embedding: Tensor
     layers: tuple[DeviceLayer, ...]
     norm: Tensor
-    lm_head: Product
+    lm_head: FusedLinear
     vocab: int
 
     @property
@@ -108,8 +106,8 @@ class DeviceDecoder:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of the weights that one token is multiplied with."""
-        products = [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return self.lm_head.nbytes + sum(product.nbytes for product in products)
+        linears = [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return self.lm_head.nbytes + sum(linear.nbytes for linear in linears)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,131 +184,124 @@ def _attention(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def why_not_device(model: PreTrainedModel) -> str:
-    """Why there is no `DeviceDecoder` of a model; empty where there is, as far as the config tells."""
-    config: Any = model.config
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    reason = why_not_family(config.model_type, getattr(config, "hidden_act", None), rope, experts=False)
-    if not reason and model.dtype not in DTYPES:
-        reason = f"it is {model.dtype}"
-    return reason
-
-
-def device_decoder_of(model: PreTrainedModel, positions: int, *, impl: str, lm_head_fp8: bool) -> DeviceDecoder:
-    """Take a model apart.
+def build_device_decoder(
+    blueprint: Blueprint, weights: WeightSource, positions: int, *, impl: str, lm_head_fp8: bool
+) -> DeviceDecoder:
+    """Read the weights of a model, and put those side by side that the same input is multiplied with.
 
     Args:
-        model: Made by ``load(path, device=..., weight_only=True, impl="reference")``, and of the kind that
-            `why_not_device` has nothing against. It cannot be used afterwards.
-        positions: Of the longest sequence.
+        blueprint: The structure of a model without experts.
+        weights: Its weights, on the device.
+        positions: Tokens of the longest sequence.
         impl: "auto": quantized weights that have no kernel on the device are dequantized, with a warning. "reference":
-            all are. Another: one without is an error.
+            all are. Another: a weight without a kernel is an error.
         lm_head_fp8: Quantize the last linear to FP8 per channel, if it is not quantized.
 
     Raises:
-        NotNative: A module is something else than a linear.
-        KernelUnavailable: A weight has no kernel, and `impl` asks for one.
+        KernelUnavailable: If a weight has no kernel, and `impl` asks for one.
+        TensorError: If a scale is NaN or Inf, or a tensor has a dtype that is no parameter's.
     """
-    parts = _Parts(model, impl)
-    whole: Any = model
-    core: Any = whole.model
-    config: Any = model.config
-    rotary = core.rotary_emb
-    first = core.layers[0].self_attn
-    scale, head_dim = float(first.scaling), int(first.head_dim)
-    head = parts.product([whole.get_output_embeddings()], quantize=lm_head_fp8)
-    layers = []
-    for i, layer in enumerate(core.layers):
-        layers.append(parts.layer(layer))
-        core.layers[i] = nn.Identity()  # its memory, where weights were copied side by side
-    parts.warn()
+    builder = _Builder(blueprint, weights, impl)
+    with weights.reading_ahead():
+        embedding = weights.tensor(blueprint.embedding)
+        is_tied = weights.is_same_tensor(blueprint.embedding, blueprint.lm_head.weight)
+        head = builder.lm_head(embedding if is_tied else None, quantize=lm_head_fp8)
+        layers = tuple(builder.layer(layer) for layer in blueprint.layers)
+        norm = builder.norm(blueprint.norm)
+    builder.warn()
     return DeviceDecoder(
-        dtype=model.dtype,
-        kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        eps=config.rms_norm_eps,
-        rotary=rotary_table(rotary.inv_freq.float(), float(rotary.attention_scaling), positions),
-        scale=scale,
-        embedding=core.embed_tokens.weight.detach(),
-        layers=tuple(layers),
-        norm=norm_of(core.norm),
+        dtype=blueprint.dtype,
+        kv_heads=blueprint.kv_heads,
+        head_dim=blueprint.head_dim,
+        eps=blueprint.eps,
+        rotary=rotary_table(blueprint.inv_freq.to(embedding.device), blueprint.attention_scaling, positions),
+        scale=blueprint.scale,
+        embedding=embedding,
+        layers=layers,
+        norm=norm,
         lm_head=head,
-        vocab=int(config.vocab_size),
+        vocab=embedding.shape[0],
     )
 
 
-class _Parts:
-    """Moves weights out of a model.
+class _Builder:
+    """Reads the weights of a model, part by part."""
 
-    Args:
-        model: As in `device_decoder_of`.
-        impl: As there.
-    """
-
-    def __init__(self, model: PreTrainedModel, impl: str) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._dtype, self._impl = model.dtype, impl
+    def __init__(self, blueprint: Blueprint, weights: WeightSource, impl: str) -> None:
+        self._blueprint, self._weights, self._impl = blueprint, weights, impl
         self._dequantized: dict[str, list[str]] = {}
 
-    def layer(self, layer: Any) -> DeviceLayer:
-        """One layer."""
-        attention, mlp = layer.self_attn, layer.mlp
+    def layer(self, plan: LayerPlan) -> DeviceLayer:
+        attention, mlp = plan.attention, plan.mlp
+        assert isinstance(mlp, MlpPlan), "`why_not_supported` refuses mixtures of experts"
+        norms = attention.head_norms
         return DeviceLayer(
-            input_norm=norm_of(layer.input_layernorm),
-            qkv=self.product([attention.q_proj, attention.k_proj, attention.v_proj]),
-            head_norms=(
-                norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None,
-                norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None,
-            ),
-            window=window_of(attention),
-            out=self.product([attention.o_proj]),
-            mlp_norm=norm_of(layer.post_attention_layernorm),
-            gate_up=self.product([mlp.gate_proj, mlp.up_proj]),
-            down=self.product([mlp.down_proj]),
+            input_norm=self.norm(plan.input_norm),
+            qkv=self._linears(attention.qkv),
+            out=self._linears([attention.out]),
+            head_norms=(None, None) if norms is None else (self.norm(norms[0]), self.norm(norms[1])),
+            window=attention.window,
+            mlp_norm=self.norm(plan.mlp_norm),
+            gate_up=self._linears([mlp.gate, mlp.up]),
+            down=self._linears([mlp.down]),
         )
 
-    def product(self, modules: Sequences[Any], *, quantize: bool = False) -> Product:
-        """The weights of linears with one input, as one where that is possible."""
-        names = [self._names[id(module)] for module in modules]
-        weights = [self._weight(module, name, quantize) for module, name in zip(modules, names, strict=True)]
-        biases = [bias_of(module) for module in modules]
+    def norm(self, name: str) -> Tensor:
+        """Return the weight of an RMS norm, in float32 after it was rounded to the model's dtype."""
+        return self._weights.tensor(name).float().contiguous()
+
+    def lm_head(self, tied: Tensor | None, *, quantize: bool) -> FusedLinear:
+        """Return the last linear.
+
+        Args:
+            tied: The embedding, if that is also the weight of this linear.
+            quantize: Whether the weight is quantized to FP8, unless it is stored quantized.
+        """
+        plan = self._blueprint.lm_head
+        weight = self._weights.matrix(plan.weight) if tied is None else tied
+        if quantize and isinstance(weight, Tensor):
+            weight = quantize_tensor(weight, LM_HEAD_FP8)
+        return FusedLinear((self._held(weight, plan.name),), (None,))
+
+    def warn(self) -> None:
+        """Log the weights that are held dequantized, one warning per reason."""
+        self._weights.warn()
+        for reason, names in self._dequantized.items():
+            _LOG.warning("%d products are held dequantized, because %s: %s", len(names), reason, listing(names))
+
+    def _linears(self, plans: Sequences[LinearPlan]) -> FusedLinear:
+        """Return linears with the same input: as one weight where that is possible, else as several."""
+        weights = [self._weights.matrix(plan.weight) for plan in plans]
+        biases = [None if plan.bias is None else self._weights.tensor(plan.bias).contiguous() for plan in plans]
         plain = [weight for weight in weights if isinstance(weight, Tensor)]
         quantized = [weight for weight in weights if isinstance(weight, QuantizedTensor)]
-        one = torch.cat(plain) if len(weights) == len(plain) > 1 else None
-        fused = _side_by_side(quantized) if len(weights) == len(quantized) > 1 else None
-        if one is not None or fused is not None:
+        fused: Tensor | QuantizedTensor | None = None
+        if len(weights) == len(plain) > 1:
+            fused = torch.cat(plain)
+        elif len(weights) == len(quantized) > 1:
+            fused = _side_by_side(quantized)
+        if fused is not None:
             bias = _joined(biases, [weight.shape[0] for weight in weights])
-            held = one if fused is None else self._held(fused, names[0])
-            assert held is not None
-            return Product((held,), (bias,))
-        return Product(
-            tuple(w if isinstance(w, Tensor) else self._held(w, n) for w, n in zip(weights, names, strict=True)),
-            tuple(biases),
-        )
+            return FusedLinear((self._held(fused, plans[0].name),), (bias,))
+        held = tuple(self._held(weight, plan.name) for weight, plan in zip(weights, plans, strict=True))
+        return FusedLinear(held, tuple(biases))
 
-    def _weight(self, module: Any, name: str, quantize: bool) -> Tensor | QuantizedTensor:
-        if isinstance(module, QuantizedLinear):
-            return module.quantized
-        if type(module) is not nn.Linear:
-            raise NotNative(f"{name} is a {type(module).__name__}")
-        weight = module.weight.detach()
-        return quantize_tensor(weight, LM_HEAD_FP8) if quantize else weight
+    def _held(self, weight: Tensor | QuantizedTensor, name: str) -> Tensor | QuantizedWeight:
+        """Return a weight in the form of the device's kernels, or dequantized.
 
-    def _held(self, weight: QuantizedTensor, name: str) -> Tensor | QuantizedWeight:
-        """In the form of the device's kernels, or dequantized."""
-        made = QuantizedWeight(weight, self._dtype)
-        reason = "the reference was asked for" if self._impl == "reference" else made.pack()
+        Raises:
+            KernelUnavailable: If no kernel multiplies the weight, and the kernels were asked for.
+        """
+        if isinstance(weight, Tensor):
+            return weight
+        module = QuantizedWeight(weight, self._blueprint.dtype)
+        reason = "the reference was asked for" if self._impl == "reference" else module.pack()
         if not reason:
-            return made
+            return module
         if self._impl not in ("auto", "reference"):
             raise KernelUnavailable(f"{name}: the kernels cannot multiply it: {reason}")
         self._dequantized.setdefault(reason, []).append(name)
-        return weight.dequantize(self._dtype)
-
-    def warn(self) -> None:
-        """Log what is not held quantized, one warning per reason."""
-        for reason, names in self._dequantized.items():
-            _LOG.warning("%d products are held dequantized, because %s: %s", len(names), reason, listing(names))
+        return weight.dequantize(self._blueprint.dtype)
 
 
 def _side_by_side(weights: Sequences[QuantizedTensor]) -> QuantizedTensor | None:

@@ -1,0 +1,208 @@
+"""Builds the decoder of the CPU, `minifloat.kernels.decoder.Decoder`, straight from a checkpoint.
+
+Each weight is packed as soon as it is read, in the format that it is stored in, or as BF16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import MinifloatError
+from minifloat.kernels.decoder import Attention, Decoder, Experts, Layer, Mlp
+from minifloat.kernels.moe import PackedExperts
+from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
+from minifloat.numerics.formats import E4M3, FLOAT32
+from minifloat.numerics.granularity import CHANNEL
+from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
+from minifloat.runtime.kv_scales import KVScales
+from minifloat.runtime.linear import QuantizedWeight
+from minifloat.runtime.packing import Packing
+from minifloat.runtime.weights import WeightSource
+from minifloat.serve.engine.blueprint import (
+    AttentionPlan,
+    Blueprint,
+    ExpertsPlan,
+    LayerPlan,
+    LinearPlan,
+    MlpPlan,
+    NotNative,
+)
+
+#: The format of the last linear with ``lm_head="fp8"``.
+LM_HEAD_FP8 = WeightSpec(E4M3, CHANNEL, FLOAT32)
+_Weights = TypeVar("_Weights", FusedWeights, PackedExperts)
+
+
+def build_native_decoder(
+    blueprint: Blueprint, weights: WeightSource, scales: KVScales, *, impl: str = "auto", lm_head_fp8: bool = False
+) -> Decoder:
+    """Read and pack the weights of a model.
+
+    Args:
+        blueprint: The structure of the model.
+        weights: Its weights, on the CPU.
+        scales: Scales of an E4M3 cache for all attention modules; empty for another cache.
+        impl: As in `minifloat.runtime.load.load`.
+        lm_head_fp8: Quantize the last linear to FP8 per channel, if it is not quantized.
+
+    Raises:
+        NotNative: If a weight cannot be packed.
+        KernelUnavailable: If `impl` asks for the kernels and a weight cannot be packed for them.
+        TensorError: If a scale is NaN or Inf, or a tensor has a dtype that is no parameter's.
+    """
+    builder = _Builder(blueprint, weights, Packing(impl, torch.device("cpu")))
+    with weights.reading_ahead():
+        embedding = weights.tensor(blueprint.embedding)
+        is_tied = weights.is_same_tensor(blueprint.embedding, blueprint.lm_head.weight)
+        head = builder.lm_head(embedding if is_tied else None, LM_HEAD_FP8 if lm_head_fp8 else None)
+        layers = tuple(
+            builder.layer(layer, scales.get(f"{layer.name}.self_attn", (1.0, 1.0))) for layer in blueprint.layers
+        )
+        norm = builder.norm(blueprint.norm)
+    builder.warn()
+    try:
+        return Decoder(
+            dtype=blueprint.dtype,
+            heads=blueprint.heads,
+            kv_heads=blueprint.kv_heads,
+            head_dim=blueprint.head_dim,
+            eps=blueprint.eps,
+            inv_freq=blueprint.inv_freq,
+            attention_scaling=blueprint.attention_scaling,
+            scale=blueprint.scale,
+            embedding=embedding.contiguous(),
+            layers=layers,
+            norm=norm,
+            lm_head=head,
+        )
+    except MinifloatError as error:
+        raise NotNative(str(error)) from error
+
+
+class _Builder:
+    """Packs the weights of a model, part by part."""
+
+    def __init__(self, blueprint: Blueprint, weights: WeightSource, packing: Packing) -> None:
+        self._dtype, self._weights, self._packing = blueprint.dtype, weights, packing
+        self._lm_head = blueprint.lm_head
+
+    def layer(self, plan: LayerPlan, kv_scales: tuple[float, float]) -> Layer:
+        return Layer(
+            self.norm(plan.input_norm),
+            self._attention(plan.attention, kv_scales),
+            self.norm(plan.mlp_norm),
+            self._mlp(plan.mlp) if isinstance(plan.mlp, MlpPlan) else self._experts(plan.mlp),
+        )
+
+    def norm(self, name: str) -> Tensor:
+        """Return the weight of an RMS norm, in float32 after it was rounded to the model's dtype."""
+        return self._weights.tensor(name).float().contiguous()
+
+    def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> PackedWeight:
+        """Return the last linear.
+
+        Args:
+            tied: The embedding, if that is also the weight of this linear.
+            quantize: The format that the weight is quantized to, unless it is stored quantized; None: it is not.
+        """
+        weight = self._weights.matrix(self._lm_head.weight) if tied is None else tied
+        if quantize is not None and isinstance(weight, Tensor):
+            weight = quantize_tensor(weight, quantize)
+            return self._pack(weight, self._lm_head.name)
+        return self._pack_stored(weight, self._lm_head.name)
+
+    def warn(self) -> None:
+        """Log the weights that have no packed form, and those that had to be dequantized."""
+        self._weights.warn()
+        self._packing.warn()
+
+    def _linear(self, plan: LinearPlan) -> PackedWeight:
+        return self._pack_stored(self._weights.matrix(plan.weight), plan.name)
+
+    def _pack_stored(self, weight: Tensor | QuantizedTensor, name: str) -> PackedWeight:
+        """Pack a weight, and note one that the kernels of this machine do not multiply.
+
+        Raises:
+            NotNative: If the weight has no packed form.
+            KernelUnavailable: If the kernels were asked for and do not multiply it.
+        """
+        if isinstance(weight, Tensor):
+            return self._pack(weight, name)
+        module = QuantizedWeight(weight, self._dtype)
+        self._packing.pack(module, name)
+        held = module.held
+        return held if isinstance(held, PackedWeight) else self._pack(weight, name)
+
+    def _pack(self, weight: Tensor | QuantizedTensor, name: str) -> PackedWeight:
+        if isinstance(weight, Tensor) and weight.dtype != torch.bfloat16:
+            rounded = weight.bfloat16()
+            if not torch.equal(rounded.to(weight.dtype), weight):
+                raise NotNative(f"{name} is {weight.dtype} and BF16, which the kernels multiply, does not hold it")
+            weight = rounded
+        try:
+            return pack(weight)
+        except MinifloatError as error:
+            raise NotNative(f"{name}: {error}") from error
+
+    def _fused(self, plans: Sequence[LinearPlan]) -> FusedWeights:
+        return _grouped(FusedWeights, [self._linear(plan) for plan in plans], plans[0].name)
+
+    def _bias(self, plan: LinearPlan) -> Tensor | None:
+        return None if plan.bias is None else self._weights.tensor(plan.bias).contiguous()
+
+    def _biases(self, plans: Sequence[LinearPlan]) -> tuple[Tensor | None, ...] | None:
+        biases = tuple(self._bias(plan) for plan in plans)
+        return None if all(bias is None for bias in biases) else biases
+
+    def _attention(self, plan: AttentionPlan, kv_scales: tuple[float, float]) -> Attention:
+        norms = (None, None) if plan.head_norms is None else tuple(self.norm(name) for name in plan.head_norms)
+        return Attention(
+            qkv=self._fused(plan.qkv),
+            out=self._linear(plan.out),
+            qkv_bias=self._biases(plan.qkv),
+            out_bias=self._bias(plan.out),
+            q_norm=norms[0],
+            k_norm=norms[1],
+            window=plan.window,
+            k_scale=kv_scales[0],
+            v_scale=kv_scales[1],
+        )
+
+    def _mlp(self, plan: MlpPlan) -> Mlp:
+        gate_up = (plan.gate, plan.up)
+        return Mlp(self._fused(gate_up), self._linear(plan.down), self._biases(gate_up), self._bias(plan.down))
+
+    def _experts(self, plan: ExpertsPlan) -> Experts:
+        return Experts(
+            router=self._weights.tensor(plan.router).float().contiguous(),
+            top_k=plan.top_k,
+            normalize=plan.normalizes,
+            gate_up=self._stacks(plan.gate_up),
+            down=self._stacks(plan.down)[0],
+            shared=None if plan.shared is None else self._mlp(plan.shared),
+            shared_gate=None if plan.shared_gate is None else self._weights.tensor(plan.shared_gate).float().flatten(),
+        )
+
+    def _stacks(self, fused: str) -> tuple[PackedExperts, ...]:
+        """Return the weights of all experts: one stack, or one for each of the parts that they are stored in."""
+        experts: Iterable[list[PackedWeight]] = [
+            [self._pack_stored(matrix, fused) for matrix in matrices] for matrices in self._weights.experts(fused)
+        ]
+        return tuple(_grouped(PackedExperts, list(column), fused) for column in zip(*experts, strict=True))
+
+
+def _grouped(kind: type[_Weights], weights: list[PackedWeight], name: str) -> _Weights:
+    """Put weights together that one call multiplies with.
+
+    Raises:
+        NotNative: If they have several formats.
+    """
+    try:
+        return kind(weights)
+    except MinifloatError as error:
+        raise NotNative(f"{name} and those beside it: {error}") from error

@@ -1,0 +1,77 @@
+"""Runs models of the Llama family on the CPU by `minifloat.kernels.decoder`: all layers of a step in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+
+import torch
+from torch import Tensor
+
+from minifloat.kernels.decoder import Decoder, Experts, KVCache, StepBatch, step
+from minifloat.serve.engine.cache import blocks_for
+from minifloat.serve.engine.scheduler import Work
+from minifloat.serve.engine.sequence import Sequence
+
+
+class NativeRunner:
+    """See `minifloat.serve.engine.runner.Runner`.
+
+    Args:
+        decoder: The model.
+        blocks: Blocks of the KV cache.
+        element: Their format, one of `minifloat.kernels.decoder.cache.ELEMENTS`.
+        impl: As in `minifloat.kernels.decoder.step`.
+    """
+
+    name = "native"
+
+    def __init__(self, decoder: Decoder, blocks: int, element: str, impl: str = "auto") -> None:
+        self._decoder, self._impl = decoder, impl
+        self._cache = KVCache(len(decoder.layers), decoder.kv_heads, decoder.head_dim, blocks, element)
+        self.weight_bytes = round(_bytes_per_token(decoder))
+        self.kv_element, self.kv_bytes = element, self._cache.nbytes
+        self.vocab = decoder.lm_head.shape[0]
+
+    def run(self, works: Sequences[Work]) -> Tensor:
+        """As the interface says."""
+        return step(self._decoder, self._cache, batch_of(works), impl=self._impl)
+
+    def release(self, sequence: Sequence) -> None:
+        """Nothing: all is in blocks, which are the scheduler's."""
+
+
+def batch_of(works: Sequences[Work]) -> StepBatch:
+    """What the decoder computes for some works."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    starts, contexts = [0], []
+    logits: list[int] = []
+    width = max(len(work.sequence.blocks) for work in works)
+    blocks = []
+    for work in works:
+        tokens += work.sequence.tokens[work.start : work.end]
+        positions += range(work.start, work.end)
+        starts.append(len(tokens))
+        contexts.append(work.end)
+        used = work.sequence.blocks[: blocks_for(work.end)]
+        blocks.append(used + [-1] * (width - len(used)))
+        logits += range(len(tokens) - work.logits, len(tokens))
+    return StepBatch(
+        *(torch.tensor(values, dtype=torch.int32) for values in (tokens, positions, starts, contexts, blocks, logits))
+    )
+
+
+def _bytes_per_token(decoder: Decoder) -> float:
+    """Bytes of the weights that one token is multiplied with: of experts only those that it uses."""
+    total: float = decoder.lm_head.nbytes
+    for layer in decoder.layers:
+        mlp = layer.mlp
+        weights = [*layer.attention.qkv, layer.attention.out]
+        if isinstance(mlp, Experts):
+            stacks = (*mlp.gate_up, mlp.down)
+            total += sum(weight.nbytes for stack in stacks for weight in stack) * mlp.top_k / len(mlp.down)
+            weights += [] if mlp.shared is None else [*mlp.shared.gate_up, mlp.shared.down]
+        else:
+            weights += [*mlp.gate_up, mlp.down]
+        total += sum(weight.nbytes for weight in weights)
+    return total

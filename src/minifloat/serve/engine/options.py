@@ -1,0 +1,65 @@
+"""The options of an engine that say how a model is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minifloat.errors import UnknownNameError, UsageError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+#: `kv_cache_dtype` -> the element of the cache; "auto" follows the checkpoint, then the dtype of the model.
+KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "E4M3", "float32": "float32"}
+_LM_HEADS = ("auto", "fp8")
+_RUNNERS = ("auto", "native", "device", "transformers")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a model is opened.
+
+    Attributes:
+        dtype: Dtype of the activations, a name in `DTYPES`; None: that of the checkpoint.
+        kv_cache_memory: Bytes of the KV cache; None: chosen from the memory that is available.
+        kv_cache_dtype: A name in `KV_DTYPES`.
+        max_model_len: Tokens of the longest sequence; None: what model and cache hold.
+        max_num_seqs: Sequences that run at a time.
+        lm_head: "auto" keeps the last linear as the checkpoint has it; "fp8" quantizes it per channel.
+        runner: "auto", "native", "device" or "transformers".
+        impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
+        device: "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        UnknownNameError: If a name is none of those.
+        UsageError: If a number is less than 1.
+    """
+
+    dtype: str | None = None
+    kv_cache_memory: int | None = None
+    kv_cache_dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    lm_head: str = "auto"
+    runner: str = "auto"
+    impl: str = "auto"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for kind, name, table in (
+            ("dtype", self.dtype or "bfloat16", tuple(DTYPES)),
+            ("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_DTYPES)),
+            ("lm_head", self.lm_head, _LM_HEADS),
+            ("runner", self.runner, _RUNNERS),
+        ):
+            if name not in table:
+                raise UnknownNameError(kind, name, table)
+        for field in ("kv_cache_memory", "max_model_len", "max_num_seqs"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise UsageError(f"{field}: expected at least 1, got {value}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype of the activations; None: that of the checkpoint."""
+        return None if self.dtype is None else DTYPES[self.dtype]

@@ -1,0 +1,81 @@
+"""How much memory the KV cache gets, and how long the longest sequence may be."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from minifloat.errors import UsageError
+from minifloat.kernels.decoder import BLOCK_TOKENS
+from minifloat.serve.engine.cache import blocks_for
+from minifloat.serve.engine.options import EngineOptions
+
+#: The default KV cache holds all sequences at full length, but takes at most this many bytes and at most this share of
+#: the memory that is available.
+_KV_BYTES = 1 << 30
+_KV_SHARE = 0.25
+#: Share of the memory of a GPU that the weights leave; the rest is for the steps themselves.
+_GPU_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """The size of a KV cache.
+
+    Attributes:
+        bytes_per_block: Bytes of one block in all layers.
+        blocks: Number of blocks.
+        max_model_len: Tokens of the longest sequence.
+    """
+
+    bytes_per_block: int
+    blocks: int
+    max_model_len: int
+
+
+def sequence_length(options: EngineOptions, config: Any) -> int:
+    """Return the tokens of the longest sequence that the model allows.
+
+    Raises:
+        UsageError: If the model has fewer positions than `max_model_len`.
+    """
+    positions = int(getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
+    length = options.max_model_len or positions
+    if length > positions:
+        raise UsageError(f"max_model_len: the model has {positions} positions, got {length}")
+    return length
+
+
+def cache_size(options: EngineOptions, config: Any, bytes_per_block: int, device: torch.device) -> CacheSize:
+    """Choose the size of the KV cache; call this when the weights are in memory.
+
+    Args:
+        options: The options of the engine.
+        config: transformers' config of the model.
+        bytes_per_block: Bytes of one block of the cache in all layers.
+        device: Device of the cache.
+
+    Raises:
+        UsageError: If the model has fewer positions than `max_model_len`, or the cache does not hold one sequence.
+    """
+    length = sequence_length(options, config)
+    one_sequence = blocks_for(length) * bytes_per_block
+    all_sequences = options.max_num_seqs * one_sequence
+    budget = options.kv_cache_memory
+    if budget is None and device.type == "cuda":
+        torch.cuda.empty_cache()  # memory that loading took
+        budget = min(all_sequences, int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE))
+    elif budget is None:
+        available = int(psutil.virtual_memory().available * _KV_SHARE)
+        budget = min(all_sequences, max(_KV_BYTES, one_sequence if options.max_model_len else 0), available)
+    blocks = budget // bytes_per_block
+    if blocks < (blocks_for(length) if options.max_model_len else 2):
+        raise UsageError(
+            f"kv_cache_memory: {budget} bytes hold {blocks * BLOCK_TOKENS} tokens, fewer than one sequence; "
+            f"{one_sequence} bytes hold one of {length}"
+        )
+    return CacheSize(bytes_per_block, blocks, min(length, blocks * BLOCK_TOKENS))
