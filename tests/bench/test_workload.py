@@ -10,7 +10,7 @@ import pytest
 
 from minifloat.bench.workload import BatchTimings, TimingRecorder, Workload, run_batch
 from minifloat.errors import UsageError
-from minifloat.serve.engine import Engine, StepStats, Timings, Usage
+from minifloat.serve.engine import Engine, StepStats, Timings, TokenUsage
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ class CallRecorder(TimingRecorder):
         super().step(stats)
         self.calls.append(stats)
 
-    def finished(self, reason: str, timings: Timings, usage: Usage) -> None:
+    def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None:
         super().finished(reason, timings, usage)
         self.calls.append((reason, timings, usage))
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from minifloat.compare.generation import Continuations, GreedyDivergence, end_tokens, generate_greedy, greedy_divergence
+from minifloat.compare.generation import Continuations, GreedyDivergence, generate_greedy, greedy_divergence
 from minifloat.compare.kv_cache import kv_cache_factory
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.runtime.load import load
+from minifloat.runtime.tokens import end_tokens
 
 MakeModel = Callable[..., Path]
 
@@ -119,12 +120,12 @@ def test_end_tokens_come_from_the_generation_config_or_else_from_the_config(
 ) -> None:
     model = opened(llama_folder)
     model.generation_config = GenerationConfig(eos_token_id=declared)
-    assert end_tokens(model) == expected
+    assert end_tokens(model.generation_config, model.config) == expected
 
 
 def test_a_model_without_end_tokens_generates_all_new_tokens(make_llama: MakeModel, tmp_path: Path) -> None:
     model = opened(make_llama(tmp_path / "m", eos_token_id=None))
-    assert end_tokens(model) == frozenset()
+    assert end_tokens(model.generation_config, model.config) == frozenset()
     assert [len(row) for row in generate_greedy(model, prompts(2), 5)] == [5, 5]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from minifloat.serve.engine.native import decoder_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -24,7 +25,6 @@ from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache, StepBatch, step
 from minifloat.numerics.formats import E4M3
 from minifloat.runtime.kv_scales import KVScales, kv_scales
 from minifloat.runtime.load import load
-from minifloat.serve.engine.native import decoder_of
 
 MakeModel = Callable[..., Path]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from minifloat.errors import UsageError
 
 if TYPE_CHECKING:
-    from minifloat.serve.engine import Engine, StepStats, Timings, Usage
+    from minifloat.serve.engine import Engine, StepStats, Timings, TokenUsage
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class TimingRecorder:
         """Record the time to the first token of a request."""
         self.ttfts.append(seconds)
 
-    def finished(self, reason: str, timings: Timings, usage: Usage) -> None:
+    def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None:
         """Record a finished request."""
         if reason != "length" or timings.finished is None or timings.first_token is None:
             self.failed += 1

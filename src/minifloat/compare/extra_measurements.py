@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from minifloat.compare.attribution import attribute
 from minifloat.compare.corpus import Corpus
-from minifloat.compare.generation import Continuations, end_tokens, generate_greedy, greedy_divergence
+from minifloat.compare.generation import Continuations, generate_greedy, greedy_divergence
 from minifloat.compare.models import Predictor
 from minifloat.compare.result import CandidateResult
 from minifloat.compare.tasks import LoadedTasks, TaskRun, compare_tasks, run_tasks
 from minifloat.compare.verdict import Tolerance
 from minifloat.errors import MinifloatError
 from minifloat.report.progress import Progress
+from minifloat.runtime.tokens import end_tokens
 
 #: Tokens of a prompt, taken from the start of a window.
 _PROMPT_TOKENS = 32
@@ -106,7 +107,7 @@ class ExtraMeasurements:
                 model.model,
                 prompts,
                 self.new_tokens,
-                ends=end_tokens(self.baseline.model),
+                ends=end_tokens(self.baseline.model.generation_config, self.baseline.model.config),
                 cache_factory=model.new_cache,
                 progress=self.progress,
             )

@@ -28,6 +28,7 @@ from minifloat.compare.intervals import Estimate, fraction_interval, mean_interv
 from minifloat.compare.kv_cache import CacheFactory, check_takes_cache
 from minifloat.errors import NonFiniteError, UsageError
 from minifloat.report.progress import Progress
+from minifloat.runtime.tokens import end_tokens
 from minifloat.serve.detokenize import Detokenizer
 
 #: Prompts in a batch. Constant, because kernels may sum in another order for another number of rows.
@@ -82,15 +83,6 @@ class GreedyDivergence:
     samples: tuple[ContinuationPair, ...]
 
 
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """The tokens that end a text, by generation_config.json, else by config.json; maybe none."""
-    for config in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True)):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
-    return frozenset()
-
-
 @torch.inference_mode()
 def generate_greedy(
     model: PreTrainedModel,
@@ -121,7 +113,7 @@ def generate_greedy(
         NonFiniteError: If the largest logit is NaN or Inf; the message names the prompt and the token.
     """
     _check(model, prompts, new_tokens)
-    stop = sorted(end_tokens(model) if ends is None else ends)
+    stop = sorted(end_tokens(model.generation_config, model.config) if ends is None else ends)
     continuations: list[tuple[int, ...]] = []
     total = len(prompts) * new_tokens
     for first in range(0, len(prompts), _BATCH):

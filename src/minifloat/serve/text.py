@@ -1,7 +1,8 @@
-"""Text from a model, as it is made: the simplest consumer of `load`, for looking at a quantized model by eye.
+"""Text from a transformers model, piece by piece: for looking at a quantized model by eye.
 
 transformers' `generate` runs the model, one prompt at a time, in a thread of its own, so that the caller gets an
-ordinary iterator and can walk away from it at any token. No batching and no paging: that is an engine's work.
+ordinary iterator and can leave it at any token. Tokens are drawn by the engine's sampler. Batching and paging are left
+to the engine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from transformers.generation.streamers import BaseStreamer
 from minifloat.errors import UsageError
 from minifloat.runtime.load import load
 from minifloat.runtime.tokenizer import load_tokenizer
+from minifloat.runtime.tokens import end_tokens
 from minifloat.serve.detokenize import Detokenizer
+from minifloat.serve.engine.sampling import SamplingParams, SamplingState, sample
 
 
 def generate(
@@ -44,31 +47,33 @@ def generate(
     """Continue a text.
 
     Generation ends at an end-of-sequence token, after `max_new_tokens`, or where the model's positions end. Closing the
-    iterator, as a KeyboardInterrupt in a loop over it does, ends it after the token at work.
+    iterator, as a KeyboardInterrupt in a loop over it does, ends generation after the token at work.
 
     Args:
         model: A folder, a model of the hub, or one made by `minifloat.runtime.load.load`.
-        prompt: Taken as it is; no chat template.
-        max_new_tokens: At most so many.
-        temperature: 0 takes the most probable token; otherwise the logits are divided by it and a token is drawn.
+        prompt: The text to continue, without a chat template.
+        max_new_tokens: Number of tokens at most.
+        temperature: 0 takes the most probable token; otherwise the logits are divided by it and a token is drawn. At
+            most 100, as in `SamplingParams`.
         top_p: Draw from the smallest set of most probable tokens that together have this probability.
         seed: Makes draws repeatable on one machine; by default they are not. The global random state is not touched.
-        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
+        revision: Revision of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
         An iterator over pieces of the continuation, without the prompt and without special tokens. A character whose
         bytes are spread over tokens comes whole.
 
     Raises:
-        UsageError: An argument is out of range, or the prompt does not fit the model.
-        CheckpointError: The folder cannot be loaded.
-        HubError: The hub has no such model, refuses it, or cannot be reached.
+        UsageError: If an argument is out of range, or the prompt does not fit the model.
+        CheckpointError: If the folder cannot be loaded.
+        HubError: If the hub has no such model, refuses it, or cannot be reached.
     """
     if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise UsageError(
             "expected max_new_tokens >= 1, a finite temperature >= 0 and 0 < top_p <= 1; "
             f"got {max_new_tokens}, {temperature} and {top_p}"
         )
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     if not isinstance(model, PreTrainedModel):
         model = load(model, revision=revision)
     tokenizer = load_tokenizer(str(model.config.name_or_path))
@@ -79,24 +84,22 @@ def generate(
     room = max_new_tokens if limit is None else limit - len(ids)
     if room < 1:
         raise UsageError(f"the prompt has {len(ids)} tokens; the model attends to {limit}")
-    options = {"max_new_tokens": min(max_new_tokens, room), "do_sample": False, **_end_tokens(model, tokenizer)}
-    if temperature > 0:
-        options["logits_processor"] = LogitsProcessorList([_Draw(temperature, top_p, seed)])
+    ends = sorted(end_tokens(model.generation_config, model.config, tokenizer))
+    options: dict[str, Any] = {
+        "max_new_tokens": min(max_new_tokens, room),
+        "do_sample": False,
+        "eos_token_id": ends or None,
+        "pad_token_id": ends[0] if ends else 0,  # transformers asks for one; a batch of one prompt has no padding
+    }
+    if not params.is_greedy:
+        options["logits_processor"] = LogitsProcessorList([_Sampler(params, ids)])
     return _stream(model, tokenizer, ids, options)
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The tokens to stop at: the model's own, else the tokenizer's; and one to pad with, which is never used."""
-    config = model.generation_config
-    end = tokenizer.eos_token_id if config is None or config.eos_token_id is None else config.eos_token_id
-    first = end[0] if isinstance(end, list) else end
-    return {"eos_token_id": end, "pad_token_id": 0 if first is None else first}
 
 
 def _stream(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], options: dict[str, Any]
 ) -> Iterator[str]:
-    """Run `generate` in a thread and decode what it puts into a queue."""
+    """Run `generate` in a thread, and decode the tokens that it puts into a queue."""
     feed = _Feed(len(prompt))
     ids = torch.tensor([prompt], device=model.device)
     runner: Any = model
@@ -127,7 +130,7 @@ def _stream(
 
 
 class _Feed(BaseStreamer):  # type: ignore[misc, no-any-unimported, unused-ignore]
-    """Takes tokens from `generate`, which hands over the prompt first."""
+    """Puts the tokens of `generate` into a queue, except those of the prompt, which come first."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self.tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
@@ -142,11 +145,11 @@ class _Feed(BaseStreamer):  # type: ignore[misc, no-any-unimported, unused-ignor
                 self.tokens.put(token)
 
     def end(self) -> None:
-        """Nothing: the thread says when it is done."""
+        """Do nothing: the thread itself marks the end."""
 
 
 class _Stop(StoppingCriteria):
-    """Stops once nobody listens."""
+    """Stops generation when the iterator is closed."""
 
     def __init__(self, abandoned: threading.Event) -> None:
         self.abandoned = abandoned
@@ -155,20 +158,17 @@ class _Stop(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.abandoned.is_set(), dtype=torch.bool, device=input_ids.device)
 
 
-class _Draw(LogitsProcessor):
-    """Draws a token with a generator of its own and leaves no other to choose."""
+class _Sampler(LogitsProcessor):
+    """Draws a token by the engine's sampler, and leaves `generate` no other token to choose."""
 
-    def __init__(self, temperature: float, top_p: float, seed: int | None) -> None:
-        self.temperature, self.top_p = temperature, top_p
-        self.generator = torch.Generator()
-        if seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(seed)
+    def __init__(self, params: SamplingParams, prompt: list[int]) -> None:
+        self._state = SamplingState(params, prompt)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        probabilities, order = (scores.float().cpu() / self.temperature).softmax(-1).sort(-1, descending=True)
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= self.top_p, 0)
-        drawn = order.gather(-1, torch.multinomial(probabilities, 1, generator=self.generator))
-        return torch.full_like(scores, -torch.inf).scatter(-1, drawn.to(scores.device), 0)
+        (choice,) = sample(scores.float().cpu(), [self._state])
+        if isinstance(choice, Exception):
+            raise choice
+        self._state.add(choice.token)
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[:, choice.token] = 0
+        return chosen

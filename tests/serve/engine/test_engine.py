@@ -19,7 +19,7 @@ from minifloat.quantize.job import quantize_checkpoint
 from minifloat.runtime.kv_scales import kv_scales
 from minifloat.runtime.load import load
 from minifloat.runtime.tensors import StoredTensors
-from minifloat.serve.engine import Delivery, Engine, Request, SamplingParams, StepStats, Timings, Usage
+from minifloat.serve.engine import Delivery, Engine, Request, SamplingParams, StepStats, Timings, TokenUsage
 from minifloat.serve.engine.opening import _kv_cache, open_model
 from minifloat.serve.engine.options import EngineOptions
 
@@ -98,7 +98,7 @@ class Counter:
         self.steps: list[StepStats] = []
         self.first: list[float] = []
         self.between: list[float] = []
-        self.ends: list[tuple[str, Timings, Usage]] = []
+        self.ends: list[tuple[str, Timings, TokenUsage]] = []
 
     def step(self, stats: StepStats) -> None:
         self.steps.append(stats)
@@ -109,7 +109,7 @@ class Counter:
     def first_token(self, seconds: float) -> None:
         self.first.append(seconds)
 
-    def finished(self, reason: str, timings: Timings, usage: Usage) -> None:
+    def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None:
         self.ends.append((reason, timings, usage))
 
 
@@ -171,7 +171,7 @@ def test_text_joins_to_what_the_tokenizer_decodes(llama_folder: Path) -> None:
     whole = engine.tokenizer.decode([*prompt, *completion.tokens], skip_special_tokens=True)
     assert completion.text == whole[len("ä prompt") :]
     assert completion.finish_reason == "length"
-    assert completion.usage == Usage(len(prompt), 40, 0)
+    assert completion.usage == TokenUsage(len(prompt), 40, 0)
 
 
 def test_a_stop_string_ends_the_text_before_it_and_is_never_shown(llama_folder: Path) -> None:

@@ -12,7 +12,16 @@ import torch
 
 from minifloat.errors import ContextLengthError
 from minifloat.runtime.load import load
-from minifloat.serve.engine import Completion, Engine, Request, SamplingParams, StepStats, Timings, TokenLogprob, Usage
+from minifloat.serve.engine import (
+    Engine,
+    GeneratedText,
+    Request,
+    SamplingParams,
+    StepStats,
+    Timings,
+    TokenLogprob,
+    TokenUsage,
+)
 from minifloat.serve.engine.sampling import NonFiniteLogits
 from minifloat.serve.engine.scoring import score
 
@@ -38,7 +47,7 @@ class Counter:
     def first_token(self, seconds: float) -> None:
         self.first += 1
 
-    def finished(self, reason: str, timings: Timings, usage: Usage) -> None: ...
+    def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +85,7 @@ def check(prompt: tuple[int, ...], found: tuple[TokenLogprob | None, ...] | None
             assert top.token == token or abs(float(wanted[place, top.token] - wanted[place, token])) < TOLERANCE
 
 
-def check_all(completions: list[Completion], expected: list[torch.Tensor]) -> None:
+def check_all(completions: list[GeneratedText], expected: list[torch.Tensor]) -> None:
     for completion, wanted in zip(completions, expected, strict=True):
         check(completion.prompt, completion.prompt_logprobs, wanted)
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from minifloat.errors import UsageError
-from minifloat.serve.engine.sampling import Choice, NonFiniteLogits, SamplingParams, SamplingState, draw, sample
+from minifloat.serve.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice, draw, sample
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_logprobs_are_those_of_the_model_and_not_of_what_was_drawn_from() -> Non
     logits = logits_of(7, 30)
     params = SamplingParams(temperature=0.0, logprobs=4, logit_bias={11: 100.0})
     (choice,) = sample(logits[None], [SamplingState(params, [])])
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, TokenChoice)
     logprobs = logits.log_softmax(-1)
     assert choice.token == 11
     assert choice.logprob == pytest.approx(float(logprobs[11]))
@@ -147,4 +147,4 @@ def test_logits_that_are_not_finite_are_an_error_of_their_own_row() -> None:
     logits[2, 4] = torch.inf
     logits[3, 4] = -torch.inf
     choices = sample(logits, [SamplingState(SamplingParams(temperature=0.0), [])] * 4)
-    assert [type(choice) for choice in choices] == [Choice, NonFiniteLogits, NonFiniteLogits, Choice]
+    assert [type(choice) for choice in choices] == [TokenChoice, NonFiniteLogits, NonFiniteLogits, TokenChoice]

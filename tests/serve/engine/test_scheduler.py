@@ -11,7 +11,7 @@ import pytest
 from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.serve.engine.cache import BlockPool
 from minifloat.serve.engine.sampling import SamplingParams, SamplingState
-from minifloat.serve.engine.scheduler import Scheduler, Work
+from minifloat.serve.engine.scheduler import Scheduler, WorkItem
 from minifloat.serve.engine.sequence import Request, Sequence, State
 from minifloat.serve.engine.text import TextStream
 
@@ -42,7 +42,7 @@ class Bench:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self) -> list[Work]:
+    def step(self) -> list[WorkItem]:
         works = self.scheduler.schedule()
         assert sum(work.end - work.start for work in works) <= self.scheduler.max_tokens
         owned = [block for sequence in self.scheduler.running for block in sequence.blocks]
@@ -51,7 +51,7 @@ class Bench:
         for work in works:
             assert work.sequence.state is State.RUNNING
             assert work.start == work.sequence.computed < work.end <= 16 * len(work.sequence.blocks)
-            self.scheduler.computed(work)
+            self.scheduler.computed([work])
             if work.samples:
                 work.sequence.tokens.append(0)
         return works
@@ -62,7 +62,7 @@ def tokenizer(llama_folder: Path) -> Any:
     return load_tokenizer(llama_folder)
 
 
-def spans(works: list[Work]) -> list[tuple[str, int, int]]:
+def spans(works: list[WorkItem]) -> list[tuple[str, int, int]]:
     return [(work.sequence.request_id, work.start, work.end) for work in works]
 
 

@@ -8,24 +8,24 @@ from minifloat.serve.engine.async_engine import AsyncEngine, RequestStream
 from minifloat.serve.engine.engine import Engine
 from minifloat.serve.engine.grammar import Grammar
 from minifloat.serve.engine.info import ModelInfo
-from minifloat.serve.engine.observer import Observer, StepStats
+from minifloat.serve.engine.listener import EngineListener, StepStats
 from minifloat.serve.engine.sampling import MODEL_DEFAULTS, SamplingParams, TokenLogprob
-from minifloat.serve.engine.sequence import Completion, Delivery, Request, Timings, Usage
+from minifloat.serve.engine.sequence import Delivery, GeneratedText, Request, Timings, TokenUsage
 
 __all__ = [
     "MODEL_DEFAULTS",
     "AsyncEngine",
-    "Completion",
+    "GeneratedText",
     "Delivery",
     "Engine",
     "Grammar",
     "ModelInfo",
-    "Observer",
+    "EngineListener",
     "Request",
     "RequestStream",
     "SamplingParams",
     "StepStats",
     "Timings",
     "TokenLogprob",
-    "Usage",
+    "TokenUsage",
 ]

@@ -1,7 +1,8 @@
-"""The engine for a server: it steps in a thread of its own, and every request is an asynchronous stream.
+"""The engine for a server: the engine steps in a thread of its own, and every request is an asynchronous stream.
 
-Whatever touches the engine runs in that thread; the event loop only puts wishes into a queue. Deliveries wait in one
-slot per request, where later ones join those that have not been taken yet: a slow reader costs no memory but its text.
+All calls of the engine run in that thread; the event loop only puts commands into a queue. Each request has one slot
+for deliveries, in which new deliveries are joined with those that have not been read yet: a slow reader costs no memory
+but that of its text.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RequestStream:
         self._finished = False
 
     def put(self, delivery: Delivery) -> None:
-        """Called in the event loop."""
+        """Add a delivery; called in the event loop."""
         if self._finished:
             return
         self._waiting = delivery if self._waiting is None else self._waiting + delivery
@@ -50,7 +51,7 @@ class RequestStream:
         self._ready.set()
 
     async def __aiter__(self) -> AsyncIterator[Delivery]:
-        """The deliveries until the last, which has a `finish_reason`."""
+        """Yield deliveries until the last, which has a `finish_reason`."""
         while True:
             await self._ready.wait()
             self._ready.clear()
@@ -62,11 +63,11 @@ class RequestStream:
 
     @property
     def finished(self) -> bool:
-        """Whether the last delivery has come (it may not have been taken yet)."""
+        """Whether the last delivery has arrived (it may not have been read yet)."""
         return self._finished
 
     def cancel(self) -> None:
-        """End the request; its last delivery says so. Nothing happens where it has ended already."""
+        """End the request; the last delivery has the reason "cancelled". A request that has ended stays as it is."""
         if not self._finished:
             self._engine.cancel(self.request_id)
 
@@ -75,17 +76,17 @@ class AsyncEngine:
     """Owns an engine. Use it as ``async with AsyncEngine(Engine(path)) as engine``, or `start` and `close` it.
 
     Args:
-        engine: Nobody else may call it from `start` on.
+        engine: The engine; nothing else may call it from `start` on.
         max_queue: Requests that may wait beside those that run.
 
     Attributes:
-        engine: For what does not change: `info`, `tokenizer`, `check`.
+        engine: The engine; only what never changes may be used: `info`, `tokenizer`, `check`.
     """
 
     def __init__(self, engine: Engine, max_queue: int = 256) -> None:
         self.engine = engine
         self.max_queue = max_queue
-        self._wishes: queue.SimpleQueue[tuple[str, Any, Future[None] | None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[str, Any, Future[None] | None]] = queue.SimpleQueue()
         self._streams: dict[str, RequestStream] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -110,20 +111,20 @@ class AsyncEngine:
         return max(len(self._streams) - self.engine.running, 0)
 
     async def start(self) -> None:
-        """Start the thread. The calling one, which may have loaded the model, gives its own team of threads back."""
+        """Start the thread. The OpenMP threads of the calling thread, which may have loaded the model, are released."""
         release()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._work, name="minifloat-engine", daemon=True)
         self._thread.start()
 
     async def submit(self, request: Request) -> RequestStream:
-        """Hand in a request.
+        """Submit a request.
 
         Raises:
-            QueueFull: As many wait as may.
-            EngineStopped: It is closed, or about to be.
-            UsageError: The request cannot run.
-            KernelUnavailable: It has a grammar, and there is nothing to follow it with.
+            QueueFull: If `max_queue` requests are waiting.
+            EngineStopped: If the engine is closed, or about to be.
+            UsageError: If the request cannot run.
+            KernelUnavailable: If the request has a grammar, and llguidance is missing or cannot read the tokenizer.
         """
         if self.draining or not self.alive:
             raise EngineStopped("the engine is shutting down" if self.draining else "the engine is not running")
@@ -137,11 +138,11 @@ class AsyncEngine:
         try:
             begin = self.engine.begin
             sequence = begin(request) if request.params.grammar is None else await asyncio.to_thread(begin, request)
-            self._wishes.put(("add", sequence, added))
+            self._commands.put(("add", sequence, added))
             if self._ended:
-                self._refuse_wishes()
+                self._refuse_commands()
             await asyncio.wrap_future(added)
-        except BaseException:  # a wish that was refused, or a caller that went away meanwhile
+        except BaseException:  # the command was refused, or the caller was cancelled meanwhile
             self._streams.pop(request.request_id, None)
             self.cancel(request.request_id)
             raise
@@ -154,15 +155,15 @@ class AsyncEngine:
 
         Args:
             prompt: A text, without a chat template, or token ids.
-            params: By default `SamplingParams()` with the checkpoint's own defaults.
+            params: Sampling parameters; by default `Engine.default_params()`.
 
         Returns:
             The deliveries as they are made. Closing the generator, as cancelling its task does, cancels the request.
 
         Raises:
-            QueueFull: As `submit`, and so are the others.
-            EngineStopped: As there.
-            UsageError: As there.
+            QueueFull: As `submit`.
+            EngineStopped: As `submit`.
+            UsageError: As `submit`.
         """
         tokens = self.engine.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         params = params or self.engine.default_params()
@@ -181,27 +182,27 @@ class AsyncEngine:
         await self.close()
 
     def cancel(self, request_id: str) -> None:
-        """End a request, if it is still there."""
-        self._wishes.put(("cancel", request_id, None))
+        """End a request, if it has not ended."""
+        self._commands.put(("cancel", request_id, None))
 
     async def close(self, drain_seconds: float = 0.0) -> None:
-        """Take no more requests, let those at work finish for so long, cancel the rest, and stop the thread."""
+        """Refuse new requests, let the others run for `drain_seconds`, cancel the rest, and stop the thread."""
         self.draining = True
         end = time.monotonic() + drain_seconds
         while self._streams and self.alive and time.monotonic() < end:
             await asyncio.sleep(0.01)
         for name in list(self._streams):
             self.cancel(name)
-        self._wishes.put(("stop", None, None))
+        self._commands.put(("stop", None, None))
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
         await asyncio.sleep(0)  # the last deliveries are on their way to the loop
 
     def _work(self) -> None:
-        """The thread: wishes first, then a step."""
+        """Run the thread: commands first, then a step."""
         try:
             while not self._stopping:
-                self._grant()
+                self._obey()
                 if self.engine.has_work:
                     self._hand_out(self.engine.step())
                     self.last_step = time.monotonic()
@@ -210,46 +211,46 @@ class AsyncEngine:
             self._hand_out([Delivery(name, finish_reason="error", error=str(error)) for name in list(self._streams)])
         finally:
             self._ended = True
-            self._refuse_wishes()
+            self._refuse_commands()
 
-    def _refuse_wishes(self) -> None:
-        """Tell those whose wishes nobody grants any more; both threads do, for a wish may come at the very end."""
+    def _refuse_commands(self) -> None:
+        """Refuse the commands in the queue; both threads call this, for a command may come while the thread ends."""
         with suppress(queue.Empty):
             while True:
-                _, _, done = self._wishes.get_nowait()
+                _, _, done = self._commands.get_nowait()
                 if done is not None and done.set_running_or_notify_cancel():
                     done.set_exception(EngineStopped("the engine has stopped"))
 
-    def _grant(self) -> None:
-        """Do what was wished; wait for a wish where there is nothing else to do."""
+    def _obey(self) -> None:
+        """Execute the commands in the queue; wait for one if there is no other work."""
         wait = not self.engine.has_work
-        while wait or not self._wishes.empty():
-            kind, what, done = self._wishes.get()
+        while wait or not self._commands.empty():
+            kind, subject, done = self._commands.get()
             wait = False
             if kind == "stop":
                 self._stopping = True
                 return
             if kind == "cancel":
-                delivery = self.engine.cancel(what)
+                delivery = self.engine.cancel(subject)
                 if delivery is not None:
                     self._hand_out([delivery])
             elif done is not None:
-                self._add(what, done)
+                self._add(subject, done)
 
     def _add(self, sequence: Sequence, done: Future[None]) -> None:
         if not done.set_running_or_notify_cancel():
             return
         try:
             self.engine.add(sequence)
-        except Exception as error:  # the caller's to handle
+        except Exception as error:  # passed on to the caller
             done.set_exception(error)
         else:
             done.set_result(None)
 
     def _hand_out(self, deliveries: list[Delivery]) -> None:
-        """Give deliveries to the event loop, all of a step at once."""
+        """Pass the deliveries of a step to the event loop, in one call."""
         if deliveries and self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._put, deliveries)
 
     def _put(self, deliveries: list[Delivery]) -> None:

@@ -1,12 +1,13 @@
-"""Which block of the KV cache belongs to whom: allocation, sharing of equal prefixes, and eviction.
+"""The blocks of the KV cache: allocation, sharing of equal prefixes, and eviction.
 
-A block holds the keys and values of `BLOCK_TOKENS` tokens in every layer. What lies in it depends on its tokens and on
-all tokens before them, so a full block is known by a digest of both: SHA-256 over the digest of the block before it and
-its own tokens. The first block takes a salt in the place of a digest, random for this process and with the request's
-own salt, so that neither the time a request takes nor a crafted collision tells one tenant what another has asked
-(CVE-2025-46570). A block that nobody uses keeps its contents until it is needed, the longest unused one first.
+A block holds the keys and values of `BLOCK_TOKENS` tokens in every layer. Its contents depend on its tokens and on all
+tokens before them, so a full block is identified by a digest of both: SHA-256 over the digest of the block before and
+the block's own tokens. The first block uses a salt in the place of a digest, made of random bytes of this process and
+the request's own salt, so that neither the time a request takes nor a crafted collision reveals one tenant's prompts to
+another (CVE-2025-46570). A block without users keeps its contents until the block is needed; the block that has been
+unused for the longest time is taken first.
 
-The memory itself is the runner's; this module only counts.
+The runner owns the memory; this module only keeps account of blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SALT_BYTES = 32
 
 
 def blocks_for(tokens: int) -> int:
-    """Blocks that so many tokens of one sequence take."""
+    """Return the number of blocks that `tokens` tokens of one sequence take."""
     return -(-tokens // BLOCK_TOKENS)
 
 
@@ -31,7 +32,7 @@ class BlockPool:
     """Blocks ``0 .. count - 1`` with their users.
 
     Args:
-        count: How many there are.
+        count: Number of blocks.
         share: Whether sequences with equal beginnings share blocks.
     """
 
@@ -42,24 +43,24 @@ class BlockPool:
         self._users = [0] * count
         self._digests: list[bytes | None] = [None] * count
         self._known: dict[bytes, int] = {}
-        #: Without users, longest unused first; those with contents that may be wanted again come last.
+        #: Blocks without users, the longest unused first; those with contents that may be shared again come last.
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
 
     @property
     def free(self) -> int:
-        """Blocks without a user."""
+        """Number of blocks without a user."""
         return len(self._unused)
 
     @property
     def usage(self) -> float:
-        """The share of the blocks that have a user."""
+        """Share of the blocks that have a user, 0 .. 1."""
         return 1.0 - self.free / self.count if self.count else 0.0
 
     def allocate(self, count: int) -> list[int]:
         """Take blocks, whose contents are forgotten.
 
         Raises:
-            ValueError: There are fewer (`free`).
+            ValueError: If fewer blocks are `free`.
         """
         if count > self.free:
             raise ValueError(f"{count} blocks wanted, {self.free} free")
@@ -75,7 +76,7 @@ class BlockPool:
         """Give blocks back; their contents stay until the memory is needed.
 
         Args:
-            blocks: In the order of the sequence: its end is forgotten first, since nothing matches without the start.
+            blocks: Blocks of a sequence, in order; the last is reused first, since no prefix matches without its start.
         """
         for block in reversed(blocks):
             self._users[block] -= 1
@@ -85,29 +86,29 @@ class BlockPool:
                     self._unused.move_to_end(block, last=False)
 
     def root(self, salt: str) -> bytes:
-        """What stands before the first block of the sequences that may share with each other."""
+        """Return the digest before the first block, for the sequences that may share blocks with each other."""
         return hashlib.sha256(self._salt + salt.encode()).digest()
 
     def digests(self, root: bytes, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
-        """The digests of all full blocks of a sequence.
+        """Return the digests of all full blocks of a sequence.
 
         Args:
-            root: Of `root`.
+            root: Result of `root` for the sequence.
             tokens: All tokens of the sequence.
-            known: The digests of its first blocks, which are not computed again.
+            known: Digests of its first blocks, which are not computed again.
         """
-        found = list(known)
-        before = found[-1] if found else root
-        for start in range(len(found) * BLOCK_TOKENS, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        digests = list(known)
+        before = digests[-1] if digests else root
+        for start in range(len(digests) * BLOCK_TOKENS, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             before = hashlib.sha256(before + array("q", tokens[start : start + BLOCK_TOKENS]).tobytes()).digest()
-            found.append(before)
-        return found
+            digests.append(before)
+        return digests
 
     def share(self, digests: Sequence[bytes]) -> list[int]:
-        """Become a user of the blocks that hold the longest known beginning.
+        """Add a user to the blocks that hold the longest known prefix, and return them.
 
         Args:
-            digests: Of `digests`.
+            digests: Result of `digests` for a sequence.
         """
         blocks: list[int] = []
         for digest in digests:
@@ -121,7 +122,7 @@ class BlockPool:
         return blocks
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Say what a full block holds, once its keys and values have been computed."""
+        """Record the digest of a full block, once its keys and values have been computed."""
         if self._share and self._digests[block] is None and digest not in self._known:
             self._digests[block] = digest
             self._known[digest] = block

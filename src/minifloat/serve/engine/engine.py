@@ -1,7 +1,7 @@
-"""`Engine`: requests go in, steps make tokens, deliveries come out. `step` is the place to begin reading.
+"""`Engine`: requests go in, steps make tokens, deliveries come out. Begin reading at `Engine.step`.
 
-The engine is not thread-safe and never waits: whoever owns it calls `step` while it `has_work`. `AsyncEngine` does so
-in a thread of its own for a server.
+The engine is not thread-safe and never waits: its owner calls `step` while it `has_work`. `AsyncEngine` does so in a
+thread of its own for a server.
 """
 
 from __future__ import annotations
@@ -14,42 +14,34 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from typing import Any, Literal, overload
 
-import torch
-from torch import Tensor
-
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.hub import model_folder
 from minifloat.runtime.devices import current, device_named
 from minifloat.runtime.heap import returned_when_freed
 from minifloat.runtime.tokenizer import load_tokenizer
+from minifloat.runtime.tokens import end_tokens
 from minifloat.serve.engine.cache import BlockPool
+from minifloat.serve.engine.computing import StepResult, compute
 from minifloat.serve.engine.grammar import Grammars
-from minifloat.serve.engine.observer import Observer, StepStats
+from minifloat.serve.engine.listener import EngineListener, Reporter
 from minifloat.serve.engine.opening import open_model, sampling_defaults
 from minifloat.serve.engine.options import EngineOptions
-from minifloat.serve.engine.sampling import (
-    Choice,
-    NonFiniteLogits,
-    SamplingParams,
-    SamplingState,
-    TokenLogprob,
-    sample,
-)
+from minifloat.serve.engine.sampling import SamplingParams, SamplingState, TokenChoice, sample
 from minifloat.serve.engine.sampling_device import sample as sample_on_device
-from minifloat.serve.engine.scheduler import Scheduler, Work
-from minifloat.serve.engine.scoring import score
-from minifloat.serve.engine.sequence import Completion, Delivery, Request, Sequence
+from minifloat.serve.engine.scheduler import Scheduler
+from minifloat.serve.engine.sequence import Delivery, GeneratedText, Request, Sequence
 from minifloat.serve.engine.text import TextStream
-from minifloat.serve.engine.tokens import end_tokens, token_bytes
+from minifloat.serve.engine.token_texts import TokenTexts
 
 _LOG = logging.getLogger(__name__)
 
-#: Tokens of prompts that are computed in a step in which others wait for their next token: it makes them wait about
-#: twice as long as without. With 64, a step of 8 sequences took 3 times as long (1.1B in MXFP4 on two cores).
+#: Tokens of prompts that are computed in a step in which other sequences wait for their next token: such a step takes
+#: about twice as long as one without. With 64, a step of 8 sequences took 3 times as long (1.1B in MXFP4 on two cores).
 _PROMPT_TOKENS_BESIDE = 40
-#: On a GPU some hundred tokens cost little more than one: so many, arithmetic takes as long as reading the weights.
+#: The same on a GPU, where some hundred tokens cost little more than one: with this many, arithmetic takes as long as
+#: reading the weights.
 _PROMPT_TOKENS_BESIDE_ON_GPU = 256
-#: Tokens of a step where nobody says.
+#: Default of `max_num_batched_tokens`.
 _STEP_TOKENS, _STEP_TOKENS_ON_GPU = 512, 4096
 
 
@@ -58,32 +50,31 @@ class Engine:
 
     Args:
         path: A folder or a model of the hub, quantized or not. Inputs of its linears are never quantized.
-        dtype: Of the activations: "bfloat16", "float16" or "float32"; None: the checkpoint's.
+        dtype: Dtype of the activations: "bfloat16", "float16" or "float32"; None: the checkpoint's.
         device: "cpu", "cuda" or "cuda:N".
         kv_cache_memory: Bytes of the KV cache; None: up to 1 GiB, and on a GPU most of what the weights leave free.
         kv_cache_dtype: "auto" (FP8 where the checkpoint has scales for it), "bfloat16", "fp8" or "float32".
         max_model_len: Tokens of the longest sequence, prompt and output; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time; others wait.
         max_num_batched_tokens: Tokens that one step computes; None: 512, on a GPU 4096.
-        lm_head: "auto" keeps it as the checkpoint has it; "fp8" quantizes it per channel.
+        lm_head: "auto" keeps the last linear as the checkpoint has it; "fp8" quantizes it per channel.
         prefix_cache: Share the keys and values of equal beginnings of prompts.
         runner: "auto", "native", "device" or "transformers".
-        impl: Of the kernels, as in `minifloat.runtime.load.load`.
-        observer: Told of every step.
-        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
+        impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
+        observer: Receives reports of steps, tokens and requests.
+        revision: Revision of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Attributes:
-        info: The model in numbers.
-        config: transformers' config of it.
-        tokenizer: Of the folder.
-        generation_defaults: What its generation_config.json says of sampling, by the names of `SamplingParams`.
-        observer: Told of every step; may be set at any time.
+        info: Name, formats and sizes of the model.
+        config: transformers' config of the model.
+        tokenizer: The tokenizer of the folder.
+        generation_defaults: Sampling parameters of generation_config.json, by the names of `SamplingParams`.
 
     Raises:
-        CheckpointError: The folder cannot be loaded.
-        HubError: The hub has no such model, refuses it, or cannot be reached.
-        UsageError: Options that do not go together with the model, or with each other.
-        KernelUnavailable: `device` is not here, or `impl` names kernels that cannot run here.
+        CheckpointError: If the folder cannot be loaded.
+        HubError: If the hub has no such model, refuses it, or cannot be reached.
+        UsageError: If options do not go together with the model, or with each other.
+        KernelUnavailable: If `device` is not here, or `impl` names kernels that cannot run here.
     """
 
     def __init__(
@@ -101,21 +92,21 @@ class Engine:
         prefix_cache: bool = True,
         runner: str = "auto",
         impl: str = "auto",
-        observer: Observer | None = None,
+        observer: EngineListener | None = None,
         revision: str | None = None,
     ) -> None:
         options = EngineOptions(
-            dtype,
-            kv_cache_memory,
-            kv_cache_dtype,
-            max_model_len,
-            max_num_seqs,
-            lm_head,
+            dtype=dtype,
+            kv_cache_memory=kv_cache_memory,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            lm_head=lm_head,
             runner=runner,
             impl=impl,
             device=device,
         )
-        self._device = device_named(device)
+        self._device = device_named(options.device)
         on_cpu = self._device.type == "cpu"
         if max_num_batched_tokens is None:
             max_num_batched_tokens = _STEP_TOKENS if on_cpu else _STEP_TOKENS_ON_GPU
@@ -129,8 +120,9 @@ class Engine:
             opened = open_model(folder, options)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner
         self.generation_defaults = sampling_defaults(opened.generation_config)
-        self.observer = observer
-        self._end_tokens = end_tokens(opened.config, opened.generation_config, self.tokenizer)
+        self._reporter = Reporter(observer)
+        self._texts = TokenTexts(self.tokenizer)
+        self._end_tokens = end_tokens(opened.generation_config, opened.config, self.tokenizer)
         self._grammars = Grammars(self.tokenizer, self._runner.vocab, sorted(self._end_tokens))
         self._sample = sample_on_device if self._runner.name == "device" else sample
         shares = prefix_cache and self._runner.name != "transformers"
@@ -143,23 +135,30 @@ class Engine:
             preempted=self._runner.release,
         )
         self._sequences: dict[str, Sequence] = {}
-        self._pieces: dict[int, tuple[str, bytes]] = {}
-        self._reported = (0, 0, 0)
+
+    @property
+    def observer(self) -> EngineListener | None:
+        """The listener that receives reports of steps, tokens and requests; may be set at any time."""
+        return self._reporter.listener
+
+    @observer.setter
+    def observer(self, listener: EngineListener | None) -> None:
+        self._reporter.listener = listener
 
     def check(self, prompt: Sequences[int], params: SamplingParams) -> None:
-        """See whether a request can run.
+        """Raise an error if a request can never run.
 
         Raises:
-            ContextLengthError: The prompt leaves no room for a token, or less than `min_tokens`.
-            UsageError: Token ids that the model does not have; the message begins with the field's name.
+            ContextLengthError: If the prompt leaves no room for a token, or for fewer than `min_tokens`.
+            UsageError: If the model does not have a token id; the message begins with the field's name.
         """
         if not prompt:
             raise UsageError("prompt: expected at least one token")
         room = self.info.max_model_len - len(prompt)
-        wanted = 0 if params.max_tokens == 0 else max(1, params.min_tokens)
-        if room < wanted:
+        needed = 0 if params.max_tokens == 0 else max(1, params.min_tokens)
+        if room < needed:
             raise ContextLengthError(
-                f"prompt: {len(prompt)} tokens and {wanted} more do not fit the context of {self.info.max_model_len}"
+                f"prompt: {len(prompt)} tokens and {needed} more do not fit the context of {self.info.max_model_len}"
             )
         for name, tokens in (
             ("prompt", prompt),
@@ -170,11 +169,13 @@ class Engine:
                 raise UsageError(f"{name}: expected token ids of 0 .. {self.info.vocab_size - 1}")
 
     def begin(self, request: Request) -> Sequence:
-        """What `add` takes, made of a request; any thread may do this, for a grammar takes time to compile.
+        """Return the sequence of a request, for `add`.
+
+        Any thread may call this, because compiling a grammar takes time.
 
         Raises:
-            UsageError: It can never run (`check`), or its grammar cannot be used.
-            KernelUnavailable: It has a grammar, and there is nothing to follow it with.
+            UsageError: If the request can never run (`check`), or its grammar cannot be used.
+            KernelUnavailable: If the request has a grammar, and llguidance is missing or cannot read the tokenizer.
         """
         params = request.params
         self.check(request.prompt, params)
@@ -191,8 +192,8 @@ class Engine:
         """Put a request at the end of the queue.
 
         Raises:
-            UsageError: Its id is that of another request, or what `begin` raises.
-            KernelUnavailable: As there.
+            UsageError: If another request has the same id, or as `begin`.
+            KernelUnavailable: As `begin`.
         """
         sequence = self.begin(request) if isinstance(request, Request) else request
         if sequence.request_id in self._sequences:
@@ -201,23 +202,23 @@ class Engine:
         self._scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> Delivery | None:
-        """End a request now; None where there is no such request any more."""
+        """End a request now, and return its last delivery; None if there is no such request any more."""
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._finish(sequence, Delivery(request_id), "cancelled")
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do something."""
+        """Whether there are requests that are not finished."""
         return bool(self._sequences)
 
     @property
     def running(self) -> int:
-        """Sequences that have blocks of the KV cache."""
+        """Number of sequences that have blocks of the KV cache."""
         return len(self._scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for them."""
+        """Number of sequences that wait for blocks of the KV cache."""
         return len(self._scheduler.waiting)
 
     @property
@@ -226,92 +227,50 @@ class Engine:
         return self._pool.usage
 
     def step(self) -> list[Delivery]:
-        """Schedule, run, sample, deliver."""
+        """Schedule, run, sample, deliver: compute one step for all sequences, and return what it made."""
         with current(self._device):
-            return self._step()
+            started = time.perf_counter()
+            result = compute(self._runner, self._scheduler.schedule(), self._texts)
+            self._scheduler.computed(result.items)
+            choices = self._choose(result)
+            deliveries = [self._fail(name, error) for name, error in result.failures.items()]
+            deliveries += [self._deliver(sequence, choice) for sequence, choice in choices]
+            generated, seconds = sum(len(delivery.tokens) for delivery in deliveries), time.perf_counter() - started
+            self._reporter.step(self._scheduler, result.items, generated, seconds, self._runner.weight_bytes)
+            return deliveries
 
-    def _step(self) -> list[Delivery]:
-        started = time.perf_counter()
-        works = self._scheduler.schedule()
-        logits, failed = self._run(works)
-        logits, unscored = self._score([work for work in works if work.sequence.request_id not in failed], logits)
-        failed |= unscored
-        done = [work for work in works if work.sequence.request_id not in failed]
-        for work in done:
-            self._scheduler.computed(work)
-        sampled = [work.sequence for work in done if work.samples]
-        choices = self._sample(logits, [sequence.sampling for sequence in sampled]) if sampled else []
-        deliveries = [
-            self._finish(self._sequences[name], Delivery(name), "error", str(error)) for name, error in failed.items()
-        ]
-        deliveries += [self._deliver(sequence, choice) for sequence, choice in zip(sampled, choices, strict=True)]
-        self._report(done, sum(len(delivery.tokens) for delivery in deliveries), time.perf_counter() - started)
-        return deliveries
+    def _choose(self, result: StepResult) -> list[tuple[Sequence, TokenChoice | Exception]]:
+        """Choose the next token of each sequence that has logits for one."""
+        sequences = result.sampled
+        choices = self._sample(result.logits, [sequence.sampling for sequence in sequences]) if sequences else []
+        return list(zip(sequences, choices, strict=True))
 
-    def _run(self, works: Sequences[Work]) -> tuple[Tensor, dict[str, Exception]]:
-        """Logits of the works that do not fail; and why the others do, by request."""
-        if not works:
-            return torch.empty(0, self._runner.vocab), {}
-        try:
-            return self._runner.run(works), {}
-        except Exception as error:  # one request must not end the others
-            _LOG.exception("a step of %d sequences failed", len(works))
-            if len(works) == 1:
-                return torch.empty(0, self._runner.vocab), {works[0].sequence.request_id: error}
-        rows = []
-        failed: dict[str, Exception] = {}
-        for work in works:
-            logits, why = self._run([work])
-            rows.append(logits.clone())  # the next run may overwrite them
-            failed |= why
-        rows = [logits for logits in rows if len(logits)] or rows[:1]
-        return torch.cat(rows), failed
+    def _fail(self, request_id: str, error: Exception) -> Delivery:
+        """End a request with an error."""
+        return self._finish(self._sequences[request_id], Delivery(request_id), "error", str(error))
 
-    def _score(self, works: Sequences[Work], logits: Tensor) -> tuple[Tensor, dict[str, Exception]]:
-        """Note how probable the tokens of prompts are, where that is asked for.
-
-        Returns:
-            Of all logits those that tokens are chosen by; and why prompts cannot be scored, by request.
-        """
-        if not any(work.scored for work in works):
-            return logits, {}
-        kept: list[Tensor] = []
-        failed: dict[str, Exception] = {}
-        for work, rows in zip(works, torch.split_with_sizes(logits, [work.logits for work in works]), strict=True):
-            sequence, first = work.sequence, len(work.sequence.prompt_logprobs) + 1
-            alternatives = sequence.request.params.prompt_logprobs or 0
-            try:
-                found = score(rows[: work.scored], sequence.tokens[first : first + work.scored], alternatives)
-            except NonFiniteLogits as error:
-                _LOG.error("request %s: %s", sequence.request_id, error)
-                failed[sequence.request_id] = error
-                continue
-            sequence.prompt_logprobs += [self._logprob(one) for one in found]
-            kept.append(rows[work.scored :])
-        return torch.cat(kept) if kept else logits[:0], failed
-
-    def _deliver(self, sequence: Sequence, choice: Choice | Exception) -> Delivery:
-        """Add a token to a sequence, and end it where it ends."""
+    def _deliver(self, sequence: Sequence, choice: TokenChoice | Exception) -> Delivery:
+        """Add a token to a sequence, end the sequence where that token is its last, and return the delivery."""
         name, params = sequence.request_id, sequence.request.params
         if isinstance(choice, Exception):
             _LOG.error("request %s: %s", name, choice)
-            return self._finish(sequence, Delivery(name), "error", str(choice))
-        of_prompt = None
+            return self._fail(name, choice)
+        prompt_logprobs = None
         if params.prompt_logprobs is not None and not sequence.output_length:
-            of_prompt = (None, *sequence.prompt_logprobs)
+            prompt_logprobs = (None, *sequence.prompt_logprobs)
         if params.max_tokens == 0:
-            return self._finish(sequence, Delivery(name, prompt_logprobs=of_prompt), "length")
+            return self._finish(sequence, Delivery(name, prompt_logprobs=prompt_logprobs), "length")
         token = choice.token
         sequence.tokens.append(token)
         sequence.sampling.add(token)
-        self._clock(sequence)
-        logprobs = None if choice.logprob is None else (self._logprob(choice),)
-        enough = sequence.output_length >= params.min_tokens
-        ends = enough and token in self._end_tokens and not params.ignore_eos
-        stops = enough and token in params.stop_token_ids
+        self._reporter.token(sequence)
+        logprobs = None if choice.logprob is None else (self._texts.logprob(choice),)
+        may_end = sequence.output_length >= params.min_tokens
+        ends = may_end and token in self._end_tokens and not params.ignore_eos
+        stops = may_end and token in params.stop_token_ids
         text, stop = ("", None) if ends or stops else sequence.text.add(token)
         reason = token if stops and not ends else stop
-        delivery = Delivery(name, (token,), text, logprobs, stop_reason=reason, prompt_logprobs=of_prompt)
+        delivery = Delivery(name, (token,), text, logprobs, stop_reason=reason, prompt_logprobs=prompt_logprobs)
         if ends or stops or stop is not None or sequence.sampling.ended:
             return self._finish(sequence, delivery, "stop")
         limit = self.info.max_model_len - sequence.prompt_length
@@ -320,7 +279,7 @@ class Engine:
         return delivery
 
     def _finish(self, sequence: Sequence, delivery: Delivery, reason: str, error: str | None = None) -> Delivery:
-        """Take a sequence out of the engine; its last delivery."""
+        """Take a sequence out of the engine, and return its last delivery."""
         self._scheduler.finish(sequence)
         self._runner.release(sequence)
         del self._sequences[sequence.request_id]
@@ -328,8 +287,7 @@ class Engine:
         rest, stop = ("", None) if delivery.stop_reason in sequence.request.params.stop else sequence.text.finish()
         if stop is not None and reason == "length":
             reason = "stop"
-        if self.observer is not None:
-            self.observer.finished(reason, sequence.timings, sequence.usage)
+        self._reporter.finished(reason, sequence)
         return delivery + Delivery(
             sequence.request_id,
             text=rest,
@@ -340,53 +298,6 @@ class Engine:
             timings=sequence.timings,
         )
 
-    def _clock(self, sequence: Sequence) -> None:
-        """Note when a token came."""
-        now, timings = time.monotonic(), sequence.timings
-        if timings.first_token is None:
-            timings.first_token = now
-            if self.observer is not None:
-                self.observer.first_token(now - timings.arrived)
-        elif self.observer is not None and sequence.last_token is not None:
-            self.observer.token(now - sequence.last_token)
-        sequence.last_token = now
-
-    def _logprob(self, choice: Choice) -> TokenLogprob:
-        assert choice.logprob is not None
-        alternatives = tuple(TokenLogprob(other, *self._piece(other), value) for other, value in choice.top)
-        return TokenLogprob(choice.token, *self._piece(choice.token), choice.logprob, alternatives)
-
-    def _piece(self, token: int) -> tuple[str, bytes]:
-        """Text and bytes of a token; kept, for the tokenizer takes longer than a prompt's many tokens can wait."""
-        if token not in self._pieces:
-            text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-            self._pieces[token] = text, token_bytes(self.tokenizer, token, text)
-        return self._pieces[token]
-
-    def _report(self, works: Sequences[Work], generated: int, seconds: float) -> None:
-        """Tell the observer of a step."""
-        scheduler = self._scheduler
-        totals = (scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
-        preemptions, queries, hits = (now - before for now, before in zip(totals, self._reported, strict=True))
-        self._reported = totals
-        if self.observer is None:
-            return
-        prompt = sum(max(min(work.end, work.sequence.prompt_length) - work.start, 0) for work in works)
-        self.observer.step(
-            StepStats(
-                running=self.running,
-                waiting=self.waiting,
-                kv_usage=self.kv_usage,
-                prompt_tokens=prompt,
-                generation_tokens=generated,
-                seconds=seconds,
-                preemptions=preemptions,
-                weight_bytes_read=self._runner.weight_bytes if works else 0,
-                prefix_queries=queries,
-                prefix_hits=hits,
-            )
-        )
-
     @overload
     def generate(
         self,
@@ -394,7 +305,7 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         stream: Literal[False] = False,
-    ) -> list[Completion]: ...
+    ) -> list[GeneratedText]: ...
     @overload
     def generate(
         self,
@@ -409,19 +320,19 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         stream: bool = False,
-    ) -> list[Completion] | Iterator[Delivery]:
-        """Continue prompts, all together.
+    ) -> list[GeneratedText] | Iterator[Delivery]:
+        """Continue prompts, all of them in one batch.
 
         Args:
             prompts: A text, texts, or token ids of each prompt. No chat template is applied.
-            params: For all of them; by default `SamplingParams()`, with the checkpoint's own defaults.
-            stream: Return deliveries as they are made. Closing the iterator cancels what is left.
+            params: Sampling parameters of all prompts; by default `default_params()`.
+            stream: Return deliveries as they are made. Closing the iterator cancels the requests that are not finished.
 
         Returns:
-            One completion per prompt, in their order; or the deliveries, whose `request_id` is the prompt's index.
+            The text of each prompt, in their order; or the deliveries, whose `request_id` is the index of the prompt.
 
         Raises:
-            UsageError: A prompt that cannot run.
+            UsageError: If a prompt cannot run.
         """
         several: Sequences[Any] = [prompts] if isinstance(prompts, str) else prompts
         params = params or self.default_params()
@@ -437,14 +348,14 @@ class Engine:
         for delivery in deliveries:
             name = delivery.request_id
             whole[name] = whole[name] + delivery if name in whole else delivery
-        return [Completion.of(request, whole[str(index)]) for index, request in enumerate(requests)]
+        return [GeneratedText.of(request, whole[str(index)]) for index, request in enumerate(requests)]
 
     def default_params(self) -> SamplingParams:
-        """What the checkpoint itself says of sampling."""
+        """Return the sampling parameters of the checkpoint's generation_config.json."""
         return SamplingParams(**self.generation_defaults)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text as a prompt, with what the tokenizer puts around one."""
+        """Return the tokens of a text as a prompt, with the special tokens that the tokenizer puts around one."""
         ids = list(self.tokenizer(text).input_ids)
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]

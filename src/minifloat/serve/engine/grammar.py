@@ -1,7 +1,7 @@
-"""Text that must be JSON: llguidance says which tokens may follow.
+"""Text that must be JSON: llguidance computes which tokens may follow.
 
-A schema is untrusted input. llguidance compiles it in Rust within limits of its own (size of the grammar, time and
-steps of the parser), and what it refuses is an error of the request (CVE-2025-48942 and its kin).
+A schema is untrusted input. llguidance compiles a schema in Rust within limits of its own (size of the grammar, time
+and steps of the parser), and a schema that it refuses is an error of the request (CVE-2025-48942 and the like).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from minifloat.errors import KernelUnavailable, UsageError
 
 MAX_SCHEMA_BYTES = 64 << 10
-#: White space as `json.dumps` puts it: where any is allowed, a weak model may write it to the end of its tokens.
+#: White space as `json.dumps` writes it: if any amount is allowed, a weak model may write nothing else.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must be.
+    """The rules that a text must follow.
 
     Attributes:
         source: The grammar in llguidance's own JSON.
@@ -32,11 +32,14 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | str) -> Grammar:
-        """JSON that a schema (JSON Schema, draft 2020-12 as far as llguidance has it) accepts.
+        """Return the grammar of the JSON that a schema accepts.
+
+        Args:
+            schema: A JSON Schema, draft 2020-12 as far as llguidance supports it.
 
         Raises:
-            UsageError: It is no schema, or too large.
-            KernelUnavailable: llguidance is not installed.
+            UsageError: If `schema` is not a schema, or too large.
+            KernelUnavailable: If llguidance is not installed.
         """
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -51,7 +54,7 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"})
 
 
@@ -65,43 +68,43 @@ def _llguidance() -> Any:
 
 
 class Grammars:
-    """Makes the states of grammars for one tokenizer.
+    """Compiles grammars for one tokenizer.
 
     Args:
         tokenizer: transformers' tokenizer; it must be a fast one.
-        vocab: Logits of the model.
+        vocab: Number of logits of the model.
         end_tokens: The model's end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer: Any, vocab: int, end_tokens: list[int]) -> None:
         self._tokenizer, self._vocab, self._end = tokenizer, vocab, end_tokens
-        self._made: Any = None
+        self._llguidance_tokenizer: Any = None
 
     def begin(self, grammar: Grammar) -> GrammarState:
-        """The state before the first token.
+        """Return the state of a grammar before the first token.
 
         Raises:
-            UsageError: The grammar cannot be used.
-            KernelUnavailable: llguidance is not installed, or does not know this tokenizer.
+            UsageError: If the grammar cannot be used.
+            KernelUnavailable: If llguidance is not installed, or cannot read this tokenizer.
         """
         module = _llguidance()
-        if self._made is None:
+        if self._llguidance_tokenizer is None:
             try:
-                self._made = module.hf.from_tokenizer(self._tokenizer, self._vocab, self._end or None)
+                self._llguidance_tokenizer = module.hf.from_tokenizer(self._tokenizer, self._vocab, self._end or None)
             except Exception as error:  # llguidance raises several kinds for tokenizers that it cannot read
                 raise KernelUnavailable(f"JSON output is not possible with this tokenizer: {error}") from error
-        problem = module.LLMatcher.validate_grammar(grammar.source, self._made)
+        problem = module.LLMatcher.validate_grammar(grammar.source, self._llguidance_tokenizer)
         if problem:
             raise UsageError(f"response_format: {problem}")
-        return GrammarState(module.LLMatcher(self._made, grammar.source, log_level=0), self._vocab)
+        return GrammarState(module.LLMatcher(self._llguidance_tokenizer, grammar.source, log_level=0), self._vocab)
 
 
 class GrammarState:
     """The place of one text in its grammar.
 
     Args:
-        matcher: llguidance's.
-        vocab: Logits of the model.
+        matcher: llguidance's matcher.
+        vocab: Number of logits of the model.
     """
 
     def __init__(self, matcher: Any, vocab: int) -> None:
@@ -111,7 +114,7 @@ class GrammarState:
         """Set the logits ``[vocab]`` of the tokens that cannot follow to -Inf.
 
         Raises:
-            UsageError: The grammar has come to its own limits.
+            UsageError: If the parser of the grammar reaches a limit of llguidance.
         """
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
@@ -121,10 +124,10 @@ class GrammarState:
         logits[len(allowed) :] = -np.inf
 
     def add(self, token: int) -> None:
-        """Go on by a token; one that cannot follow (a stop token of the request) changes nothing."""
+        """Advance by a token; a token that cannot follow (a stop token of the request) changes nothing."""
         self._matcher.try_consume_tokens([token])
 
     @property
     def done(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether no token can follow."""
         return bool(self._matcher.is_stopped())

@@ -1,4 +1,4 @@
-"""What an engine serves, in numbers."""
+"""The facts that an engine reports about its model."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ class ModelInfo:
     Attributes:
         name: The folder's name, or the model's id on the hub.
         path: The folder.
-        architecture: The class in transformers.
-        runner: "native" or, on a GPU, "device"; "transformers" for models that these do not cover.
-        device: Where it runs.
-        reason_not_native: Why they do not; empty where one does.
-        scheme: How the weights are quantized, in words; "none" where they are not.
-        dtype: Of the activations.
-        weight_bytes: Of the weights as checkpoints store them, the embedding included.
-        bf16_bytes: What all parameters would take in BF16.
-        step_bytes: Of the weights that one token is multiplied with, as they lie in memory.
+        architecture: Class of the model in transformers.
+        runner: "native" or, on a GPU, "device"; "transformers" for models that neither supports.
+        device: Device of the model.
+        reason_not_native: Why "transformers" runs the model; empty where another runner does.
+        scheme: Schemes of the quantized weights; "none" if no weight is quantized.
+        dtype: Dtype of the activations.
+        weight_bytes: Bytes of the weights as the checkpoint stores them, the embedding included.
+        bf16_bytes: Bytes that all parameters would take in BF16.
+        step_bytes: Bytes in memory of the weights that one token is multiplied with.
         kv_element: Format of cached keys and values.
-        kv_bytes: Memory of the KV cache.
-        kv_bytes_per_token: Of it, per token.
-        kv_blocks: Its blocks.
+        kv_bytes: Bytes of the KV cache.
+        kv_bytes_per_token: Bytes of the KV cache per token.
+        kv_blocks: Number of blocks of the KV cache.
         max_model_len: Tokens of the longest sequence.
         max_num_seqs: Sequences that run at a time.
-        vocab_size: Logits per token.
-        load_seconds: How long loading took.
+        vocab_size: Number of logits per token.
+        load_seconds: Seconds that loading took.
     """
 
     name: str
@@ -53,5 +53,5 @@ class ModelInfo:
     load_seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the facts as JSON values."""
         return asdict(self)

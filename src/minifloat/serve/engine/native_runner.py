@@ -9,17 +9,17 @@ from torch import Tensor
 
 from minifloat.kernels.decoder import Decoder, Experts, KVCache, StepBatch, step
 from minifloat.serve.engine.cache import blocks_for
-from minifloat.serve.engine.scheduler import Work
+from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
 
 
 class NativeRunner:
-    """See `minifloat.serve.engine.runner.Runner`.
+    """Runs the decoder of the CPU; a `minifloat.serve.engine.runner.Runner`.
 
     Args:
         decoder: The model.
-        blocks: Blocks of the KV cache.
-        element: Their format, one of `minifloat.kernels.decoder.cache.ELEMENTS`.
+        blocks: Number of blocks of the KV cache.
+        element: Format of the keys and values, one of `minifloat.kernels.decoder.cache.ELEMENTS`.
         impl: As in `minifloat.kernels.decoder.step`.
     """
 
@@ -32,16 +32,16 @@ class NativeRunner:
         self.kv_element, self.kv_bytes = element, self._cache.nbytes
         self.vocab = decoder.lm_head.shape[0]
 
-    def run(self, works: Sequences[Work]) -> Tensor:
-        """As the interface says."""
+    def run(self, works: Sequences[WorkItem]) -> Tensor:
+        """Compute tokens, as `Runner.run`."""
         return step(self._decoder, self._cache, batch_of(works), impl=self._impl)
 
     def release(self, sequence: Sequence) -> None:
-        """Nothing: all is in blocks, which are the scheduler's."""
+        """Do nothing: a sequence has no state but its blocks, which the scheduler owns."""
 
 
-def batch_of(works: Sequences[Work]) -> StepBatch:
-    """What the decoder computes for some works."""
+def batch_of(works: Sequences[WorkItem]) -> StepBatch:
+    """Return the decoder's inputs for some work."""
     tokens: list[int] = []
     positions: list[int] = []
     starts, contexts = [0], []
@@ -62,7 +62,7 @@ def batch_of(works: Sequences[Work]) -> StepBatch:
 
 
 def _bytes_per_token(decoder: Decoder) -> float:
-    """Bytes of the weights that one token is multiplied with: of experts only those that it uses."""
+    """Return the bytes of the weights that one token is multiplied with; of experts only those that a token uses."""
     total: float = decoder.lm_head.nbytes
     for layer in decoder.layers:
         mlp = layer.mlp

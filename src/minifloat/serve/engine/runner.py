@@ -1,4 +1,4 @@
-"""What computes a step: the interface, and how one is chosen for a model."""
+"""The interface of what computes the steps of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from minifloat.serve.engine.scheduler import Work
+from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
 
 
@@ -18,8 +18,8 @@ class Runner(Protocol):
         name: "native", "device" or "transformers".
         weight_bytes: Bytes of the weights that one token is multiplied with.
         kv_element: Format of cached keys and values.
-        kv_bytes: Memory of the whole cache.
-        vocab: Logits per token.
+        kv_bytes: Bytes of the whole KV cache.
+        vocab: Number of logits per token.
     """
 
     name: str
@@ -28,15 +28,15 @@ class Runner(Protocol):
     kv_bytes: int
     vocab: int
 
-    def run(self, works: Sequences[Work]) -> Tensor:
+    def run(self, works: Sequences[WorkItem]) -> Tensor:
         """Compute tokens and put their keys and values into the cache.
 
-        A call that raised may be repeated with some of the same works.
+        A call that raised may be repeated with some of the same work.
 
         Returns:
-            float32 ``[n, vocab]``: of each work in turn, the logits after its last `Work.logits` tokens; on the
+            float32 ``[n, vocab]``: the logits after the last `WorkItem.logits` tokens of each work item in turn, on the
             runner's device. The next call may overwrite them.
         """
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence has lost its blocks or is finished: forget what is held for it."""
+        """Forget the state of a sequence that has lost its blocks or is finished."""

@@ -1,11 +1,12 @@
-"""How the next token is chosen: what a request may ask for, and the choice.
+"""Sampling parameters, and the choice of the next token.
 
-The order is vLLM's, so that the same parameters mean the same: logit_bias, the penalties of repetition (Keskar et al.,
-CTRL, 2019), presence and frequency (OpenAI), forbidden tokens (a grammar, min_tokens), temperature, min_p (Nguyen et
-al., 2024), top_k, top_p (Holtzman et al., 2019). Log-probabilities are those of the model, before all of it.
+The order is vLLM's, so that the same parameters have the same effect: logit_bias, the penalties of repetition (Keskar
+et al., CTRL, 2019), presence and frequency (OpenAI), forbidden tokens (a grammar, min_tokens), temperature, min_p
+(Nguyen et al., 2024), top_k, top_p (Holtzman et al., 2019). Log-probabilities are those of the model, before any of
+these steps.
 
-A draw takes one number from a counter-based generator (Philox; Salmon et al., SC 2011) keyed by the request's seed, at
-the token's position: it does not depend on what else runs, nor on how often the sequence was preempted.
+A draw takes one number from a counter-based generator (Philox; Salmon et al., SC 2011), keyed by the request's seed, at
+the token's position: a draw depends neither on the other sequences nor on how often its own sequence was preempted.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  #: characters
 MAX_LOGIT_BIAS = 1024  #: entries
 _SEED_BITS = 64
-#: Parameters whose defaults a model may bring in generation_config.json.
+#: Parameters whose defaults generation_config.json may contain.
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-#: Tokens within so much of the largest logit are looked at first where only the most probable tokens can be drawn.
+#: Where only the most probable tokens can be drawn, tokens whose logit is at most this far below the largest are sorted
+#: first.
 _NEAR = 12.0
 
 Logits = NDArray[np.float32]
@@ -43,30 +45,31 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a request may ask for.
+    """How the tokens of a request are chosen, when its text ends, and what is reported.
 
     Attributes:
         temperature: 0 takes the most probable token; otherwise logits are divided by it and a token is drawn.
         top_p: Draw from the smallest set of most probable tokens that together have this probability.
-        top_k: Draw from so many most probable tokens; 0: all.
-        min_p: Draw from tokens at least so many times as probable as the most probable one.
+        top_k: Draw from this number of most probable tokens; 0: all.
+        min_p: Draw from tokens that are at least this fraction as probable as the most probable one.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output.
-        presence_penalty: Taken from the logits of tokens in the output.
-        frequency_penalty: Taken from them, times how often they are in it.
-        seed: Makes draws repeatable; None: another one for every request.
-        max_tokens: At most so many; 0: the prompt is read, and nothing follows; None: as many as the context holds.
-        min_tokens: At least so many: until then nothing ends the text but a stop string.
+        presence_penalty: Subtracted from the logits of tokens that are in the output.
+        frequency_penalty: Subtracted from the logits of tokens in the output, once for each occurrence.
+        seed: Makes draws repeatable; None: a random seed for each request.
+        max_tokens: Tokens at most; 0: only the prompt is computed; None: as many as the context holds.
+        min_tokens: Tokens at least: until then only a stop string ends the text.
         stop: Strings that end the text.
-        stop_token_ids: Tokens that end it, beside the model's own.
+        stop_token_ids: Tokens that end the text, beside the model's own.
         ignore_eos: Do not end at the model's end-of-sequence tokens.
         include_stop: Whether the stop string is part of the text.
-        logprobs: Report the log-probability of each token and of so many most probable ones beside it; None: nothing.
-        prompt_logprobs: The same of the prompt's tokens but the first; all of it is computed then, nothing is shared.
-        logit_bias: Added to the logits of tokens.
-        grammar: What the text must be.
+        logprobs: Report the log-probability of each token and of this number of most probable tokens; None: none.
+        prompt_logprobs: The same for the tokens of the prompt except the first. Such a prompt is computed as a whole,
+            and shares no blocks of the KV cache.
+        logit_bias: Added to the logits of tokens, by token id.
+        grammar: Rules that the text must follow; None: none.
 
     Raises:
-        UsageError: A value is out of range; the message begins with the attribute's name.
+        UsageError: If a value is out of range; the message begins with the attribute's name.
     """
 
     temperature: float = 1.0
@@ -98,8 +101,8 @@ class SamplingParams:
             ("frequency_penalty", -2.0, 2.0, False),
         ):
             value = getattr(self, name)
-            good = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
-            if not good:
+            is_valid = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
+            if not is_valid:
                 raise UsageError(f"{name}: expected {low} {'<' if open_low else '<='} {name} <= {high}, got {value}")
         if self.top_k < 0:
             raise UsageError(f"top_k: expected at least 0, got {self.top_k}")
@@ -114,20 +117,20 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOPS:
             raise UsageError(f"stop_token_ids: expected at most {MAX_STOPS}, got {len(self.stop_token_ids)}")
         for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(self, name)
-            if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
-                raise UsageError(f"{name}: expected 0 .. {MAX_LOGPROBS}, got {wanted}")
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise UsageError(f"{name}: expected 0 .. {MAX_LOGPROBS}, got {count}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS or not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise UsageError(f"logit_bias: expected at most {MAX_LOGIT_BIAS} values of -100 .. 100")
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken."""
+        """Whether the most probable token is always taken."""
         return self.temperature == 0.0
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the logits are changed before the choice."""
+        """Whether any parameter changes the logits before a token is chosen."""
         return bool(
             self.repetition_penalty != 1.0
             or self.presence_penalty
@@ -140,14 +143,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token and how probable the model held it.
+    """A token and its probability.
 
     Attributes:
-        token: Its id.
-        text: What it says; a token that is part of a character says U+FFFD.
-        raw: Its bytes, or those of `text` where the tokenizer does not tell.
-        logprob: Natural logarithm of its probability.
-        top: The most probable tokens in its place.
+        token: Token id.
+        text: Text of the token; U+FFFD for a part of a character.
+        raw: Bytes of the token, or of `text` if the tokenizer does not give them.
+        logprob: Natural logarithm of the probability.
+        top: The most probable tokens at the same position.
     """
 
     token: int
@@ -158,8 +161,8 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A token of a sequence; `logprob` and `top` (ids and log-probabilities) only where they were asked for."""
+class TokenChoice:
+    """The token that was chosen for a sequence; `logprob` and `top` (ids and log-probabilities) only on request."""
 
     token: int
     logprob: float | None = None
@@ -167,13 +170,13 @@ class Choice:
 
 
 class SamplingState:
-    """What the choices of one sequence depend on.
+    """The state of one sequence that the choice of its next token depends on.
 
     Args:
-        params: The request's.
-        prompt: Its prompt's tokens.
+        params: The sampling parameters of the request.
+        prompt: Tokens of the prompt.
         end_tokens: Tokens that `min_tokens` forbids.
-        grammar: Where `params` has one: its place in the text so far.
+        grammar: State of the grammar of `params`, or None.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class SamplingState:
         self.length = 0
 
     def add(self, token: int) -> None:
-        """Take note of a token of the output."""
+        """Record a token of the output."""
         self.length += 1
         if self.params.presence_penalty or self.params.frequency_penalty:
             self._counts[token] = self._counts.get(token, 0) + 1
@@ -204,11 +207,11 @@ class SamplingState:
 
     @property
     def ended(self) -> bool:
-        """Whether the grammar lets nothing follow."""
+        """Whether the grammar allows no further token."""
         return self.grammar is not None and self.grammar.done
 
     def change(self, logits: Logits) -> Logits:
-        """The logits ``[vocab]`` as the choice is made by them; the argument is not changed."""
+        """Return the logits ``[vocab]`` after biases, penalties and forbidden tokens; the argument is not changed."""
         params = self.params
         logits = logits.copy()
         if params.logit_bias:
@@ -228,7 +231,7 @@ class SamplingState:
         return logits
 
     def uniform(self) -> float:
-        """The number in [0, 1) that the next token is drawn with."""
+        """Return the number in [0, 1) that the next token is drawn with."""
         return float(np.random.Generator(np.random.Philox(key=self._key, counter=self.length)).random())
 
 
@@ -236,30 +239,30 @@ class NonFiniteLogits(Exception):
     """The model's logits for a sequence are NaN or Inf."""
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Choice | Exception]:
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice | Exception]:
     """Choose the next token of each sequence.
 
-    numpy does it, in this thread: torch's threads take longer to meet than these few rows take.
+    numpy computes this in the calling thread: synchronizing torch's threads takes longer than these few rows.
 
     Args:
         logits: float32 ``[sequences, vocab]`` on the CPU.
-        states: Of the sequences.
+        states: States of the sequences.
 
     Returns:
-        Per sequence the choice, or why there is none: `NonFiniteLogits`, or a grammar that came to its limits.
+        For each sequence the choice, or the error: `NonFiniteLogits`, or UsageError for a grammar at its limits.
     """
     rows: Logits = logits.numpy()
-    choices: list[Choice | Exception] = []
+    choices: list[TokenChoice | Exception] = []
     for row, token, state in zip(rows, rows.argmax(axis=-1).tolist(), states, strict=True):
         try:
             choices.append(_choose(row, state, token))
-        except (NonFiniteLogits, UsageError) as error:  # of this sequence; the others go on
+        except (NonFiniteLogits, UsageError) as error:  # an error of this sequence; the others continue
             choices.append(error)
     return choices
 
 
-def _choose(logits: Logits, state: SamplingState, best: int) -> Choice:
-    """The next token of one sequence; `best` has the largest logit, or is NaN."""
+def _choose(logits: Logits, state: SamplingState, best: int) -> TokenChoice:
+    """Choose the next token of one sequence; `best` is the index of the largest logit, or of a NaN."""
     if not math.isfinite(logits[best]):
         raise NonFiniteLogits(f"the model's logits are not finite (one is {logits[best]})")
     params, token = state.params, best
@@ -267,11 +270,11 @@ def _choose(logits: Logits, state: SamplingState, best: int) -> Choice:
         changed = state.change(logits) if params.changes_logits else logits
         token = int(changed.argmax()) if params.is_greedy else draw(changed, params, state.uniform())
     if params.logprobs is None:
-        return Choice(token)
+        return TokenChoice(token)
     shifted = logits.astype(np.float64) - logits[best]
     logprobs = shifted - np.log(np.exp(shifted).sum())
     top = np.argsort(-logprobs, kind="stable")[: params.logprobs]
-    return Choice(token, float(logprobs[token]), tuple(zip(top.tolist(), logprobs[top].tolist(), strict=True)))
+    return TokenChoice(token, float(logprobs[token]), tuple(zip(top.tolist(), logprobs[top].tolist(), strict=True)))
 
 
 def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
@@ -279,33 +282,33 @@ def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
 
     Args:
         logits: float32 ``[vocab]``.
-        params: Temperature, min_p, top_k and top_p count here.
-        uniform: In [0, 1).
+        params: Only temperature, min_p, top_k and top_p are used.
+        uniform: A number in [0, 1).
 
     Returns:
-        The first token whose cumulative probability is above `uniform`: in the order of probability where only the
-        most probable can be drawn, else in the order of the vocabulary.
+        The first token whose cumulative probability is above `uniform`: in the order of probability if only the most
+        probable tokens can be drawn, else in the order of the vocabulary.
     """
     scaled = logits.astype(np.float64) / params.temperature
     scaled -= scaled.max()
     if params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0:
         return _invert(np.exp(scaled), uniform)
-    # The probable tokens are enough nearly always; where they are not, all are sorted. Both ways give the same token.
+    # Sorting the tokens near the largest logit is enough nearly always; else all are sorted. The result is the same.
     near = _nearest(scaled, np.flatnonzero(scaled >= -_NEAR), params)
     tokens, weights = near or _nearest(scaled, np.arange(len(scaled)), params) or (np.zeros(1, np.int64), np.ones(1))
     return int(tokens[_invert(weights, uniform)])
 
 
 def _nearest(scaled: Weights, tokens: Tokens, params: SamplingParams) -> tuple[Tokens, Weights] | None:
-    """The tokens that can be drawn, most probable first, and their weights.
+    """Return the tokens that can be drawn, most probable first, and their weights.
 
     Args:
         scaled: Logits of all tokens, the largest of them 0.
-        tokens: Of which the answer is sought: no other token has a larger logit than one of these.
+        tokens: The tokens to choose among; no other token has a larger logit than one of these.
         params: As in `draw`.
 
     Returns:
-        None where tokens beyond these might have to be among them.
+        None if tokens outside of `tokens` might be drawn too.
     """
     limited = bool(params.top_k or params.min_p)
     everything = len(tokens) == len(scaled)
@@ -330,7 +333,7 @@ def _nearest(scaled: Weights, tokens: Tokens, params: SamplingParams) -> tuple[T
 
 
 def _invert(weights: Weights, uniform: float) -> int:
-    """The first index whose cumulative weight is above `uniform` of the whole."""
+    """Return the first index whose cumulative weight is above `uniform` times the total."""
     sums = weights.cumsum()
     index = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
     return min(index, len(weights) - 1)

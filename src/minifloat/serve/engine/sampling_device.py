@@ -1,9 +1,9 @@
-"""`minifloat.serve.engine.sampling` where the logits are: the same choices, without bringing them to the host.
+"""Chooses tokens on the device: the choices of `minifloat.serve.engine.sampling`, without copying logits to the host.
 
 Rows that take the most probable token, or draw by temperature, top_k, top_p and min_p alone, are chosen on the device,
 with the number that the host's generator gives for seed and position. The logits of the other rows (penalties, biases,
-grammars, log-probabilities) come to the host in the same transfer as the chosen tokens, and go the host's way. All is
-float64, as there; sums are taken in another order, so two tokens whose border a draw hits to 15 digits may be confused.
+grammars, log-probabilities) are copied to the host together with the chosen tokens, and chosen there. Both compute in
+float64; sums are taken in another order, so a draw that hits the border of two tokens to 15 digits may differ.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from minifloat.serve.engine.device.transfer import fetch, send
-from minifloat.serve.engine.sampling import Choice, NonFiniteLogits, SamplingState
+from minifloat.serve.engine.sampling import NonFiniteLogits, SamplingState, TokenChoice
 from minifloat.serve.engine.sampling import sample as sample_on_host
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Choice | Exception]:
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice | Exception]:
     """Choose the next token of each sequence; waits for the device once.
 
     Args:
         logits: float32 ``[sequences, vocab]``, on any device.
-        states: Of the sequences.
+        states: States of the sequences.
 
     Returns:
         As `minifloat.serve.engine.sampling.sample`.
@@ -46,11 +46,13 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Choice | Exc
     if others:
         fetched.append(logits[send(np.array(others), logits.device)])
     fetched = fetch(*fetched)
-    choices: list[Choice | Exception] = []
+    choices: list[TokenChoice | Exception] = []
     for token, logit in zip(*fetched[0].tolist(), strict=True):
         finite = math.isfinite(logit)
         choices.append(
-            Choice(int(token)) if finite else NonFiniteLogits(f"the model's logits are not finite (one is {logit})")
+            TokenChoice(int(token))
+            if finite
+            else NonFiniteLogits(f"the model's logits are not finite (one is {logit})")
         )
     if others:
         for row, choice in zip(others, sample_on_host(fetched[1], [states[row] for row in others]), strict=True):
@@ -59,7 +61,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Choice | Exc
 
 
 class _Kind(Enum):
-    """How the next token of a row is chosen."""
+    """The way in which the next token of a row is chosen."""
 
     GREEDY = "the most probable one"
     DRAWN = "drawn from all"
@@ -77,7 +79,7 @@ def _kind(state: SamplingState) -> _Kind:
 
 
 def _settings(row: int, state: SamplingState) -> tuple[float, ...]:
-    """The row, and what `draw` takes."""
+    """Return the index of a row and the settings that `draw` takes."""
     params = state.params
     return float(row), params.temperature, params.top_k, params.top_p, params.min_p, state.uniform()
 
@@ -109,8 +111,8 @@ def draw(logits: Tensor, settings: Tensor, *, limited: bool) -> Tensor:
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """``[m, 1]``: the first index whose cumulative weight is above `uniform` of the whole."""
+    """Return ``[m, 1]``: the first index whose cumulative weight is above `uniform` times the total."""
     sums = weights.cumsum(dim=1)
     whole = sums[:, -1:]
-    last = (sums < whole).sum(dim=1, keepdim=True)  # nothing follows it
+    last = (sums < whole).sum(dim=1, keepdim=True)  # the last index with a weight
     return torch.minimum(torch.searchsorted(sums, uniform * whole, right=True), last)

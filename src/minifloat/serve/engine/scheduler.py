@@ -1,14 +1,14 @@
-"""Which tokens of which sequences the next step computes.
+"""Decides which tokens of which sequences the next step computes.
 
-First come, first served. Every running sequence that waits for one token gets it; what the token budget has left goes
-to prompts, in pieces, oldest first (chunked prefill: Agrawal et al., "Sarathi-Serve", OSDI 2024). Beside running
-sequences the pieces are small, so that a long prompt delays the others' next token by little. A prompt gets all its
-blocks when it is admitted. When an older sequence needs a block and none is free, the youngest gives up its own and
-will be computed again (preemption by recompute: Kwon et al., "PagedAttention", SOSP 2023). The oldest is therefore
-never preempted, and whoever waits becomes the oldest: nobody starves.
+First come, first served. Every running sequence that waits for one token gets one; the rest of the token budget goes to
+prompts, in pieces, oldest first (chunked prefill: Agrawal et al., "Sarathi-Serve", OSDI 2024). Beside running sequences
+the pieces are small, so that a long prompt delays the next token of the others by little. A prompt gets all its blocks
+when it is admitted. When an older sequence needs a block and none is free, the youngest sequence loses its blocks and
+is computed again later (preemption by recompute: Kwon et al., "PagedAttention", SOSP 2023). The oldest is therefore
+never preempted, and every waiting sequence becomes the oldest at some time: none starves.
 
-Where the log-probabilities of a prompt are asked for, logits of all its tokens are computed, which is why no block that
-others have filled stands for them, and why a step takes only so many of such tokens: logits are large.
+If a request asks for the log-probabilities of its prompt, logits of all the prompt's tokens are computed. Such a prompt
+therefore shares no blocks, and a step computes only `SCORED_TOKENS` of such tokens, because logits are large.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from __future__ import annotations
 import bisect
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.serve.engine.cache import BlockPool, blocks_for
 from minifloat.serve.engine.sequence import Sequence, State
 
-#: Tokens of prompts that one step computes logits of: with a vocabulary of 128 Ki, 128 MiB.
+#: Tokens of prompts for which one step computes logits: 128 MiB with a vocabulary of 128 Ki.
 SCORED_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkItem:
     """Tokens ``start .. end - 1`` of a sequence, to be computed in one step.
 
     Attributes:
-        sequence: Whose.
-        start: As many are in the cache already.
-        end: One past the last.
-        scored: So many of them, before the one that samples, tell how probable the next token of the prompt is.
+        sequence: The sequence.
+        start: First token; those before it are in the cache already.
+        end: One past the last token.
+        scored: Number of tokens whose logits score the next token of the prompt; the token that samples is not counted.
     """
 
     sequence: Sequence
@@ -45,29 +45,32 @@ class Work:
 
     @property
     def samples(self) -> bool:
-        """Whether the sequence's next token can be chosen then."""
+        """Whether the next token of the sequence can be chosen after this work."""
         return self.end == len(self.sequence.tokens)
 
     @property
     def logits(self) -> int:
-        """Logits are wanted of so many of its tokens, the last ones."""
+        """Number of tokens, the last ones, whose logits are needed."""
         return self.scored + self.samples
 
 
 class Scheduler:
-    """Holds the sequences that are not finished.
+    """Holds the sequences that are not finished, and plans the steps.
 
     Args:
         pool: The blocks of the KV cache.
-        max_sequences: So many run at a time.
-        max_tokens: So many tokens are computed in one step.
-        max_prompt_tokens_beside: So many tokens of prompts, where running sequences wait for their next token.
-        max_scored_tokens: So many tokens of prompts whose log-probabilities are asked for.
+        max_sequences: Sequences that run at a time.
+        max_tokens: Tokens of one step.
+        max_prompt_tokens_beside: Tokens of prompts in a step in which running sequences wait for their next token.
+        max_scored_tokens: Tokens of one step whose log-probabilities are computed.
         preempted: Called with a sequence that loses its blocks.
 
     Attributes:
-        waiting: Sequences without blocks, the next one first.
+        waiting: Sequences without blocks, the next to run first.
         running: Sequences with blocks, the oldest first.
+        preemptions: Number of preemptions so far.
+        prefix_queries: Number of prompt tokens that were looked up in the cache so far.
+        prefix_hits: Number of prompt tokens that were found in the cache so far.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is."""
+        """Remove a sequence, and release its blocks."""
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
             self.pool.release(sequence.blocks)
@@ -104,8 +107,8 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.state = State.FINISHED
 
-    def schedule(self) -> list[Work]:
-        """The work of the next step; sequences that wait for one token come first."""
+    def schedule(self) -> list[WorkItem]:
+        """Return the work of the next step; sequences that wait for one token come first."""
         work = self._next_tokens()
         budget = self.max_tokens - len(work)
         if work:
@@ -117,19 +120,23 @@ class Scheduler:
             budget, scored = self._take(admitted, work, budget, scored)
         return work
 
-    def computed(self, work: Work) -> None:
-        """Note that a piece of work is done, and let others share the blocks that it has filled."""
-        sequence = work.sequence
-        before, sequence.computed = sequence.computed, work.end
-        full = blocks_for(work.end + 1) - 1
+    def computed(self, items: Iterable[WorkItem]) -> None:
+        """Note that work is done, and let other sequences share the blocks that it has filled."""
+        for item in items:
+            self._publish(item)
+
+    def _publish(self, item: WorkItem) -> None:
+        sequence = item.sequence
+        before, sequence.computed = sequence.computed, item.end
+        full = blocks_for(item.end + 1) - 1
         first = blocks_for(before + 1) - 1
         if full > first:
-            sequence.digests = self.pool.digests(sequence.root, sequence.tokens[: work.end], sequence.digests[:full])
+            sequence.digests = self.pool.digests(sequence.root, sequence.tokens[: item.end], sequence.digests[:full])
             for index in range(first, full):
                 self.pool.publish(sequence.blocks[index], sequence.digests[index])
 
-    def _take(self, sequence: Sequence, work: list[Work], budget: int, scored: int) -> tuple[int, int]:
-        """Add the next piece of a prompt to the work of a step; what is left of the two budgets then."""
+    def _take(self, sequence: Sequence, work: list[WorkItem], budget: int, scored: int) -> tuple[int, int]:
+        """Add the next piece of a prompt to the work of a step, and return the rest of the two budgets."""
         room = min(budget, scored) if sequence.unscored else budget
         if room <= 0:
             return budget, scored
@@ -137,24 +144,24 @@ class Scheduler:
         work.append(piece)
         return budget - (piece.end - piece.start), scored - piece.scored
 
-    def _piece(self, sequence: Sequence, budget: int) -> Work:
+    def _piece(self, sequence: Sequence, budget: int) -> WorkItem:
         start, end = sequence.computed, min(sequence.computed + budget, len(sequence.tokens))
         first = max(start, len(sequence.prompt_logprobs))
         last = min(end, sequence.prompt_length - 1)
-        return Work(sequence, start, end, max(last - first, 0) if sequence.unscored else 0)
+        return WorkItem(sequence, start, end, max(last - first, 0) if sequence.unscored else 0)
 
-    def _next_tokens(self) -> list[Work]:
-        """One token for each sequence that is past its prompt, with a block to put it in."""
-        work: list[Work] = []
+    def _next_tokens(self) -> list[WorkItem]:
+        """Return work of one token for each sequence that is past its prompt, and give it a block."""
+        work: list[WorkItem] = []
         for sequence in list(self.running):
             if sequence.state is not State.RUNNING or sequence.pending != 1 or len(work) == self.max_tokens:
                 continue
             if self._extend(sequence):
-                work.append(Work(sequence, sequence.computed, len(sequence.tokens)))
+                work.append(WorkItem(sequence, sequence.computed, len(sequence.tokens)))
         return [item for item in work if item.sequence.state is State.RUNNING]
 
     def _extend(self, sequence: Sequence) -> bool:
-        """Give a sequence the blocks that its tokens take, if need be those of the youngest."""
+        """Give a sequence the blocks for its tokens, if necessary those of the youngest; False if it was preempted."""
         needed = blocks_for(len(sequence.tokens)) - len(sequence.blocks)
         while needed > self.pool.free:
             youngest = self.running[-1]
@@ -175,17 +182,17 @@ class Scheduler:
         self._preempted(sequence)
 
     def _admit(self) -> Sequence | None:
-        """Start the first sequence of the queue, if there is room for all its tokens and one more."""
+        """Start the first sequence of the queue, if there are blocks for all its tokens and one more."""
         if not self.waiting or len(self.running) >= self.max_sequences:
             return None
         sequence = self.waiting[0]
         length = len(sequence.tokens)
-        # The last token is always computed: its logits are what the next token is chosen by.
+        # The last token is always computed: the next token is chosen by its logits.
         sequence.digests = self.pool.digests(sequence.root, sequence.tokens[:-1], sequence.digests)
         most = len(sequence.prompt_logprobs) if sequence.unscored else length - 1
         shared = self.pool.share(sequence.digests[: most // BLOCK_TOKENS])
-        wanted = length + 1 if self.running else length  # alone it may take the last block
-        if blocks_for(wanted) - len(shared) > self.pool.free:
+        needed = length + 1 if self.running else length  # a sequence that runs alone may take the last block
+        if blocks_for(needed) - len(shared) > self.pool.free:
             self.pool.release(shared)
             return None
         self.waiting.popleft()

@@ -1,7 +1,7 @@
-"""How probable the tokens of a prompt are: log-probabilities of given tokens, from many rows of logits.
+"""Log-probabilities of the tokens of a prompt.
 
-The sampler's are of one row per sequence, on the host. These are of pieces of prompts, and computed where the logits
-are: only the numbers that are told of leave the device.
+The sampler computes log-probabilities of one row per sequence, on the host. Pieces of prompts have many rows, so theirs
+are computed on the device of the logits, and only the reported numbers leave the device.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minifloat.serve.engine.sampling import Choice, NonFiniteLogits
+from minifloat.serve.engine.sampling import NonFiniteLogits, TokenChoice
 
-#: Rows at a time: their float64 is twice as large as they are.
+#: Rows that are converted to float64 at a time, which takes twice their memory.
 _ROWS = 32
 
 
-def score(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[Choice]:
-    """How probable each token was where it stands.
+def score(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenChoice]:
+    """Return the log-probability of each token at its position.
 
     Args:
-        logits: float32 ``[n, vocab]``, on any device: before each token.
+        logits: float32 ``[n, vocab]``, on any device: the logits before each token.
         tokens: The `n` tokens.
-        alternatives: Report so many of the most probable tokens in each place.
+        alternatives: Number of most probable tokens to report at each position.
 
     Returns:
-        Each token with its log-probability, taken in float64, and those of the most probable ones, best first.
+        Each token with its log-probability, computed in float64, and those of the most probable tokens, best first.
 
     Raises:
-        NonFiniteLogits: The largest logit of a row is NaN or Inf.
+        NonFiniteLogits: If the largest logit of a row is NaN or Inf.
     """
     count = min(max(alternatives, 1), logits.shape[1])
-    choices: list[Choice] = []
+    choices: list[TokenChoice] = []
     for start in range(0, len(tokens), _ROWS):
         rows = logits[start : start + _ROWS]
         taken = torch.tensor(tokens[start : start + _ROWS], device=logits.device)
@@ -43,5 +43,5 @@ def score(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[Choi
         for token, (own, *top), best in zip(taken.tolist(), logs.tolist(), ids.tolist(), strict=True):
             if not math.isfinite(top[0]):
                 raise NonFiniteLogits("the model's logits for the prompt are not finite")
-            choices.append(Choice(token, own, tuple(zip(best, top, strict=True))[:alternatives]))
+            choices.append(TokenChoice(token, own, tuple(zip(best, top, strict=True))[:alternatives]))
     return choices

@@ -1,4 +1,4 @@
-"""A request, what has become of it so far, and what is told of it."""
+"""Requests, their state in the engine, and what the engine delivers for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minifloat.serve.engine.text import TextStream
 
 @dataclass(frozen=True)
 class Request:
-    """What somebody wants.
+    """A prompt to continue.
 
     Attributes:
         request_id: Unique among the requests that are not finished.
@@ -28,8 +28,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Usage:
-    """What a request took, in tokens: of its prompt, of its output, and of the prompt those found in the cache."""
+class TokenUsage:
+    """Tokens of a request: of its prompt, of its output, and those of the prompt that were found in the cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -38,7 +38,7 @@ class Usage:
 
 @dataclass
 class Timings:
-    """When things happened to a request, in seconds of `time.monotonic`; None: not yet."""
+    """Times of the events of a request, in seconds of `time.monotonic`; None: not yet."""
 
     arrived: float
     scheduled: float | None = None
@@ -48,19 +48,20 @@ class Timings:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What one step made for one request.
+    """The new tokens and text of one request after one step.
 
     Attributes:
-        request_id: Whose.
+        request_id: Id of the request.
         tokens: New token ids.
-        text: New text, complete characters only; what may turn out to begin a stop string waits.
-        logprobs: Of each new token, where asked for.
-        finish_reason: "stop", "length", "cancelled" or "error" with the last delivery, else None.
-        stop_reason: The stop string or the stop token id, where one of the request's own ended it.
-        error: What went wrong, with the reason "error".
-        usage: With the last delivery.
-        timings: With the last delivery.
-        prompt_logprobs: Of the prompt's tokens, where asked for, with the first delivery; the first token's is None.
+        text: New text, complete characters only; text that may begin a stop string is held back.
+        logprobs: Log-probabilities of the new tokens, if the request asks for them.
+        finish_reason: "stop", "length", "cancelled" or "error" in the last delivery, else None.
+        stop_reason: The stop string or stop token id of the request that ended the text, or None.
+        error: Message of the error, if the reason is "error".
+        usage: Token counts, in the last delivery.
+        timings: Times, in the last delivery.
+        prompt_logprobs: Log-probabilities of the prompt's tokens in the first delivery, if the request asks for them;
+            None for the first token.
     """
 
     request_id: str
@@ -70,16 +71,16 @@ class Delivery:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     timings: Timings | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     def renamed(self, request_id: str) -> Delivery:
-        """The same for a request of another name."""
+        """Return a copy with another request id."""
         return replace(self, request_id=request_id)
 
     def __add__(self, later: Delivery) -> Delivery:
-        """This one and the next of the same request as one."""
+        """Join this delivery and the next one of the same request."""
         logprobs = (
             None if self.logprobs is None and later.logprobs is None else (self.logprobs or ()) + (later.logprobs or ())
         )
@@ -98,8 +99,8 @@ class Delivery:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """All that a request made: see `Delivery` for the fields."""
+class GeneratedText:
+    """All deliveries of a request joined; the fields are those of `Delivery`."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -108,16 +109,16 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: str
     stop_reason: str | int | None
-    usage: Usage
+    usage: TokenUsage
     timings: Timings
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None
 
     @classmethod
-    def of(cls, request: Request, delivery: Delivery) -> Completion:
-        """What all deliveries of a request add up to.
+    def of(cls, request: Request, delivery: Delivery) -> GeneratedText:
+        """Return the result of a request, given the sum of all its deliveries.
 
         Raises:
-            RuntimeError: It ended with an error.
+            RuntimeError: If the request ended with an error.
         """
         if delivery.finish_reason == "error":
             raise RuntimeError(f"prompt {delivery.request_id}: {delivery.error}")
@@ -139,7 +140,7 @@ class Completion:
 
 
 class State(Enum):
-    """Where a sequence is."""
+    """The state of a sequence in the scheduler."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -147,23 +148,23 @@ class State(Enum):
 
 
 class Sequence:
-    """A request on its way through the engine.
+    """A request in the engine, with the tokens made so far.
 
     Args:
-        request: What is wanted.
-        text: Turns its tokens into text.
-        sampling: The state of its choices.
-        root: What its prefix is known by (`BlockPool.root`).
+        request: The request.
+        text: Turns the output's tokens into text.
+        sampling: The state that the choice of tokens depends on.
+        root: Digest before the first block (`BlockPool.root`).
 
     Attributes:
-        tokens: Prompt and output.
-        computed: Of `tokens` from the start, those whose keys and values are in the cache.
-        blocks: The cache's blocks that hold them, in order.
-        digests: Of its full blocks, as far as they have been asked for.
-        prompt_logprobs: Where they are asked for: of the prompt's second token and those after it, as far as known.
-        cached: Tokens that were found in the cache when it was first scheduled.
-        state: Where it is.
-        preempted: How often it lost its blocks to others.
+        tokens: Tokens of prompt and output.
+        computed: Number of tokens, from the first, whose keys and values are in the cache.
+        blocks: Blocks of the cache that hold those keys and values, in order.
+        digests: Digests of the first full blocks, as far as they have been computed.
+        prompt_logprobs: Log-probabilities of the prompt from its second token on, as far as they have been computed.
+        cached: Tokens that were found in the cache when the sequence was first scheduled; None before that.
+        state: Whether the sequence waits, runs or is finished.
+        preempted: Number of times that the sequence lost its blocks.
     """
 
     def __init__(self, request: Request, text: TextStream, sampling: SamplingState, root: bytes) -> None:
@@ -184,36 +185,37 @@ class Sequence:
 
     @property
     def request_id(self) -> str:
-        """That of the request."""
+        """Id of the request."""
         return self.request.request_id
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.request.prompt)
 
     @property
     def output(self) -> list[int]:
-        """The tokens made so far."""
+        """Tokens of the output so far."""
         return self.tokens[self.prompt_length :]
 
     @property
     def output_length(self) -> int:
-        """How many tokens have been made."""
+        """Number of tokens of the output so far."""
         return len(self.tokens) - self.prompt_length
 
     @property
     def pending(self) -> int:
-        """Tokens that must be computed before the next can be chosen."""
+        """Number of tokens that must be computed before the next token can be chosen."""
         return len(self.tokens) - self.computed
 
     @property
     def unscored(self) -> int:
-        """Tokens of the prompt whose log-probabilities are asked for and not known yet."""
-        wanted = self.request.params.prompt_logprobs is not None
-        return self.prompt_length - 1 - len(self.prompt_logprobs) if wanted else 0
+        """Number of the prompt's tokens whose log-probabilities are still to be computed; 0 if none are asked for."""
+        if self.request.params.prompt_logprobs is None:
+            return 0
+        return self.prompt_length - 1 - len(self.prompt_logprobs)
 
     @property
-    def usage(self) -> Usage:
-        """What it took so far."""
-        return Usage(self.prompt_length, self.output_length, min(self.cached or 0, self.prompt_length))
+    def usage(self) -> TokenUsage:
+        """Token counts so far."""
+        return TokenUsage(self.prompt_length, self.output_length, min(self.cached or 0, self.prompt_length))

@@ -1,4 +1,4 @@
-"""Tokens become text as they come, and end at a stop string."""
+"""Turns tokens into text one by one, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from minifloat.serve.detokenize import Detokenizer
 
 
 class StopStrings:
-    """Finds the first stop string in a text that comes in pieces, and holds back what may begin one.
+    """Finds the first stop string in a text that comes in pieces, and holds back text that may begin one.
 
     Args:
-        stops: Strings, none of them empty.
+        stops: Stop strings, none of them empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -21,16 +21,16 @@ class StopStrings:
         self._held = ""
 
     def add(self, piece: str) -> tuple[str, str | None]:
-        """Take more text.
+        """Add a piece of text.
 
         Returns:
-            The text that is certain, and the stop string that ended it, or None. Where several begin at the same
-            character the first of `stops` counts.
+            The text that is certain, and the stop string that ended the text, or None. If several stop strings begin
+            at the same character, the first of `stops` counts.
         """
         text = self._held + piece
-        found = [(index, order) for order, stop in enumerate(self.stops) if (index := text.find(stop)) >= 0]
-        if found:
-            index, order = min(found)
+        matches = [(index, order) for order, stop in enumerate(self.stops) if (index := text.find(stop)) >= 0]
+        if matches:
+            index, order = min(matches)
             self._held = ""
             return text[:index], self.stops[order]
         held = max((_overlap(text, stop) for stop in self.stops), default=0)
@@ -38,13 +38,13 @@ class StopStrings:
         return text[: len(text) - held], None
 
     def rest(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The longest end of `text` that begins `stop`, without being all of it."""
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     return next(
         (length for length in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-length:])), 0
     )
@@ -54,7 +54,7 @@ class TextStream:
     """The text of one sequence.
 
     Args:
-        tokenizer: Decodes.
+        tokenizer: The tokenizer of the model.
         prompt: Token ids before the first one of the output.
         stops: Stop strings.
         include_stop: Whether the stop string is part of the text.
@@ -68,11 +68,11 @@ class TextStream:
         self._include_stop = include_stop
 
     def add(self, token: int) -> tuple[str, str | None]:
-        """Take a token: the text that is certain with it, and the stop string that it completed, or None."""
+        """Add a token; return the text that is now certain, and the stop string that the token completed, or None."""
         return self._stop_at(self._detokenizer.add(token))
 
     def finish(self) -> tuple[str, str | None]:
-        """What still waits when no more tokens come; a stop string may be found even here."""
+        """Return the text that was held back, and a stop string in it, or None; no more tokens may be added."""
         text, stop = self._stop_at(self._detokenizer.rest())
         return (text, stop) if stop is not None else (text + self._stops.rest(), None)
 

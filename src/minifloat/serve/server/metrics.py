@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from minifloat.serve.engine import ModelInfo, StepStats, Timings, Usage
+from minifloat.serve.engine import ModelInfo, StepStats, Timings, TokenUsage
 
 if TYPE_CHECKING:
     from minifloat.serve.engine import AsyncEngine
@@ -32,7 +32,7 @@ _KEPT_LATENCIES = 4096
 
 
 class Metrics:
-    """The metrics of a server; an `Observer` of the engine.
+    """The metrics of a server; an `EngineListener` of the engine.
 
     Args:
         engine: Engine whose running and waiting requests are reported.
@@ -131,7 +131,7 @@ class Metrics:
         with self._lock:
             self._first_tokens.append((time.monotonic(), seconds))
 
-    def finished(self, reason: str, timings: Timings, usage: Usage) -> None:
+    def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None:
         """Record a finished request."""
         self._finished.labels(finished_reason=reason).inc()
         if timings.finished is None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from minifloat._version import __version__
 from minifloat.serve.engine import Delivery, TokenLogprob
-from minifloat.serve.engine import Usage as EngineUsage
+from minifloat.serve.engine import TokenUsage as EngineUsage
 from minifloat.serve.server.answers import (
     AssistantMessage,
     ChatChoice,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from minifloat.commands.main import main
 from minifloat.errors import KernelUnavailable, UnsupportedTensorError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.serve.engine import Engine, SamplingParams, StepStats, Timings, Usage
+from minifloat.serve.engine import Engine, SamplingParams, StepStats, Timings, TokenUsage
 from minifloat.serve.engine.device import transfer
 
 MakeModel = Callable[..., Path]
@@ -88,7 +88,7 @@ class Counter:
 
     def first_token(self, seconds: float) -> None: ...
 
-    def finished(self, reason: str, timings: Timings, usage: Usage) -> None: ...
+    def finished(self, reason: str, timings: Timings, usage: TokenUsage) -> None: ...
 
 
 @devices

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from minifloat.serve.engine.sampling import Choice, NonFiniteLogits, SamplingParams, SamplingState
+from minifloat.serve.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice
 from minifloat.serve.engine.sampling import draw as draw_on_host
 from minifloat.serve.engine.sampling import sample as sample_on_host
 from minifloat.serve.engine.sampling_device import draw, sample
@@ -69,7 +69,7 @@ def test_rows_of_every_kind_get_the_choice_of_the_host(device: str) -> None:
                 assert isinstance(mine, NonFiniteLogits)
                 assert str(mine) == str(theirs)
             else:
-                assert isinstance(theirs, Choice)
+                assert isinstance(theirs, TokenChoice)
                 assert mine == theirs
                 states[row].add(theirs.token)
 
@@ -80,6 +80,6 @@ def test_the_numbers_of_a_seed_are_those_of_the_host() -> None:
     state = SamplingState(SamplingParams(temperature=1.0, seed=9), [1])
     for _ in range(20):
         (choice,) = sample(logits, [state])
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, TokenChoice)
         assert choice.token == int(np.float64(state.uniform()) * 1000)
         state.add(choice.token)

@@ -26,7 +26,7 @@ from minifloat.serve.engine.device import DeviceRunner, build_device_decoder
 from minifloat.serve.engine.device.decoder import FusedLinear, Inputs, Piece, step
 from minifloat.serve.engine.device.graphs import COLUMNS, bucket_sizes
 from minifloat.serve.engine.sampling_device import draw
-from minifloat.serve.engine.scheduler import Work
+from minifloat.serve.engine.scheduler import WorkItem
 
 NAMES = ["llama", "llama3-rope", "mistral", "qwen2", "qwen3"]
 BLOCKS, ROWS, LENGTH = 40, 9, 128
@@ -86,7 +86,7 @@ class Sequences:
             one.tokens = [*one.tokens, *tokens]
             while len(one.blocks) < blocks_for(len(one.tokens)):
                 one.blocks = [*one.blocks, self._free.pop()]
-            works.append(Work(one, one.done, len(one.tokens) - (cut if len(tokens) > cut + 1 else 0)))
+            works.append(WorkItem(one, one.done, len(one.tokens) - (cut if len(tokens) > cut + 1 else 0)))
             one.done = works[-1].end
         logits = self.runner.run(works).to("cpu", copy=True)
         return dict(zip([work.sequence.request_id for work in works if work.samples], logits, strict=True))
@@ -187,7 +187,9 @@ def test_a_replay_reads_and_writes_the_memory_of_the_capture(monkeypatch: pytest
     logits = graphs.logits.data_ptr()
     for batch in ({"a": [1]}, {"a": [2], "b": [1]}, {"a": [3], "b": [2], "c": [1]}):
         sequences.run(batch)
-        assert runner.run([Work(one, one.done - 1, one.done) for one in sequences.held.values()]).data_ptr() == logits
+        assert (
+            runner.run([WorkItem(one, one.done - 1, one.done) for one in sequences.held.values()]).data_ptr() == logits
+        )
     assert set(seen) == captured
 
 
@@ -198,7 +200,7 @@ def test_a_graph_computes_what_a_call_does_and_the_same_bits_every_time(element:
     sequences = Sequences(runner)
     sequences.run({"a": prompt(70), "b": prompt(20, 1), "c": prompt(7, 2)})
     sequences.run({"a": [1], "b": [2], "c": [3]})
-    works = [Work(one, one.done - 1, one.done) for one in sequences.held.values()]
+    works = [WorkItem(one, one.done - 1, one.done) for one in sequences.held.values()]
     first, again = runner.run(works).clone(), runner.run(works).clone()
     assert torch.equal(first, again)
     rows = runner._graphs.inputs[:3]

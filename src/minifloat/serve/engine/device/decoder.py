@@ -1,9 +1,9 @@
 """A dense model of the Llama family on any device, and one step of it.
 
-Numerics are those of `minifloat.kernels.decoder`: the residual stream and what is between linears is float32, inputs
-and outputs of linears have the model's dtype. q, k and v are one product, and gate and up, where their form allows it:
-a product of few rows takes as long as reading its weights, and starting it costs as much as a small one. Mixtures of
-experts are left out: which experts a step needs is not known before it runs.
+Numerics are those of `minifloat.kernels.decoder`: the residual stream and all values between linears are float32, the
+inputs and outputs of linears have the model's dtype. q, k and v are one product where their formats allow it, and so
+are gate and up: a product of few rows takes as long as reading its weights, and a launch costs as much as a small
+product. Mixtures of experts are left out: which experts a step needs is not known before it runs.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class FusedLinear:
-    """Weights that the same input is multiplied with, their results side by side.
+    """Linears with the same input, whose results are put side by side.
 
     Attributes:
         weights: ``[N_i, K]`` each, in the model's dtype or quantized; mostly one, made of several.
-        biases: ``[N_i]`` or None, for each.
+        biases: For each weight ``[N_i]`` or None.
     """
 
     weights: tuple[Tensor | QuantizedWeight, ...]
     biases: tuple[Tensor | None, ...]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[T, K]`` to ``[T, sum of N_i]``."""
+        """Multiply ``[T, K]`` to ``[T, sum of N_i]``."""
         results = [
             functional.linear(x, weight, bias) if isinstance(weight, Tensor) else weight.multiply(x, bias)
             for weight, bias in zip(self.weights, self.biases, strict=True)
@@ -66,7 +66,7 @@ class FusedLinear:
 
 @dataclass(frozen=True, eq=False)
 class DeviceLayer:
-    """``x + out(attention(qkv(norm(x))))``, then ``x + down(silu(gate) * up)``; see `minifloat.kernels.decoder`."""
+    """``x + out(attention(qkv(norm(x))))``, then ``x + down(silu(gate) * up)``, as in `minifloat.kernels.decoder`."""
 
     input_norm: Tensor
     qkv: FusedLinear
@@ -80,10 +80,10 @@ class DeviceLayer:
 
 @dataclass(frozen=True, eq=False)
 class DeviceDecoder:
-    """A model, from the numbers of tokens to logits; fields as in `minifloat.kernels.decoder.Decoder`.
+    """A model, from token ids to logits; fields as in `minifloat.kernels.decoder.Decoder`.
 
     Attributes:
-        rotary: Of `minifloat.kernels.paged.rotary_table`; its length is the longest sequence.
+        rotary: Result of `minifloat.kernels.paged.rotary_table` for the positions of the longest sequence.
     """
 
     dtype: torch.dtype
@@ -100,7 +100,7 @@ class DeviceDecoder:
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device of the weights."""
         return self.embedding.device
 
     @property
@@ -112,12 +112,12 @@ class DeviceDecoder:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Several tokens of one sequence, in a row.
+    """Several consecutive tokens of one sequence.
 
     Attributes:
-        rows: Their rows in the step.
-        start: Position of the first.
-        blocks: int32: the sequence's blocks up to its last token.
+        rows: Rows of the tokens in the step.
+        start: Position of the first token.
+        blocks: int32: blocks of the sequence up to the last token.
     """
 
     rows: slice
@@ -127,13 +127,13 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What one step computes: single tokens of sequences first, then pieces of prompts.
+    """The inputs of one step: single tokens of sequences first, then pieces of prompts.
 
     Attributes:
-        rows: int32 ``[T, 3]``: token, position, and where its key and value go: block times `BLOCK_TOKENS` plus row.
+        rows: int32 ``[T, 3]``: token, position, and slot of its key and value: block times `BLOCK_TOKENS` plus row.
         tables: int32 ``[D, W]``: the blocks of the sequences of the first D tokens, as `attend` takes them.
-        pieces: What the other tokens are.
-        logits: Integers ``[R]``: which of the tokens logits are wanted of; None: all.
+        pieces: The other tokens.
+        logits: Integers ``[R]``: the tokens whose logits are returned; None: all.
     """
 
     rows: Tensor
@@ -143,9 +143,9 @@ class Inputs:
 
 
 def step(decoder: DeviceDecoder, cache: PagedCache, inputs: Inputs) -> Tensor:
-    """Put new tokens into the cache and compute the logits that are asked for.
+    """Put new tokens into the cache and compute logits.
 
-    Nothing here waits for the device. Without `pieces` the work depends on shapes alone.
+    Nothing here waits for the device. Without `pieces` the work depends on shapes only, not on values.
 
     Returns:
         ``[R, vocab]`` in the model's dtype.
@@ -305,7 +305,7 @@ class _Builder:
 
 
 def _side_by_side(weights: Sequences[QuantizedTensor]) -> QuantizedTensor | None:
-    """One weight of the rows of several; None where their scales do not allow it."""
+    """Concatenate the rows of several weights; None if their scales do not allow it."""
     first = weights[0]
     spec, rows = first.spec, sum(weight.shape[0] for weight in weights)
     if any((w.spec, w.shape[1], w.global_divides) != (spec, first.shape[1], first.global_divides) for w in weights):
@@ -329,7 +329,7 @@ def _side_by_side(weights: Sequences[QuantizedTensor]) -> QuantizedTensor | None
 
 
 def _joined(biases: Sequences[Tensor | None], rows: Sequences[int]) -> Tensor | None:
-    """Biases one after the other, zeros where there is none."""
+    """Concatenate biases, with zeros for those that are None; None if all are."""
     present = [bias for bias in biases if bias is not None]
     if not present:
         return None

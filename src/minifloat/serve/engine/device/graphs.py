@@ -1,8 +1,9 @@
-"""Decode steps as CUDA graphs: some three hundred launches become one.
+"""Decode steps as CUDA graphs: one launch in the place of about three hundred.
 
-A graph repeats the same work on the same memory, so there is one for each of a few batch sizes, and all of them read
-and write the same buffers. A smaller batch is filled up with rows that compute token 0 at position 0 in the block that
-is nobody's. The graphs share one pool of memory; the largest is captured first, and the others fit into its.
+A graph repeats the same work on the same memory, so each of a few batch sizes has its graph, and all graphs read and
+write the same buffers. A smaller batch is padded with rows that compute token 0 at position 0 in a spare block that
+belongs to no sequence. The graphs share one pool of memory; the largest is captured first, and the others reuse its
+memory.
 """
 
 from __future__ import annotations
@@ -27,23 +28,24 @@ _EVERY = 8
 
 
 def bucket_sizes(most: int) -> list[int]:
-    """Batch sizes that have a graph: 1, 2, 4, then every eighth, and the largest."""
+    """Return the batch sizes that have a graph: 1, 2, 4, then the multiples of 8, and `most`."""
     return sorted({*(size for size in (1, 2, 4) if size < most), *range(_EVERY, most, _EVERY), most})
 
 
 class Graph(Protocol):
-    """Work that was recorded once."""
+    """A function that was recorded once."""
 
     def replay(self) -> None:
-        """Do it again, on the same memory."""
+        """Run the function again, on the same memory."""
 
 
 class CudaGraph:
-    """The real one.
+    """A CUDA graph.
 
     Args:
-        work: Called three times: twice so that kernels are compiled and libraries have made their plans.
-        pool: Memory that graphs share.
+        work: The function. It is called three times: twice so that kernels are compiled and libraries have made their
+            plans, then to be recorded.
+        pool: Memory that the graphs share.
     """
 
     def __init__(self, work: Callable[[], None], pool: Any) -> None:
@@ -58,12 +60,12 @@ class CudaGraph:
             work()
 
     def replay(self) -> None:
-        """As the interface says."""
+        """Run the recorded function again."""
         self._graph.replay()
 
 
 class PlainCall:
-    """What stands for a graph on a CPU: the same call, which finds the same memory."""
+    """Replaces a graph on a CPU: a plain call of the function, which uses the same memory."""
 
     def __init__(self, work: Callable[[], None], pool: Any) -> None:
         work()
@@ -75,7 +77,7 @@ class DecodeGraphs:
 
     Args:
         decoder: The model.
-        cache: Its cache; nothing of it may be in use yet but the block that is nobody's.
+        cache: The KV cache; no sequence may use it yet.
         rows: Sequences of the largest step.
         width: Blocks of the longest sequence.
 
@@ -95,20 +97,20 @@ class DecodeGraphs:
         self._graphs = {size: make(functools.partial(self._work, size), pool) for size in reversed(bucket_sizes(rows))}
 
     def rows(self, count: int, width: int) -> NDArray[np.int32]:
-        """Input rows that harm nobody, with room for `width` blocks."""
+        """Return padding rows, with room for `width` blocks; they write into the spare block only."""
         rows = np.zeros((count, COLUMNS + width), dtype=np.int32)
         rows[:, COLUMNS - 1], rows[:, COLUMNS] = self._cache.spare * BLOCK_TOKENS, self._cache.spare
         return rows
 
     def size(self, count: int) -> int:
-        """The smallest batch with a graph that holds so many sequences."""
+        """Return the smallest batch size with a graph that holds `count` sequences."""
         return min(size for size in self._graphs if size >= count)
 
     def run(self, rows: NDArray[np.int32]) -> Tensor:
-        """One token of each sequence.
+        """Compute one token of each sequence.
 
         Args:
-            rows: As `rows` makes them, as many as `size` says, the first ones filled in.
+            rows: Rows made by `rows`, as many as `size` returns, the first ones filled in.
 
         Returns:
             float32 ``[len(rows), vocab]``, overwritten by the next call.

@@ -1,6 +1,6 @@
-"""Runs a `DeviceDecoder`: a step that is one token of every sequence by a graph, one with pieces of prompts as calls.
+"""Runs a `DeviceDecoder`: a step of one token per sequence by a graph, a step with pieces of prompts by plain calls.
 
-All numbers of a step go to the device in one copy that nobody waits for; logits stay there, for the sampler.
+All numbers of a step go to the device in one asynchronous copy; the logits stay there, for the sampler.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.device.decoder import DeviceDecoder, Inputs, Piece, step
 from minifloat.serve.engine.device.graphs import COLUMNS, DecodeGraphs
 from minifloat.serve.engine.device.transfer import send
-from minifloat.serve.engine.scheduler import Work
+from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
 
 
 class DeviceRunner:
-    """See `minifloat.serve.engine.runner.Runner`.
+    """Runs the decoder of a device; a `minifloat.serve.engine.runner.Runner`.
 
     Args:
         decoder: The model.
-        blocks: Blocks of the KV cache.
-        element: Their format, one of `minifloat.kernels.paged.ELEMENTS`.
-        scales: Of an E4M3 cache: float32 ``[layers, 2, kv_heads]``; or None.
+        blocks: Number of blocks of the KV cache.
+        element: Format of the keys and values, one of `minifloat.kernels.paged.ELEMENTS`.
+        scales: Scales of an E4M3 cache: float32 ``[layers, 2, kv_heads]``; or None.
         max_num_seqs: Sequences that run at a time.
-        max_model_len: Tokens of the longest.
+        max_model_len: Tokens of the longest sequence.
     """
 
     name = "device"
@@ -58,8 +58,8 @@ class DeviceRunner:
         self.kv_element, self.kv_bytes = element, self._cache.nbytes
 
     @torch.no_grad()
-    def run(self, works: Sequences[Work]) -> Tensor:
-        """As the interface says; on the device, and the next call may overwrite it."""
+    def run(self, works: Sequences[WorkItem]) -> Tensor:
+        """Compute tokens, as `Runner.run`; the logits are on the device, and the next call may overwrite them."""
         if all(work.samples and work.end - work.start == 1 for work in works):
             rows = self._graphs.rows(self._graphs.size(len(works)), self._width(works))
             self._fill(rows, works)
@@ -67,29 +67,32 @@ class DeviceRunner:
         return step(self._decoder, self._cache, self._mixed(works)).float()
 
     def release(self, sequence: Sequence) -> None:
-        """Its blocks are others' now."""
+        """Forget the block table of a sequence, whose blocks may be given to another."""
         self._tables.pop(sequence.request_id, None)
 
-    def _width(self, works: Sequences[Work]) -> int:
+    def _width(self, works: Sequences[WorkItem]) -> int:
         return max((blocks_for(work.end) for work in works), default=0)
 
-    def _blocks(self, work: Work) -> NDArray[np.int32]:
-        """The blocks of a sequence up to the end of its work; kept, for a list of thousands takes long to convert."""
+    def _blocks(self, work: WorkItem) -> NDArray[np.int32]:
+        """Return the blocks of a sequence up to the end of its work.
+
+        The table is kept between steps, because converting a list of thousands of blocks takes long.
+        """
         sequence = work.sequence
         held = self._tables.setdefault(sequence.request_id, array("i"))
         held.extend(sequence.blocks[len(held) :])
         return np.array(held, dtype=np.int32)[: blocks_for(work.end)]
 
-    def _fill(self, rows: NDArray[np.int32], works: Sequences[Work]) -> None:
-        """Token, position, slot and blocks of works of one token."""
+    def _fill(self, rows: NDArray[np.int32], works: Sequences[WorkItem]) -> None:
+        """Write token, position, slot and blocks of work of one token each into rows."""
         for row, work in zip(rows, works, strict=False):
             blocks, position = self._blocks(work), work.start
             slot = blocks[-1] * BLOCK_TOKENS + position % BLOCK_TOKENS
             row[:COLUMNS] = work.sequence.tokens[position], position, slot
             row[COLUMNS : COLUMNS + len(blocks)] = blocks
 
-    def _mixed(self, works: Sequences[Work]) -> Inputs:
-        """Any works: those of one token first, then the pieces; everything in one array, cut up on the device."""
+    def _mixed(self, works: Sequences[WorkItem]) -> Inputs:
+        """Return the inputs of any work, single tokens first, then pieces; one array is sent and cut on the device."""
         singles = [work for work in works if work.end - work.start == 1]
         pieces = [work for work in works if work.end - work.start > 1]
         table = np.zeros((len(singles), COLUMNS + self._width(singles)), dtype=np.int32)

@@ -1,6 +1,6 @@
-"""Between host and device: what is sent does not wait, and what is fetched waits once.
+"""Copies between host and device: sending does not wait, and fetching waits once.
 
-Memory that the device copies from or to lies in pinned pages, which torch hands out again only when the copy is done.
+The host's memory of a copy lies in pinned pages, which torch reuses only when the copy is done.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 
 
 def staged(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array as a tensor on the host that a device copies from without waiting."""
+    """Return an array as a tensor on the host that a device can copy from asynchronously."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def send(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array on a device, without waiting."""
+    """Copy an array to a device, without waiting."""
     return staged(array, device).to(device, non_blocking=True)
 
 
 def fetch(*tensors: Tensor) -> list[Tensor]:
-    """Tensors of one device on the host. This is the only place of a step that waits for the device."""
+    """Copy tensors of one device to the host. Only here does a step wait for the device."""
     if not tensors[0].is_cuda:
         return [tensor.clone() for tensor in tensors]
     copies = [
