@@ -1,7 +1,7 @@
 """Reads the quantized weights of a checkpoint while others are being packed.
 
 Reading waits for the disk, or copies from the page cache on one core; packing computes. Left out: more than one reading
-thread, and any order but the one that was announced.
+thread, and reading ahead in any order but the announced one.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import StoredWeight, read_weight
 from minifloat.numerics.tensor import QuantizedTensor
 
-#: Weights that are read or being read and not yet asked for.
+#: Number of weights that are read ahead.
 DEPTH = 2
 
 
 class ReadAhead:
-    """Hands out weights, at best those that were read while the caller was busy.
+    """Reads weights on a second thread, in an announced order.
 
     Args:
-        checkpoint: Open until this is closed.
-        order: The weights in the order in which they will be asked for. Another that is asked for is read then and
-            there; one that is never asked for ends the reading ahead.
+        checkpoint: A checkpoint that stays open until this object is closed.
+        order: The weights in the order in which `read` will be called. A weight out of order is read by `read` itself;
+            a weight for which `read` is never called ends the reading ahead.
     """
 
     def __init__(self, checkpoint: Checkpoint, order: Iterable[StoredWeight]) -> None:
@@ -45,7 +45,7 @@ class ReadAhead:
         self._reads.clear()
 
     def read(self, stored: StoredWeight) -> QuantizedTensor:
-        """The weight, as `minifloat.layouts.read_weight` reads it and with its errors."""
+        """Return a weight, as `minifloat.layouts.read_weight` does and with its errors."""
         read = self._reads.pop(stored.module, None)
         if read is None:
             return read_weight(self._checkpoint, stored)

@@ -1,4 +1,4 @@
-"""Which device a name means, and whether it is there."""
+"""Devices by their names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _OLDEST = (8, 0)
 
 
 def device_named(name: str) -> torch.device:
-    """The device of a name: "cpu", "cuda" (the current one) or "cuda:N".
+    """Return the device of a name: "cpu", "cuda" (the current GPU) or "cuda:N".
 
     Raises:
-        UsageError: It is no such name.
-        KernelUnavailable: torch does not see such a GPU, or it is none that the kernels are for.
+        UsageError: If the name is none of those.
+        KernelUnavailable: If torch does not see such a GPU, or the GPU is older than the kernels support.
     """
     try:
         device = torch.device(name)
@@ -40,5 +40,5 @@ def device_named(name: str) -> torch.device:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the one that kernels are started on, in this thread: each thread begins with the first."""
+    """Make a GPU the current one of this thread, on which kernels are launched; each thread begins with the first."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

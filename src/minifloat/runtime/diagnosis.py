@@ -1,4 +1,4 @@
-"""`doctor`: what this installation has, and what that means for speed."""
+"""`doctor`: the parts of this installation that matter for speed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Diagnosis:
     Attributes:
         versions: minifloat, Python and the packages that matter; "not installed" where missing.
         cores: Cores that this process may be scheduled on.
-        cpu_quota: How many cores' worth of time control groups leave it, None without a limit.
-        threads: What the kernels compute with at most.
+        cpu_quota: Cores' worth of CPU time that control groups allow; None without a limit.
+        threads: Threads that the kernels use at most.
         openmp: Paths of the OpenMP runtimes that torch and the native kernels load.
-        instruction_set: What the native kernels run on, None without them.
-        advice: Sentences on what is missing and what it costs; empty when nothing is.
+        instruction_set: Instruction set of the native kernels; None without them.
+        advice: Sentences on missing parts and their costs; empty if nothing is missing.
     """
 
     versions: dict[str, str]
@@ -39,10 +39,10 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at the installation; imports torch, to see which OpenMP runtime comes with it."""
+    """Examine the installation; this imports torch, to find the OpenMP runtime that comes with it."""
     versions = {"minifloat": __version__, "python": platform.python_version()}
     versions |= {package: _version(package) for package in _PACKAGES}
-    with contextlib.suppress(ImportError, OSError):  # that it does not load is for the commands that need it to say
+    with contextlib.suppress(ImportError, OSError):  # the commands that need torch report that it does not load
         importlib.import_module("torch")
     loaded = native.load() is not None
     openmp = processors.openmp_runtimes()

@@ -1,8 +1,9 @@
-"""The experts of a layer, quantized, in the place of the one parameter ``[E, ...]`` that transformers makes of them.
+"""The quantized experts of a layer, in the place of the one parameter ``[E, ...]`` that transformers makes of them.
 
 The eager forward of transformers' experts reads ``self.gate_up_proj[expert]`` for one expert at a time, so an object
-with `__getitem__` is enough and no forward is rewritten. Whether a class keeps to that is read off its source. Where
-it only multiplies with what the index returns, that is no tensor but an operand that multiplies in its own way.
+with `__getitem__` is enough and no forward is rewritten. The source of a class shows whether it does nothing else with
+the parameter. If it only multiplies with the indexed expert, the index returns not a tensor but an operand with a
+multiplication of its own.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ class QuantizedExperts(nn.Module):
     """All experts of a layer's projection, in place of a parameter ``[E, N, K]`` or, transposed, ``[E, K, N]``.
 
     Args:
-        experts: Of each expert the weights that follow each other along N: gate and up, or one. Either all quantize
+        experts: For each expert its weights, whose rows follow each other: gate and up, or one. Either all quantize
             their inputs or none does.
         transposed: Whether the model multiplies with ``x @ w[e]`` (gpt-oss) and not with ``x @ w[e].T``.
-        multiplied: Whether the model does nothing else with them (`multiplies_experts`).
+        multiplied: Whether the model only multiplies with them (`multiplies_experts`).
 
     Attributes:
-        shape: The shape of the parameter that this stands for.
+        shape: The shape of the parameter that is replaced.
 
     Raises:
-        ShapeError: The experts differ in shape.
+        ShapeError: If the experts differ in shape.
     """
 
     def __init__(self, experts: Sequence[Sequence[QuantizedWeight]], transposed: bool, multiplied: bool) -> None:
@@ -55,13 +56,13 @@ class QuantizedExperts(nn.Module):
         return len(self.experts)
 
     def __getitem__(self, index: int | Tensor) -> Tensor | ExpertFactor:
-        """The weight ``[N, K]`` (``[K, N]`` where transposed) of one expert, to multiply an input with.
+        """Return the weight ``[N, K]`` (``[K, N]`` if transposed) of one expert.
 
-        It is an `ExpertFactor`, which can do nothing but be multiplied with an input; where the model does more, the
-        dequantized tensor in the model's dtype.
+        The result is an `ExpertFactor`, which can only be multiplied with an input; if the model does more with a
+        weight, it is the dequantized tensor in the model's dtype.
 
         Raises:
-            TypeError: `index` is not one integer; other implementations of transformers' experts take many at once.
+            TypeError: If `index` is not one integer; other implementations of transformers' experts index several.
         """
         if isinstance(index, Tensor) and (index.numel() != 1 or index.is_floating_point()):
             raise TypeError(f"experts are taken one at a time; got an index of shape {list(index.shape)}")
@@ -73,15 +74,15 @@ class QuantizedExperts(nn.Module):
 
 
 class ExpertFactor:
-    """Stands for one expert's weight in ``F.linear(x, w)``, or in ``x @ w`` where it is transposed.
+    """One expert's weight in ``F.linear(x, w)``, or in ``x @ w`` if it is transposed.
 
-    Kernels take the weight together with its input, which is not known where experts are indexed, only where they are
-    multiplied; so torch, which asks foreign operands what to do, is told to multiply by `QuantizedWeight.multiply`. Any
-    other use raises TypeError: a product that passes by the quantization of inputs would be wrong in silence.
+    Kernels take the weight together with its input, which is known only when the product is computed. torch calls
+    `__torch_function__` of operands that are not tensors, and here that multiplies by `QuantizedWeight.multiply`. Any
+    other use raises TypeError: a product without the quantization of inputs would be silently wrong.
 
     Args:
         parts: The weights of the expert, whose results follow each other in the last dimension.
-        transposed: Which of the two products it takes part in.
+        transposed: Whether the product is ``x @ w`` and not ``F.linear(x, w)``.
     """
 
     def __init__(self, parts: Sequence[QuantizedWeight], transposed: bool) -> None:
@@ -91,7 +92,7 @@ class ExpertFactor:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Tensor:
-        """Called by torch in the place of `func`."""
+        """Multiply; torch calls this in the place of `func`."""
         if len(args) == 2 and not kwargs and isinstance(args[0], Tensor) and isinstance(args[1], cls):
             x: Tensor = args[0]
             factor: ExpertFactor = args[1]
@@ -101,7 +102,7 @@ class ExpertFactor:
         raise TypeError(f"a quantized expert can only be multiplied with an input; got {func}")
 
     def multiply(self, x: Tensor) -> Tensor:
-        """``x @ w.T`` for the parts on top of each other: ``[..., K]`` to ``[..., N]``."""
+        """Return ``x @ w.T`` with the rows of all parts: ``[..., K]`` to ``[..., N]``."""
         held = [part.held for part in self.parts]
         packed = [weight for weight in held if isinstance(weight, PackedWeight)]
         alike = all(part.activation is None and part.spec == self.parts[0].spec for part in self.parts)
@@ -116,37 +117,37 @@ _MATRIX_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 def indexes_experts(cls: type[nn.Module], name: str) -> bool:
-    """Whether the code of a module class reads ``self.<name>`` only as ``self.<name>[...]``.
+    """Return whether the code of a module class reads ``self.<name>`` only as ``self.<name>[...]``.
 
-    Llama 4 multiplies with the whole parameter, for one: there a `QuantizedExperts` cannot stand in for it.
+    A `QuantizedExperts` cannot replace any other parameter; Llama 4, for example, multiplies with the whole parameter.
 
     Args:
         cls: Class of the module that owns the parameter.
-        name: Name of the parameter in it.
+        name: Name of the parameter in the module.
 
     Returns:
-        False also where there is no source to read.
+        False also if the source of the class is missing.
     """
     return all(isinstance(use, ast.Subscript) for use, _ in _uses(cls, name)) and bool(_uses(cls, name))
 
 
 def multiplies_experts(cls: type[nn.Module], name: str) -> bool:
-    """Whether all that a module class does with ``self.<name>[...]`` is ``linear(x, ...)`` or ``x @ ...``.
+    """Return whether a module class uses ``self.<name>[...]`` only in ``linear(x, ...)`` or ``x @ ...``.
 
-    That is what an `ExpertFactor` can do. Classes that convert the weight first (``.float()``) do more.
+    An `ExpertFactor` supports only these two. Classes that convert the weight first (``.float()``) do more.
 
     Args:
         cls: Class of the module that owns the parameter.
-        name: Name of the parameter in it.
+        name: Name of the parameter in the module.
 
     Returns:
-        False also where there is no source to read.
+        False also if the source of the class is missing.
     """
     return indexes_experts(cls, name) and all(_is_factor(use, parent) for use, parent in _uses(cls, name))
 
 
 def _is_factor(use: ast.AST, parent: ast.AST) -> bool:
-    """Whether an expression is the weight in the product around it."""
+    """Return whether an expression is the weight of the product that contains it."""
     if isinstance(parent, ast.BinOp):
         return isinstance(parent.op, ast.MatMult) and parent.right is use
     if not isinstance(parent, ast.Call) or parent.keywords or len(parent.args) != 2:
@@ -155,9 +156,9 @@ def _is_factor(use: ast.AST, parent: ast.AST) -> bool:
 
 
 def _uses(cls: type[nn.Module], name: str) -> list[tuple[ast.AST, ast.AST]]:
-    """What stands around ``self.<name>`` where a class reads it, and what stands around that.
+    """Return, for each ``self.<name>`` that a class reads, the expression around it and the one around that.
 
-    Empty where the class does not read it, or where there is no source.
+    The list is empty if the class does not read the parameter, or if its source is missing.
     """
     uses = []
     for base in cls.__mro__:
@@ -174,9 +175,9 @@ def _uses(cls: type[nn.Module], name: str) -> list[tuple[ast.AST, ast.AST]]:
     return uses
 
 
-@functools.cache  # finding a class in its file takes milliseconds, and every layer asks
+@functools.cache  # finding a class in its file takes milliseconds, and every layer needs it
 def _parsed(cls: Any) -> ast.Module | None:
-    """The syntax tree of a class, None where there is no source."""
+    """Return the syntax tree of a class; None if its source is missing."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError, SyntaxError):

@@ -1,8 +1,8 @@
-"""Memory that goes back to the system when it is freed, while a model is being loaded.
+"""Returns freed memory to the system at once while a model is being loaded.
 
-Weights are read, packed and freed one after the other. glibc takes large pieces from the system and gives them back,
-until it has seen one freed: from then on it keeps pieces of that size (up to 32 MiB, which most weights are) in heaps
-that only shrink at their ends. A BF16 model of 2.2 GB then held 4.2 GB, its weights and the holes where they were read.
+Weights are read, packed and freed one after the other. glibc maps a large piece of memory from the system and unmaps it
+when it is freed; but after the first such piece it keeps pieces of that size (up to 32 MiB, as most weights) in heaps
+that only shrink at their ends. A BF16 model of 2.2 GB then held 4.2 GB: its weights and the holes where they were read.
 
 Left out: other C libraries, whose allocators have no such settings or need none.
 """
@@ -13,16 +13,16 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 
-#: Source: malloc.h of glibc, and what its own adjustment ends at (DEFAULT_MMAP_THRESHOLD_MAX and twice that).
+#: Source: malloc.h of glibc; its own adjustment of the thresholds ends at DEFAULT_MMAP_THRESHOLD_MAX and twice that.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST = 32 << 20
-#: From here on a piece is mapped by itself while a model is loaded.
+#: Pieces of this many bytes and more are mapped one by one while a model is loaded.
 _PIECE = 256 << 10
 
 
 @contextlib.contextmanager
 def returned_when_freed() -> Iterator[None]:
-    """Inside, large pieces are given back as soon as they are freed; afterwards they are kept for reuse again."""
+    """Within the context, return large pieces to the system when they are freed; afterwards glibc reuses them again."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt") or not hasattr(library, "malloc_trim"):
         yield

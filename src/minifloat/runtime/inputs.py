@@ -1,7 +1,7 @@
-"""What a checkpoint says about the inputs of its quantized weights, and what of it is simulated.
+"""How a checkpoint declares that the inputs of its quantized weights are quantized, and which of that is simulated.
 
-A module whose inputs this package cannot quantize as servers do is computed weight-only, and said to be: a comparison
-must not pass for one of W8A8 where it is none.
+A module whose inputs this package cannot quantize as servers do is computed weight-only, with a warning: nobody shall
+take a weight-only comparison for one of W8A8.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minifloat.runtime.tensors import listing
 _LOG = logging.getLogger(__name__)
 #: The value of `prefill`.
 W8A8 = "w8a8"
-#: Granularity of weights -> inputs of many rows, where the checkpoint declares none.
+#: Granularity of weights -> quantization of inputs of many rows, if the checkpoint declares none.
 PREFILL_INPUTS = {
     TENSOR: ActivationSpec(E4M3, TOKEN, dynamic=True),
     CHANNEL: ActivationSpec(E4M3, TOKEN, dynamic=True),
@@ -33,15 +33,15 @@ _SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 
 class InputQuantization:
-    """Decides module by module how inputs are quantized; lives as long as one `load`.
+    """Decides for each module of one model how its inputs are quantized.
 
     Args:
-        checkpoint: Where static scales are read from.
-        weight_only: Leave all inputs as they are, and warn of nothing.
-        prefill: "w8a8", or None: whether many rows are quantized where few are not.
+        checkpoint: The open checkpoint, from which static scales are read.
+        weight_only: Whether no inputs are quantized, without a warning.
+        prefill: "w8a8" if weight-only modules quantize inputs of many rows; else None.
 
     Raises:
-        UnknownNameError: Another `prefill`.
+        UnknownNameError: If `prefill` has another value.
     """
 
     def __init__(self, checkpoint: Checkpoint, weight_only: bool, prefill: str | None = None) -> None:
@@ -52,13 +52,13 @@ class InputQuantization:
         self._skipped: dict[str, list[str]] = {}
 
     def of(self, stored: StoredWeight) -> tuple[ActivationSpec | None, Tensor | None]:
-        """How a module quantizes its inputs, and its float32 scalar scale where that is static.
+        """Return how a module quantizes its inputs, and their float32 scalar scale if it is static; None: not at all.
 
         Raises:
-            ConfigError: The config declares static scales and the module has none.
-            ShapeError: A scale of more than one element.
-            NonFiniteError: A scale that is not positive and finite.
-            UnsupportedTensorError: A scale in a dtype that no layout uses.
+            ConfigError: If the config declares static scales and the module has none.
+            ShapeError: If a scale has more than one element.
+            NonFiniteError: If a scale is not positive and finite.
+            UnsupportedTensorError: If a scale has a dtype that no layout uses.
         """
         spec = stored.activation
         if spec is None or self.weight_only:
@@ -70,10 +70,12 @@ class InputQuantization:
         return spec, None if spec.dynamic else self._read_scale(stored, spec)
 
     def prefill_of(self, stored: StoredWeight) -> tuple[ActivationSpec, Tensor | None] | None:
-        """How a weight-only module quantizes inputs of many rows: as its checkpoint says, or as suits its weights.
+        """Return how a weight-only module quantizes inputs of many rows; None: not at all.
+
+        The checkpoint's declaration counts; without one, the granularity of the weight decides (`PREFILL_INPUTS`).
 
         Raises:
-            As `of`.
+            MinifloatError: As `of`.
         """
         if self.prefill is None:
             return None
@@ -84,12 +86,12 @@ class InputQuantization:
         return spec, None if spec.dynamic else self._read_scale(stored, spec)
 
     def skip(self, stored: StoredWeight, reason: str) -> None:
-        """Note a module that is computed weight-only against its config."""
+        """Note a module that is computed weight-only although its config declares quantized inputs."""
         if stored.activation is not None and not self.weight_only:
             self._skipped.setdefault(reason, []).append(stored.module)
 
     def warn(self) -> None:
-        """Log what was skipped, one warning per reason."""
+        """Log the modules that are computed weight-only, one warning per reason."""
         for reason, modules in self._skipped.items():
             _LOG.warning("%d modules are computed weight-only, because %s: %s", len(modules), reason, listing(modules))
         if self._not_prefilled:
@@ -101,6 +103,7 @@ class InputQuantization:
             )
 
     def _read_scale(self, stored: StoredWeight, spec: ActivationSpec) -> Tensor:
+        """Read the static scale of a module's inputs, with the errors of `of`."""
         name = stored.input_scale
         if name is None:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""Linear layers that hold a quantized weight, in the place of `torch.nn.Linear` inside a transformers model.
+"""Linear layers with a quantized weight, in the place of `torch.nn.Linear` in a transformers model.
 
 A weight is held in one form at a time: packed, in the order in which the kernels of the CPU or of the GPU read it, or
-as checkpoints store it, which any device takes and the reference multiplies. Left out: gradients.
+as checkpoints store it, which the reference multiplies on any device. Left out: gradients.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ from minifloat.numerics.activation import can_quantize, describe_activation
 from minifloat.numerics.scheme import ActivationSpec
 from minifloat.numerics.tensor import QuantizedTensor
 
-_GPU = "gpu_"  #: before the names of a GpuWeight's tensors
-#: Rows of an input from which on FP8 tensor cores are far ahead of kernels that decode weights; on an H100, by figures
-#: that others published: 1.55 times BF16 against 0.52. Not measured here.
+_GPU = "gpu_"  #: prefix of the buffers of a GpuWeight's tensors
+#: With `prefill`, inputs of this many rows and more are multiplied by FP8 tensor cores, which are far faster with so many
+#: rows than kernels that decode weights. Published figures for an H100: 1.55 times BF16 against 0.52. Not measured here.
 PREFILL_ROWS = 256
 
 _BUFFERS = ("codes", "scale", "global_scale", "packed")
 
 
 class QuantizedWeight(nn.Module):
-    """One quantized weight ``[N, K]`` and how its input is quantized; it moves with a model and never changes dtype.
+    """One quantized weight ``[N, K]`` and how its input is quantized.
 
-    ``model.half()`` or ``model.to(torch.bfloat16)`` would round float32 scales; here such a call changes `dtype` alone.
+    The weight moves with a model and never changes its formats: ``model.half()`` or ``model.to(torch.bfloat16)`` would
+    round float32 scales; here such a call only changes `dtype`.
 
-    It is made as the checkpoint stores it; `pack` exchanges that for the packed form of its device. A move to another
-    device, or to a dtype that the kernels do not multiply in (float64), unpacks it first, and it stays unpacked until
-    `pack` is called again: a device is not left and come back to for the sake of speed. Copies and pickles keep the
-    form; a state dict fits a module of the same form.
+    A new module holds the weight as the checkpoint stores it; `pack` replaces that by the packed form of the device. A
+    move to another device, or to a dtype that the kernels do not multiply in (float64), unpacks the weight first, and
+    the weight stays unpacked until `pack` is called again. Copies and pickles keep the form; a state dict fits a module
+    of the same form.
 
     Attributes:
-        codes: uint8, as in `QuantizedTensor`; unpacked only, as are the other two.
-        scale: The scale grid.
-        global_scale: float32 scalar or None.
-        packed: uint8, as `PackedWeight.data`; packed for the CPU only.
-        gpu_codes: And the other tensors of `GpuWeight`, their names behind "gpu_"; packed for the GPU only.
+        codes: uint8, as in `QuantizedTensor`; only if unpacked.
+        scale: The scale grid; only if unpacked.
+        global_scale: float32 scalar or None; only if unpacked.
+        packed: uint8, as `PackedWeight.data`; only if packed for the CPU.
+        gpu_codes: With the other tensors of `GpuWeight`, each as "gpu_" and its name; only if packed for the GPU.
         activation: How inputs are quantized before they are multiplied; None: not at all.
-        input_scale: float32 scalar where `activation` is static, else None.
-        dtype: The dtype that the weight stands for in the model, which `weight` has.
+        input_scale: float32 scalar if `activation` is static, else None.
+        dtype: Dtype of `weight`, as the model sees it.
         prefill: The same weight with quantized inputs, which multiplies inputs of `PREFILL_ROWS` and more; or None.
     """
 
@@ -73,7 +74,7 @@ class QuantizedWeight(nn.Module):
         self.prefill = None
 
     def _hold(self, weight: QuantizedTensor | PackedWeight | GpuWeight) -> None:
-        """Exchange the form."""
+        """Replace the form that the weight is held in."""
         for name in [name for name in self._buffers if name in _BUFFERS or name.startswith(_GPU)]:
             del self._buffers[name]
         self.shape = weight.shape
@@ -95,14 +96,14 @@ class QuantizedWeight(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Whether it has a form of the kernels."""
+        """Whether the weight is packed for the kernels."""
         return self._on_gpu or "packed" in self._buffers
 
     @property
     def held(self) -> QuantizedTensor | PackedWeight | GpuWeight:
-        """The weight as `linear` takes it, in the form that it has; shares the memory of this module."""
+        """The weight in the form that it is held in, as `linear` takes it; shares the memory of this module."""
         if isinstance(self._packed, GpuWeight):
-            if self._packed.codes is not self._buffers[_GPU + "codes"]:  # copied or assigned since
+            if self._packed.codes is not self._buffers[_GPU + "codes"]:  # the buffers were copied or assigned
                 names = [name for name, _ in self._packed.tensors()]
                 self._packed = self._packed.with_tensors({name: getattr(self, _GPU + name) for name in names})
             return self._packed
@@ -111,42 +112,43 @@ class QuantizedWeight(nn.Module):
             return QuantizedTensor(
                 self.spec, self.shape, self.codes, self.scale, self.global_scale, self.global_divides
             )
-        if self._packed is None or self._packed.data is not data:  # moved or assigned since
+        if self._packed is None or self._packed.data is not data:  # the buffer was moved or assigned
             self._packed = PackedWeight(data, self.spec, self.shape)
         return self._packed
 
     @property
     def quantized(self) -> QuantizedTensor:
-        """The weight as checkpoints store it: shares the memory of this module, or is made anew where it is packed."""
+        """The weight as checkpoints store it; shares the memory of this module unless the weight is packed."""
         held = self.held
         return held if isinstance(held, QuantizedTensor) else _unpacked(held)
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight ``[N, K]`` in `dtype`, made anew at every access.
+        """The dequantized weight ``[N, K]`` in `dtype`, computed at every access.
 
-        It is no parameter: nothing trains it, ties it or saves it. It exists because some models read
-        ``linear.weight`` outside of the linear's forward: Mamba's ``lm_head.weight.dtype``, T5's ``wo.weight.dtype``,
-        the routers and latent-attention projections that multiply with it directly.
+        This is not a parameter: nothing trains, ties or saves it. Some models read ``linear.weight`` outside of the
+        linear's forward: Mamba's ``lm_head.weight.dtype``, T5's ``wo.weight.dtype``, routers and latent-attention
+        projections that multiply with the weight directly.
         """
         return self.held.dequantize(self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight as checkpoints store it; packed it takes a little more, to whole panels and pages."""
+        """Bytes of the weight as checkpoints store it; the packed form is padded to whole panels and pages."""
         rows, cols = self.shape
         return round(self.spec.bits_per_weight(self.shape) * rows * cols / 8)
 
     def pack(self) -> str:
-        """Hold the packed form from now on, and forget the other.
+        """Replace the stored form by the packed form.
 
-        On a GPU a weight whose inputs are quantized stays as it is where `scaled_mm` multiplies it, which takes it so.
+        On a GPU a weight whose inputs are quantized keeps the stored form if `scaled_mm` multiplies it, which takes
+        that form.
 
         Returns:
-            Why no kernel of its device multiplies it; empty where one does.
+            Why no kernel of the device multiplies the weight; empty if one does.
 
         Raises:
-            NonFiniteError: A float32 scale is NaN or Inf.
+            NonFiniteError: If a float32 scale is NaN or Inf.
         """
         if self.is_packed:
             return ""
@@ -167,18 +169,18 @@ class QuantizedWeight(nn.Module):
         return reason
 
     def unpack(self) -> None:
-        """Hold the weight as checkpoints store it from now on; with NVFP4 its tensor scale multiplies."""
+        """Replace the packed form by the stored form; the tensor scale of NVFP4 then multiplies."""
         if self.is_packed:
             self._hold(self.quantized)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x @ weight.T + bias``, ``[..., K]`` to ``[..., N]``, the dtype of `x`, which `activation` may quantize."""
+        """Multiply ``[..., K]`` to ``[..., N]`` in the dtype of `x`: ``x @ weight.T + bias``, `x` as `activation` says."""
         if self.prefill is not None and x.numel() >= PREFILL_ROWS * self.shape[1]:
             return self.prefill.multiply(x, bias)
         return linear(x, self.held, bias, activation=self.activation, input_scale=self.input_scale)
 
     def extra_repr(self) -> str:
-        """Shape, element format, granularity and scale format, how inputs are quantized, and whether it is packed."""
+        """Return shape, formats, granularity, quantization of the inputs, and whether the weight is packed."""
         rows, cols = self.shape
         inputs = "" if self.activation is None else f", inputs {describe_activation(self.activation)}"
         spec = self.spec
@@ -186,7 +188,7 @@ class QuantizedWeight(nn.Module):
         return f"[{rows}, {cols}], {spec.element.name}, {spec.granularity}, {spec.scale.name} scales{inputs}{form}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
-        """Let `fn` move the codes and scales, but cast only what is not quantized (a bias)."""
+        """Let `fn` move all tensors, but cast only those that are not part of the quantized weight (a bias)."""
         device = next(buffer.device for buffer in self._buffers.values() if buffer is not None)
         result = fn(torch.empty(0, dtype=self.dtype, device=device))
         self.dtype = result.dtype
@@ -202,11 +204,11 @@ class QuantizedWeight(nn.Module):
 
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         if not self._on_gpu:
-            self._packed = None  # share_memory_ moves what a tensor holds, and it stays the same object
+            self._packed = None  # share_memory_ replaces the memory of a tensor object
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Copy into the buffers; what is packed there is looked at anew before the kernels read it."""
+        """Copy into the buffers; a packed weight is checked again before the kernels read it."""
         super()._load_from_state_dict(*args, **kwargs)
         if not self._on_gpu:
             self._packed = None
@@ -222,6 +224,8 @@ def _unpacked(weight: PackedWeight | GpuWeight) -> QuantizedTensor:
 class QuantizedLinear(QuantizedWeight):
     """A linear layer whose weight stays quantized: ``y = x @ weight.T + bias`` by `minifloat.kernels.linear`.
 
+    Args: As `QuantizedWeight`.
+
     Attributes:
         in_features: K.
         out_features: N.
@@ -230,21 +234,15 @@ class QuantizedLinear(QuantizedWeight):
 
     bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        quantized: QuantizedTensor,
-        dtype: torch.dtype,
-        activation: ActivationSpec | None = None,
-        input_scale: Tensor | None = None,
-    ) -> None:
-        super().__init__(quantized, dtype, activation, input_scale)
-        self.out_features, self.in_features = quantized.shape
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.out_features, self.in_features = self.shape
         self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., K]`` to ``[..., N]``, the dtype of `x`."""
+        """Multiply ``[..., K]`` to ``[..., N]``, in the dtype of `x`."""
         return self.multiply(x, self.bias)
 
     def extra_repr(self) -> str:
-        """As `torch.nn.Linear`, with the formats."""
+        """Return what `QuantizedWeight` does, and whether there is a bias."""
         return f"{super().extra_repr()}, bias={self.bias is not None}"

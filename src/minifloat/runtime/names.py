@@ -1,9 +1,9 @@
-"""From the names in a checkpoint to the parameters of a transformers model.
+"""Maps the names in a checkpoint to the parameters of a transformers model.
 
-transformers >= 5 renames and converts while it loads: Mixtral's ``block_sparse_moe`` becomes ``mlp``, the experts of a
-layer are stacked into one parameter, fused projections are cut. Its tables (`conversion_mapping.py`) are the only
-record of that, so they are asked and not repeated. This module is the only one that touches those functions; they
-have no promise of stability, and are called here as transformers 5.10 to 5.23 call them themselves.
+transformers >= 5 renames and converts tensors while it loads: Mixtral's ``block_sparse_moe`` becomes ``mlp``, the
+experts of a layer are stacked into one parameter, fused projections are cut. The conversions are recorded only in its
+tables (`conversion_mapping.py`), so those are used and not repeated. Only this module calls the functions for that,
+which have no promise of stability; it calls them as transformers 5.10 to 5.23 do.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _STACK: list[tuple[type, int | None]] = [(MergeModulelist, 0)]
 _STACK_AND_JOIN = [*_STACK, (Concatenate, 1)]
 _TRANSPOSE_TO_FIT = Transpose(1, 2, check_dims=True)
 
-#: For models whose plain checkpoints have fused experts, so that transformers has no conversion from single ones
-#: (Llama 4): quantized checkpoints have single ones all the same, because servers read them so.
+#: Conversions for models whose plain checkpoints have fused experts, so that transformers has no conversion from single
+#: experts (Llama 4). Quantized checkpoints of such models have single experts, because servers read those.
 _SINGLE_EXPERTS = [
     WeightConverter(
         [".experts.*.gate_proj.weight", ".experts.*.up_proj.weight"],
@@ -45,13 +45,13 @@ _SINGLE_EXPERTS = [
 
 @dataclass
 class Assignment:
-    """The tensors of a checkpoint that together make one parameter (or, where a conversion cuts one, several).
+    """The tensors of a checkpoint that together become one parameter (or several, if a conversion cuts a tensor).
 
     Attributes:
-        target: Name of the parameter or buffer; of the first one where there are several.
+        target: Name of the parameter or buffer; of the first if there are several.
+        converter: transformers' conversion; None if the tensor is taken as it is.
         sources: Names of the tensors, experts in the order of their index.
-        patterns: Which source pattern of the converter each of them matched; without a converter, its name.
-        converter: transformers' conversion, None where the tensor is taken as it is.
+        patterns: For each source the source pattern of the converter that it matched; without a converter, its name.
     """
 
     target: str
@@ -60,7 +60,7 @@ class Assignment:
     patterns: list[str] = field(default_factory=list)
 
     def expert_parts(self) -> list[list[str]] | None:
-        """Of each expert the sources that follow each other along its rows; None where that is not the conversion."""
+        """Return for each expert the sources whose rows follow each other; None if the conversion is another."""
         if self.converter is None or _operations(self.converter) not in (_STACK, _STACK_AND_JOIN):
             return None
         columns = [
@@ -73,14 +73,14 @@ class Assignment:
 
     @property
     def may_transpose(self) -> bool:
-        """Whether the conversion transposes each matrix where the parameter's shape asks for it."""
+        """Whether the conversion transposes each matrix if the parameter's shape requires that."""
         return self.converter is not None and self.converter.operations[-1:] == [_TRANSPOSE_TO_FIT]
 
     def convert(self, read: Callable[[str], Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-        """The parameters by name, made from tensors that `read` returns for the names in `sources`.
+        """Return the parameters by name, converted from the tensors that `read` returns for the names in `sources`.
 
         Raises:
-            Exception: Whatever transformers' conversion raises where the tensors do not fit it.
+            Exception: If the tensors do not fit transformers' conversion, which raises errors of many kinds.
         """
         if self.converter is None:
             return {self.target: read(self.sources[0])}
@@ -92,22 +92,22 @@ class Assignment:
 
 
 def _reader(read: Callable[[str], Tensor], source: str) -> Any:
-    """A tensor that is read when the conversion asks for it."""
+    """Return a function that reads a tensor when the conversion needs it."""
     return lambda: read(source)
 
 
 def _operations(converter: WeightConverter) -> list[tuple[type, int | None]]:
-    """The operations as class and dimension, without a transpose at their end."""
+    """Return the operations as class and dimension, without a transpose at their end."""
     operations = [operation for operation in converter.operations if operation is not _TRANSPOSE_TO_FIT]
     return [(type(operation), getattr(operation, "dim", None)) for operation in operations]
 
 
 def assign(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Assignment], list[str]]:
-    """Say for each tensor of a checkpoint where in the model it goes.
+    """Return the parameter that each tensor of a checkpoint becomes.
 
     Args:
-        model: On the meta device is enough.
-        names: The tensors, as a plain checkpoint would name them (``<module>.weight`` for a quantized weight).
+        model: The model; its parameters may be on the meta device.
+        names: The tensors, by the names of a plain checkpoint (``<module>.weight`` for a quantized weight).
 
     Returns:
         The assignments, and the names for which the model has no place.
@@ -116,10 +116,10 @@ def assign(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Assignmen
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-    # As transformers does: its tables; else the name as it is, of a model saved in its own names. Then ours.
+    # First transformers' tables, then the name as it is (of a model saved by its own names), then `_SINGLE_EXPERTS`.
     attempts = [(renamings, converters), ([], []), (renamings, _SINGLE_EXPERTS)]
     assignments: dict[str, Assignment] = {}
-    homeless = []
+    surplus = []
     for name in sorted(names, key=dot_natural_key):
         for attempt in attempts:
             target, pattern = rename_source_key(name, *attempt, model.base_model_prefix, expected)
@@ -130,11 +130,11 @@ def assign(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Assignmen
                 entry.patterns.append(pattern or name)
                 break
         else:
-            homeless.append(name)
-    return list(assignments.values()), homeless
+            surplus.append(name)
+    return list(assignments.values()), surplus
 
 
 def keeps_float32(model: PreTrainedModel, dtype: Any) -> re.Pattern[str] | None:
-    """The parameters that the model class wants in float32 although the model has `dtype`; None if there are none."""
+    """Return the pattern of the parameters that stay float32 although the model has `dtype`; None if there are none."""
     plan = model._get_dtype_plan(dtype)
     return re.compile("|".join(name.replace("*", ".*") for name in plan)) if plan else None

@@ -1,4 +1,4 @@
-"""Which weights of a model are packed for the kernels of the CPU or a GPU, and what is said of those that are not."""
+"""Packs the weights of a model for the kernels of the CPU or a GPU, and reports those that cannot be packed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from minifloat.runtime.tensors import listing
 
 _LOG = logging.getLogger(__name__)
 
-#: What may multiply quantized weights.
+#: Values of `impl`: what multiplies quantized weights.
 IMPLEMENTATIONS = ("auto", "reference", "cpu", "triton")
-_DEVICES = {"cpu": "cpu", "triton": "cuda"}  # type of the device that each computes on
+_DEVICES = {"cpu": "cpu", "triton": "cuda"}  # the device type of each implementation
 NOT_MULTIPLIED = "the code of their experts does more with a weight than multiply"
 
 
 class Packing:
-    """Packs weight by weight; lives as long as one `load`.
+    """Packs the weights of one model, one by one.
 
     Args:
         impl: As in `minifloat.runtime.load.load`.
-        device: Where the model goes.
+        device: Device of the model.
 
     Raises:
-        UnknownNameError: Another `impl`.
-        KernelUnavailable: `impl` names kernels of another kind of device.
+        UnknownNameError: If `impl` has another value.
+        KernelUnavailable: If `impl` names the kernels of another type of device.
     """
 
     def __init__(self, impl: str, device: torch.device) -> None:
@@ -38,22 +38,22 @@ class Packing:
             raise KernelUnavailable(
                 f"impl={impl!r} computes on {_DEVICES[impl]} devices, and the model goes to {device}"
             )
-        self._wanted = impl in _DEVICES or (impl == "auto" and device.type in _DEVICES.values())
-        self._packed = 0
+        self._packs = impl in _DEVICES or (impl == "auto" and device.type in _DEVICES.values())
+        self._num_packed = 0
         self._unpacked: dict[str, list[str]] = {}
 
     def pack(self, weight: QuantizedWeight, module: str, *, multiplied: bool = True) -> None:
-        """Pack a weight where that is wanted and can be, or note why it cannot.
+        """Pack a weight, unless `impl` is the reference, or note the reason why it cannot be packed.
 
         Args:
-            weight: On its device.
-            module: Its name in the checkpoint.
-            multiplied: Whether the model does nothing else with it.
+            weight: The weight, on the device of the model.
+            module: Name of the weight's module in the checkpoint.
+            multiplied: Whether the model does nothing with the weight but multiply.
 
         Raises:
-            KernelUnavailable: It cannot be, and `impl` names the kernels.
+            KernelUnavailable: If the weight cannot be packed, and `impl` names the kernels.
         """
-        if not self._wanted:
+        if not self._packs:
             return
         reason = weight.pack() if multiplied else NOT_MULTIPLIED
         if reason and self._impl in _DEVICES:
@@ -61,11 +61,11 @@ class Packing:
         if reason:
             self._unpacked.setdefault(reason, []).append(module)
         else:
-            self._packed += 1
+            self._num_packed += 1
 
     def warn(self) -> None:
-        """Log what was not packed, one warning per reason."""
-        total = self._packed + sum(map(len, self._unpacked.values()))
+        """Log the weights that were not packed, one warning per reason."""
+        total = self._num_packed + sum(map(len, self._unpacked.values()))
         for reason, modules in self._unpacked.items():
             _LOG.warning(
                 "%d of %d quantized weights are multiplied by the slow reference, because %s: %s",

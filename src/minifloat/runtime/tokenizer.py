@@ -10,10 +10,10 @@ from minifloat.errors import CheckpointError
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; code in the folder is not run.
+    """Load the tokenizer of a model folder; code in the folder is not run.
 
     Raises:
-        CheckpointError: transformers finds none, or cannot load it.
+        CheckpointError: If transformers finds no tokenizer, or cannot load it.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
