@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from minifloat.serve.engine.native import decoder_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
@@ -22,9 +21,15 @@ from minifloat.compare import kv_cache
 from minifloat.compare.kv_cache import kv_cache_factory, round_to_cache
 from minifloat.errors import CheckpointError, UnsupportedTensorError, UsageError
 from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache, StepBatch, step
+from minifloat.layouts import describe
 from minifloat.numerics.formats import E4M3
+from minifloat.runtime.config import plain_config
 from minifloat.runtime.kv_scales import KVScales, kv_scales
 from minifloat.runtime.load import load
+from minifloat.runtime.tensors import StoredTensors
+from minifloat.runtime.weights import WeightSource
+from minifloat.serve.engine.blueprint import blueprint_of
+from minifloat.serve.engine.native_decoder import build_native_decoder
 
 MakeModel = Callable[..., Path]
 
@@ -149,10 +154,15 @@ def test_the_logits_of_a_window_equal_a_float64_calculation(llama_folder: Path) 
 def test_the_logits_of_a_window_equal_those_of_the_native_decoder_with_an_fp8_cache(
     make_model: MakeModel, tmp_path: Path, model_type: str, config: dict[str, Any]
 ) -> None:
-    model = load(make_model(tmp_path / "m", model_type, **config), dtype=torch.float32)
+    folder = make_model(tmp_path / "m", model_type, **config)
+    model = load(folder, dtype=torch.float32)
     scales, tokens = scales_of(model), ids(1)
     found = model(input_ids=tokens, past_key_values=kv_cache_factory(model, scales)(), use_cache=True).logits[0]
-    decoder = decoder_of(model, scales)
+    with Checkpoint.open(folder) as checkpoint:
+        blueprint = blueprint_of(plain_config(checkpoint), torch.float32)
+        tensors = StoredTensors(checkpoint, describe(checkpoint))
+        weights = WeightSource(tensors, blueprint.parameters(), torch.float32, torch.device("cpu"))
+        decoder = build_native_decoder(blueprint, weights, scales)
     blocks, positions = -(-TOKENS // BLOCK_TOKENS), torch.arange(TOKENS, dtype=torch.int32)
     batch = StepBatch(
         tokens=tokens[0].int(),

@@ -23,8 +23,8 @@ from minifloat.numerics.scheme import ActivationSpec
 from minifloat.numerics.tensor import QuantizedTensor
 
 _GPU = "gpu_"  #: prefix of the buffers of a GpuWeight's tensors
-#: With `prefill`, inputs of this many rows and more are multiplied by FP8 tensor cores, which are far faster with so many
-#: rows than kernels that decode weights. Published figures for an H100: 1.55 times BF16 against 0.52. Not measured here.
+#: With `prefill`, inputs of this many rows and more are multiplied by FP8 tensor cores, which are then far faster than
+#: kernels that decode weights. Published figures for an H100: 1.55 times BF16 against 0.52. Not measured here.
 PREFILL_ROWS = 256
 
 _BUFFERS = ("codes", "scale", "global_scale", "packed")
@@ -174,7 +174,7 @@ class QuantizedWeight(nn.Module):
             self._hold(self.quantized)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply ``[..., K]`` to ``[..., N]`` in the dtype of `x`: ``x @ weight.T + bias``, `x` as `activation` says."""
+        """Return ``x @ weight.T + bias``, ``[..., K]`` to ``[..., N]``, in the dtype of `x`; `activation` applies."""
         if self.prefill is not None and x.numel() >= PREFILL_ROWS * self.shape[1]:
             return self.prefill.multiply(x, bias)
         return linear(x, self.held, bias, activation=self.activation, input_scale=self.input_scale)
