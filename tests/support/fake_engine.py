@@ -13,14 +13,14 @@ from typing import Any
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.serve.engine import (
     Delivery,
+    EngineListener,
     ModelInfo,
-    Observer,
     Request,
     SamplingParams,
     StepStats,
     Timings,
     TokenLogprob,
-    Usage,
+    TokenUsage,
 )
 from minifloat.serve.engine.text import TextStream
 
@@ -73,7 +73,7 @@ class FakeEngine:
     ) -> None:
         self.info, self.tokenizer, self.generation_defaults = INFO, tokenizer, dict(defaults or {})
         self.seconds, self.fails = seconds, fails
-        self.observer: Observer | None = None
+        self.observer: EngineListener | None = None
         self.requests: list[Request] = []
         self.held = False
         self.broken: Exception | None = None
@@ -164,7 +164,7 @@ class FakeEngine:
         del self._at_work[work.request.request_id]
         work.timings.finished = time.monotonic()
         rest = "" if delivery.stop_reason is not None else work.text.finish()[0]
-        usage = Usage(len(work.request.prompt), work.num_generated, 0)
+        usage = TokenUsage(len(work.request.prompt), work.num_generated, 0)
         if self.observer is not None:
             self.observer.finished(reason, work.timings, usage)
         return delivery + Delivery(
