@@ -39,7 +39,7 @@ def assert_holds(module: QuantizedLinear, scheme: str) -> None:
 
 
 @schemes
-def test_only_one_form_is_held(scheme: str) -> None:
+def test_a_weight_is_held_in_one_form_only(scheme: str) -> None:
     module = module_of(scheme)
     assert module.is_packed
     assert isinstance(module.held, GpuWeight)
@@ -71,7 +71,7 @@ def test_the_form_is_kept_by_copies_pickles_and_state_dicts(scheme: str) -> None
 
 
 @schemes
-def test_a_cast_changes_what_the_weight_stands_for_and_no_scale(scheme: str) -> None:
+def test_a_cast_changes_the_dtype_and_no_scale(scheme: str) -> None:
     module = module_of(scheme).half()
     assert isinstance(module.held, GpuWeight)
     assert module.held.row_scale.dtype == torch.float32

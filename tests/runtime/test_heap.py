@@ -39,5 +39,5 @@ def test_pieces_that_are_freed_are_not_kept() -> None:
 
 
 @needs_glibc
-def test_without_it_they_are() -> None:
+def test_without_the_context_freed_pieces_are_kept() -> None:
     assert held(guarded=False) > 80

@@ -64,7 +64,7 @@ def test_packing_forgets_the_codes_and_keeps_the_weight(scheme: str) -> None:
 
 @needs_library
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_unpacking_is_the_way_back(scheme: str) -> None:
+def test_unpacking_restores_the_packed_weight(scheme: str) -> None:
     module, x = packed_linear(scheme), torch.randn(3, 96)
     packed = module(x)
     module.unpack()
@@ -114,7 +114,7 @@ def test_a_state_dict_brings_another_packed_weight() -> None:
 
 
 @needs_library
-def test_a_state_dict_of_another_shape_in_as_many_bytes_is_found_before_it_is_read() -> None:
+def test_a_state_dict_of_another_shape_with_as_many_bytes_is_refused() -> None:
     module, wide = (QuantizedWeight(quantized("fp8", *shape), torch.float32) for shape in ((64, 128), (128, 64)))
     module.pack(), wide.pack()
     state = wide.state_dict()
@@ -175,7 +175,7 @@ def test_a_scale_that_is_not_finite_is_not_packed() -> None:
 
 
 @pytest.mark.usefixtures("no_library")
-def test_without_the_library_a_weight_stays_as_it_is_and_says_why() -> None:
+def test_without_the_library_a_weight_stays_unpacked_with_a_reason() -> None:
     module = QuantizedLinear(quantized("fp8"), torch.float32)
     assert module.pack() == MISSING
     assert not module.is_packed
@@ -229,7 +229,7 @@ def test_without_the_library_load_warns_once_with_the_reason(folder: Path, caplo
 
 
 @pytest.mark.usefixtures("no_library")
-def test_what_was_asked_for_by_name_and_cannot_run_is_an_error(folder: Path) -> None:
+def test_an_implementation_that_is_named_and_cannot_run_is_an_error(folder: Path) -> None:
     with pytest.raises(KernelUnavailable, match=rf"\w_proj: .*{MISSING}"):
         load(folder, impl="cpu")
 

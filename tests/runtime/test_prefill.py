@@ -49,7 +49,7 @@ def test_few_rows_are_weight_only_and_many_have_quantized_inputs(
         assert torch.equal(module(many.view(2, -1, module.in_features)), module(many).view(2, -1, module.out_features))
 
 
-def test_a_static_scale_of_the_checkpoint_is_the_one_that_counts() -> None:
+def test_the_static_scale_of_the_checkpoint_is_used() -> None:
     name = INTEROP / "llmc-fp8-static"
     mixed = linears(load(name, dtype=torch.float32, weight_only=True, prefill="w8a8"))
     whole = linears(load(name, dtype=torch.float32))
@@ -61,7 +61,7 @@ def test_a_static_scale_of_the_checkpoint_is_the_one_that_counts() -> None:
         assert torch.equal(module(x), whole[path](x))
 
 
-def test_what_quantizes_its_inputs_anyway_is_held_once(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_module_with_quantized_inputs_has_no_second_copy_for_prefill(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-dynamic")
     assert all(m.prefill is None for m in linears(load(tmp_path / "q", prefill="w8a8")).values())
     assert all(m.prefill is None for m in linears(load(tmp_path / "q", weight_only=True)).values())

@@ -125,7 +125,9 @@ def test_the_logits_are_those_of_inputs_quantized_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["fp8-dynamic", "fp8-block"])
-def test_one_activation_quantized_otherwise_is_noticed(llama_folder: Path, tmp_path: Path, scheme: str) -> None:
+def test_a_single_activation_that_is_quantized_differently_is_detected(
+    llama_folder: Path, tmp_path: Path, scheme: str
+) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", scheme)
     model = load(tmp_path / "q", dtype=torch.float32)
     before = logits(model)
@@ -291,7 +293,7 @@ def test_inputs_that_are_not_simulated_are_named(name: str, caplog: pytest.LogCa
     assert_same(logits(model, expected["input_ids"])[0], expected["logits"])
 
 
-def test_a_mixture_simulates_what_it_can(caplog: pytest.LogCaptureFixture) -> None:
+def test_inputs_that_cannot_be_simulated_do_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "minifloat"):
         model = load(INTEROP / "llmc-mixed")
     held = {n.rsplit(".", 1)[1]: m.activation for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
@@ -300,7 +302,7 @@ def test_a_mixture_simulates_what_it_can(caplog: pytest.LogCaptureFixture) -> No
     assert "gate_proj" in caplog.text
 
 
-def test_dequantized_experts_are_said_to_run_weight_only(
+def test_a_warning_names_dequantized_experts_as_weight_only(
     make_model: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     quantize_checkpoint(make_model(tmp_path / "plain", "llama4_text"), tmp_path / "q", "fp8-dynamic")

@@ -84,15 +84,15 @@ def test_an_unfinished_character_at_the_end_is_shown(model: PreTrainedModel, mon
     assert "".join(generate(model, PROMPT, max_new_tokens=2)) == "a\N{REPLACEMENT CHARACTER}"
 
 
-def test_it_stops_at_the_end_token_and_does_not_show_it(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_ends_before_the_end_token(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(model.config.name_or_path)
     force(model, monkeypatch, [*tokenizer("ab").input_ids, tokenizer.eos_token_id, *tokenizer("cd").input_ids])
     assert "".join(generate(model, PROMPT, max_new_tokens=20)) == "ab"
 
 
-def test_it_stops_where_the_positions_end(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_ends_where_the_positions_of_the_model_end(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     force(model, monkeypatch, [5] * 500)
     prompt = "x" * (model.config.max_position_embeddings - 3)
     assert len("".join(generate(model, prompt, max_new_tokens=100))) == 3
@@ -169,7 +169,7 @@ def test_an_empty_prompt_begins_with_the_begin_token(model: PreTrainedModel) -> 
     assert "".join(generate(model, "", max_new_tokens=5)) != ""
 
 
-def test_it_takes_a_folder_with_quantized_weights(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_with_quantized_weights_is_accepted(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     text = "".join(generate(tmp_path / "q", PROMPT, temperature=1.0, seed=0))
     assert text == "".join(generate(load(tmp_path / "q"), PROMPT, temperature=1.0, seed=0)) != ""

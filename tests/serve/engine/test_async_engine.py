@@ -42,7 +42,7 @@ async def whole(stream: Any) -> Delivery:
     return total
 
 
-def test_streams_bring_what_the_engine_makes(engine: Engine) -> None:
+def test_streams_deliver_the_tokens_of_the_engine(engine: Engine) -> None:
     prompts = [tuple(range(index, index + 9)) for index in range(20)]
     expected = [completion.tokens for completion in engine.generate(prompts, PARAMS)]
 
@@ -68,7 +68,7 @@ def test_a_slow_reader_gets_everything_at_once(engine: Engine) -> None:
     run(engine, body)
 
 
-def test_cancelling_ends_one_and_frees_its_blocks(engine: Engine) -> None:
+def test_cancelling_ends_one_request_and_frees_its_blocks(engine: Engine) -> None:
     async def body(served: AsyncEngine) -> None:
         doomed = await served.submit(Request("doomed", (1, 2), ENDLESS))
         other = await served.submit(Request("other", (1, 2, 3), PARAMS))

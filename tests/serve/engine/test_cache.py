@@ -48,7 +48,7 @@ def test_salts_share_nothing_and_digests_differ_between_processes() -> None:
     assert pool.root("a") != other.root("a")
 
 
-def test_what_was_used_last_stays_longest_and_the_start_longer_than_the_end() -> None:
+def test_blocks_are_evicted_longest_unused_first_and_the_end_before_the_start() -> None:
     pool = BlockPool(4)
     old, new = [1] * 32, [2] * 32
     fill(pool, old)
@@ -69,7 +69,7 @@ def test_blocks_without_contents_are_taken_first() -> None:
     assert len(fill(pool, [1] * 32)) == 2
 
 
-def test_a_block_has_its_users_until_the_last_one_goes() -> None:
+def test_a_shared_block_is_free_when_its_last_user_releases_it() -> None:
     pool = BlockPool(3)
     tokens = [1] * SIZE
     fill(pool, tokens)

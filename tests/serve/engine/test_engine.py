@@ -85,7 +85,7 @@ def test_greedy_tokens_are_those_of_transformers_alone_and_among_others(model: A
     assert tokens(engine, prompts) == answers
 
 
-def test_they_are_the_same_when_prompts_are_cut_into_pieces(model: Any) -> None:
+def test_tokens_are_the_same_when_prompts_are_cut_into_pieces(model: Any) -> None:
     folder, _, prompts, answers = model
     engine = Engine(folder, dtype="float32", max_num_seqs=5, max_num_batched_tokens=13)
     assert tokens(engine, prompts) == answers
@@ -113,7 +113,7 @@ class Counter:
         self.ends.append((reason, timings, usage))
 
 
-def test_they_are_the_same_when_the_cache_is_too_small_for_all(model: Any) -> None:
+def test_tokens_are_the_same_when_the_cache_is_too_small_for_all(model: Any) -> None:
     folder, _, prompts, answers = model
     info = Engine(folder, dtype="float32").info
     counter = Counter()
@@ -125,7 +125,7 @@ def test_they_are_the_same_when_the_cache_is_too_small_for_all(model: Any) -> No
     assert engine.kv_usage == 0.0
 
 
-def test_they_are_the_same_after_a_hit_in_the_prefix_cache(model: Any) -> None:
+def test_tokens_are_the_same_after_a_hit_in_the_prefix_cache(model: Any) -> None:
     folder, runner, prompts, answers = model
     engine = Engine(folder, dtype="float32")
     assert tokens(engine, prompts) == answers
@@ -163,7 +163,7 @@ def test_bf16_logits_are_near_those_of_transformers(llama_folder: Path) -> None:
     assert all(abs(float(logprobs[token]) - value) < 0.03 for token, value in top.items())
 
 
-def test_text_joins_to_what_the_tokenizer_decodes(llama_folder: Path) -> None:
+def test_the_pieces_of_text_join_to_the_decoded_text(llama_folder: Path) -> None:
     engine = Engine(llama_folder, dtype="float32")
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
     completion = engine.generate(["ä prompt"], params)[0]
@@ -188,7 +188,7 @@ def test_a_stop_string_ends_the_text_before_it_and_is_never_shown(llama_folder: 
     assert engine.generate(["abc"], shown)[0].text == whole.text[: at + len(stop)]
 
 
-def test_end_tokens_end_the_text_unless_they_are_to_be_ignored_or_come_too_early(llama_folder: Path) -> None:
+def test_end_tokens_end_the_text_unless_ignored_or_before_min_tokens(llama_folder: Path) -> None:
     engine = Engine(llama_folder, dtype="float32")
     end = engine.tokenizer.eos_token_id
     bias = {end: 100.0}
@@ -323,7 +323,7 @@ def test_cancelling_frees_everything(llama_folder: Path) -> None:
     assert (engine.running, engine.waiting, engine.kv_usage, engine.has_work) == (0, 0, 0.0, False)
 
 
-def test_the_observer_is_told_the_truth(llama_folder: Path) -> None:
+def test_the_listener_receives_the_numbers_of_steps_tokens_and_requests(llama_folder: Path) -> None:
     counter = Counter()
     engine = Engine(llama_folder, dtype="float32", observer=counter)
     prompts = prompts_of(5)
@@ -365,7 +365,7 @@ def test_salts_keep_requests_apart(llama_folder: Path) -> None:
         ({"kv_cache_dtype": "fp8"}, "k_scale"),
     ],
 )
-def test_options_that_cannot_be_are_refused(llama_folder: Path, options: dict[str, Any], said: str) -> None:
+def test_invalid_options_are_refused(llama_folder: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Engine(llama_folder, **options)
 

@@ -97,7 +97,7 @@ def engine_of(folder: Path, runner: str, **options: Any) -> Engine:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_they_are_those_of_transformers_alone_together_and_again(
+def test_prompt_logprobs_are_those_of_transformers_alone_together_and_repeated(
     runner: str, folder: Path, prompts: list[tuple[int, ...]], expected: list[torch.Tensor]
 ) -> None:
     engine = engine_of(folder, runner)
@@ -113,7 +113,7 @@ def test_they_are_those_of_transformers_alone_together_and_again(
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_they_are_the_same_in_pieces_beside_others(
+def test_prompt_logprobs_are_the_same_in_pieces_beside_other_requests(
     runner: str, folder: Path, prompts: list[tuple[int, ...]], expected: list[torch.Tensor]
 ) -> None:
     engine = engine_of(folder, runner, max_num_batched_tokens=11)
@@ -134,7 +134,7 @@ def test_they_are_the_same_in_pieces_beside_others(
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_they_are_told_once_where_prompts_lose_their_blocks(
+def test_prompt_logprobs_are_reported_once_after_a_preemption(
     runner: str, folder: Path, prompts: list[tuple[int, ...]], expected: list[torch.Tensor]
 ) -> None:
     counter = Counter()
@@ -183,7 +183,7 @@ def test_a_step_takes_only_so_many_of_them(
     assert sum(rows) == sum(len(prompt) - 1 for prompt in prompts)
 
 
-def test_what_cannot_be_scored_ends_alone(folder: Path, prompts: list[tuple[int, ...]]) -> None:
+def test_a_prompt_that_cannot_be_scored_ends_alone(folder: Path, prompts: list[tuple[int, ...]]) -> None:
     engine = engine_of(folder, "transformers")
     model: Any = engine._runner
     forward = model._model.forward

@@ -128,7 +128,7 @@ def test_bias_and_the_least_number_of_tokens() -> None:
     assert state.change(logits.numpy())[9] == logits[9]
 
 
-def test_logprobs_are_those_of_the_model_and_not_of_what_was_drawn_from() -> None:
+def test_logprobs_are_those_of_the_model_before_temperature_and_penalties() -> None:
     logits = logits_of(7, 30)
     params = SamplingParams(temperature=0.0, logprobs=4, logit_bias={11: 100.0})
     (choice,) = sample(logits[None], [SamplingState(params, [])])

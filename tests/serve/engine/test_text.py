@@ -38,7 +38,7 @@ def test_the_text_is_cut_at_the_first_stop_however_it_is_cut_into_pieces(pieces:
     assert said == part[: min(part.index(stop) for stop in stops if stop in part)]
 
 
-def test_what_may_begin_a_stop_waits_and_is_said_when_it_does_not() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back_and_released() -> None:
     machine = StopStrings(["END"])
     assert machine.add("the E") == ("the ", None)
     assert machine.add("N") == ("", None)

@@ -69,7 +69,7 @@ def test_greedy_tokens_are_those_of_the_cpu_engine_in_every_batch(model: Any, de
 
 
 @devices
-def test_they_are_the_same_when_prompts_are_cut_into_pieces(model: Any, device: str) -> None:
+def test_tokens_are_the_same_when_prompts_are_cut_into_pieces(model: Any, device: str) -> None:
     folder, prompts, answers = model
     assert tokens(on_device(folder, device, max_num_seqs=5, max_num_batched_tokens=13), prompts) == answers
 
@@ -92,7 +92,7 @@ class Counter:
 
 
 @devices
-def test_they_are_the_same_when_the_cache_is_too_small_and_when_prefixes_are_shared(model: Any, device: str) -> None:
+def test_tokens_are_the_same_with_preemptions_and_shared_prefixes(model: Any, device: str) -> None:
     folder, prompts, answers = model
     memory = Engine(folder, dtype="float32", runner="device").info.kv_bytes_per_token * 16 * 9
     counter = Counter()
@@ -271,7 +271,7 @@ def test_failures_stay_with_their_sequence(device: str, llama_folder: Path, monk
 
 
 @devices
-def test_mixtures_of_experts_are_run_by_transformers_and_the_reason_is_said(
+def test_mixtures_of_experts_are_run_by_transformers_with_a_reason(
     device: str, make_mixtral: MakeModel, tmp_path: Path
 ) -> None:
     folder = make_mixtral(tmp_path / "mixtral")

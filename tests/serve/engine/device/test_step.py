@@ -155,7 +155,7 @@ def test_every_batch_size_gives_every_row_its_own_logits_and_writes_no_block_of_
     assert bucket_sizes(1) == [1]
 
 
-def test_what_nan_a_sequence_has_stays_with_it() -> None:
+def test_nan_in_one_sequence_does_not_reach_the_others() -> None:
     runner = runner_of(model_of("llama"))
     sequences = Sequences(runner)
     sequences.run({"a": prompt(20), "b": prompt(20, 1)})
