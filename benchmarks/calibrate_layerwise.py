@@ -23,26 +23,30 @@ import click
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats
 
-IMPORTS = "import minifloat.calibration.layerwise.run, minifloat.calibration.whole"
+IMPORTS = "import minifloat.calibration.calibrate"
 RUN = """
 import random, sys, time
 from pathlib import Path
 from dataclasses import replace
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.run import calibrate_layerwise
+from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import RunOptions
 from minifloat.calibration.whole import calibrate_whole
 from minifloat.calibration.stats_file import write_stats
+from minifloat.checkpoint import Checkpoint
 model, out, histogram, max_memory, device, *sizes = sys.argv[1:]
 samples, length, vocabulary = map(int, sizes)
 draw = random.Random(0)
 data = CalibrationSet(tuple(tuple(draw.randrange(vocabulary) for _ in range(length)) for _ in range(samples)))
 options = RunOptions(histogram=histogram == "True", device=device, work_dir=Path(out).with_suffix(".work"))
 start = time.perf_counter()
-if max_memory == "None":
-    stats = calibrate_whole(model, data, options)
-else:
-    stats = calibrate_layerwise(model, data, replace(options, max_memory=int(max_memory)))
+with Checkpoint.open(model) as checkpoint:
+    opened = CalibrationModel(checkpoint, options)
+    if max_memory == "None":
+        stats = calibrate_whole(opened, data, options)
+    else:
+        stats = calibrate_layerwise(opened, data, replace(options, max_memory=int(max_memory)))
 print(time.perf_counter() - start)
 write_stats(stats, out)
 """

@@ -12,7 +12,7 @@ import torch
 
 from minifloat import quantize_checkpoint
 from minifloat.calibration import calibrate as calibrate_module
-from minifloat.calibration import whole
+from minifloat.calibration import model as model_module
 from minifloat.calibration.calibrate import calibrate
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.identity import ModelIdentity
@@ -22,7 +22,7 @@ from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError, DataError, NonFiniteError
-from minifloat.runtime.load import load
+from minifloat.runtime.load import load, load_opened
 
 MakeModel = Callable[..., Path]
 
@@ -83,11 +83,11 @@ def test_the_dtype_can_be_chosen(llama_folder: Path) -> None:
 
 def test_lm_head_is_not_run(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_without_head(*args: Any, **kwargs: Any) -> Any:
-        model: Any = load(*args, **kwargs)
+        model: Any = load_opened(*args, **kwargs)
         model.lm_head = None
         return model
 
-    monkeypatch.setattr(whole, "load", load_without_head)
+    monkeypatch.setattr(model_module, "load_opened", load_without_head)
     assert calibrate(llama_folder, data(5)).sequences == 1
 
 
@@ -134,7 +134,8 @@ def test_a_model_larger_than_the_memory_limit_runs_layer_by_layer(
     assert not calls
     options = RunOptions(max_memory=nbytes - 1, histogram=True)
     assert calibrate(llama_folder, text, options) == "layer by layer"  # type: ignore[comparison-overlap]
-    assert calls == [(llama_folder, text, options, None)]
+    assert calls[0][0].checkpoint.path == llama_folder
+    assert calls[0][1:] == (text, options, None)
     calibrate(llama_folder, text, RunOptions(max_memory=nbytes, dtype=torch.float32))
     assert len(calls) == 2, "in float32 the weights are twice as large"
 
@@ -167,10 +168,10 @@ def test_nan_in_an_activation_names_the_module_and_the_sequence(
     text = data(5, 3)
 
     def load_damaged(*args: Any, **kwargs: Any) -> Any:
-        model = load(*args, **kwargs)
+        model = load_opened(*args, **kwargs)
         model.get_input_embeddings().weight[text.sequences[1][0]] = float("nan")
         return model
 
-    monkeypatch.setattr(whole, "load", load_damaged)
+    monkeypatch.setattr(model_module, "load_opened", load_damaged)
     with pytest.raises(NonFiniteError, match=r"layers\.0\.self_attn\.q_proj: NaN or Inf in its input in sequence 1;"):
         calibrate(llama_folder, text)

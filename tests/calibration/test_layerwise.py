@@ -23,8 +23,10 @@ from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise import storage
 from minifloat.calibration.layerwise.calls import Capture, LayerCall, LayersNotSeparableError
 from minifloat.calibration.layerwise.run import calibrate_layerwise
+from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import RunOptions
 from minifloat.calibration.stats import ActivationStats
+from minifloat.checkpoint import Checkpoint
 from minifloat.errors import AlreadyQuantizedError, DataError, DestinationError, NonFiniteError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.report.progress import Progress
@@ -74,7 +76,9 @@ def make(folder: Path, model_type: str) -> Path:
 def layerwise(
     folder: Path, data: CalibrationSet = DATA, *, progress: Progress | None = None, **options: Any
 ) -> ActivationStats:
-    return calibrate_layerwise(folder, data, RunOptions(**options), progress)
+    run = RunOptions(**options)
+    with Checkpoint.open(folder) as checkpoint:
+        return calibrate_layerwise(CalibrationModel(checkpoint, run), data, run, progress)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -306,7 +310,9 @@ SERVER = """
 import os, pickle, sys, time
 from pathlib import Path
 from minifloat.calibration.layerwise.run import calibrate_layerwise
+from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import RunOptions
+from minifloat.checkpoint import Checkpoint
 model, work, log, data = sys.argv[1:]
 def progress(done, total, step):
     with open(log, "a") as file:
@@ -316,7 +322,9 @@ for line in sys.stdin:
     child = os.fork()
     if not child:
         options = RunOptions(max_memory=1 << 30, histogram=True, per_channel=True, work_dir=Path(work))
-        calibrate_layerwise(model, pickle.loads(Path(data).read_bytes()), options, progress)
+        with Checkpoint.open(model) as checkpoint:
+            opened = CalibrationModel(checkpoint, options)
+            calibrate_layerwise(opened, pickle.loads(Path(data).read_bytes()), options, progress)
         os._exit(0)
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from minifloat.calibration.calibrate import calibrate
+from minifloat.calibration.data import load_calibration_data
+from minifloat.calibration.options import RunOptions
 from minifloat.calibration.session import Collected, TextOptions, collect, held_out_path
 from minifloat.commands.main import main
 from minifloat.errors import DataError, DestinationError, UsageError
+from minifloat.runtime.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +37,20 @@ def test_a_part_is_held_out_with_histograms_and_the_rest_makes_the_scales(llama_
     assert all(module.histogram is None for module in collected.stats.inputs.values())
     assert all(module.histogram is not None for module in collected.held_out.inputs.values())
     assert collected.stats.tokens == 15 * 32
+
+
+@pytest.mark.parametrize("max_memory", [None, 300_000], ids=["whole model", "layer by layer"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_the_two_runs_of_one_open_model_have_the_statistics_of_separate_runs(
+    model_type: str, max_memory: int | None, make_model: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path / "model", model_type)
+    data = load_calibration_data([text], load_tokenizer(folder), samples=20, seq_len=32)
+    kept, held_out = data.held_out(0.25)
+    run = RunOptions(max_memory=max_memory)
+    collected = collect(folder, [text], TextOptions(samples=20, seq_len=32, held_out=0.25), run)
+    assert collected.stats == calibrate(folder, kept, run)
+    assert collected.held_out == calibrate(folder, held_out, replace(run, histogram=True))
 
 
 def test_what_is_saved_is_what_is_loaded(llama_folder: Path, text: Path, tmp_path: Path) -> None:

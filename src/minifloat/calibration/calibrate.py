@@ -9,20 +9,17 @@ told from complete ones; a layer-by-layer run can be continued.
 from __future__ import annotations
 
 import logging
-import math
 import os
-
-import torch
 
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.run import calibrate_layerwise
+from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import DEFAULT_RUN, RunOptions
 from minifloat.calibration.stats import ActivationStats
-from minifloat.calibration.whole import calibrate_whole, check_source
+from minifloat.calibration.whole import calibrate_whole
 from minifloat.checkpoint import Checkpoint
 from minifloat.hub import model_folder
 from minifloat.report.progress import Progress
-from minifloat.runtime.config import config_dtype
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,20 +50,16 @@ def calibrate(
         NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
         UsageError: A single layer needs more memory than `RunOptions.max_memory`.
     """
-    folder = model_folder(model)
-    with Checkpoint.open(folder) as checkpoint:
-        check_source(checkpoint)
-        weight_bytes = _weight_bytes(checkpoint, options.dtype)
-    if options.max_memory is None or weight_bytes <= options.max_memory:
-        return calibrate_whole(folder, data, options, progress)
+    with Checkpoint.open(model_folder(model)) as checkpoint:
+        return calibrate_opened(CalibrationModel(checkpoint, options), data, options, progress)
+
+
+def calibrate_opened(
+    model: CalibrationModel, data: CalibrationSet, options: RunOptions, progress: Progress | None = None
+) -> ActivationStats:
+    """Return the statistics of an open model's activations, as `calibrate` does; several runs may share the model."""
+    if options.max_memory is None or model.weight_bytes <= options.max_memory:
+        return calibrate_whole(model, data, options, progress)
     if options.until_stable is not None:
         _LOG.warning("layers run one after the other over all of the data: the run cannot stop when scales settle")
-    return calibrate_layerwise(folder, data, options, progress)
-
-
-def _weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype | None) -> int:
-    """Return the bytes of all weights in the dtype in which they are loaded."""
-    loaded_dtype = dtype or config_dtype(checkpoint)
-    if loaded_dtype is None:
-        return sum(info.nbytes for info in checkpoint.tensors.values())
-    return sum(math.prod(info.shape) * loaded_dtype.itemsize for info in checkpoint.tensors.values())
+    return calibrate_layerwise(model, data, options, progress)

@@ -44,7 +44,7 @@ class Observer:
         per_channel: Also record the amax of each input channel.
 
     Raises:
-        CheckpointError: The folder of the model cannot be read.
+        CheckpointError: `sites` is None and the folder of the model cannot be read.
     """
 
     def __init__(

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minifloat.calibration.calibrate import calibrate
+from minifloat.calibration.calibrate import calibrate_opened
 from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, SourceLike, load_calibration_data
+from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import DEFAULT_RUN, RunOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats, write_stats
+from minifloat.checkpoint import Checkpoint
 from minifloat.errors import DestinationError, UsageError
 from minifloat.hub import model_folder
 from minifloat.report.progress import Progress
@@ -142,11 +144,13 @@ def collect(
     )
     kept, held_out = data.held_out(text.held_out) if text.held_out else (data, None)
     run_kept = replace(run, work_dir=_work_dir(run, "calibration"))
-    stats = calibrate(folder, kept, run_kept, progress=progress)
-    if held_out is None:
-        return Collected(stats, None)
     run_held_out = replace(run, histogram=True, until_stable=None, work_dir=_work_dir(run, "held-out"))
-    return Collected(stats, calibrate(folder, held_out, run_held_out, progress=progress))
+    with Checkpoint.open(folder) as checkpoint:
+        opened = CalibrationModel(checkpoint, run)
+        stats = calibrate_opened(opened, kept, run_kept, progress)
+        if held_out is None:
+            return Collected(stats, None)
+        return Collected(stats, calibrate_opened(opened, held_out, run_held_out, progress))
 
 
 def _work_dir(run: RunOptions, part: str) -> Path | None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from minifloat.architecture.roles import Role, role_of
 from minifloat.checkpoint import Checkpoint
-from minifloat.layouts import describe
+from minifloat.layouts import Description, describe
 from minifloat.runtime.build import empty_model
 from minifloat.runtime.linear import QuantizedLinear
 from minifloat.runtime.names import Assignment, assign
@@ -78,14 +78,15 @@ class Sites:
         return path
 
 
-def find_sites(model: PreTrainedModel, checkpoint: Checkpoint) -> Sites:
+def find_sites(model: PreTrainedModel, checkpoint: Checkpoint, description: Description | None = None) -> Sites:
     """Return the modules to observe, and log a warning that names weights whose inputs cannot be observed.
 
     Args:
         model: The model of `checkpoint`, as `minifloat.runtime.load.load` returns it; meta tensors are enough.
         checkpoint: The checkpoint, quantized or not; only headers are read.
+        description: The result of `describe` for it; by default it is described here.
     """
-    description = describe(checkpoint)
+    description = description or describe(checkpoint)
     observed = {info.name for info in checkpoint.tensors.values() if role_of(info) in (Role.LINEAR, Role.EXPERTS)}
     if description.weights:
         observed -= {tensor for weight in description.weights.values() for tensor in weight.tensors}

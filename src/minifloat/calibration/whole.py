@@ -1,49 +1,46 @@
 """Calibration of a model that fits in memory: the whole model runs one sequence at a time, without lm_head.
 
-This module also holds the checks of the checkpoint and the data that every calibration makes.
+This module also holds the check of the data that every calibration makes.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import torch
 
 from minifloat.calibration.convergence import convergence_report
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.observe import Observer
 from minifloat.calibration.options import RunOptions
 from minifloat.calibration.stats import ActivationStats
-from minifloat.checkpoint import Checkpoint
-from minifloat.errors import AlreadyQuantizedError, DataError
+from minifloat.errors import DataError
 from minifloat.report.progress import Progress
-from minifloat.runtime.load import load
 
 #: Sequences between two checks of the convergence: a check takes longer than observing one sequence.
 _CHECK_EVERY = 16
 
 
 def calibrate_whole(
-    model: str | os.PathLike[str], data: CalibrationSet, options: RunOptions, progress: Progress | None = None
+    model: CalibrationModel, data: CalibrationSet, options: RunOptions, progress: Progress | None = None
 ) -> ActivationStats:
-    """Load a whole model and observe it on calibration text.
+    """Load a whole model, unless an earlier run did, and observe it on calibration text.
 
-    `RunOptions.max_memory` and `RunOptions.work_dir` are not used. Arguments, result and errors are those of
-    `calibration.calibrate.calibrate`.
+    `RunOptions.max_memory` and `RunOptions.work_dir` are not used. Other arguments, result and errors are
+    those of `calibration.calibrate.calibrate`.
     """
-    with Checkpoint.open(model) as checkpoint:
-        check_source(checkpoint)
-        identity = ModelIdentity.of(checkpoint)
-    loaded = load(model, dtype=options.dtype, device=options.device)
-    check_data(data, loaded.config.get_text_config().vocab_size)
+    check_data(data, model.whole.config.get_text_config().vocab_size)
     tokens = 0
 
     def statistics() -> ActivationStats:
-        return ActivationStats(identity, observer.sequences, tokens, data.record, observer.inputs(), observer.kv())
+        return ActivationStats(
+            model.identity, observer.sequences, tokens, data.record, observer.inputs(), observer.kv()
+        )
 
-    with Observer(loaded, histogram=options.histogram, per_channel=options.per_channel) as observer:
+    with Observer(
+        model.whole, sites=model.sites, histogram=options.histogram, per_channel=options.per_channel
+    ) as observer:
         for ids in data.sequences:
             observer.run(torch.tensor([ids]))
             tokens += len(ids)
@@ -76,16 +73,3 @@ def check_data(data: CalibrationSet, vocab_size: int) -> None:
                 f"sequence {index} of the calibration data has token ids from {min(ids)} to {max(ids)}, beyond the "
                 f"model's vocabulary of {vocab_size}: they come from another model's tokenizer"
             )
-
-
-def check_source(checkpoint: Checkpoint) -> None:
-    """Raise an error if the checkpoint is quantized.
-
-    Raises:
-        AlreadyQuantizedError: It is quantized.
-    """
-    if checkpoint.quantization_config is not None:
-        method = checkpoint.quantization_config.get("quant_method", "unknown")
-        raise AlreadyQuantizedError(
-            f"{checkpoint.path} is quantized already (quant_method {method!r}); calibrate the original checkpoint"
-        )

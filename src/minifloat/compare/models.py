@@ -24,13 +24,14 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.compare.kv_cache import CacheFactory
 from minifloat.errors import UsageError
 from minifloat.hub import model_folder
+from minifloat.layouts import describe
 from minifloat.numerics.activation import describe_activation
 from minifloat.numerics.cast import torch_dtype
 from minifloat.numerics.formats import BFLOAT16, FLOAT16, FLOAT32
 from minifloat.runtime.experts import QuantizedExperts
 from minifloat.runtime.kv_scales import KVScales, kv_scales
 from minifloat.runtime.linear import QuantizedWeight
-from minifloat.runtime.load import load
+from minifloat.runtime.load import load_opened
 from minifloat.runtime.tokenizer import load_tokenizer
 
 #: Largest number of logits of one model that are held at a time, unless a single row has more.
@@ -87,7 +88,7 @@ class Predictor:
 
         Args:
             model: Folder, hub id or loaded model.
-            load_options: Keyword arguments for `minifloat.runtime.load.load`.
+            load_options: Keyword arguments for `minifloat.runtime.load.load_opened`.
             revision: Revision of a model of the hub.
             read_kv_scales: Whether to read the scales of the KV cache from a folder.
 
@@ -103,8 +104,9 @@ class Predictor:
         folder = model_folder(model, revision=revision)
         with Checkpoint.open(folder) as checkpoint:
             nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
-            scales = kv_scales(checkpoint) if read_kv_scales else None
-        loaded = load(folder, **load_options)
+            description = describe(checkpoint)
+            scales = kv_scales(checkpoint, description) if read_kv_scales else None
+            loaded = load_opened(checkpoint, description, **load_options)
         return cls(str(model), str(folder), loaded, nbytes, checkpoint=checkpoint, kv_scales=scales)
 
     def headers(self) -> Checkpoint:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,17 +26,16 @@ from torch import Tensor
 
 from minifloat._version import __version__
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.layerwise.calls import Capture, LayerCall, LayersNotSeparableError, find_layers
 from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
 from minifloat.calibration.layerwise.weights import PartialWeights
 from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.observe import Observer
 from minifloat.calibration.options import RunOptions
 from minifloat.calibration.sites import Sites, find_sites
 from minifloat.calibration.stats import ActivationStats
-from minifloat.calibration.whole import calibrate_whole, check_data, check_source
-from minifloat.checkpoint import Checkpoint
+from minifloat.calibration.whole import calibrate_whole, check_data
 from minifloat.checkpoint.files import storage_errors
 from minifloat.errors import UsageError
 from minifloat.report.progress import Progress
@@ -47,7 +45,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def calibrate_layerwise(
-    path: str | os.PathLike[str], data: CalibrationSet, options: RunOptions, progress: Progress | None = None
+    model: CalibrationModel, data: CalibrationSet, options: RunOptions, progress: Progress | None = None
 ) -> ActivationStats:
     """Observe a model on calibration text, with the weights of one layer in memory at a time.
 
@@ -56,7 +54,7 @@ def calibrate_layerwise(
     disk holds the hidden states twice: 2 * tokens * hidden size * bytes of the dtype.
 
     Args:
-        path: Folder of an unquantized checkpoint.
+        model: The model; its weights are read again by every run.
         data: The sequences, with the record of their origin, which the result keeps.
         options: Its `max_memory` bounds the weights in memory, first of the embeddings and then of each layer, with the
             copies made while they are read; None: no bound. `until_stable` is not used.
@@ -65,7 +63,6 @@ def calibrate_layerwise(
 
     Raises:
         UsageError: A layer, or the modules before the layers, need more than `max_memory`; names them and their size.
-        AlreadyQuantizedError: The checkpoint is quantized.
         DataError: There is no sequence, an empty one, or a token id beyond the vocabulary.
         DestinationError: The work folder holds other files, or another process uses it.
         CheckpointError: The model cannot be loaded.
@@ -73,16 +70,14 @@ def calibrate_layerwise(
         StorageError: The system refused to read or write, for example because the disk is full.
     """
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(Checkpoint.open(path))
-        check_source(checkpoint)
-        loader = Loader(checkpoint, dtype=options.dtype, device=options.device)
+        loader = model.loader()
         check_data(data, loader.model.config.get_text_config().vocab_size)
         work_dir = options.work_dir
         if work_dir is None:
             parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="minifloat-"))
             work_dir = Path(parent) / "work"
         try:
-            run = _LayerwiseRun(loader, data, options)
+            run = _LayerwiseRun(model, loader, data, options)
             folder = stack.enter_context(WorkFolder(work_dir, _fingerprint(loader, data, options)))
             try:
                 return run.run(folder, progress)
@@ -100,7 +95,7 @@ def calibrate_layerwise(
         loader.model.__class__.__name__,
         reason,
     )
-    return calibrate_whole(path, data, options, progress)
+    return calibrate_whole(model, data, options, progress)
 
 
 @dataclass
@@ -124,10 +119,10 @@ class _LayerwiseRun:
         UsageError: A layer is larger than `RunOptions.max_memory`.
     """
 
-    def __init__(self, loader: Loader, data: CalibrationSet, options: RunOptions) -> None:
+    def __init__(self, model: CalibrationModel, loader: Loader, data: CalibrationSet, options: RunOptions) -> None:
         self.model, self.device, self.data, self.options = loader.model, loader.device, data, options
-        self.identity = ModelIdentity.of(loader.checkpoint)
-        self.sites = find_sites(self.model, loader.checkpoint)
+        self.identity = model.identity
+        self.sites = find_sites(self.model, model.checkpoint, model.description)
         self.path = find_layers(self.model, self.sites)
         self.layers: Any = self.model.get_submodule(self.path)
         self.weights = PartialWeights(loader, self.path, options.max_memory)
