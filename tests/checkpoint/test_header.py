@@ -136,25 +136,41 @@ def test_tensors_come_in_the_order_of_their_bytes_and_empty_ones_take_none(model
         assert checkpoint.read("none").shape == (0,)
 
 
-def test_reading_a_header_takes_a_few_calls_per_tensor(tmp_path):
-    tensors = [OutputTensor(f"model.layers.{i}.mlp.down_proj.weight", "BF16", (4, 8)) for i in range(1000)]
-    prefix, spans = encode_header(tensors, {"format": "pt"})
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(prefix + bytes(sum(size for _, size in spans.values())))
-    calls = 0
+def test_reading_a_header_takes_a_few_calls_and_lines_per_tensor(tmp_path):
+    """Count executed calls and lines, which do not depend on the speed of the machine."""
 
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event in ("call", "c_call")
+    def counts(num_tensors):
+        tensors = [OutputTensor(f"model.layers.{i}.mlp.down_proj.weight", "BF16", (4, 8)) for i in range(num_tensors)]
+        prefix, spans = encode_header(tensors, {"format": "pt"})
+        path = tmp_path / f"{num_tensors}.safetensors"
+        path.write_bytes(prefix + bytes(sum(size for _, size in spans.values())))
+        calls = lines = 0
 
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        header, _ = read_header(path)
-    finally:
-        sys.setprofile(before)
-    assert len(header.tensors) == 1000
-    assert calls < 40 * len(tensors)  # 22 each: a thousand tensors take milliseconds
+        def count_calls(frame, event, argument):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        def count_lines(frame, event, argument):
+            nonlocal lines
+            lines += event == "line"
+            return count_lines
+
+        profiler, tracer = sys.getprofile(), sys.gettrace()
+        try:
+            sys.setprofile(count_calls)
+            read_header(path)
+            sys.setprofile(profiler)
+            sys.settrace(count_lines)
+            header, _ = read_header(path)
+        finally:
+            sys.setprofile(profiler)
+            sys.settrace(tracer)
+        assert len(header.tensors) == num_tensors
+        return calls, lines
+
+    calls, lines = counts(1000)
+    assert calls < 40 * 1000  # 22 per tensor: a thousand tensors take milliseconds
+    assert lines < 12 * counts(100)[1]  # the work grows in proportion to the number of tensors
 
 
 def test_the_encoded_header_has_the_golden_bytes():

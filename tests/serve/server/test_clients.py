@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, PATIENCE, Client, running, wait_for
 
 from minifloat.serve.client import ChatClient, ServerError, converse
-from minifloat.serve.engine import Engine, SamplingParams
+from minifloat.serve.engine import Delivery, Engine, SamplingParams
 from minifloat.serve.server import read_api_keys
 
 KEY = "a-key-for-tests"
@@ -190,7 +192,27 @@ def test_curl_streams_a_completion(real: Client) -> None:
 # ------------------------------------------------------------------------------------------------- metrics
 
 
-def test_prometheus_reads_metrics_with_vllms_names_that_add_up(tiny: Engine) -> None:
+class StepClock:
+    """A substitute for the module `time` whose monotonic clock advances by a quarter of a second per engine step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.now, self._step = 1000.0, engine.step
+
+    def step(self) -> list[Delivery]:
+        self.now += 0.25
+        return self._step()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = staticmethod(time.perf_counter)
+
+
+def test_prometheus_reads_metrics_with_vllms_names_that_add_up(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock(tiny)
+    monkeypatch.setattr(tiny, "step", clock.step)
+    for module in ("engine", "listener", "scheduler", "sequence"):
+        monkeypatch.setattr(f"minifloat.serve.engine.{module}.time", clock)
     with running(tiny) as client:
         usage = [client.complete(f"prompt {i}", max_tokens=9, ignore_eos=True).json["usage"] for i in range(5)]
         assert client.complete("y", max_tokens=2, stop="nothing").status == 200
@@ -228,7 +250,8 @@ def test_prometheus_reads_metrics_with_vllms_names_that_add_up(tiny: Engine) -> 
     prefill, decode = (total(f"request_{name}_time_seconds", "_sum") for name in ("prefill", "decode"))
     assert prefill + decode <= total("e2e_request_latency_seconds", "_sum")
     itl = total("inter_token_latency_seconds", "_sum")
-    assert 0 < itl <= decode  # decode time includes the work after the last token
+    assert itl == 0.25 * (5 * 8 + 1)
+    assert math.isclose(itl, decode, rel_tol=1e-9)
     assert status["itl_ms"]["median"] <= 1e3 * itl
 
 

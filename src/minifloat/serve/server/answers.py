@@ -87,7 +87,7 @@ class CompletionChoice(BaseModel):
     stop_reason: str | int | None = None
 
 
-class TextCompletion(_Answer):
+class Completion(_Answer):
     """Answer of ``/v1/completions``, and chunk of a streamed answer."""
 
     object: Literal["text_completion"] = "text_completion"

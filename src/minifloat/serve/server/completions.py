@@ -15,7 +15,7 @@ from fastapi import Request as HTTPRequest
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
-from minifloat.serve.server.answers import ChatChunk, ChatCompletion, TextCompletion, Usage
+from minifloat.serve.server.answers import ChatChunk, ChatCompletion, Completion, Usage
 from minifloat.serve.server.errors import APIError
 from minifloat.serve.server.generation import Disconnected, Generation, unless_disconnected
 from minifloat.serve.server.openapi import streamed
@@ -27,7 +27,7 @@ from minifloat.serve.server.writers import ChatWriter, CollectedChoice, EchoedPr
 router = APIRouter(tags=["OpenAI"], dependencies=[Depends(require_json)])
 
 
-@router.post("/v1/completions", response_model=None, responses=streamed(TextCompletion, TextCompletion))
+@router.post("/v1/completions", response_model=None, responses=streamed(Completion, Completion))
 async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Response:
     """Continue one or several texts."""
     service: Service = request.app.state.service

@@ -19,11 +19,11 @@ from minifloat.serve.server.answers import (
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
+    Completion,
     CompletionChoice,
     CompletionLogprobs,
     Delta,
     FinishReason,
-    TextCompletion,
     Usage,
     chat_logprobs,
     completion_logprobs,
@@ -155,7 +155,7 @@ class TextWriter:
 
     def last(self, usage: Usage) -> BaseModel:
         """Return the chunk with the usage, which has no text."""
-        return TextCompletion(object="text_completion", choices=[], **self._fields.of_answer, usage=usage)
+        return Completion(object="text_completion", choices=[], **self._fields.of_answer, usage=usage)
 
     def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
         """Return the answer with all texts."""
@@ -169,10 +169,10 @@ class TextWriter:
             )
             for index, choice in enumerate(choices)
         ]
-        return TextCompletion(object="text_completion", choices=bodies, usage=usage, **self._fields.of_answer)
+        return Completion(object="text_completion", choices=bodies, usage=usage, **self._fields.of_answer)
 
-    def _chunk(self, choice: CompletionChoice) -> TextCompletion:
-        return TextCompletion(object="text_completion", choices=[choice], **self._fields.of_chunk)
+    def _chunk(self, choice: CompletionChoice) -> Completion:
+        return Completion(object="text_completion", choices=[choice], **self._fields.of_chunk)
 
     def _logprobs_of(
         self, index: int, of_prompt: Sequence[TokenLogprob | None] | None, of_new: Sequence[TokenLogprob]
