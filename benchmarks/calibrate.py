@@ -1,12 +1,12 @@
-"""What observing costs: forward passes with an observer beside plain ones, in one process, turn by turn.
+"""Measure the cost of observing activations: forward passes with an observer against plain forward passes.
 
     python benchmarks/make_checkpoint.py /tmp/1b            # 1.1B parameters of the shape of a Llama
     python benchmarks/calibrate.py /tmp/1b
     python benchmarks/calibrate.py /tmp/1b --device cuda --seq-len 2048
 
-Every round runs the same sequence plainly and with each kind of observer, and the best of each counts, so that other
-load on the machine hits all alike. The plain pass runs without lm_head, as calibration does. Its rate is printed beside
-that of one bare matrix product, to show that the baseline is no weak one.
+Every round runs the same sequence without an observer and with each kind of observer, in one process, so that other
+load on the machine affects all of them alike; the best time of each is printed. The plain pass runs without lm_head, as
+calibration does. Its TFLOP/s are printed beside those of a single matrix product, to show that the baseline is strong.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ KINDS = {
 @click.option("--seq-len", default=512, show_default=True)
 @click.option("--rounds", default=7, show_default=True)
 @click.option("--device", default="cpu", show_default=True)
-@click.option("--threads", default=0, help="Threads of torch; by default its own choice.")
+@click.option("--threads", default=0, help="Number of torch threads.  [default: torch's choice]")
 def main(checkpoint: Path, seq_len: int, rounds: int, device: str, threads: int) -> None:
-    """Measure what observing CHECKPOINT costs."""
+    """Measure the cost of observing the activations of CHECKPOINT."""
     if threads:
         torch.set_num_threads(threads)
     model = load(checkpoint, device=device)
     ids = torch.randint(0, model.config.get_text_config().vocab_size, (1, seq_len), device=device)
     observers = {name: Observer(model, **options) for name, options in KINDS.items()}
     times: dict[str, list[float]] = {name: [] for name in ("plain", *KINDS)}
-    for turn in range(rounds + 1):  # the first one warms up
+    for turn in range(rounds + 1):  # round 0 warms up
         for name, seconds in times.items():
-            taken = timed(lambda name=name: forward(model, ids, observers.get(name)), device)
+            elapsed = timed(lambda name=name: forward(model, ids, observers.get(name)), device)
             if turn:
-                seconds.append(taken)
+                seconds.append(elapsed)
     weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and ".layers." in name)
     plain = min(times["plain"])
     print(f"{checkpoint}: {weights / 1e9:.2f}G weights in layers, {model.dtype}, {seq_len} tokens, {rounds} rounds")
@@ -81,7 +81,7 @@ def timed(run: Callable[[], object], device: str) -> float:
 
 
 def product_rate(model: PreTrainedModel, rows: int, device: str) -> float:
-    """TFLOP/s of the model's largest kind of linear, the best of a few."""
+    """Return the TFLOP/s of one product with the shape of the model's largest linear: the best of ten runs."""
     shape = max(
         (tuple(p.shape) for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2),
         key=lambda s: s[0] * s[1],

@@ -1,13 +1,13 @@
-"""Calibration layer by layer beside calibration of the whole model: time and peak memory.
+"""Measure time and peak memory of layer-by-layer calibration against calibration of the whole model.
 
     python benchmarks/make_checkpoint.py /tmp/1b            # 1.1B parameters of the shape of a Llama
     python benchmarks/calibrate_layerwise.py /tmp/1b
     python benchmarks/calibrate_layerwise.py /tmp/1b --max-memory-mib 256 --samples 32
 
-Each run is a process of its own, and the two kinds take turns. The time is that of the calibration, with loading and
-without imports, from a page cache that a first read has filled. Memory is the peak resident set of the process; the
-table also shows it without that of an interpreter that only imported torch and transformers. Sequences are random token
-ids, so no tokenizer is needed. The statistics of all runs must be the same to the bit.
+Each run is a process of its own, and the two methods take turns. The time covers loading and calibration but not the
+imports; a first read fills the page cache. Memory is the peak resident set of the process; the last column subtracts
+the peak of a process that only runs the imports. Sequences are random token ids, so no tokenizer is needed. The
+benchmark checks that the statistics of all runs are bit-identical.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def measure(arguments: list[object]) -> tuple[float, int]:
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.option("--samples", default=8, show_default=True)
 @click.option("--seq-len", default=512, show_default=True)
-@click.option("--vocabulary", default=32000, show_default=True, help="Token ids are drawn below this.")
-@click.option("--histogram", is_flag=True, help="Count magnitudes too.")
+@click.option("--vocabulary", default=32000, show_default=True, help="Exclusive upper bound of the token ids.")
+@click.option("--histogram", is_flag=True, help="Record histograms too.")
 @click.option("--max-memory-mib", default=1024, show_default=True)
 @click.option("--rounds", default=2, show_default=True)
 @click.option("--device", default="cpu", show_default=True)
@@ -86,7 +86,7 @@ def main(
     """Calibrate CHECKPOINT both ways."""
     files = list(checkpoint.glob("*.safetensors"))
     for file in files:
-        with file.open("rb") as shard:  # in pieces: a child inherits the peak of this process
+        with file.open("rb") as shard:  # in pieces, because a child inherits the peak memory of this process
             while shard.read(1 << 20):
                 pass
     _, floor = measure([IMPORTS])
@@ -113,13 +113,13 @@ def main(
 
 def differences(runs: list[tuple[str, ActivationStats]]) -> str:
     """Return the differences from the first run as text; empty if there are none."""
-    (_, first), *others = runs
-    differing = []
-    for kind, stats in others:
-        odd = [name for name, module in stats.inputs.items() if module != first.inputs[name]]
+    (_, first), *later_runs = runs
+    differences_by_run = []
+    for kind, stats in later_runs:
+        modules = [name for name, module in stats.inputs.items() if module != first.inputs[name]]
         if stats != first:
-            differing.append(f"DIFFER ({kind}): {len(odd)} of {len(stats.inputs)} inputs {odd[:4]}")
-    return "; ".join(differing)
+            differences_by_run.append(f"DIFFER ({kind}): {len(modules)} of {len(stats.inputs)} inputs {modules[:4]}")
+    return "; ".join(differences_by_run)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What each calibration rule costs, in-domain and out of domain: perplexity of fp8-static under simulated W8A8.
+"""Measure the perplexity of fp8-static under simulated W8A8 for each calibration rule, in domain and out of domain.
 
     python benchmarks/calibration_rules.py MODEL --data stories.txt --data gsm8k.jsonl#column=question \
         --text stories_eval.txt --text prose.txt
 
-Each data set is calibrated on once, with histograms; every rule then makes its scales from the same statistics. The
-saturated fraction is that of the worst module on text held out of the same data set. `weight-only` is the floor that
-no activation scale can beat.
+The model is calibrated once per data set, with histograms; every rule computes its scales from the same statistics. The
+saturated fraction is the largest of all modules, on text held out from the same data set. The row `weight-only` is the
+best result that any activation scale could reach.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(
 
 
 def _cells(summaries: tuple) -> list[str]:
-    return [f"{one.candidate_perplexity:.3f} | {one.perplexity_ratio.value - 1:+.2%}" for one in summaries]
+    return [f"{text.candidate_perplexity:.3f} | {text.perplexity_ratio.value - 1:+.2%}" for text in summaries]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a comparison costs beside the forward passes that it cannot do without, and the memory that it takes.
+"""Measure the time of a comparison against the bare forward passes that it needs, and its peak memory.
 
     python benchmarks/compare_cost.py MODEL CANDIDATE [CANDIDATE ...] [--tokens 8192] [--window 256]
 
-In every round the models run plainly over all windows, logits and all, and then the same windows are scored; both see
-the same batches. Peaks of memory are those of the process: when the models are loaded, after the first scoring, and
-after plain passes, which hold the logits of a batch.
+In every round the models first run over all windows, logits included, and then `compare` scores the same windows in the
+same batches. Peak memory is that of the process: when the models are loaded, after the first scoring, and after the
+bare forward passes, which hold the logits of one batch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from minifloat.compare.scoring_pass import ScoringPass
 
 
 def peak() -> float:
-    """MiB."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most / 2**20 if sys.platform == "darwin" else most / 2**10
+    """Return the peak memory of this process in MiB."""
+    max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max_rss / 2**20 if sys.platform == "darwin" else max_rss / 2**10
 
 
 @torch.inference_mode()
 def plain_seconds(models: list[Predictor], corpus: Corpus) -> float:
-    """All models over all windows."""
+    """Return the seconds of the forward passes of all models over all windows."""
     start = time.perf_counter()
     for batch in corpus.batches():
         for model in models:
@@ -40,7 +40,7 @@ def plain_seconds(models: list[Predictor], corpus: Corpus) -> float:
 
 
 def scoring_seconds(models: list[Predictor], corpus: Corpus) -> float:
-    """The same, and scored."""
+    """Return the seconds of a whole comparison of the same models over the same windows."""
     start = time.perf_counter()
     ScoringPass(models[0], models[1:], corpus).run()
     return time.perf_counter() - start
@@ -50,13 +50,13 @@ def scoring_seconds(models: list[Predictor], corpus: Corpus) -> float:
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.argument("candidates", type=click.Path(exists=True, path_type=Path), nargs=-1, required=True)
 @click.option("--data", multiple=True)
-@click.option("--tokens", default=8192, show_default=True, help="Of each text.")
+@click.option("--tokens", default=8192, show_default=True, help="Number of tokens of each text.")
 @click.option("--window", default=256, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
 def main(
     model: Path, candidates: tuple[Path, ...], data: tuple[str, ...], tokens: int, window: int, rounds: int
 ) -> None:
-    """Print seconds, their ratio and memory."""
+    """Print the seconds of both, their ratio and the peak memory."""
     models = [Predictor.of(folder, {}) for folder in (model, *candidates)]
     match_experts_implementation(models)
     corpus = Corpus(data, common_tokenizer(models), window, tokens)

@@ -1,17 +1,18 @@
-"""Decoding and prefill of a 1.1B Llama, side by side with other engines, in one run.
+"""Measure prefill and decode of a 1.1B Llama against other engines, side by side in one run.
 
     python benchmarks/decode.py --models-dir /tmp/models --rounds 3 --json decode.json
     python benchmarks/decode.py --models-dir /tmp/models --llama-cpp-python L/bin/python --vllm-python V/bin/python \
         --openvino-python O/bin/python --peer-models /tmp/peers/tinyllama
 
-The shape is TinyLlama's (22 layers, hidden size 2048, 32 heads, 4 of keys and values, 5632 inside, vocabulary 32000),
-with random weights, which are made on the first run. Every engine is a process of its own and all are loaded at the
-same time; a round lets each of them run each batch, in turn. Prompts have 256 tokens together: one of 256, or eight of
-32. "step" is the time in which every sequence gets a token, "read" the bytes of a step (weights, keys and values) over
-the time and over the machine's read bandwidth, measured in the same rounds. Ratios are taken inside rounds.
+The shape is TinyLlama's (22 layers, hidden size 2048, 32 heads, 4 KV heads, intermediate size 5632, vocabulary 32000),
+with random weights, which the first run writes. Every engine is a process of its own and all are loaded at the same
+time; in a round every engine runs each batch in turn. The prompts of a batch have 256 tokens in total: one prompt of
+256, or eight of 32. "step" is the time in which every sequence gets one token. "read" is the bytes of a step (weights,
+keys and values) divided by its time, as a share of the machine's read bandwidth, which is measured in the same rounds.
+Ratios are taken inside rounds.
 
-Other engines come from environments of their own (`decode_peers.py`), with models made by `decode_models.py`; those
-that are not named are left out.
+Other engines run in environments of their own (`decode_peers.py`), with models written by `decode_models.py`; engines
+whose option is not set are left out.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ BASELINE = "transformers BF16"
 PROMPT_TOKENS = 256
 VOCAB = 32000
 PROBE_BYTES = 1 << 30
-#: Bytes of keys and values per token in 16 bits: layers, keys and values, heads, width, bytes.
+#: Bytes of keys and values per token in 16 bits: layers * 2 (keys and values) * KV heads * head size * 2 bytes.
 KV_BYTES = 22 * 2 * 4 * 64 * 2
-#: Who is held to be how many times faster than whom, by batch size: name, other, ratio.
+#: Required speedups by batch size: engine, the engine that it is compared with, smallest ratio of their times.
 BARS: dict[int, tuple[tuple[str, str, float], ...]] = {
     1: (
         ("minifloat FP8", BASELINE, 2.8),
@@ -71,7 +72,7 @@ READ_BARS = {"minifloat FP8": 0.75, "minifloat MXFP4": 0.65}
 
 
 class Peer:
-    """Another engine: see `decode_peers.py`."""
+    """Another engine, running in a process of `decode_peers.py`."""
 
     def __init__(self, python: str, engine: str, model: str, threads: int, batch: int, length: int) -> None:
         script = Path(__file__).with_name("decode_peers.py")
@@ -80,7 +81,7 @@ class Peer:
         self.nbytes = int(self.answer()["nbytes"])
 
     def run(self, prompts: list[list[int]], output_len: int) -> tuple[float, float]:
-        """Seconds to the first tokens, and of a step."""
+        """Return the time to first token and the time of a decode step, in seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompts": prompts, "output_len": output_len}) + "\n")
         self.process.stdin.flush()
@@ -88,7 +89,7 @@ class Peer:
         return answer["first"], answer["step"]
 
     def answer(self) -> dict[str, float]:
-        """What it says next."""
+        """Return the next JSON object that the process prints."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -97,14 +98,14 @@ class Peer:
         return answer
 
     def close(self) -> None:
-        """End its process."""
+        """End the engine's process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
 class Ours:
-    """minifloat's engine."""
+    """minifloat's engine, in a process of its own."""
 
     def __init__(self, path: Path, threads: int, batch: int, length: int, lm_head: str) -> None:
         options = {"max_model_len": length, "max_num_seqs": batch, "prefix_cache": False, "lm_head": lm_head}
@@ -112,19 +113,19 @@ class Ours:
         self.nbytes = int(self.worker.info["step_bytes"])
 
     def run(self, prompts: list[list[int]], output_len: int) -> tuple[float, float]:
-        """Seconds to the first tokens, and of a step."""
+        """Return the time to first token and the time of a decode step, in seconds."""
         sample = self.worker.run(prompts, output_len)
         steps = [s.seconds for s in sample.steps if s.generation_tokens == len(prompts) and not s.prompt_tokens]
         return max(sample.ttfts), statistics.median(steps)
 
     def close(self) -> None:
-        """End its process."""
+        """End the engine's process."""
         self.worker.close()
 
 
 @dataclass
 class Measured:
-    """An engine's samples, in seconds, by batch size."""
+    """An engine and its samples: seconds by batch size."""
 
     name: str
     engine: Peer | Ours
@@ -132,7 +133,7 @@ class Measured:
     step: dict[int, list[float]] = field(default_factory=dict)
 
     def sample(self, load: Workload, number: int, batch: int, output_len: int) -> None:
-        """Run a batch; a round below 0 warms up."""
+        """Run one batch and record its times; a round number below 0 only warms up."""
         first, step = self.engine.run(load.prompts(number, batch, VOCAB), output_len)
         if number >= 0:
             self.first.setdefault(batch, []).append(first)
@@ -140,37 +141,37 @@ class Measured:
 
 
 def start(settings: Settings, stack: ExitStack) -> list[Measured]:
-    """All engines, loaded."""
-    made = {scheme: make_pair(settings.models, SHAPE, scheme) for scheme in ("fp8", "fp8-block", "mxfp4")}
+    """Load all engines that are installed and selected."""
+    pairs = {scheme: make_pair(settings.models, SHAPE, scheme) for scheme in ("fp8", "fp8-block", "mxfp4")}
     sizes = (settings.threads, max(settings.batches), settings.length)
-    base = made["fp8"][0]
-    wanted: dict[str, Any] = {
+    base = pairs["fp8"][0]
+    makers: dict[str, Any] = {
         BASELINE: lambda: Peer(sys.executable, "transformers", str(base), *sizes),
         "minifloat BF16": lambda: Ours(base, *sizes, "auto"),
-        "minifloat FP8": lambda: Ours(made["fp8"][1], *sizes, "auto"),
-        "minifloat FP8 + head": lambda: Ours(made["fp8"][1], *sizes, "fp8"),
-        "minifloat FP8 block": lambda: Ours(made["fp8-block"][1], *sizes, "auto"),
-        "minifloat MXFP4": lambda: Ours(made["mxfp4"][1], *sizes, "auto"),
-        "minifloat MXFP4 + head": lambda: Ours(made["mxfp4"][1], *sizes, "fp8"),
+        "minifloat FP8": lambda: Ours(pairs["fp8"][1], *sizes, "auto"),
+        "minifloat FP8 + head": lambda: Ours(pairs["fp8"][1], *sizes, "fp8"),
+        "minifloat FP8 block": lambda: Ours(pairs["fp8-block"][1], *sizes, "auto"),
+        "minifloat MXFP4": lambda: Ours(pairs["mxfp4"][1], *sizes, "auto"),
+        "minifloat MXFP4 + head": lambda: Ours(pairs["mxfp4"][1], *sizes, "fp8"),
     }
     peer = settings.peer_models
     if settings.llama_cpp:
         for kind in ("Q8_0", "Q4_0"):
-            wanted[f"llama.cpp {kind}"] = lambda kind=kind: Peer(
+            makers[f"llama.cpp {kind}"] = lambda kind=kind: Peer(
                 settings.llama_cpp, "llama.cpp", f"{peer}-{kind}.gguf", *sizes
             )
     if settings.openvino:
         for kind, mode in (("BF16", "bf16"), ("INT8", "f32"), ("INT4", "f32")):
-            wanted[f"OpenVINO {kind}"] = lambda kind=kind, mode=mode: Peer(
+            makers[f"OpenVINO {kind}"] = lambda kind=kind, mode=mode: Peer(
                 settings.openvino, "openvino", f"{peer}-{kind}@{mode}", *sizes
             )
     if settings.vllm:
-        wanted["vLLM FP8 block"] = lambda: Peer(settings.vllm, "vllm", str(made["fp8-block"][1]), *sizes)
-    unknown = [name for name in settings.only if name not in wanted]
+        makers["vLLM FP8 block"] = lambda: Peer(settings.vllm, "vllm", str(pairs["fp8-block"][1]), *sizes)
+    unknown = [name for name in settings.only if name not in makers]
     if unknown:
-        raise MinifloatError(f"unknown or not installed: {', '.join(unknown)}; there are: {', '.join(wanted)}")
+        raise MinifloatError(f"unknown or not installed: {', '.join(unknown)}; there are: {', '.join(makers)}")
     engines = []
-    for name, make in wanted.items():
+    for name, make in makers.items():
         if settings.only and name not in settings.only:
             continue
         click.echo(f"loading {name}", err=True)
@@ -181,7 +182,7 @@ def start(settings: Settings, stack: ExitStack) -> list[Measured]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for."""
+    """The options of the command line."""
 
     models: Path
     peer_models: str
@@ -196,50 +197,48 @@ class Settings:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return PROMPT_TOKENS + self.output_len
 
 
 def measure(settings: Settings, engines: list[Measured]) -> list[float]:
-    """Fill the samples; the read bandwidth of each round."""
+    """Run all rounds, fill the engines' samples, and return the read bandwidth of each round."""
     bandwidths = []
     loads = {batch: Workload(PROMPT_TOKENS // batch, settings.output_len, (batch,)) for batch in settings.batches}
     for batch, load in loads.items():
-        for one in engines:
-            one.sample(load, -1, batch, 4)  # to warm up
+        for engine in engines:
+            engine.sample(load, -1, batch, 4)  # to warm up
     for number in range(settings.rounds):
         bandwidths.append(read_bandwidth(PROBE_BYTES, settings.threads, 3).median)
         for batch, load in loads.items():
-            for one in engines:
-                one.sample(load, number, batch, settings.output_len)
+            for engine in engines:
+                engine.sample(load, number, batch, settings.output_len)
     return bandwidths
 
 
-def ratio(slower: Sequence[float], faster: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(slower, faster, strict=True))
-
-
 def table(settings: Settings, engines: list[Measured], bandwidths: Sequence[float], batch: int) -> list[dict[str, Any]]:
-    """Print a batch size; its rows."""
+    """Print the table of one batch size and return its rows for JSON."""
+    from timing import ratio
+
     bandwidth = statistics.median(bandwidths)
-    baseline = next((one for one in engines if one.name == BASELINE), None)
+    baseline = next((engine for engine in engines if engine.name == BASELINE), None)
     click.echo(
         f"\nbatch {batch}: prompts of {PROMPT_TOKENS // batch}, outputs of {settings.output_len}, "
         f"medians of {settings.rounds} rounds\n{HEADER}"
     )
     rows = []
-    for one in engines:
-        steps, firsts = one.step[batch], one.first[batch]
+    for measured in engines:
+        steps, firsts = measured.step[batch], measured.first[batch]
         middle = statistics.median(steps)
         context = PROMPT_TOKENS // batch + settings.output_len / 2
-        nbytes = one.engine.nbytes + batch * context * KV_BYTES if one.engine.nbytes else None
+        nbytes = measured.engine.nbytes + batch * context * KV_BYTES if measured.engine.nbytes else None
         share = (
             None
             if nbytes is None
             else statistics.median(nbytes / b / s for b, s in zip(bandwidths, steps, strict=True))
         )
         row = {
-            "engine": one.name,
+            "engine": measured.name,
             "batch": batch,
             "step_ms": 1e3 * middle,
             "tokens_per_second": batch / middle,
@@ -254,7 +253,7 @@ def table(settings: Settings, engines: list[Measured], bandwidths: Sequence[floa
         }
         rows.append(row)
         cells = [
-            f"{one.name:<24} {1e3 * middle:>8.2f} {1e3 * min(steps):>7.2f} {1e3 * max(steps):>7.2f}",
+            f"{measured.name:<24} {1e3 * middle:>8.2f} {1e3 * min(steps):>7.2f} {1e3 * max(steps):>7.2f}",
             f"{batch / middle:>9.1f}",
             f"{row['ratio']:>5.2f}x" if row["ratio"] else " " * 6,
             " " * 24 if nbytes is None else f"{nbytes / 1e6:>8.0f} {row['bound_ms']:>9.2f} {share:>5.0%}",
@@ -266,8 +265,10 @@ def table(settings: Settings, engines: list[Measured], bandwidths: Sequence[floa
 
 
 def judge(engines: list[Measured], rows: list[dict[str, Any]], batches: Sequence[int]) -> None:
-    """Print the bars."""
-    by_name = {one.name: one for one in engines}
+    """Print every required speedup and read share with the measured value."""
+    from timing import ratio
+
+    by_name = {engine.name: engine for engine in engines}
     click.echo("\nbars")
     lines = [
         (f"batch {b}: {mine} over {other}", mine, other, "step", b, bar)
@@ -279,12 +280,12 @@ def judge(engines: list[Measured], rows: list[dict[str, Any]], batches: Sequence
         for mine, other, bar in PREFILL_BARS
         if 1 in batches
     ]
-    for text, mine, other, what, batch, bar in lines:
+    for text, mine, other, samples, batch, bar in lines:
         if mine not in by_name or other not in by_name:
             click.echo(f"{text:<60} {bar:.2f}x  not measured")
             continue
-        found = ratio(getattr(by_name[other], what)[batch], getattr(by_name[mine], what)[batch])
-        click.echo(f"{text:<60} {bar:.2f}x  {found:.2f}x  {'pass' if found >= bar else 'SHORT'}")
+        speedup = ratio(getattr(by_name[other], samples)[batch], getattr(by_name[mine], samples)[batch])
+        click.echo(f"{text:<60} {bar:.2f}x  {speedup:.2f}x  {'pass' if speedup >= bar else 'SHORT'}")
     for row in rows:
         bar = READ_BARS.get(row["engine"])
         if bar is not None and row["batch"] == 1:
@@ -296,9 +297,9 @@ def judge(engines: list[Measured], rows: list[dict[str, Any]], batches: Sequence
 
 @click.command(help=__doc__.split("\n")[0])
 @click.option(
-    "--models-dir", "models", type=click.Path(path_type=Path), required=True, help="Made where they are missing."
+    "--models-dir", "models", type=click.Path(path_type=Path), required=True, help="Missing models are written here."
 )
-@click.option("--peer-models", default="", help="What decode_models.py was given as OUT.")
+@click.option("--peer-models", default="", help="The OUT argument of decode_models.py.")
 @click.option("--threads", default=2, show_default=True, type=click.IntRange(min=1))
 @click.option("--batches", default="1,8", show_default=True)
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
@@ -309,7 +310,7 @@ def judge(engines: list[Measured], rows: list[dict[str, Any]], batches: Sequence
 @click.option("--only", multiple=True, help="An engine's name in the table; repeatable.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def main(batches: str, json_path: Path | None, **options: Any) -> None:
-    """Measure."""
+    """Measure prefill and decode of every engine."""
     bound_spin()
     settings = Settings(batches=tuple(map(int, batches.split(","))), **options)
     facts = instruction_sets.machine(settings.threads)

@@ -1,11 +1,11 @@
-"""The checkpoint of `benchmarks/decode.py` in the formats of other engines; each part runs in the engine's environment.
+"""Convert the checkpoint of `benchmarks/decode.py` to the formats of other engines, in the engine's own environment.
 
     PYTHON benchmarks/decode_models.py gguf MODEL OUT       # OUT-BF16.gguf, OUT-Q8_0.gguf, OUT-Q4_0.gguf
     PYTHON benchmarks/decode_models.py openvino MODEL OUT   # OUT-BF16, OUT-INT8, OUT-INT4
 
-llama.cpp's files are quantized by its own quantizer, which keeps the output layer of Q4_0 at Q6_K. OpenVINO's are made
-by optimum's export and nncf: INT8_SYM per channel, INT4_SYM in groups of 128 with embedding and output layer at INT8.
-Beside each lies what the embedding takes, of which a step reads a row only.
+llama.cpp's quantizer writes the quantized GGUF files; it keeps the output layer of Q4_0 at Q6_K. optimum's export and
+nncf write the OpenVINO models: INT8_SYM per channel, INT4_SYM in groups of 128 with embedding and output layer at INT8.
+A file beside each model holds the bytes of its embedding, of which a decode step reads only one row per sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_hea
 
 
 def gguf_name(name: str) -> str:
-    """That of llama.cpp for a tensor of a Llama."""
+    """Return llama.cpp's name for a tensor of a Llama checkpoint."""
     module = name.removesuffix(".weight")
     if module in ENDS:
         return f"{ENDS[module]}.weight"
@@ -40,7 +40,7 @@ def gguf_name(name: str) -> str:
 
 
 def make_gguf(model: Path, out: str) -> None:
-    """Write BF16 (norms in float32), and let llama.cpp quantize it."""
+    """Write the BF16 GGUF file (norms in float32), then quantize it with llama.cpp's quantizer."""
     import gguf
     import llama_cpp
     import numpy as np
@@ -85,7 +85,7 @@ def make_gguf(model: Path, out: str) -> None:
 
 
 def make_openvino(model: Path, out: str) -> None:
-    """Export, and compress."""
+    """Export the model to OpenVINO and compress its weights."""
     import nncf
     import openvino
 

@@ -1,10 +1,10 @@
-"""Other engines, each in a process of its own, for `benchmarks/decode.py`, which starts it.
+"""Run one other engine for `benchmarks/decode.py`, which starts this file as a process per engine.
 
     PYTHON benchmarks/decode_peers.py ENGINE MODEL THREADS BATCH LENGTH
 
-PYTHON is that of an environment that has the engine; this file imports nothing of minifloat. It prints one JSON object
-when the model is loaded, and then answers each line of its input, a batch of prompts, with the seconds to the first
-tokens and those of a decode step. Every engine decodes greedily and is given token ids.
+PYTHON is the Python of an environment that has the engine; this file does not import minifloat. The process prints one
+JSON object when the model is loaded. For each line of its input, which is a batch of prompts, it prints the time to
+first token and the time of a decode step, in seconds. Every engine decodes greedily from token ids.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import time
 from pathlib import Path
 
 Prompts = list[list[int]]
-#: Seconds until all have their first token, and seconds of a step after that.
+#: Seconds until all sequences have their first token, and seconds of each decode step after that.
 Times = tuple[float, float]
 
 
 class Transformers:
-    """Eager BF16, as `AutoModelForCausalLM` gives it. The faster of its caches is taken, for each batch size."""
+    """Eager BF16 of `AutoModelForCausalLM`, with the faster of its two KV caches for each batch size."""
 
     def __init__(self, model: str, threads: int, batch: int, length: int) -> None:
         import torch
@@ -36,17 +36,17 @@ class Transformers:
         self.best: dict[int, str] = {}
 
     def run(self, prompts: Prompts, output_len: int) -> Times:
-        """Seconds to the first tokens, and of a step."""
+        """Return the time to first token and the time of a decode step, in seconds."""
         batch = len(prompts)
         if batch not in self.best:
             self.loop(prompts, 3, "dynamic")
-            took = {kind: self.loop(prompts, 8, kind)[1] for kind in ("dynamic", "static")}
-            self.best[batch] = min(took, key=lambda kind: took[kind])
-            print(f"transformers, batch {batch}: {took}", file=sys.stderr)
+            seconds = {kind: self.loop(prompts, 8, kind)[1] for kind in ("dynamic", "static")}
+            self.best[batch] = min(seconds, key=lambda kind: seconds[kind])
+            print(f"transformers, batch {batch}: {seconds}", file=sys.stderr)
         return self.loop(prompts, output_len, self.best[batch])
 
     def loop(self, prompts: Prompts, output_len: int, kind: str) -> Times:
-        """The same with one kind of cache."""
+        """Return the time to first token and the time of a decode step with one kind of KV cache."""
         import torch
         from transformers import DynamicCache, StaticCache
 
@@ -85,7 +85,7 @@ class LlamaCpp:
         self.tokens = llama_cpp.llama_batch_init(512, 0, 1)
 
     def run(self, prompts: Prompts, output_len: int) -> Times:
-        """Seconds to the first tokens, and of a step."""
+        """Return the time to first token and the time of a decode step, in seconds."""
         memory = self.lib.llama_get_memory(self.context)
         self.lib.llama_memory_clear(memory, True)
         start = time.perf_counter()
@@ -106,40 +106,46 @@ class LlamaCpp:
         return first, statistics.median(times)
 
     def step(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Compute tokens (token, position, sequence, whether its logits are wanted); the next of each wanted one."""
+        """Compute rows (token, position, sequence, needs logits); return the next token of each row with logits."""
         import numpy as np
 
         batch = self.tokens
         batch.n_tokens = len(rows)
-        for index, (token, position, sequence, wanted) in enumerate(rows):
+        for index, (token, position, sequence, needs_logits) in enumerate(rows):
             batch.token[index], batch.pos[index], batch.n_seq_id[index] = token, position, 1
-            batch.seq_id[index][0], batch.logits[index] = sequence, wanted
+            batch.seq_id[index][0], batch.logits[index] = sequence, needs_logits
         if self.lib.llama_decode(self.context, batch):
             raise SystemExit("llama_decode failed")
-        found = []
+        next_tokens = []
         for index, row in enumerate(rows):
             if row[3]:
                 logits = np.ctypeslib.as_array(self.lib.llama_get_logits_ith(self.context, index), (self.vocab,))
-                found.append(int(logits.argmax()))
-        return found
+                next_tokens.append(int(logits.argmax()))
+        return next_tokens
 
 
 class ByDifference:
-    """An engine that only tells when a whole batch is done: a step is what more tokens cost, divided by their count."""
+    """An engine that only reports the time of a whole batch.
+
+    The time of a decode step is the extra time of a longer output, divided by the number of extra tokens.
+    """
 
     def run(self, prompts: Prompts, output_len: int) -> Times:
-        """Seconds to the first tokens, and of a step."""
+        """Return the time to first token and the time of a decode step, in seconds."""
         first = self.seconds(prompts, 1)
         whole = self.seconds([[*prompt[1:], 0] for prompt in prompts], output_len)
         return first, (whole - first) / (output_len - 1)
 
     def seconds(self, prompts: Prompts, output_len: int) -> float:
-        """Until all tokens are there."""
+        """Return the seconds until all tokens are generated."""
         raise NotImplementedError
 
 
 class OpenVino(ByDifference):
-    """OpenVINO GenAI's pipeline. A model whose folder's name ends in "-f32" computes in float32 with dynamic INT8."""
+    """OpenVINO GenAI's pipeline.
+
+    A model whose folder's name ends in "-f32" computes in float32 with dynamic INT8 activations.
+    """
 
     def __init__(self, model: str, threads: int, batch: int, length: int) -> None:
         import openvino_genai
@@ -157,7 +163,7 @@ class OpenVino(ByDifference):
         )
 
     def seconds(self, prompts: Prompts, output_len: int) -> float:
-        """Until all tokens are there."""
+        """Return the seconds until all tokens are generated."""
         import numpy as np
         import openvino
 
@@ -167,14 +173,14 @@ class OpenVino(ByDifference):
         start = time.perf_counter()
         result = self.pipeline.generate(inputs, config)
         seconds = time.perf_counter() - start
-        made = sum(map(len, result.tokens))
-        if made != output_len * len(prompts):
-            raise SystemExit(f"openvino made {made} tokens of {output_len * len(prompts)}")
+        num_tokens = sum(map(len, result.tokens))
+        if num_tokens != output_len * len(prompts):
+            raise SystemExit(f"openvino generated {num_tokens} tokens instead of {output_len * len(prompts)}")
         return seconds
 
 
 class Vllm(ByDifference):
-    """vLLM in its eager mode, all in this process."""
+    """vLLM in eager mode, entirely in this process."""
 
     def __init__(self, model: str, threads: int, batch: int, length: int) -> None:
         os.environ |= {
@@ -197,7 +203,7 @@ class Vllm(ByDifference):
         self.nbytes = 0
 
     def seconds(self, prompts: Prompts, output_len: int) -> float:
-        """Until all tokens are there."""
+        """Return the seconds until all tokens are generated."""
         params = self.vllm.SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         self.engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -210,7 +216,7 @@ ENGINES = {"transformers": Transformers, "llama.cpp": LlamaCpp, "openvino": Open
 def main() -> None:
     engine, model, *counts = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what engines print must not stand between the answers
+    os.dup2(2, 1)  # the engines' own output must not mix with the JSON answers
     running = ENGINES[engine](model, *map(int, counts))
     print(json.dumps({"nbytes": running.nbytes}), file=answers, flush=True)
     for line in sys.stdin:

@@ -1,13 +1,13 @@
-"""Where a step of the decoder spends its time, and how near it comes to reading its weights and keys once.
+"""Measure where a decoder step spends its time, and how close it comes to the read bandwidth of the memory.
 
     python benchmarks/decoder.py
     python benchmarks/decoder.py --formats fp8 --contexts 4000 --cache E4M3 --prefill 0
 
-The model has the shape of TinyLlama 1.1B and random weights; all layers are distinct memory, so that they come from
-memory in every step. A decoding step has one new token for each of some sequences; a prefill one prompt. "outside" is
-the share of the step that is not linears; "bound" is the bytes of weights, and of keys and values of all contexts, over
-the read bandwidth measured before and after. Prefill stands beside transformers in BF16 with torch's fused attention,
-in the same rounds.
+The model has the shape of TinyLlama 1.1B and random weights; all layers lie in distinct memory, so that every step
+reads them from memory rather than from the caches. A decode step has one new token for each sequence; a prefill has one
+prompt. "outside" is the share of the step spent outside the linears. "bound" is the time in which the weights and the
+keys and values of all contexts can be read at the bandwidth measured before and after. Prefill is compared with
+transformers in BF16 with torch's fused attention, in the same rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minifloat.errors import MinifloatError
 from minifloat.kernels import native
 from minifloat.kernels.bandwidth import read_bandwidth
 
-# What imports torch is imported after force() has set its limits.
+# Modules that import torch come after force(), because torch reads its instruction set limits when it is imported.
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -40,7 +40,7 @@ READ_BYTES = 1 << 30
 
 
 def weights_of(name: str) -> Callable[[int, int], PackedWeight]:
-    """Makes packed weights ``[N, K]``, each in memory of its own, quantizing each shape once."""
+    """Return a maker of packed weights ``[N, K]``, each in memory of its own; each shape is quantized once."""
     import torch
 
     from minifloat.kernels.pack import pack
@@ -48,20 +48,20 @@ def weights_of(name: str) -> Callable[[int, int], PackedWeight]:
     from minifloat.numerics.scheme import SCHEMES
     from minifloat.numerics.tensor import quantize_tensor
 
-    made: dict[tuple[int, int], PackedWeight] = {}
+    packed: dict[tuple[int, int], PackedWeight] = {}
 
     def make(rows: int, cols: int) -> PackedWeight:
-        if (rows, cols) not in made:
+        if (rows, cols) not in packed:
             weight = (torch.randn(rows, cols) / cols**0.5).bfloat16()
-            made[rows, cols] = pack(weight if name == "bf16" else quantize_tensor(weight, SCHEMES[name].weight))
-        first = made[rows, cols]
+            packed[rows, cols] = pack(weight if name == "bf16" else quantize_tensor(weight, SCHEMES[name].weight))
+        first = packed[rows, cols]
         return replace(first, data=allocate(first.nbytes).copy_(first.data))
 
     return make
 
 
 def decoder_of(name: str, layers: int) -> Decoder:
-    """The model in one format; `lm_head` stays BF16."""
+    """Return the model in one format; `lm_head` stays BF16."""
     import torch
 
     from minifloat.kernels.decoder import Attention, Decoder, Layer, Mlp
@@ -97,7 +97,7 @@ def decoder_of(name: str, layers: int) -> Decoder:
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """What a step reads of weights, embedding apart."""
+    """Return the bytes of all weights that a step reads; the embedding is not counted."""
     from minifloat.kernels.decoder import Mlp
 
     total = decoder.lm_head.nbytes
@@ -109,7 +109,7 @@ def weight_bytes(decoder: Decoder) -> int:
 
 
 def batch_of(sequences: int, new: int, context: int) -> StepBatch:
-    """`new` tokens for each sequence, `context` keys after them; the last token's logits."""
+    """Return a batch with `new` tokens per sequence that ends at `context` keys, and the logits of the last token."""
     import torch
 
     from minifloat.kernels.decoder import BLOCK_TOKENS, StepBatch
@@ -130,14 +130,14 @@ def batch_of(sequences: int, new: int, context: int) -> StepBatch:
 
 @dataclass
 class Case:
-    """One thing to measure.
+    """A step to measure, and its samples.
 
     Attributes:
-        label: Its name in the table.
-        run: Does it once.
-        nbytes: What it reads at least; 0: not said.
-        seconds: Of every round.
-        parts: Nanoseconds of each part of every round.
+        label: The name in the table.
+        run: Runs the step once; fills the nanoseconds of its parts.
+        nbytes: The bytes that the step has to read; 0 if unknown.
+        seconds: The time of every round.
+        parts: Nanoseconds of each part, of every round.
     """
 
     label: str
@@ -147,7 +147,7 @@ class Case:
     parts: list[list[int]]
 
     def sample(self) -> None:
-        """Run once."""
+        """Run the step once and record its time."""
         import torch
 
         from minifloat.kernels.decoder.cpu import PARTS
@@ -159,7 +159,7 @@ class Case:
         self.parts.append(nanoseconds.tolist())
 
     def line(self, bandwidth: float) -> str:
-        """A row of the table; medians."""
+        """Return the row of the table, with medians over the rounds."""
         import torch
 
         median = statistics.median(self.seconds)
@@ -174,7 +174,7 @@ class Case:
 
 
 def case_of(label: str, decoder: Decoder, cache: KVCache, batch: StepBatch, nbytes: int) -> Case:
-    """A step of ours, with the checks that every step has."""
+    """Return a step of our decoder, including the checks that every step makes."""
     from minifloat.kernels.decoder import cpu
     from minifloat.kernels.decoder.check import check
 
@@ -186,7 +186,7 @@ def case_of(label: str, decoder: Decoder, cache: KVCache, batch: StepBatch, nbyt
 
 
 def torch_prefill(layers: int, tokens: int) -> Case:
-    """The same model of transformers in BF16."""
+    """Return the prefill of the same model by transformers, in BF16."""
     import torch
     import transformers
 
@@ -217,16 +217,16 @@ def torch_prefill(layers: int, tokens: int) -> Case:
 
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--formats", default="fp8,mxfp4,bf16", show_default=True, help=", ".join(linear_bars.FORMATS))
-@click.option("--batches", default="1,16,32", show_default=True, help="Sequences that decode together.")
-@click.option("--contexts", default="256", show_default=True, help="Keys of each.")
-@click.option("--prefill", default=256, show_default=True, help="Tokens of the prompt; 0: none.")
-@click.option("--cache", "element", default="bfloat16", show_default=True, help="float32, bfloat16 or E4M3.")
+@click.option("--batches", default="1,16,32", show_default=True, help="Batch sizes of decode steps.")
+@click.option("--contexts", default="256", show_default=True, help="Number of keys of each sequence.")
+@click.option("--prefill", default=256, show_default=True, help="Number of tokens of the prompt; 0 skips prefill.")
+@click.option("--cache", "element", default="bfloat16", show_default=True, help="KV cache: float32, bfloat16 or E4M3.")
 @click.option("--layers", default=22, show_default=True)
 @click.option("--rounds", default=9, show_default=True)
-@click.option("--torch/--no-torch", "with_torch", default=True, help="Whether prefill stands beside torch.")
-@click.option("--isa", help="Hold the kernels and torch to this instruction set.")
+@click.option("--torch/--no-torch", "with_torch", default=True, help="Compare prefill with transformers.")
+@click.option("--isa", help="Limit the kernels and torch to this instruction set.")
 def main(isa: str | None, **options: Any) -> None:
-    """Measure."""
+    """Measure prefill and decode steps of the decoder."""
     instruction_sets.force(isa)
     import torch
 

@@ -1,9 +1,10 @@
-"""SHA-256 of what `quantize` writes, per scheme: run it before and after a change that must not change a byte.
+"""Print a SHA-256 digest of the output of `quantize` per scheme, to show that a change does not alter any byte of it.
 
     python benchmarks/fingerprints.py MODEL [--scheme NAME ...] [--work-dir DIR]
 
-A digest covers the weights, config.json and minifloat.json of the output, in the order of their names. It leaves out
-the model card, whose sentences may change. `tests/quantize/test_golden.py` holds digests of the example model.
+Run the command before and after the change and compare the digests. A digest covers the weights, config.json and
+minifloat.json of the output, in the order of their names. It leaves out the model card, whose sentences may change.
+`tests/quantize/test_golden.py` holds digests of the example model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import minifloat
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 over names and contents of the files that decide what a checkpoint answers."""
+    """Return the SHA-256 over names and contents of the weights, config.json and minifloat.json of a checkpoint."""
     hasher = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and (path.suffix == ".safetensors" or path.name in ("config.json", "minifloat.json")):
@@ -34,7 +35,7 @@ def digest(folder: Path) -> str:
 @click.command()
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.option("--scheme", "schemes", multiple=True, help="Repeatable.  [default: all]")
-@click.option("--work-dir", type=click.Path(path_type=Path), help="Where outputs lie until they are hashed.")
+@click.option("--work-dir", type=click.Path(path_type=Path), help="Folder for the outputs until they are hashed.")
 def main(model: Path, schemes: tuple[str, ...], work_dir: Path | None) -> None:
     """Quantize MODEL to each scheme and print the digest of the output and the time that quantizing took."""
     for scheme in schemes or minifloat.SCHEMES:

@@ -1,12 +1,13 @@
-"""Everything about a GPU in one command: limits, correctness, products, peers, a model end to end, quantizers.
+"""Measure everything on a GPU in one command: limits, correctness, products, peers, a whole model, quantizers.
 
     PYTHONPATH=src python benchmarks/gpu.py --out DIR [--minutes 9] [--only products,model]
     PYTHONPATH=src python benchmarks/gpu.py --out DIR --dry-run     # the same code on the CPU, tiny: no measurement
 
-Findings go to DIR/gpu.jsonl as they are made, and after each section into the tables of DIR/gpu.md. Sections run in
-the order of what matters most and each has a share of the minutes, so that a run that is cut off keeps what it has.
-Products are CUDA graphs over copies of a weight, 256 MB or more of them, so that weights come from memory; times are
-medians of 20 samples or more. Ratios are to torch BF16 in the same run, whose share of the limits stands beside them.
+Each result is appended to DIR/gpu.jsonl at once, and the tables of DIR/gpu.md are rewritten after each section. The
+most important sections run first and each has a share of the minutes, so that a run that is cut off keeps its results.
+Products are CUDA graphs over copies of a weight, 256 MB or more of them, so that the weights are read from memory;
+times are medians of at least 20 samples. Ratios are to torch BF16 in the same run; each row also has its share of the
+measured read bandwidth and of the peak rate.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from minifloat.errors import UsageError
 
 
 def sections() -> dict[str, tuple[Callable[[Run], None], float]]:
-    """What there is to run, in order: name -> what runs, and the share of all minutes that it may take."""
+    """Return the sections in the order in which they run: name -> function, and its share of all minutes."""
     import gpu_ceilings
     import gpu_checks
     import gpu_model
@@ -44,12 +45,12 @@ def sections() -> dict[str, tuple[Callable[[Run], None], float]]:
 
 
 @click.command(help=__doc__.split("\n")[0])
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Where results go.")
-@click.option("--minutes", default=9.0, show_default=True, help="For everything.")
-@click.option("--only", help="Sections, commas between.  [default: all]")
-@click.option("--dry-run", is_flag=True, help="Go through all of it on the CPU with tiny sizes: no measurement.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the results.")
+@click.option("--minutes", default=9.0, show_default=True, help="Time limit of all sections together.")
+@click.option("--only", help="Sections, separated by commas.  [default: all]")
+@click.option("--dry-run", is_flag=True, help="Run every section on the CPU with tiny sizes, without measuring.")
 def main(out: Path, minutes: float, only: str | None, dry_run: bool) -> None:
-    """Measure."""
+    """Run the sections and write gpu.jsonl and gpu.md."""
     import torch
     from gpu_report import write_report
 

@@ -1,4 +1,4 @@
-"""The facts of `benchmarks/gpu.py`: what machine this is, how fast it reads memory, and how fast it multiplies."""
+"""Sections "environment" and "ceilings" of `benchmarks/gpu.py`: versions, device, read bandwidth, peak BF16 rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "gemlite", "vllm")
 
 
 def environment(run: Run) -> None:
-    """Versions and the device."""
+    """Log the versions of the software and the device."""
     versions = {"minifloat": __version__}
     for name in PACKAGES:
         try:
@@ -44,7 +44,7 @@ def environment(run: Run) -> None:
 
 
 def ceilings(run: Run) -> None:
-    """The read bandwidth, by a sum over memory far larger than the caches; and the rate of a large BF16 product."""
+    """Log the read bandwidth (a sum over memory far larger than the caches) and the rate of a large BF16 product."""
     data = torch.ones((1 << 20 if run.dry else READ_BYTES) // 4, dtype=torch.float32, device=run.device)
     read = clock(run, [partial(torch.sum, data)])
     run.facts["read_gbps"] = data.nbytes / read.seconds / 1e9

@@ -1,4 +1,7 @@
-"""Whether the kernels of the GPU are right: against float64, into memory that held NaN; and the tests that need one."""
+"""Sections "checks" and "tests" of `benchmarks/gpu.py`: GPU kernels against float64, and the tests that need a GPU.
+
+The outputs are written into memory that held NaN, so that an element that was not written shows.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,14 @@ from minifloat.numerics.tensor import quantize_tensor
 
 ROWS = (1, 3, 16, 17, 64, 129)
 SHAPES = ((384, 512), (4096, 4096), (28672, 4096))
-#: Relative L2: rounding to bfloat16 costs 1.7e-3; tensor cores that keep 14 bits while they add FP8 products, as much.
+#: Limits of the relative L2 error. Rounding to bfloat16 alone gives 1.7e-3; tensor cores that keep only 14 bits while
+#: they add FP8 products give as much.
 BARS = {"weights": 3e-3, "W8A8": 4e-3}
 ROOT = Path(__file__).parents[1]
 
 
 def checks(run: Run) -> None:
-    """Every kernel: the quantizers, then products at every number of rows."""
+    """Check the quantizers, then the products of every format at every number of rows."""
     exact(run)
     for n, k in ((256, 128),) if run.dry else SHAPES:
         weight = torch.randn(n, k, device=run.device).mul_(0.02).bfloat16()
@@ -42,7 +46,7 @@ def checks(run: Run) -> None:
 
 
 def exact(run: Run) -> None:
-    """The quantizers against the oracle, on the device both: every bit has to be the same."""
+    """Check that the quantizers are bit-identical to the reference implementation, both on the device."""
     shape = (40, 256) if run.dry else (4001, 4096)
     weight = torch.randn(shape, device=run.device).mul_(0.02).bfloat16()
     amax = float(weight.abs().max())
@@ -67,7 +71,7 @@ def exact(run: Run) -> None:
 
 
 def _worst_error(run: Run, name: str, weight: Tensor) -> float:
-    """The largest relative L2 error over all numbers of rows; NaN where an element was not written."""
+    """Return the largest relative L2 error over all numbers of rows; NaN if an element was not written."""
     contender = make(run, name, weight, copies=1)
     scheme = SCHEMES[name.removesuffix(" W8A8")]
     exact_weight = quantize_tensor(weight, scheme.weight).dequantize().double()
@@ -80,14 +84,14 @@ def _worst_error(run: Run, name: str, weight: Tensor) -> float:
             values = dequantize_activation(*quantize_activation(x, scheme.activation, scale), scheme.activation)
         expected = values.double() @ exact_weight.T
         poison = torch.full((m, weight.shape[0]), torch.nan, dtype=torch.bfloat16, device=run.device)
-        del poison  # the allocator gives the same memory to the result
+        del poison  # the allocator reuses this memory for the result
         result = contender.multiply(x, contender.weights[0]).double()
         errors.append(float((result - expected).norm() / expected.norm()))
     return max(errors, key=lambda error: (error != error, error))
 
 
 def tests(run: Run) -> None:
-    """The tests that need a GPU, by pytest where it is installed."""
+    """Run the tests that need a GPU, if pytest is installed."""
     if importlib.util.find_spec("pytest") is None:
         run.log("tests", failed="pytest is not installed")
         return

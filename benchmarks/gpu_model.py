@@ -1,4 +1,4 @@
-"""A model end to end: random weights, quantized on the GPU and decoded by the engine, BF16 beside ours."""
+"""Section "model" of `benchmarks/gpu.py`: quantize a random model on the GPU, decode it, compare with BF16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRY_SHAPE = replace(SHAPES[NAME], hidden=64, inner=128, layers=2, heads=4, kv_he
 
 
 def model(run: Run) -> None:
-    """Tokens per second by format and batch, and the share of what the bytes of a step allow."""
+    """Log tokens per second by format and batch size, and the share of the speed that the read bandwidth allows."""
     shape = (
         replace(SHAPES[NAME], hidden=64, inner=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=300)
         if run.dry
@@ -59,7 +59,7 @@ def _decode(run: Run, name: str, path: Path, shape: Shape, baseline: dict[int, f
         info = worker.info
         for batch in batches:
             steps: list[float] = []
-            for number in range(-1, 2):  # the first warms up
+            for number in range(-1, 2):  # round -1 warms up
                 sample = worker.run(load.prompts(number, batch, shape.vocab), output_len)
                 if number >= 0:
                     steps += [s.seconds for s in sample.steps if s.generation_tokens == batch and not s.prompt_tokens]

@@ -1,12 +1,13 @@
-"""The table of products of `benchmarks/gpu.py`: Llama's shapes, who is compared, in the order of what matters most."""
+"""Sections "products", "more-rows" and "peers" of `benchmarks/gpu.py`: matrix products of Llama's shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from gpu_contenders import BASELINE, OURS, PEERS, Contender, make
+from gpu_contenders import BASELINE, OURS, PEERS, make
 from gpu_run import Run, clock
+from timing import Contender
 
 SHAPES = {
     "8B qkv": (6144, 4096),
@@ -24,17 +25,17 @@ DRY_FEW, DRY_MORE = (1, 16), (17,)
 
 
 def few_rows(run: Run) -> None:
-    """Our kernels and the baseline where memory is the limit: what decoding is made of."""
+    """Measure our kernels and the baseline at the few rows of decode, where the memory bandwidth is the limit."""
     _table(run, "products", DRY_FEW if run.dry else FEW_ROWS, OURS)
 
 
 def more_rows(run: Run) -> None:
-    """The same where arithmetic is."""
+    """Measure our kernels and the baseline at the many rows of prefill, where arithmetic is the limit."""
     _table(run, "products", DRY_MORE if run.dry else MORE_ROWS, OURS)
 
 
 def peers(run: Run) -> None:
-    """Others, beside the baseline, on the shapes of the 8B model."""
+    """Measure other libraries and the baseline on the shapes of the 8B model."""
     shapes = DRY_SHAPES if run.dry else {name: shape for name, shape in SHAPES.items() if name.startswith("8B")}
     _table(run, "peers", DRY_FEW if run.dry else (1, 16, 64, 1024), PEERS, shapes)
 
@@ -62,7 +63,7 @@ def _table(
 def _row(
     run: Run, section: str, name: str, shape: tuple[int, int], m: int, contender: Contender, baseline: dict[int, float]
 ) -> None:
-    """Measure one case; the baseline remembers its time."""
+    """Measure and log one product; `baseline` maps the number of rows to the baseline's seconds."""
     n, k = shape
     x = torch.randn(m, k, device=run.device).bfloat16()
     with torch.inference_mode():

@@ -1,4 +1,7 @@
-"""How fast weights and inputs are quantized on the GPU, in bytes read and written, from beyond the caches."""
+"""Section "quantizers" of `benchmarks/gpu.py`: bytes read and written per second when weights and inputs are quantized.
+
+The tensors together are larger than the caches, so that they are read from memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ KINDS = ("fp8", "fp8-block", "fp8-static", "mxfp8", "mxfp4", "nvfp4")
 
 
 def quantizers(run: Run) -> None:
-    """Weights of every scheme, then inputs of every kind."""
+    """Measure quantizing weights to every scheme of `KINDS`, then inputs as every scheme declares them."""
     shape = DRY_SHAPE if run.dry else SHAPE
     weights = _rotated(run, torch.randn(shape, device=run.device).mul_(0.02).bfloat16())
     for name in KINDS:
@@ -48,7 +51,7 @@ def _log(run: Run, what: str, timing: Timing, nbytes: float) -> None:
 
 
 def quantize(run: Run, weight: Tensor, spec: WeightSpec, amax: float) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a weight in bfloat16 by the kernels; in a dry run by those of the CPU."""
+    """Return codes and scales of a bfloat16 weight from the GPU kernel; in a dry run from the CPU kernel."""
     if run.dry:
         data = weight.view(torch.uint8).numpy().reshape(-1)
         rows = quantize_rows(data, "BF16", (weight.shape[0], weight.shape[1]), spec, tensor_amax=amax)

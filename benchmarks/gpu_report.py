@@ -1,4 +1,4 @@
-"""`gpu.jsonl` as a page of tables, for docs/results: made anew after every section, so a cut-off run has one too."""
+"""Write `gpu.jsonl` as a page of tables, after every section, so that a run that is cut off has a page too."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def write_report(out: Path, command: str) -> Path:
         parts += [f"**{DRY_RUN[0].upper()}{DRY_RUN[1:]}: sizes are tiny, the device is a CPU.**", ""]
     parts += [f"    {command}", ""]
     for title, section, columns in TABLES:
-        found = [line for line in lines if line["section"] in section and "failed" not in line]
-        if found:
-            parts += [f"## {title}", "", *_table(found, columns), ""]
+        rows = [line for line in lines if line["section"] in section and "failed" not in line]
+        if rows:
+            parts += [f"## {title}", "", *_table(rows, columns), ""]
     failed = [line for line in lines if "failed" in line]
     if failed:
         parts += [

@@ -1,7 +1,7 @@
-"""What a run of `benchmarks/gpu.py` shares: settings, the log that loses nothing, time left, and the clock of a device.
+"""Settings, log, time budget and timer of a run of `benchmarks/gpu.py`.
 
-Every finding is a JSON object on a line of its own in ``gpu.jsonl``, written as it is found. A dry run goes through the
-same code on the CPU with tiny sizes; every line of it says that it is no measurement.
+Every result is one line of JSON in ``gpu.jsonl``, written as soon as it is measured. A dry run executes the same code
+on the CPU with tiny sizes; each of its lines says that it is not a measurement.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import Any
 
 import click
 import torch
+from timing import spread
 
-#: What lines of a dry run carry, and the report too.
+#: Marks every line and the report of a dry run.
 DRY_RUN = "dry run, not a measurement"
 
 
 @dataclass
 class Run:
-    """One run.
+    """The settings and the state of one run.
 
     Attributes:
-        out: Where results go.
-        minutes: For everything.
-        dry: Whether sizes are tiny and the device is the CPU.
-        started: When, on the monotonic clock.
-        until: When the section at work has to stop.
-        facts: What later sections need of earlier ones: ``read_gbps``, ``peak_tflops``.
+        out: The folder of the results.
+        minutes: Time limit of all sections together.
+        dry: Whether this is a dry run: tiny sizes on the CPU.
+        started: Start of the run on the monotonic clock, in seconds.
+        until: Deadline of the current section on the monotonic clock, in seconds.
+        facts: Limits of the device that later sections need: ``read_gbps``, ``peak_tflops``.
     """
 
     out: Path
@@ -45,20 +46,20 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is measured."""
+        """The device that is measured."""
         return torch.device("cpu" if self.dry else "cuda")
 
     @property
     def left(self) -> float:
-        """Seconds left for the section at work."""
+        """Seconds left for the current section."""
         return min(self.started + self.minutes * 60, self.until) - time.monotonic()
 
     def share(self, name: str, of: float) -> float | None:
-        """`of` over a fact, where that was measured."""
+        """Return `of` divided by the fact `name`; None if that fact was not measured."""
         return of / self.facts[name] if name in self.facts else None
 
     def log(self, section: str, **values: Any) -> None:
-        """Write a finding, at once."""
+        """Append one result to ``gpu.jsonl`` and print it."""
         line = {"section": section, **values} | ({"dry_run": DRY_RUN} if self.dry else {})
         with (self.out / "gpu.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -69,16 +70,22 @@ class Run:
 
     @contextmanager
     def attempt(self, section: str, what: str) -> Iterator[None]:
-        """Go on after a failure, which becomes a finding; what is not measured must be seen."""
+        """Log an exception of the block as a result, so that the report lists it, and continue."""
         try:
             yield
-        except Exception as error:  # of a peer, a driver, a kernel that has never run: all are results here
+        except Exception as error:  # failures of peers, drivers and untested kernels are results here
             self.log(section, what=what, failed=f"{type(error).__name__}: {error}".split("\n")[0][:300])
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median of the samples, and the distance between their quartiles over it."""
+    """The time of one call.
+
+    Attributes:
+        seconds: Median of the samples.
+        spread: Interquartile range over the median.
+        samples: Number of samples.
+    """
 
     seconds: float
     spread: float
@@ -86,39 +93,35 @@ class Timing:
 
 
 def timing_of(samples: Sequence[float]) -> Timing:
-    """The statistics of samples."""
-    median = statistics.median(samples)
-    if len(samples) < 4:
-        return Timing(median, (max(samples) - min(samples)) / median, len(samples))
-    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return Timing(median, (high - low) / median, len(samples))
+    """Return the statistics of samples in seconds."""
+    return Timing(statistics.median(samples), spread(samples), len(samples))
 
 
 def clock(run: Run, calls: Sequence[Callable[[], object]], samples: int = 20, seconds: float = 0.05) -> Timing:
-    """The time of one of `calls`, which do the same to memory of their own each.
+    """Return the time of one of `calls`, which do the same work, each in memory of its own.
 
-    On CUDA all calls are one graph, so that launches cost what they cost in a served decode step; it is replayed until
-    there are `samples`, for `seconds` at least. Calls that cannot be captured raise.
+    On CUDA all calls are captured in one graph, so that launches cost what they cost in a served decode step. The graph
+    is replayed until there are enough samples and enough time has passed. Calls that cannot be captured raise.
 
     Args:
-        run: Its device is used.
-        calls: Together they touch more memory than the caches hold.
-        samples: At least.
-        seconds: At least.
+        run: The run, whose device is used.
+        calls: The calls; together they access more memory than the caches hold.
+        samples: Smallest number of samples.
+        seconds: Smallest total time of the samples.
     """
     if run.device.type == "cpu":
         return timing_of([_seconds(calls) / len(calls) for _ in range(3)])
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for call in (calls[0], *calls):  # compiles, allocates, and lets libraries choose
+        for call in (calls[0], *calls):  # warm up: compile, allocate, let libraries choose their kernels
             call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
-    once = _replay(graph)
-    count = max(samples, math.ceil(seconds / once))
+    first = _replay(graph)
+    count = max(samples, math.ceil(seconds / first))
     return timing_of([_replay(graph) / len(calls) for _ in range(count)])
 
 

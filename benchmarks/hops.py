@@ -1,11 +1,11 @@
-"""How far a piece of work travels through the package: the modules it enters, and the pairs of modules that call.
+"""Count the modules that a command enters, and the pairs of modules of which one calls the other.
 
     python benchmarks/hops.py
 
-While `quantize` runs on the example model, while the engine opens it and generates one token, and while `compare` runs
-over a short text, every call from a function of one module of minifloat to a function of another is recorded, in all
-threads. Imports happen before. Two packages call each other where one hands the other a callback: imports run one way
-only (tests/test_floors.py).
+The script records every call from a function of one module of minifloat to a function of another, in all threads, while
+`quantize` runs on the example model, while the engine opens that model and generates one token, and while `compare`
+runs over a short text. Imports happen before and are not counted. Two packages call each other where one passes a
+callback to the other; imports run in one direction only (tests/test_floors.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TEXT = MODEL.parent / "texts" / "stories_calibration.txt"
 
 
 def module_of(frame: FrameType) -> str | None:
-    """The path of the module inside the package, or None for other code."""
+    """Return the path of the frame's module inside the package, or None for other code."""
     try:
         return str(Path(frame.f_code.co_filename).relative_to(ROOT).with_suffix(""))
     except ValueError:
@@ -35,7 +35,7 @@ def module_of(frame: FrameType) -> str | None:
 
 
 def hops(work: Callable[[], Any]) -> Counter[tuple[str, str]]:
-    """Calls from one module of minifloat to another while `work` runs."""
+    """Count the calls from one module of minifloat to another while `work` runs."""
     counts: Counter[tuple[str, str]] = Counter()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
@@ -59,7 +59,7 @@ def hops(work: Callable[[], Any]) -> Counter[tuple[str, str]]:
 
 
 def describe(name: str, counts: Counter[tuple[str, str]]) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     modules = {module for pair in counts for module in pair}
     packages = {module.split("/")[0] for module in modules}
     between = {(a.split("/")[0], b.split("/")[0]) for a, b in counts}
@@ -74,12 +74,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        quantize_checkpoint(MODEL, Path(folder) / "first", "mxfp4")  # imports what it needs
+        quantize_checkpoint(MODEL, Path(folder) / "first", "mxfp4")  # triggers the lazy imports
         rows = [describe("`quantize`", hops(lambda: quantize_checkpoint(MODEL, out, "mxfp4")))]
         engine = Engine(str(out))
         engine.generate(["Once upon a time"], SamplingParams(max_tokens=2, temperature=0.0))
-        one = SamplingParams(max_tokens=1, temperature=0.0)
-        rows.append(describe("one token of the engine", hops(lambda: engine.generate(["Once upon"], one))))
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        rows.append(describe("one token of the engine", hops(lambda: engine.generate(["Once upon"], params))))
         rows.append(describe("opening the engine", hops(lambda: Engine(str(out)))))
         text = Path(folder) / "text.txt"
         text.write_text(TEXT.read_text()[:2000])

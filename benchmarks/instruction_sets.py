@@ -1,7 +1,7 @@
-"""Holds torch to the instruction set that our kernels are held to, and describes the machine that was measured.
+"""Limit torch to the same instruction set as our kernels, and describe the machine that is measured.
 
-Forcing our kernels to AVX2 while torch keeps its AMX would compare two machines. torch reads its own limits once, when
-it is imported, so the process starts itself again with them; this module therefore imports no torch.
+If our kernels were limited to AVX2 while torch kept AMX, the benchmark would compare two machines. torch reads its
+limits once, when it is imported, so the process restarts itself with them; this module therefore imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from minifloat.kernels import native
 
-#: What stands for our instruction sets in torch's three libraries: oneDNN, its own kernels (ATen), MKL.
+#: Our instruction set -> the limits of torch's three libraries: oneDNN, torch's own kernels (ATen), MKL.
 TORCH_LIMITS: dict[str, dict[str, str]] = {
     "baseline": {
         "ONEDNN_MAX_CPU_ISA": "SSE41",
@@ -37,26 +37,26 @@ TORCH_LIMITS: dict[str, dict[str, str]] = {
 
 
 def force(isa: str | None) -> None:
-    """Go on with our kernels and torch limited to `isa` (or ``MINIFLOAT_ISA``); without one, both use all there is.
+    """Limit our kernels and torch to `isa` (or ``MINIFLOAT_ISA``); without either, both use everything available.
 
-    Returns if this process is limited already, and otherwise starts it again.
+    Returns if this process is limited already, and otherwise restarts it with the limits in its environment.
 
     Raises:
-        KernelUnavailable: There is no such instruction set here.
+        KernelUnavailable: If the native library does not know the instruction set or this processor lacks it.
     """
     isa = isa or os.environ.get("MINIFLOAT_ISA")
     if not isa:
         return
-    wanted = {"MINIFLOAT_ISA": isa, **TORCH_LIMITS.get(isa, {})}
+    limits = {"MINIFLOAT_ISA": isa, **TORCH_LIMITS.get(isa, {})}
     library = native.load()
     if library is not None:
         library.with_isa(isa)
-    if any(os.environ.get(key) != value for key, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)
+    if any(os.environ.get(key) != value for key, value in limits.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | limits)
 
 
 def machine(threads: int) -> dict[str, str | int | float]:
-    """What a figure has to name to mean anything."""
+    """Return the facts about the machine and the software that every reported figure depends on."""
     import torch  # after force()
 
     limits = {key: os.environ[key] for key in TORCH_LIMITS["avx2"] if key in os.environ}
@@ -78,7 +78,7 @@ def machine(threads: int) -> dict[str, str | int | float]:
 
 
 def describe(facts: dict[str, str | int | float]) -> str:
-    """`machine` in three lines."""
+    """Return the facts of `machine` in three lines."""
     forced = "forced" if facts["forced"] else "the best here"
     return (
         f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} threads, 2 MB pages: {facts['huge_pages']}, "
@@ -97,7 +97,7 @@ def _processor() -> str:
 
 
 def _chosen(setting: Path) -> str:
-    """The bracketed word of a kernel setting, as in "always [madvise] never"."""
+    """Return the bracketed word of a kernel setting, as in "always [madvise] never"."""
     if not setting.exists():
         return "unknown"
     return setting.read_text().partition("[")[2].partition("]")[0]

@@ -1,15 +1,15 @@
-"""Our linears beside what torch offers, against the bars and against the bandwidth of the memory.
+"""Measure our linears against torch's and other libraries', the required speeds and the memory bandwidth.
 
     python benchmarks/linear.py --json linear.json              # the full table
     python benchmarks/linear.py --isa avx2                      # kernels and torch both held to AVX2
     python benchmarks/linear.py --quick --formats fp8,mxfp4     # one shape, four M, no peers
-    python benchmarks/linear.py --overhead --pack --fused       # what a call, packing, and separate calls cost
+    python benchmarks/linear.py --overhead --pack --fused       # the cost of a call, of packing, of separate calls
 
-Every contender owns weights of 1 GB or more, so they come from memory. One round takes a sample of each; times are
-medians over the rounds. "x torch" is the median over the rounds of the ratio to torch BF16 `F.linear` in the same
-round, "read%" that of the bandwidth to the one at which the same threads read memory. This bandwidth and torch BF16 at
-M = 1 are measured before and after everything else, too: what they drift, the machine did. "peak%" is the rate over
-the best that torch BF16 reaches here, with a square product that fits into the caches.
+Every contender owns weights of 1 GB or more, so that they are read from memory. One round takes a sample of each; times
+are medians over the rounds. "x torch" is the median over the rounds of the speed relative to torch BF16 `F.linear` in
+the same round. "read%" is the median of the bandwidth relative to that at which the same threads read memory. This
+bandwidth and torch BF16 at M = 1 are also measured before and after all cases, to show the drift of the machine.
+"peak%" is the rate relative to torch BF16's best rate here, on a square product that fits into the caches.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from minifloat.errors import MinifloatError
 from minifloat.kernels import native
 from minifloat.kernels.bandwidth import ReadBandwidth, read_bandwidth
 
-# What imports torch is imported after force() has set its limits.
+# Modules that import torch come after force(), because torch reads its instruction set limits when it is imported.
 if TYPE_CHECKING:
     from linear_report import Row
 
 ALL_M = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 QUICK_M = (1, 16, 64, 256)
-#: Up to this many rows the bytes of the weights are the limit, and the share of the bandwidth says something.
+#: Up to this many rows, reading the weights is the limit, so that the share of the read bandwidth is meaningful.
 MEMORY_BOUND = 64
-#: Of the weight that stands for the machine's state, and of the product that torch is fastest at.
+#: Side of the square weight that tracks the machine's drift, and of the square product of the peak rate.
 STATE_SIDE = 4096
 PEAK_SIDE = 2048
 PEAK_SECONDS = 0.5
@@ -51,13 +51,13 @@ PEAK_SECONDS = 0.5
 
 @dataclass
 class Reference:
-    """What the machine itself can do, measured at the start and again at the end."""
+    """Read bandwidth and speed of torch on this machine, measured at the start and again at the end."""
 
     bandwidth: ReadBandwidth
     torch_seconds: list[float]
 
     def describe(self) -> str:
-        """In one line."""
+        """Return both in one line."""
         from timing import spread
 
         return (
@@ -69,7 +69,7 @@ class Reference:
 
 
 def reference(settings: Settings) -> Reference:
-    """Measure the machine."""
+    """Measure the read bandwidth and the time of torch BF16 at M = 1."""
     from linear_contenders import contenders
     from timing import measure
 
@@ -80,7 +80,7 @@ def reference(settings: Settings) -> Reference:
 
 
 def peak_gflops() -> float:
-    """The best rate of torch BF16 on a large product."""
+    """Return the best rate of torch BF16 on a large product, in GFLOP/s."""
     import torch
 
     a, b = (torch.randn(PEAK_SIDE, PEAK_SIDE).to(torch.bfloat16) for _ in range(2))
@@ -93,7 +93,7 @@ def peak_gflops() -> float:
 
 
 def table(settings: Settings, out: dict[str, Any]) -> list[Row]:
-    """Measure and print every case; the cases go into `out` with all their samples."""
+    """Measure and print every case; add the cases with all their samples to `out`."""
     from linear_contenders import contenders, memory_read
     from linear_report import HEADER, Case, line, record, rows_of
     from timing import measure
@@ -123,7 +123,7 @@ def table(settings: Settings, out: dict[str, Any]) -> list[Row]:
 
 
 def conclude(rows: list[Row], out: dict[str, Any]) -> int:
-    """Print the summary; returns how many floors were missed."""
+    """Print the summary and return the number of missed floors."""
     from linear_report import misses, summary
 
     lines = summary(rows, native.isa())
@@ -140,7 +140,7 @@ def conclude(rows: list[Row], out: dict[str, Any]) -> int:
 
 
 def run(settings: Settings, extras: list[str], with_table: bool) -> dict[str, Any]:
-    """Measure what was asked for; returns what goes into JSON."""
+    """Run the selected measurements and return the record for JSON."""
     import torch
     from linear_contenders import missing
 
@@ -185,21 +185,21 @@ def _extra(name: str) -> Callable[[Settings, float], object]:
 @click.option("--shapes", default=linear_shapes.DEFAULT, show_default=True, help="model, model/layer, NxK, all; commas")
 @click.option("--m", "ms", default=",".join(map(str, ALL_M)), show_default=True, help="Rows of the input.")
 @click.option("--formats", default="all", show_default=True, help=", ".join(linear_bars.FORMATS))
-@click.option("--peers", default="all", show_default=True, help="Names with commas between, all, or none.")
-@click.option("--gigabytes", default=1.0, show_default=True, help="Distinct weights of each contender.")
-@click.option("--rounds", default=7, show_default=True, help="Samples of each contender and case.")
-@click.option("--seconds", default=0.1, show_default=True, help="About how long a sample takes.")
-@click.option("--threads", default=0, help="Of torch and the kernels.  [default: those of torch]")
-@click.option("--isa", help="Hold the kernels and torch to this instruction set.")
+@click.option("--peers", default="all", show_default=True, help="Names separated by commas, all, or none.")
+@click.option("--gigabytes", default=1.0, show_default=True, help="Size of each contender's weights.")
+@click.option("--rounds", default=7, show_default=True, help="Number of samples of each contender and case.")
+@click.option("--seconds", default=0.1, show_default=True, help="Approximate time of a sample.")
+@click.option("--threads", default=0, help="Threads of torch and the kernels.  [default: torch's]")
+@click.option("--isa", help="Limit the kernels and torch to this instruction set.")
 @click.option("--quick", is_flag=True, help="One shape, M = 1, 16, 64, 256, five rounds, no peers.")
-@click.option("--overhead", is_flag=True, help="Only: a call on a tiny weight.")
-@click.option("--pack", is_flag=True, help="Only: packing beside reading and copying.")
-@click.option("--fused", is_flag=True, help="Only: q/k/v and gate/up in one call and in several.")
-@click.option("--everything", is_flag=True, help="The table and all of those.")
-@click.option("--check", is_flag=True, help="Exit with 1 when a floor is missed.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything here, samples included.")
+@click.option("--overhead", is_flag=True, help="Only measure a call on a tiny weight.")
+@click.option("--pack", is_flag=True, help="Only compare packing with reading and copying.")
+@click.option("--fused", is_flag=True, help="Only compare q/k/v and gate/up in one call with separate calls.")
+@click.option("--everything", is_flag=True, help="The table, --overhead, --pack and --fused.")
+@click.option("--check", is_flag=True, help="Exit with status 1 if a floor is missed.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for all results and samples.")
 def main(shapes: str, ms: str, isa: str | None, quick: bool, json_path: Path | None, **options: Any) -> None:
-    """Measure."""
+    """Measure linears."""
     instruction_sets.force(isa)
     import torch
     from linear_contenders import PEERS

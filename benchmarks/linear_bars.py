@@ -1,8 +1,8 @@
-"""What `benchmarks/linear.py` holds our kernels to, and how a measurement is judged.
+"""The speeds that `benchmarks/linear.py` requires of our kernels, and the verdict on a measurement.
 
-The bars were set before the kernels were written, from what the memory of the machine allows. Two rules hold at every
-M: never slower than torch in BF16, which a user has today, and hardly ever slower than our own format with more bytes,
-or the smaller one would have no reason.
+The bars were set before the kernels were written, from the memory bandwidth of the machine. Two rules apply at every M:
+a format is never slower than torch in BF16, which users have without us, and hardly ever slower than our next larger
+format, because otherwise there would be no reason to use the smaller one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minifloat.errors import UsageError
 BASELINE = "torch BF16"
 FORMATS = ("fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "bf16")
 
-#: Our format with the next more bytes.
+#: Format -> our next larger format.
 NEXT_LARGER = {"fp8": "bf16", "fp8-block": "bf16", "mxfp8": "bf16", "mxfp4": "fp8", "nvfp4": "fp8"}
 NEVER_BELOW_BASELINE = 1.0
 NEVER_BELOW_NEXT = 0.95
@@ -22,13 +22,13 @@ NEVER_BELOW_NEXT = 0.95
 
 @dataclass(frozen=True)
 class Bar:
-    """What one quantity has to reach.
+    """The required value of one quantity.
 
     Attributes:
         quantity: "x torch" (times the speed of torch BF16), "read" (share of the read bandwidth), or "x next" (times
             the speed of our next larger format).
-        floor: What it must reach.
-        aim: What it should reach, None where the floor is all there is to say.
+        floor: Smallest value that passes.
+        aim: Desired value; None if there is only a floor.
     """
 
     quantity: str
@@ -38,12 +38,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a measurement stands against its bars.
+    """The result of comparing a measurement with its bars.
 
     Attributes:
-        word: "aim" (every aim reached), "pass" (every floor) or "short".
-        short: By how much of its floor the worst quantity misses it; 0 where none does.
-        quantity: That quantity, empty where none is short.
+        word: "aim" (every aim is reached), "pass" (every floor is reached) or "short" (a floor is missed).
+        short: Relative distance of the worst quantity below its floor; 0 if no floor is missed.
+        quantity: Name of the worst quantity; empty if no floor is missed.
     """
 
     word: str
@@ -70,7 +70,7 @@ _MXFP4 = {
     256: (Bar("x torch", 1.2, 2.0),),
     1024: (Bar("x torch", 1.2, 2.0),),
 }
-#: By format and M, where all instruction sets that the bars were set for are there.
+#: Bars by format and M, on processors with all instruction sets that the bars were set for.
 BARS: dict[str, dict[int, tuple[Bar, ...]]] = {
     "fp8": _FP8,
     "fp8-block": _FP8,
@@ -80,35 +80,44 @@ BARS: dict[str, dict[int, tuple[Bar, ...]]] = {
 
 
 def parse_formats(text: str) -> tuple[str, ...]:
-    """The formats that the command line asks for; see `parse_names`."""
+    """Return the formats in `text`: names separated by commas, "all" or "none".
+
+    Raises:
+        UsageError: If a name is unknown.
+    """
     return parse_names(text, FORMATS, "formats")
 
 
-def parse_names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
-    """Names with commas between, "all" or "none".
+def parse_names(text: str, known: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    """Return the names in `text`: names separated by commas, "all" or "none".
+
+    Args:
+        text: The text of the option.
+        known: All valid names.
+        kind: Noun in the plural for the error message, as in "formats".
 
     Raises:
-        UsageError: A name is not `known`; `what` says what they are names of.
+        UsageError: If a name is not in `known`.
     """
     if text in ("all", "none"):
         return known if text == "all" else ()
     names = tuple(text.split(","))
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise UsageError(f"unknown {what} {', '.join(unknown)}; there are: {', '.join(known)}, or all, none")
+        raise UsageError(f"unknown {kind} {', '.join(unknown)}; there are: {', '.join(known)}, or all, none")
     return names
 
 
 def bars(contender: str, m: int | None, isa: str) -> tuple[Bar, ...]:
-    """What our `contender` is held to at `m` rows of the input on `isa`; nothing for peers.
+    """Return the bars of our `contender` at `m` rows of the input on `isa`; none for peers.
 
-    With AMX all bars; with AVX-512 alone those of M = 1; elsewhere, and where `m` is None, only the
-    two rules, which hold everywhere.
+    With AMX all bars apply; with AVX-512 alone those of M = 1; elsewhere, and if `m` is None, only the two rules, which
+    apply everywhere.
     """
     if contender not in FORMATS:
         return ()
-    held = isa == "amx" or (isa.startswith("avx512") and m == 1)
-    special = BARS.get(contender, {}).get(m, ()) if held and m is not None else ()
+    applies = isa == "amx" or (isa.startswith("avx512") and m == 1)
+    special = BARS.get(contender, {}).get(m, ()) if applies and m is not None else ()
     rules = []
     if not any(bar.quantity == "x torch" for bar in special):
         rules.append(Bar("x torch", NEVER_BELOW_BASELINE))
@@ -118,11 +127,11 @@ def bars(contender: str, m: int | None, isa: str) -> tuple[Bar, ...]:
 
 
 def judge(held_to: tuple[Bar, ...], measured: dict[str, float]) -> Verdict | None:
-    """The verdict on what was measured; None where there is nothing to hold it to.
+    """Return the verdict on a measurement; None if no bar applies to a measured quantity.
 
     Args:
-        held_to: From `bars`.
-        measured: By quantity; a quantity that was not measured (its other side was left out) is not judged.
+        held_to: The bars, from `bars`.
+        measured: Quantity -> value; a missing quantity (its baseline was not measured) is not judged.
     """
     judged = [(bar, measured[bar.quantity]) for bar in held_to if bar.quantity in measured]
     if not judged:
@@ -135,7 +144,7 @@ def judge(held_to: tuple[Bar, ...], measured: dict[str, float]) -> Verdict | Non
 
 
 def describe(held_to: tuple[Bar, ...]) -> str:
-    """Floors and aims, as in "2.6x/3x 85/92%"; the rule on the next larger format goes without saying."""
+    """Return floors and aims as in "2.6x/3x 85/92%", without the rule on the next larger format."""
     parts = []
     for bar in held_to:
         if bar.quantity == "x torch":

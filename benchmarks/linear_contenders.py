@@ -1,7 +1,7 @@
-"""Who is compared in `benchmarks/linear.py`: our formats, and what a user of torch has today.
+"""The contenders of `benchmarks/linear.py`: our formats, torch, and other libraries for torch.
 
-Every contender gets weights of its own, so many that together they have the bytes asked for. Codes are random over all
-finite values of the format: the time of a product does not depend on them.
+Every contender gets weights of its own, as many as have the requested bytes in total. They are copies of a weight that
+is quantized from a normal distribution.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minifloat.kernels.pack.memory import allocate
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
 
-#: Not a product: the bytes of weights read once, which is the limit of all products with few rows.
+#: Not a product: reading the bytes of the weights once, which is the limit of all products with few rows.
 READ = "memory read"
 FP32 = "torch FP32"
 HUGE = "torch BF16, 2 MB pages"
@@ -36,33 +36,33 @@ INT8 = "int8pack_mm"
 TORCHAO = "torchao float8"
 QUANTO = "quanto float8"
 PEERS = (HUGE, FP32, DEQUANTIZE, INT8, TORCHAO, QUANTO)
-#: Peer -> the package that it comes from.
+#: Peer -> the package that provides it.
 PACKAGES = {TORCHAO: "torchao", QUANTO: "optimum.quanto"}
 
-#: Bytes of one call of `memory_read`: many times what starting threads costs.
+#: Bytes of one call of `memory_read`: enough that starting the threads takes a small part of its time.
 READ_PART = 64 << 20
-#: `_weight_int8pack_mm` of torch 2.13 reads outside its memory where N or K is no multiple of this.
+#: `_weight_int8pack_mm` of torch 2.13 reads outside its memory if N or K is not a multiple of this.
 INT8_MULTIPLE = 32
 
 Shape = tuple[int, int]
 
 
 def missing(peers: tuple[str, ...]) -> list[str]:
-    """Those of `peers` whose package is not installed."""
+    """Return the peers whose package is not installed."""
     return [peer for peer in peers if peer in PACKAGES and not _installed(PACKAGES[peer])]
 
 
 def contenders(shape: Shape, formats: tuple[str, ...], peers: tuple[str, ...], nbytes: int) -> list[Contender]:
-    """The baseline, the peers that can run here, and ours, in the order in which a round runs them.
+    """Return the baseline, the peers that can run here and our formats, in the order in which a round runs them.
 
     Args:
         shape: ``(N, K)`` of a weight.
         formats: Names of `FORMATS`.
         peers: Names of `PEERS`.
-        nbytes: Bytes of distinct weights that each gets, at least.
+        nbytes: Smallest total bytes of each contender's distinct weights.
 
     Raises:
-        UsageError: The memory that is free does not hold them.
+        UsageError: If the free memory cannot hold the weights.
     """
     absent = missing(peers)
     if any(side % INT8_MULTIPLE for side in shape):
@@ -73,10 +73,10 @@ def contenders(shape: Shape, formats: tuple[str, ...], peers: tuple[str, ...], n
 
 
 def memory_read(nbytes: int, threads: int) -> Contender:
-    """Reading `nbytes` in parts, among the contenders, so that the limit is measured in the same moments as they.
+    """Return a contender that reads `nbytes` in parts, so that the limit is measured in the same rounds as the others.
 
     Raises:
-        KernelUnavailable: There is no native library.
+        KernelUnavailable: If there is no native library.
     """
     library = native.load()
     if library is None:
@@ -89,10 +89,10 @@ def memory_read(nbytes: int, threads: int) -> Contender:
 
 
 def source(name: str, shape: Shape) -> QuantizedTensor | Tensor:
-    """A weight as a checkpoint holds it, quantized from a normal distribution.
+    """Return a weight as a checkpoint stores it, quantized from a normal distribution.
 
-    Random codes would not do: 1 in 16 of them is zero or subnormal in E4M3, of trained weights 1 in some thousand, and
-    the kernels decode those another way.
+    Random codes would not represent trained weights: 1 in 16 random E4M3 codes is zero or subnormal, but only 1 in some
+    thousand codes of trained weights is, and the kernels decode these codes in another way.
 
     Args:
         name: A name of `FORMATS`.
@@ -155,7 +155,7 @@ def _int8(name: str, shape: Shape, nbytes: int) -> Contender:
 
 
 def _module(name: str, shape: Shape, nbytes: int) -> Contender:
-    """A peer that replaces the weight of a module."""
+    """Return a peer that replaces the weight of a module."""
     size = math.prod(shape) * torch.float8_e4m3fn.itemsize
     make = _torchao if name == TORCHAO else _quanto
     weights = [make(shape) for _ in range(_count(nbytes, size))]

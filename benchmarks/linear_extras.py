@@ -1,4 +1,4 @@
-"""The smaller questions of `benchmarks/linear.py`: the cost of a call, of packing, and of separate calls.
+"""The smaller measurements of `benchmarks/linear.py`: the cost of a call, of packing, and of separate calls.
 
 Each function prints its table and returns the samples for JSON.
 """
@@ -27,16 +27,16 @@ Samples = dict[str, dict[str, list[float]]]
 
 TINY: Shape = (32, 64)
 TINY_CALLS = 5000
-#: Microseconds that a call of ours may take on a weight that takes no time.
+#: Largest allowed overhead of a call of our kernels, in microseconds.
 OVERHEAD_BAR = 5.0
 PACKED_SHAPE: Shape = (14336, 4096)
 FUSED_M = (1, 16)
-#: Small ones: the smaller the weights, the more a call costs beside them.
+#: Small models: the smaller the weights, the larger the share of the call overhead.
 FUSED_MODELS = ("llama-1b", "qwen3-0.6b")
 
 
 def overhead(settings: Settings, _bandwidth: float) -> Samples:
-    """The time of a call at M = 1 on a weight so small that nothing else is left."""
+    """Measure a call at M = 1 on a weight so small that only the overhead of the call remains."""
     weights = {BASELINE: torch.randn(TINY).to(torch.bfloat16)}
     compared = [Contender(BASELINE, functional.linear, [weights[BASELINE]] * TINY_CALLS, weights[BASELINE].nbytes)]
     for name in settings.formats:
@@ -54,7 +54,7 @@ def overhead(settings: Settings, _bandwidth: float) -> Samples:
 
 
 def packing(settings: Settings, bandwidth: float) -> Samples:
-    """Packing beside copies of the same bytes: into memory that is there, and into new memory as packing does."""
+    """Compare packing with copies of the same bytes into existing memory and, as packing does, into new memory."""
     click.echo(
         f"\npacking {PACKED_SHAPE[0]}x{PACKED_SHAPE[1]}, GB/s of the checkpoint's bytes; read: {bandwidth / 1e9:.1f}"
     )
@@ -83,7 +83,7 @@ def packing(settings: Settings, bandwidth: float) -> Samples:
 
 
 def fused(settings: Settings, _bandwidth: float) -> Samples:
-    """Several weights with one input: one call of ours, a call for each, and torch BF16 for each."""
+    """Compare several weights with one input in one call, in a call for each, and with torch BF16 for each."""
     click.echo("\nweights that share an input: us for all of them, and what one call gains over one call each")
     click.echo(f"{'':<20} {'M':>4} {'':<10} {'torch BF16':>11} {'each':>9} {'one call':>9} {'gain':>6} {'x torch':>8}")
     result: Samples = {}
@@ -129,7 +129,7 @@ def _fused_contenders(name: str, shapes: tuple[Shape, ...], nbytes: int) -> list
 
 
 def _sources(name: str, nbytes: int) -> list[QuantizedTensor | Tensor]:
-    """Distinct weights of `PACKED_SHAPE` as a checkpoint holds them."""
+    """Return distinct weights of `PACKED_SHAPE` as a checkpoint stores them."""
     first = source(name, PACKED_SHAPE)
     count = -(-nbytes // _bytes_of(first)) - 1
     if isinstance(first, Tensor):

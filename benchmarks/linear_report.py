@@ -1,4 +1,4 @@
-"""Turns the samples of `benchmarks/linear.py` into rows, tables and a record for JSON."""
+"""Turn the samples of `benchmarks/linear.py` into rows, tables and a record for JSON."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ READ = "memory read"
 
 @dataclass(frozen=True)
 class Case:
-    """One shape and M, as measured.
+    """The samples of one shape and M.
 
     Attributes:
-        name: Of the shape.
+        name: Name of the shape.
         shape: ``(N, K)``.
         m: Rows of the input.
-        nbytes: Contender -> bytes of a weight.
-        samples: Contender -> seconds per call, one per round.
+        nbytes: Contender -> bytes of one weight.
+        samples: Contender -> seconds per call, one value per round.
     """
 
     name: str
@@ -47,17 +47,17 @@ class Row:
     """One line of the table.
 
     Attributes:
-        shape: Its name.
+        shape: Name of the shape.
         m: Rows of the input.
-        contender: Who.
-        seconds: Per call, median.
+        contender: Name of the contender.
+        seconds: Median seconds per call.
         spread: Interquartile range over the median.
-        measured: By quantity of `linear_bars.Bar`: "x torch"; "read" where reading was among the contenders; "x next"
-            where there is a next larger format.
-        gflops: 2 M N K over the time, in 1e9 per second; 0 of `READ`.
+        measured: Quantity of `linear_bars.Bar` -> value: "x torch"; "read" if memory reading was measured; "x next" if
+            there is a next larger format.
+        gflops: 2 M N K over the time, in 1e9 per second; 0 for `READ`.
         gbytes: Bytes of the weight over the time, in 1e9 per second.
-        held_to: The bars in words, empty for peers.
-        verdict: None for peers.
+        held_to: The bars as text; empty for peers.
+        verdict: The verdict; None for peers.
     """
 
     shape: str
@@ -73,13 +73,13 @@ class Row:
 
 
 def rows_of(case: Case, isa: str, rules_only: bool = False) -> list[Row]:
-    """The lines of a case, in the order in which it was measured.
+    """Return the lines of a case, in the order in which its contenders were measured.
 
     Args:
-        case: Samples of the baseline and others; where `READ` is among them, shares of the bandwidth are taken round by
-            round.
-        isa: What our kernels ran on, which decides what they are held to.
-        rules_only: Hold them to the two rules, not to the bars of a linear with that M.
+        case: Samples of the baseline and other contenders; if `READ` is among them, the shares of the bandwidth are
+            computed round by round.
+        isa: Instruction set of our kernels, which decides the bars that apply.
+        rules_only: Apply only the two rules, not the bars of a linear with that M.
     """
     rows = []
     for name, samples in case.samples.items():
@@ -109,7 +109,7 @@ HEADER = (
 
 
 def line(row: Row, peak: float) -> str:
-    """`row` under `HEADER`; `peak` is the best rate of torch BF16 in GFLOP/s."""
+    """Return `row` as text under `HEADER`; `peak` is the best rate of torch BF16 in GFLOP/s."""
     read = f"{row.gbytes:6.1f} {row.measured['read'] * 100:5.0f}" if "read" in row.measured else f"{'':6} {'':5}"
     rate = f"{row.gflops:8.0f} {row.gflops / peak * 100:5.0f}" if row.gflops else f"{'':8} {'':5}"
     faster, larger = (_times(row, quantity) for quantity in ("x torch", "x next"))
@@ -125,18 +125,18 @@ def _times(row: Row, quantity: str) -> str:
 
 
 def summary(rows: Sequence[Row], isa: str) -> list[str]:
-    """The bars over all shapes, then the two rules over all M."""
+    """Return the table of the bars over all shapes, then the tables of the two rules over all M."""
     return [*_bars_table(rows, isa), "", *_rules_table(rows)]
 
 
 def misses(rows: Iterable[Row]) -> list[Row]:
-    """Those that miss a floor, the worst first."""
+    """Return the rows that miss a floor, the worst first."""
     short = [row for row in rows if row.verdict is not None and row.verdict.word == "short"]
     return sorted(short, key=lambda row: -row.verdict.short if row.verdict else 0.0)
 
 
 def record(case: Case, rows: Sequence[Row]) -> dict[str, object]:
-    """A case with all its samples, for JSON."""
+    """Return a case with all its samples, for JSON."""
     return {
         "shape": case.name,
         "n": case.shape[0],
@@ -187,8 +187,8 @@ def _rules_table(rows: Sequence[Row]) -> list[str]:
         for name in [*FORMATS, *([FP32] if quantity == "x torch" else [])]:
             cells = []
             for m in ms:
-                found = [row.measured for row in rows if row.contender == name and row.m == m]
-                values = [measured[quantity] for measured in found if quantity in measured]
+                measured = [row.measured for row in rows if row.contender == name and row.m == m]
+                values = [quantities[quantity] for quantities in measured if quantity in quantities]
                 mark = "!" if values and name in FORMATS and min(values) < floor else " "
                 cells.append(f"{min(values):7.2f}{mark}" if values else f"{'-':>7} ")
             if any("-" not in cell for cell in cells):

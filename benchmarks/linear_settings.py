@@ -1,4 +1,4 @@
-"""What `benchmarks/linear.py` was asked for; imports no torch."""
+"""The settings of `benchmarks/linear.py`; imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure and how long; the options of the command line, parsed."""
+    """The parsed options of the command line: what to measure, and for how long."""
 
     shapes: dict[str, tuple[int, int]]
     ms: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""The linears of the models that `benchmarks/linear.py` measures, by name.
+"""Names and shapes of the linears that `benchmarks/linear.py` measures.
 
-q/k/v and gate/up share their input, so each pair or triple is one weight with the rows of all (`--fused` measures what
-that is worth). Source: the `config.json` of the models.
+q/k/v and gate/up share their input, so each pair or triple is one weight with the rows of all of them (`--fused`
+measures the gain). Source: the `config.json` of the models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Model:
-    """What a decoder's linears follow from; widths in elements."""
+    """The dimensions of a decoder that determine its linears; widths in elements."""
 
     hidden: int
     q: int
@@ -25,7 +25,7 @@ class Model:
 
     @property
     def layers(self) -> dict[str, Shape]:
-        """Name -> ``(N, K)``."""
+        """Name of a linear -> ``(N, K)``."""
         return {
             "qkv": (self.q + 2 * self.kv, self.hidden),
             "o": (self.hidden, self.q),
@@ -36,7 +36,7 @@ class Model:
 
     @property
     def together(self) -> dict[str, tuple[Shape, ...]]:
-        """The weights that one call may multiply, as checkpoints store them."""
+        """Name of a fused linear -> ``(N, K)`` of its weights in the checkpoint, which one call can multiply."""
         return {
             "qkv": ((self.q, self.hidden), (self.kv, self.hidden), (self.kv, self.hidden)),
             "gate_up": ((self.intermediate, self.hidden), (self.intermediate, self.hidden)),
@@ -53,13 +53,13 @@ DEFAULT = "llama-8b/o,llama-8b/down,llama-1b/o,llama-1b/gate_up,qwen3-0.6b/qkv"
 
 
 def parse_shapes(text: str) -> dict[str, Shape]:
-    """Shapes by name, in the order asked for; of equal ones the first.
+    """Return the shapes by name, in the order of `text`; of equal shapes only the first.
 
     Args:
-        text: Parts with commas between: a model (its layers without `lm_head`), ``model/layer``, ``NxK``, or "all".
+        text: "all", or parts separated by commas: a model (its layers without `lm_head`), ``model/layer`` or ``NxK``.
 
     Raises:
-        UsageError: A part is none of these.
+        UsageError: If a part is none of these.
     """
     shapes: dict[str, Shape] = {}
     for part in ",".join(MODELS).split(",") if text == "all" else text.split(","):
@@ -69,11 +69,11 @@ def parse_shapes(text: str) -> dict[str, Shape]:
             if layer and layer not in layers:
                 raise UsageError(f"unknown layer {part!r}; {model} has: {', '.join(layers)}")
             names = [layer] if layer else [name for name in layers if name != "lm_head"]
-            found = {f"{model}/{name}": layers[name] for name in names}
+            part_shapes = {f"{model}/{name}": layers[name] for name in names}
         else:
             rows, _, cols = part.partition("x")
             if not (rows.isdecimal() and cols.isdecimal()):
                 raise UsageError(f"unknown shape {part!r}; give NxK, model or model/layer of: {', '.join(MODELS)}")
-            found = {part: (int(rows), int(cols))}
-        shapes |= {name: shape for name, shape in found.items() if shape not in shapes.values()}
+            part_shapes = {part: (int(rows), int(cols))}
+        shapes |= {name: shape for name, shape in part_shapes.items() if shape not in shapes.values()}
     return shapes

@@ -1,11 +1,11 @@
-"""What loading a checkpoint costs: time against reading its files, peak memory against the model that is then held.
+"""Measure loading a checkpoint: time against reading its files, and peak memory against the loaded model.
 
     python benchmarks/load.py /tmp/1b /tmp/1b-fp8-block /tmp/1b-mxfp4
 
-The files are read once before, so that they are in the page cache where it is large enough; then they are read into one
-buffer and the checkpoint is loaded, `--rounds` times in turn, each load in a process of its own; medians. The peak is
-the largest resident set minus that of the process when it has imported everything and holds no model; held is what its
-parameters and buffers take. `--impl reference` loads without packing.
+A first read fills the page cache, if it is large enough. Then `--rounds` times in turn, the files are read into one
+buffer and the checkpoint is loaded in a process of its own; times are medians. "peak" is the peak resident set minus
+the resident set of the process after all imports and before loading; "held" is the bytes of the model's parameters and
+buffers. `--impl reference` loads without packing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BLOCK = 16 << 20
 
 
 def read_files(folder: Path) -> float:
-    """Seconds to read every shard, one thread."""
+    """Return the seconds to read every shard with one thread."""
     buffer = bytearray(BLOCK)
     with Checkpoint.open(folder) as checkpoint:
         shards = {checkpoint.shard_path(info.shard) for info in checkpoint.tensors.values()}
@@ -53,7 +53,7 @@ def read_files(folder: Path) -> float:
 
 
 def load(folder: Path, impl: str) -> dict[str, float]:
-    """Load in a process of its own."""
+    """Load the checkpoint in a process of its own; return its seconds, and its peak and held bytes."""
     done = subprocess.run([sys.executable, "-c", LOAD, str(folder), impl], check=True, capture_output=True, text=True)
     figures: dict[str, float] = json.loads(done.stdout)
     return figures
@@ -64,7 +64,7 @@ def load(folder: Path, impl: str) -> dict[str, float]:
 @click.option("--impl", default="auto", show_default=True)
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
 def main(folders: tuple[Path, ...], impl: str, rounds: int) -> None:
-    """Measure FOLDERS."""
+    """Measure loading the checkpoints FOLDERS."""
     click.echo(f"{'checkpoint':<16} {'GB':>6} {'read s':>8} {'load s':>8} {'GB/s':>6} {'held':>10} {'peak':>10}")
     for folder in folders:
         with Checkpoint.open(folder) as checkpoint:

@@ -15,18 +15,18 @@ import click
 import numpy as np
 from safetensors.numpy import save_file
 
-#: numpy has no bfloat16: shards are written as uint16 and their headers are relabelled.
+#: numpy has no bfloat16, so shards are written as uint16 and the dtype in their headers is replaced.
 _LABELS = (b'"dtype":"U16"', b'"dtype":"BF16"')
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
-    """float32 to the bits of bfloat16, to nearest even."""
+    """Round float32 to nearest even and return the bits of bfloat16 as uint16."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def shapes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama."""
+    """Return the names and shapes of a Llama's tensors."""
     kv = hidden // heads * kv_heads
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
@@ -46,7 +46,7 @@ def shapes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, voca
 
 
 def write_shard(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write uint16 tensors as BF16."""
+    """Write uint16 tensors into a shard whose header declares them as BF16."""
     save_file(tensors, path, metadata={"format": "pt"})
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")

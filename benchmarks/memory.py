@@ -1,9 +1,9 @@
-"""Peak memory of `quantize_checkpoint` above an interpreter that has imported torch, for several checkpoints.
+"""Measure the peak memory of `quantize_checkpoint` above that of an interpreter that has imported torch.
 
     python benchmarks/memory.py /tmp/1b /tmp/2b --scheme fp8-block --scheme nvfp4
 
 Each run is a process of its own; the figure is its peak resident set minus that of `python -c "import torch"`. With
-`--impl reference` the plain-torch cast is used, as on a machine without a C++ compiler.
+`--impl reference` the cast is the one in plain torch, as on a machine without a C++ compiler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUN = (
 
 
 def peak(arguments: list[str]) -> int:
-    """Peak resident bytes of one Python process."""
+    """Return the peak resident bytes of a Python process with these arguments."""
     child = subprocess.Popen([sys.executable, "-c", *arguments])
     _, status, usage = os.wait4(child.pid, 0)
     if os.waitstatus_to_exitcode(status):
@@ -39,10 +39,10 @@ def peak(arguments: list[str]) -> int:
 @click.option("--scheme", "schemes", multiple=True, default=("fp8-block", "nvfp4"), show_default=True)
 @click.option("--impl", default="auto", show_default=True)
 @click.option(
-    "--folder", type=click.Path(exists=True, path_type=Path), help="Where outputs go.  [default: a temporary]"
+    "--folder", type=click.Path(exists=True, path_type=Path), help="Folder for the outputs.  [default: temporary]"
 )
 def main(sources: tuple[Path, ...], schemes: tuple[str, ...], impl: str, folder: Path | None) -> None:
-    """Measure SOURCES."""
+    """Measure quantizing the checkpoints SOURCES."""
     floor = peak(["import torch"])
     click.echo(f"interpreter with torch imported: {floor / 2**20:.0f} MiB")
     click.echo(

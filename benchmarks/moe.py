@@ -1,12 +1,12 @@
-"""The linears of a mixture-of-experts layer: one call of ours for all experts, torch BF16 expert by expert.
+"""Measure the linears of a mixture-of-experts layer: one call of ours for all experts against torch BF16 per expert.
 
     python benchmarks/moe.py --json moe.json
     python benchmarks/moe.py --isa avx2 --formats fp8
 
-The layer is that of Qwen3-30B-A3B: 128 experts, 8 for each token, hidden size 2048, 768 inside; gate and up are one
-weight. A call is both projections, for tokens that are routed at random and sorted by expert already: router, sorting,
-activation function and weighted sum are left out on both sides. Layers are repeated until each contender has the bytes
-asked for, so that experts come from memory; "read%" counts those that a call touches.
+The layer is that of Qwen3-30B-A3B: 128 experts, 8 for each token, hidden size 2048, expert size 768; gate and up are
+one weight. A call computes both projections for tokens that are routed at random and already sorted by expert: router,
+sorting, activation function and weighted sum are left out on both sides. Each contender has as many layers as make up
+the requested bytes, so that experts are read from memory; "read%" counts the experts that a call reads.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ import linear_bars
 from minifloat.errors import MinifloatError
 from minifloat.kernels import native
 
-# What imports torch is imported after force() has set its limits.
+# Modules that import torch come after force(), because torch reads its instruction set limits when it is imported.
 if TYPE_CHECKING:
     from timing import Contender
     from torch import Tensor
 
 EXPERTS, CHOSEN, HIDDEN, INSIDE = 128, 8, 2048, 768
-#: gate and up together, then down, as ``(N, K)``.
+#: ``(N, K)`` of gate and up together, then of down.
 PROJECTIONS = ((2 * INSIDE, HIDDEN), (HIDDEN, INSIDE))
 ROUTINGS = 32
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Which rows go to which expert.
+    """The assignment of rows to experts.
 
     Attributes:
         offsets: int64 ``[EXPERTS + 1]``: expert e owns the rows ``offsets[e] .. offsets[e + 1] - 1``.
         x_rows: int64 ``[rows]``: the token of each row.
-        groups: Expert and tokens, of every expert that has any.
+        groups: Expert and its tokens, for every expert with at least one token.
     """
 
     offsets: Tensor
@@ -51,7 +51,7 @@ class Routing:
 
 
 def routings(tokens: int) -> list[Routing]:
-    """Random ones, every expert equally likely."""
+    """Return random routings in which every expert is equally likely."""
     import torch
 
     from minifloat.kernels.moe import sort_by_expert
@@ -66,7 +66,7 @@ def routings(tokens: int) -> list[Routing]:
 
 
 def torch_layers(nbytes: int) -> list[list[Tensor]]:
-    """Layers of two stacks of experts in BF16, ``[EXPERTS, N, K]``."""
+    """Return layers of two stacks of BF16 experts each, ``[EXPERTS, N, K]``."""
     import torch
 
     size = sum(EXPERTS * rows * cols * torch.bfloat16.itemsize for rows, cols in PROJECTIONS)
@@ -75,7 +75,7 @@ def torch_layers(nbytes: int) -> list[list[Tensor]]:
 
 
 def our_layers(name: str, nbytes: int) -> list[list[Any]]:
-    """The same of packed experts."""
+    """Return layers of two stacks of packed experts each, in the format `name`."""
     from linear_contenders import source
 
     from minifloat.kernels.moe import PackedExperts
@@ -92,7 +92,7 @@ def our_layers(name: str, nbytes: int) -> list[list[Any]]:
 
 
 def torch_multiply(x: Tensor, call: tuple[list[Tensor], Routing]) -> None:
-    """Expert by expert, as models without a grouped product do."""
+    """Multiply expert by expert, as models without a grouped product do."""
     from torch.nn import functional
 
     (gate_up, down), routing = call
@@ -102,7 +102,7 @@ def torch_multiply(x: Tensor, call: tuple[list[Tensor], Routing]) -> None:
 
 
 def our_multiply(x: Tensor, call: tuple[list[Any], Routing]) -> None:
-    """All experts of a projection in one call."""
+    """Multiply all experts of a projection in one call."""
     from minifloat.kernels.moe import moe_linear
 
     (gate_up, down), routing = call
@@ -111,7 +111,7 @@ def our_multiply(x: Tensor, call: tuple[list[Any], Routing]) -> None:
 
 
 def contenders(layers: dict[str, list[list[Any]]], tokens: int) -> list[Contender]:
-    """Every kind of layer with the same routings; a contender's weight is a layer and a routing."""
+    """Return a contender per format with the same routings; a contender's weight is a layer and a routing."""
     from timing import Contender
 
     routed = routings(tokens)
@@ -126,7 +126,7 @@ def contenders(layers: dict[str, list[list[Any]]], tokens: int) -> list[Contende
 
 
 def run(formats: tuple[str, ...], tokens: tuple[int, ...], nbytes: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measure and print; returns what goes into JSON."""
+    """Measure and print every case; return the record for JSON."""
     import torch
     from linear_contenders import memory_read
     from linear_report import HEADER, Case, line, record, rows_of
@@ -144,7 +144,7 @@ def run(formats: tuple[str, ...], tokens: tuple[int, ...], nbytes: int, rounds: 
         for count in tokens:
             compared = [reading, *contenders(layers, count)]
             samples = measure(compared, count, HIDDEN, rounds, seconds)
-            # A product of CHOSEN rows per token with a weight [flops, HIDDEN] has as many operations.
+            # A product of CHOSEN rows per token with a weight [flops, HIDDEN] has the same number of operations.
             case = Case("experts", (flops * CHOSEN, HIDDEN), count, {c.name: c.nbytes for c in compared}, samples)
             rows = rows_of(case, native.isa(), rules_only=True)
             for row in rows:
@@ -157,14 +157,14 @@ def run(formats: tuple[str, ...], tokens: tuple[int, ...], nbytes: int, rounds: 
 @click.command(help=__doc__.split("\n")[0])
 @click.option("--formats", default="fp8,mxfp4,bf16", show_default=True, help=", ".join(linear_bars.FORMATS))
 @click.option("--tokens", default="1,8,64", show_default=True)
-@click.option("--gigabytes", default=1.0, show_default=True, help="Distinct weights of each contender.")
+@click.option("--gigabytes", default=1.0, show_default=True, help="Size of each contender's weights.")
 @click.option("--rounds", default=7, show_default=True)
-@click.option("--seconds", default=0.1, show_default=True, help="About how long a sample takes.")
-@click.option("--threads", default=0, help="Of torch and the kernels.  [default: those of torch]")
-@click.option("--isa", help="Hold the kernels and torch to this instruction set.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write everything here, samples included.")
+@click.option("--seconds", default=0.1, show_default=True, help="Approximate time of a sample.")
+@click.option("--threads", default=0, help="Threads of torch and the kernels.  [default: torch's]")
+@click.option("--isa", help="Limit the kernels and torch to this instruction set.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for all results and samples.")
 def main(isa: str | None, threads: int, json_path: Path | None, **options: Any) -> None:
-    """Measure."""
+    """Measure the linears of a mixture-of-experts layer."""
     instruction_sets.force(isa)
     import torch
 

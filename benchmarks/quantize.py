@@ -1,14 +1,13 @@
-"""Time and memory of `minifloat quantize` beside `cp` of the same files, interleaved in one run.
+"""Measure time and memory of `minifloat quantize` against `cp` of the same files, interleaved in one run.
 
     python benchmarks/make_checkpoint.py /tmp/1b
     python benchmarks/quantize.py /tmp/1b --scheme fp8-block --scheme mxfp4
 
-Whole processes are timed, start-up included. `cp` reads and writes every byte once and does not wait for the disk;
-`cp, synced` does wait, as `minifloat quantize` does for every shard before it records it. Peak memory is that of the
-process, from the kernel's accounting. Every run starts from the same state: an unmeasured `cp` was made, deleted and
-synced, so that all find the source in the page cache and the same amount of recently freed memory for their output
-(on virtual machines memory that was free for long has to be fetched from the host first, which can cost more than the
-copy itself).
+Times are those of whole processes, including start-up. `cp` reads and writes every byte once and does not wait for the
+disk; `cp, synced` waits, as `minifloat quantize` waits for every shard before it records the shard. Peak memory is that
+of the process, from the kernel's accounting. Before each run an unmeasured `cp` is written, deleted and synced, so that
+each run finds the source in the page cache and the same amount of recently freed memory for its output. (On virtual
+machines, memory that was free for long has to be fetched from the host first, which can take longer than the copy.)
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from minifloat.runtime.diagnosis import diagnose
 
 
 def measure(command: list[str]) -> tuple[float, float, int]:
-    """Wall seconds, CPU seconds and peak bytes of one process."""
+    """Return wall seconds, CPU seconds and peak bytes of one process."""
     started = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)
@@ -41,7 +40,7 @@ def measure(command: list[str]) -> tuple[float, float, int]:
 
 
 def commands(source: Path, out: Path, schemes: tuple[str, ...]) -> dict[str, list[str]]:
-    """What is measured, by name; `cp` first."""
+    """Return the commands to measure by name, `cp` first."""
     copy = ["cp", "-r", str(source), str(out)]
     synced = ["sh", "-c", f'cp -r "{source}" "{out}" && sync "{out}"/*']
     quantize = [sys.executable, "-m", "minifloat", "quantize", str(source), str(out), "--quiet", "--scheme"]
@@ -53,11 +52,11 @@ def commands(source: Path, out: Path, schemes: tuple[str, ...]) -> dict[str, lis
 @click.option("--scheme", "schemes", multiple=True, default=("fp8-block", "mxfp4"), show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option(
-    "--folder", type=click.Path(exists=True, path_type=Path), help="Where outputs go.  [default: a temporary]"
+    "--folder", type=click.Path(exists=True, path_type=Path), help="Folder for the outputs.  [default: temporary]"
 )
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here too.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the results.")
 def main(source: Path, schemes: tuple[str, ...], rounds: int, folder: Path | None, json_path: Path | None) -> None:
-    """Measure SOURCE."""
+    """Measure quantizing the checkpoint SOURCE."""
     work = Path(tempfile.mkdtemp(dir=folder))
     out = work / "out"
     todo = commands(source, out, schemes)
@@ -84,7 +83,7 @@ def main(source: Path, schemes: tuple[str, ...], rounds: int, folder: Path | Non
     for name, runs in results.items():
         walls = [run[0] for run in runs]
         ratios = [
-            statistics.median(one[0] / other[0] for one, other in zip(runs, results[base], strict=True))
+            statistics.median(run[0] / copy[0] for run, copy in zip(runs, results[base], strict=True))
             for base in ("cp", "cp, synced")
         ]
         click.echo(

@@ -1,9 +1,10 @@
-"""Speed of `quantize_rows`, one thread: every scheme and instruction set beside plain torch and a copy of the bytes.
+"""Measure `quantize_rows` on one thread: every scheme and instruction set, plain torch, and a copy of the bytes.
 
     python benchmarks/quantize_kernel.py                    # 16 MiB of BF16 weights: a slab, from the cache
     python benchmarks/quantize_kernel.py --mebibytes 1024   # from memory
 
-The rounds interleave what is compared and the best of each counts, so that other load on the machine hits all alike.
+Every round runs all implementations in turn, so that other load on the machine affects all alike; the best time of each
+is printed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from minifloat.numerics.scheme import SCHEMES
 
 COLUMNS = 4096
 BYTES_PER_WEIGHT = 2
-#: Plain torch is some hundred times slower: it gets this much of the weight.
+#: Plain torch is some hundred times slower, so it quantizes only a part of the weight.
 REFERENCE_ROWS = 128
 
 Bytes = npt.NDArray[np.uint8]
@@ -65,7 +66,7 @@ def shape_of(data: Bytes) -> tuple[int, int]:
 
 
 def weight(mebibytes: int) -> Bytes:
-    """BF16 bytes of normally distributed weights of the usual size."""
+    """Return the BF16 bytes of normally distributed weights with standard deviation 0.02."""
     rows = max(mebibytes * 2**20 // (COLUMNS * BYTES_PER_WEIGHT), 1)
     generator = np.random.default_rng(0)
     bits = np.empty((rows, COLUMNS), np.uint16)
@@ -76,7 +77,7 @@ def weight(mebibytes: int) -> Bytes:
 
 
 def operation(scheme: str, data: Bytes, impl: str) -> Callable[[], object]:
-    """A call that writes into arrays that exist already, as the streaming quantizer does."""
+    """Return a call that writes into existing arrays, as the streaming quantizer does."""
     if scheme == "amax":
         return partial(amax, data, "BF16", shape_of(data), impl=impl)
     spec = SCHEMES[scheme].weight
@@ -86,7 +87,7 @@ def operation(scheme: str, data: Bytes, impl: str) -> Callable[[], object]:
 
 
 def bound(library: native.Library, run: Callable[[], object]) -> Callable[[], object]:
-    """`run` on the instruction set of `library`."""
+    """Return `run` bound to the instruction set of `library`."""
 
     def on_that_instruction_set() -> object:
         load, native.load = native.load, lambda: library
@@ -99,7 +100,7 @@ def bound(library: native.Library, run: Callable[[], object]) -> Callable[[], ob
 
 
 def best_of(runs: list[Callable[[], object]], rounds: int) -> list[float]:
-    """The shortest time of each in seconds."""
+    """Return the shortest time of each run in seconds."""
     best = [float("inf")] * len(runs)
     for _ in range(rounds):
         for index, run in enumerate(runs):

@@ -1,8 +1,8 @@
-"""What rounding the inputs of W8A8 costs: `round_inputs` beside plain torch and a copy of the input to float32.
+"""Measure rounding the inputs of W8A8: `round_inputs` against plain torch and a copy of the input to float32.
 
     python benchmarks/quantized_inputs.py
 
-Every sample reads another input, all together larger than the caches; medians over the rounds count.
+Every call reads another input, and all inputs together are larger than the caches. Times are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SCALE = 0.01
 @click.option("--m", default="1,16,2048", show_default=True, help="Rows of the input.")
 @click.option("--k", default=2048, show_default=True, help="Columns.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
-@click.option("--rounds", default=7, show_default=True, help="Samples of each.")
-@click.option("--seconds", default=0.05, show_default=True, help="Of a sample, about.")
+@click.option("--rounds", default=7, show_default=True, help="Number of samples of each implementation.")
+@click.option("--seconds", default=0.05, show_default=True, help="Approximate time of a sample.")
 def main(m: str, k: int, dtype: str, rounds: int, seconds: float) -> None:
     """Print nanoseconds per element for every kind of input that schemes declare."""
     click.echo(f"{native.isa()}, {threads.count()} threads, torch {torch.__version__}, {dtype}, K={k}, ns per element")
@@ -47,7 +47,7 @@ def main(m: str, k: int, dtype: str, rounds: int, seconds: float) -> None:
 
 
 def contenders(spec: ActivationSpec, inputs: list[Tensor]) -> list[Contender]:
-    """The three ways, each over all inputs."""
+    """Return the copy, plain torch and our kernel, each over all inputs."""
     scale, nbytes = None if spec.dynamic else torch.tensor(SCALE), inputs[0].nbytes
     return [
         Contender("copy", lambda _, x: x.to(torch.float32, copy=True), inputs, nbytes),

@@ -1,10 +1,10 @@
-"""What every scheme costs a real model: perplexity on given texts, KL, agreement and bytes, as a Markdown table.
+"""Measure perplexity, KL divergence, agreement and bits per weight of a model in every scheme, as a Markdown table.
 
     python benchmarks/schemes.py MODEL --data A.txt --data B.txt [--override 'down_proj=fp8' ...]
 
-All are compared in one pass of the BF16 model: activations in float32, quantized as each scheme declares
-(`--weight-only`: never), windows of 256 tokens, 95% intervals. `--override` is handed to `quantize` for the schemes
-with groups (mx*, nv*), whose columns have to be a multiple of 32 or 16.
+All schemes are compared with the BF16 model in one pass over windows of 256 tokens, with 95% intervals. Activations are
+float32, quantized as each scheme declares (with `--weight-only` never quantized). `--override` is passed to `quantize`
+for the schemes with groups (mx*, nv*), which need a number of columns that is a multiple of 32 or 16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMATS = [(name, "compressed-tensors") for name in SCHEMES] + [("fp8-block", "f
 @click.command()
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.option("--data", multiple=True, required=True)
-@click.option("--override", "overrides", multiple=True, help="For schemes with groups.")
+@click.option("--override", "overrides", multiple=True, help="Override for schemes with groups.")
 @click.option("--window", default=256, show_default=True)
 @click.option("--max-tokens", type=int)
 @click.option("--weight-only", is_flag=True)

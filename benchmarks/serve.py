@@ -1,11 +1,11 @@
-"""`minifloat serve` under load, through its socket: throughput, latencies, memory, and the time until it is ready.
+"""Measure `minifloat serve` under load through HTTP: throughput, latencies, memory, and the time until it is ready.
 
     python benchmarks/serve.py /tmp/models/tinyllama-1.1b-fp8 /tmp/models/tinyllama-1.1b-mxfp4 --json serve.json
 
-For each checkpoint a server is started in a process of its own. "concurrency" lets so many clients ask at a time, each
-as soon as its last answer is there; "mixed" lets eight clients decode while long prompts arrive. Times are the
-clients', which stream over HTTP and share the machine's cores with the server. RSS is the server's process, which may
-take its weights, its KV cache and 700 MiB.
+Each checkpoint gets a server in a process of its own. In the "concurrency" load that many clients run at a time, and
+each sends its next request when its last one is answered; in the "mixed" load eight clients decode while long prompts
+arrive. The clients measure the times; they stream over HTTP and share the machine's cores with the server. RSS is that
+of the server process; the limit is its weights, its KV cache and 700 MiB.
 """
 
 from __future__ import annotations
@@ -45,21 +45,27 @@ MIXED_CLIENTS, ARRIVALS = 8, 8
 
 @dataclass
 class Answer:
-    """A request's times, in seconds of `time.perf_counter`: when it was sent, and when each event of text came."""
+    """The times of one request, in seconds of `time.perf_counter`.
+
+    Attributes:
+        sent: When the request was sent.
+        tokens: Number of generated tokens.
+        received: When each event with text was received.
+    """
 
     sent: float
     tokens: int = 0
-    came: list[float] = field(default_factory=list)
+    received: list[float] = field(default_factory=list)
 
     @property
     def ttft(self) -> float:
-        """Until the first token."""
-        return self.came[0] - self.sent
+        """Time to first token in seconds."""
+        return self.received[0] - self.sent
 
     @property
     def itls(self) -> list[float]:
-        """Between events."""
-        return [after - before for before, after in zip(self.came, self.came[1:], strict=False)]
+        """Seconds between consecutive events."""
+        return [after - before for before, after in zip(self.received, self.received[1:], strict=False)]
 
 
 class Server:
@@ -83,13 +89,13 @@ class Server:
         self.process.wait(60)
 
     def get(self, path: str) -> bytes:
-        """The body of an answer."""
+        """Return the body of a GET request's response."""
         with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=30) as answer:
             body: bytes = answer.read()
             return body
 
     def rss(self) -> int:
-        """Bytes of resident memory."""
+        """Return the resident memory of the server process in bytes."""
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
     def _wait(self) -> float:
@@ -102,7 +108,7 @@ class Server:
             time.sleep(0.02)
 
     async def ask(self, prompt: list[int], output_len: int) -> Answer:
-        """Stream a completion."""
+        """Stream one completion and return its times."""
         fields = {"prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True, "stream": True}
         model = {"model": self.model["name"], "stream_options": {"include_usage": True}}
         body = json.dumps(fields | model).encode()
@@ -119,20 +125,20 @@ class Server:
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 if event["choices"]:
-                    answer.came.append(time.perf_counter())
+                    answer.received.append(time.perf_counter())
                 elif event.get("usage"):
                     answer.tokens = event["usage"]["completion_tokens"]
         writer.close()
         if answer.tokens != output_len:
-            raise SystemExit(f"{answer.tokens} tokens came of {output_len}")
+            raise SystemExit(f"{answer.tokens} tokens arrived instead of {output_len}")
         return answer
 
 
 def figures(answers: list[Answer], seconds: float) -> dict[str, float]:
-    """Of some requests, by the names of ``vllm bench serve``."""
+    """Return the figures of some requests under the names that ``vllm bench serve`` uses."""
     ttfts = [1e3 * answer.ttft for answer in answers]
     itls = [1e3 * itl for answer in answers for itl in answer.itls]
-    itls = itls or [math.nan]  # a busy machine may hand over a short answer in one piece
+    itls = itls or [math.nan]  # on a busy machine a short answer may be received as one event
     return {
         "completed": len(answers),
         "duration": seconds,
@@ -146,13 +152,13 @@ def figures(answers: list[Answer], seconds: float) -> dict[str, float]:
 
 
 def prompt_of(length: int, vocab: int, seed: str) -> list[int]:
-    """Random tokens."""
+    """Return a prompt of random token ids."""
     generator = random.Random(seed)
     return [generator.randrange(vocab) for _ in range(length)]
 
 
 async def concurrent(server: Server, clients: int, requests: int, lengths: tuple[int, int]) -> dict[str, float]:
-    """So many clients, each sending its next request when the last is answered."""
+    """Run `clients` clients, each of which sends its next request when its last one is answered; return the figures."""
     vocab = server.model["vocab_size"]
     prompts = iter([prompt_of(lengths[0], vocab, f"{clients} {number}") for number in range(requests)])
     answers: list[Answer] = []
@@ -167,7 +173,7 @@ async def concurrent(server: Server, clients: int, requests: int, lengths: tuple
 
 
 async def mixed(server: Server, output_len: int, prompt_len: int, pause: float) -> dict[str, float]:
-    """Clients decode while long prompts arrive, one every `pause` seconds; the figures of those that decode."""
+    """Let clients decode while a long prompt arrives every `pause` seconds; return the figures of those clients."""
     vocab = server.model["vocab_size"]
     start = time.perf_counter()
     decoding = [
@@ -178,13 +184,13 @@ async def mixed(server: Server, output_len: int, prompt_len: int, pause: float) 
         await asyncio.sleep(pause)
         arriving.append(asyncio.create_task(server.ask(prompt_of(prompt_len, vocab, f"a{number}"), 4)))
     answers = await asyncio.gather(*decoding)
-    found = figures(list(answers), time.perf_counter() - start)
+    decode_figures = figures(list(answers), time.perf_counter() - start)
     late = await asyncio.gather(*arriving)
-    return found | {"arrivals_median_ttft_ms": statistics.median(1e3 * answer.ttft for answer in late)}
+    return decode_figures | {"arrivals_median_ttft_ms": statistics.median(1e3 * answer.ttft for answer in late)}
 
 
 def read_seconds(model: Path) -> float:
-    """Reading all weights into a buffer, with the files in the page cache."""
+    """Return the seconds to read all weights into a buffer, with the files in the page cache."""
     buffer = bytearray(READ_BLOCK)
     with Checkpoint.open(model) as checkpoint:
         shards = {checkpoint.shard_path(info.shard) for info in checkpoint.tensors.values()}
@@ -200,7 +206,7 @@ def read_seconds(model: Path) -> float:
 
 
 def measure(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Everything about one checkpoint; printed as it comes."""
+    """Measure one checkpoint, print each result at once, and return the record for JSON."""
     read = read_seconds(model)
     bare = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import minifloat.serve.engine, minifloat.serve.server.app"], check=True)
@@ -239,19 +245,19 @@ def measure(model: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdict(good: bool) -> str:
-    """On a bar."""
+    """Return the word for a bar that is reached or missed."""
     return "pass" if good else "SHORT"
 
 
 def print_header() -> None:
-    """Of the table of runs."""
+    """Print the header of the table of runs."""
     click.echo(
         f"{'load':<16} {'requests':>8} {'out tok/s':>10} {'TTFT p50 ms':>12} {'p99':>8} {'ITL p50 ms':>11} {'p99':>8}"
     )
 
 
 def print_run(name: str, run: dict[str, float]) -> None:
-    """A row of it."""
+    """Print one row of the table of runs."""
     click.echo(
         f"{name:<16} {run['completed']:>8.0f} {run['output_throughput']:>10.1f} {run['median_ttft_ms']:>12.1f} "
         f"{run['p99_ttft_ms']:>8.1f} {run['median_itl_ms']:>11.2f} {run['p99_itl_ms']:>8.2f}"
@@ -260,20 +266,18 @@ def print_run(name: str, run: dict[str, float]) -> None:
 
 @click.command(help=__doc__.split("\n")[0])
 @click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--threads", default=2, show_default=True, type=click.IntRange(min=1), help="Of the server.")
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(min=1), help="Threads of the server.")
 @click.option("--concurrency", default="1,8,32", show_default=True)
-@click.option(
-    "--num-prompts", default=4, show_default=True, help="Requests of each concurrency, at least as many as it."
-)
+@click.option("--num-prompts", default=4, show_default=True, help="Number of requests; at least the concurrency.")
 @click.option("--input-len", default=128, show_default=True)
 @click.option("--output-len", default=64, show_default=True)
 @click.option("--mixed-output-len", default=128, show_default=True)
-@click.option("--mixed-prompt", default=256, show_default=True, help="Tokens of the prompts that arrive.")
+@click.option("--mixed-prompt", default=256, show_default=True, help="Tokens of the long prompts.")
 @click.option("--pause", default=0.5, show_default=True, help="Seconds between arrivals in the mixed load.")
-@click.option("--option", "options", multiple=True, help="For `minifloat serve`, e.g. --option=--lm-head=fp8.")
+@click.option("--option", "options", multiple=True, help="Option of `minifloat serve`, as in --option=--lm-head=fp8.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def main(models: tuple[Path, ...], concurrency: str, json_path: Path | None, **settings: Any) -> None:
-    """Measure MODELS."""
+    """Measure a server for each of the checkpoints MODELS."""
     bound_spin()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     facts = instruction_sets.machine(settings["threads"])

@@ -1,13 +1,13 @@
-"""A server under more load than it can take: is every answer right, is the rest refused, does nothing grow?
+"""Overload a server and check that every answer is correct, excess requests are refused, and no resource leaks.
 
     python benchmarks/serve_load.py                        # 10,000 requests, at five times what may run and wait
     python benchmarks/serve_load.py MODEL --requests 2000
 
-`minifloat serve` runs as a process of its own. Clients, many more than the server takes, send a mixture: completions
-and chats, streamed and whole, one and several answers, clients that leave in the middle, requests that are wrong. What
-was asked greedily must come as it came to a single client before. A 503 must say when to come back; its client does. In
-the end nothing may be at work, and memory, descriptors and threads are shown beside those before. Exit status 1 if
-anything is wrong.
+`minifloat serve` runs as a process of its own. More clients than the server admits send a mixture: completions and
+chats, streamed and whole, one and several answers, clients that disconnect in the middle, and invalid requests. Each
+greedy answer must equal the answer that a single client received before. A 503 must have a Retry-After header, and its
+client tries again after that time. At the end no request may be running, and memory, descriptors and threads are
+printed with their values before the load. The exit status is 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ KINDS = {"whole": 35, "streamed": 35, "chat": 10, "several": 5, "leaves": 10, "w
 
 @dataclass
 class Tally:
-    """What happened.
+    """The results of all requests.
 
     Attributes:
-        done: Requests by kind.
-        refused: Answers that said to come back later.
-        problems: What should not have happened.
-        seconds: Of the requests that were served, their last attempt.
+        done: Number of finished requests by kind.
+        refused: Number of answers with status 503.
+        problems: Descriptions of wrong answers and failures.
+        seconds: Time of the last attempt of each served request.
     """
 
     done: Counter[str] = field(default_factory=Counter)
@@ -59,11 +59,11 @@ class Tally:
 
 
 class Load:
-    """Sends requests.
+    """A client that sends random requests and checks the answers.
 
     Args:
-        port: Of the server.
-        seed: Of the mixture.
+        port: Port of the server.
+        seed: Seed of the mixture.
     """
 
     def __init__(self, port: int, seed: int) -> None:
@@ -71,7 +71,7 @@ class Load:
         self.expected: dict[tuple[str, int], str] = {}
 
     async def learn(self, lengths: range) -> None:
-        """Ask each prompt once, alone, for the longest answer; shorter ones are its beginnings, in tokens."""
+        """Record the expected answer of each prompt at each length, with one request at a time."""
         for prompt in PROMPTS:
             for tokens in lengths:
                 body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
@@ -79,8 +79,8 @@ class Load:
                 assert status == 200, answer
                 self.expected[prompt, tokens] = json.loads(answer)["choices"][0]["text"]
 
-    async def one(self, kind: str) -> None:
-        """One request, as often as it takes."""
+    async def request(self, kind: str) -> None:
+        """Send one request, again after every 503, and check its answer."""
         prompt, tokens = self.random.choice(list(self.expected))
         body: dict[str, Any] = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
@@ -121,7 +121,7 @@ class Load:
                 self.tally.problems.append(f"streamed: {text!r} instead of {expected!r}")
 
     async def ask(self, path: str, body: dict[str, Any], *, leave: bool = False) -> tuple[int, dict[str, str], str]:
-        """Status, headers and body; a client that leaves does so at the first token."""
+        """Return status, headers and body; with `leave`, disconnect at the first token."""
         data = json.dumps({"model": "loaded"} | body).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
@@ -148,21 +148,21 @@ def _unchunked(data: bytes) -> bytes:
 
 
 async def run(port: int, requests: int, clients: int, seed: int) -> Load:
-    """Learn what is right, then send everything."""
+    """Record the expected answers, then send all requests."""
     load = Load(port, seed)
     await load.learn(range(4, 25, 10))
     kinds = load.random.choices(list(KINDS), list(KINDS.values()), k=requests)
 
     async def client() -> None:
         while kinds:
-            await load.one(kinds.pop())
+            await load.request(kinds.pop())
 
     await asyncio.gather(*(client() for _ in range(clients)))
     return load
 
 
 def start(model: Path, port: int, running: int, waiting: int, folder: str) -> subprocess.Popen[bytes]:
-    """`minifloat serve`, once it is ready."""
+    """Start `minifloat serve` and return its process once it is ready."""
     template = Path(folder) / "template.jinja"
     template.write_text(TEMPLATE)
     options = {
@@ -186,12 +186,12 @@ def start(model: Path, port: int, running: int, waiting: int, folder: str) -> su
 @click.command()
 @click.argument("model", default=STORYBOOK, type=click.Path(exists=True, path_type=Path))
 @click.option("--requests", default=10_000, show_default=True)
-@click.option("--running", default=16, show_default=True, help="Requests that run at a time.")
-@click.option("--waiting", default=64, show_default=True, help="Requests that may wait.")
-@click.option("--overload", default=5.0, show_default=True, help="Clients, as a multiple of both together.")
+@click.option("--running", default=16, show_default=True, help="Maximum number of running requests.")
+@click.option("--waiting", default=64, show_default=True, help="Maximum number of queued requests.")
+@click.option("--overload", default=5.0, show_default=True, help="Clients, as a multiple of running + waiting.")
 @click.option("--seed", default=0, show_default=True)
 def main(model: Path, requests: int, running: int, waiting: int, overload: float, seed: int) -> None:
-    """Load a server beyond what it takes."""
+    """Overload a server of MODEL and check its answers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -199,7 +199,7 @@ def main(model: Path, requests: int, running: int, waiting: int, overload: float
         process = start(model, port, running, waiting, folder)
         try:
             watched = psutil.Process(process.pid)
-            asyncio.run(run(port, requests // 20, running, seed))  # warm: pools and caches have their size
+            asyncio.run(run(port, requests // 20, running, seed))  # warm up: pools and caches grow to their size
             before = (watched.memory_info().rss, watched.num_fds(), watched.num_threads())
             began = time.perf_counter()
             load = asyncio.run(run(port, requests, int(overload * (running + waiting)), seed))

@@ -1,4 +1,4 @@
-"""How long the package takes to import and the command line to answer, as medians of whole processes.
+"""Measure the import time of the package and the start-up time of the command line, as medians of whole processes.
 
 python benchmarks/startup.py [CHECKPOINT]
 """
@@ -14,7 +14,7 @@ import click
 
 
 def median_ms(arguments: list[str], rounds: int) -> float:
-    """Median wall time of a Python process in milliseconds, after one to warm up."""
+    """Return the median wall time of a Python process in milliseconds, after one process to warm up."""
     seconds = []
     for _ in range(rounds + 1):
         started = time.perf_counter()
