@@ -1,4 +1,4 @@
-"""Samples to figures, on samples whose figures are known."""
+"""The figures of `bench`, computed from samples with known results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from minifloat.bench.figures import StepBytes, batch_figures, decode_seconds, metrics, percentile, prefill_rate
 from minifloat.bench.workload import BatchTimings, EngineStep, Workload
 
-#: Two prompts of 8 tokens, computed in pieces; the first sequence decodes beside the second's last piece.
+#: Two prompts of 8 tokens, computed in chunks; the first sequence decodes in the same step as the second's last chunk.
 SAMPLE = BatchTimings(
     seconds=1.0,
     steps=(
@@ -34,33 +34,33 @@ def test_the_decode_step_is_one_in_which_all_sequences_get_a_token_and_no_prompt
     assert decode_seconds(SAMPLE, 3) is None
 
 
-def test_prefill_is_what_happens_until_somebody_decodes() -> None:
+def test_prefill_ends_when_the_first_sequence_decodes() -> None:
     assert prefill_rate(SAMPLE) == pytest.approx(10 / 0.4)
 
 
 def test_throughput_is_over_all_rounds() -> None:
-    found = metrics([SAMPLE, SAMPLE])
-    assert found["duration"] == 2.0
-    assert found["completed"] == 4
-    assert found["request_throughput"] == 2.0
-    assert found["output_throughput"] == 8.0
-    assert found["total_token_throughput"] == 24.0
-    assert found["mean_ttft_ms"] == pytest.approx(475)
-    assert found["median_itl_ms"] == pytest.approx(110)
+    figures = metrics([SAMPLE, SAMPLE])
+    assert figures["duration"] == 2.0
+    assert figures["completed"] == 4
+    assert figures["request_throughput"] == 2.0
+    assert figures["output_throughput"] == 8.0
+    assert figures["total_token_throughput"] == 24.0
+    assert figures["mean_ttft_ms"] == pytest.approx(475)
+    assert figures["median_itl_ms"] == pytest.approx(110)
 
 
 @pytest.mark.parametrize("name", ["ttft", "tpot", "itl", "e2el"])
 def test_latencies_have_the_names_of_vllms_benchmark(name: str) -> None:
-    assert {f"{what}_{name}_ms" for what in ("mean", "median", "std", "p99")} <= metrics([SAMPLE]).keys()
+    assert {f"{statistic}_{name}_ms" for statistic in ("mean", "median", "std", "p99")} <= metrics([SAMPLE]).keys()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 99, 250])
-def test_percentiles_are_numpys(count: int) -> None:
+def test_percentiles_equal_numpys(count: int) -> None:
     values = list(np.random.default_rng(count).exponential(size=count))
     assert percentile(values, 99) == pytest.approx(float(np.percentile(values, 99)))
 
 
-def test_the_bound_is_the_time_that_reading_takes() -> None:
+def test_the_bound_is_the_time_to_read_the_bytes_of_a_step() -> None:
     # 1000 bytes of weights and 2 sequences of 8 .. 12 tokens, 10 on average, of 25 bytes each.
     figures = batch_figures([SAMPLE], 2, Workload(8, 4), StepBytes(1000, 25), [15_000.0])
     assert figures.bound_ms == (100.0,)
@@ -69,7 +69,7 @@ def test_the_bound_is_the_time_that_reading_takes() -> None:
     assert figures.decode_throughput == pytest.approx(2 / 0.11)
 
 
-def test_without_a_bandwidth_or_a_plain_decode_step_there_is_no_share() -> None:
+def test_without_a_bandwidth_or_a_pure_decode_step_there_is_no_bandwidth_share() -> None:
     assert batch_figures([SAMPLE], 2, Workload(8, 4), StepBytes(1000, 25), []).bandwidth_share is None
     mixed = batch_figures([SAMPLE], 3, Workload(8, 4), StepBytes(1000, 25), [1.0])
     assert mixed.bandwidth_share is None

@@ -1,4 +1,4 @@
-"""`bench` from end to end on tiny models, and the checkpoints of random weights that it can make."""
+"""`bench` from end to end on tiny models, and the random checkpoints that it writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY = replace(shapes.SHAPES["qwen3-0.6b"], hidden=64, inner=96, layers=2, heads
 
 
 def set_environment(patch: pytest.MonkeyPatch) -> None:
-    """Of the processes that the engines run in."""
+    """Set the environment of the engine processes."""
     patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     patch.setenv("OMP_NUM_THREADS", "1")
 
@@ -47,12 +47,12 @@ def quantized(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @dataclass(frozen=True)
 class Measured:
-    """What the command made of `WORKLOAD`.
+    """A run of the command on `WORKLOAD`.
 
     Attributes:
-        report: What it measured.
-        result: Its output and status.
-        folder: Where it wrote the result.
+        report: The measured report.
+        result: Output and exit status of the command.
+        folder: Folder of the result file.
     """
 
     report: GainsReport
@@ -90,7 +90,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["bench", *map(str, arguments)])
 
 
-def test_both_ran_everything_in_every_round(report: GainsReport) -> None:
+def test_both_engines_run_every_batch_in_every_round(report: GainsReport) -> None:
     for engine in (report.baseline, report.candidate):
         for batch in WORKLOAD.batch_sizes:
             figures = engine.batches[batch]
@@ -99,7 +99,7 @@ def test_both_ran_everything_in_every_round(report: GainsReport) -> None:
             assert figures.metrics["total_output_tokens"] == batch * WORKLOAD.rounds * WORKLOAD.output_len
 
 
-def test_memory_is_that_of_the_models_and_of_processes_of_their_own(report: GainsReport, quantized: Path) -> None:
+def test_memory_is_measured_per_model_in_a_process_of_its_own(report: GainsReport, quantized: Path) -> None:
     with Checkpoint.open(quantized) as checkpoint:
         assert report.candidate.info["weight_bytes"] == sum(info.nbytes for info in checkpoint.tensors.values())
     assert report.candidate.info["scheme"].startswith("fp8")
@@ -120,25 +120,25 @@ def test_the_report_is_json_by_the_names_of_vllms_benchmark(report: GainsReport,
     saved = json.loads(path.read_text())
     assert saved == json.loads(json.dumps(report.to_dict()))
     batch = saved["candidate"]["batches"]["2"]
-    wanted = {"request_throughput", "output_throughput", "total_token_throughput", "median_ttft_ms", "p99_itl_ms"}
-    assert wanted <= batch.keys()
+    names = {"request_throughput", "output_throughput", "total_token_throughput", "median_ttft_ms", "p99_itl_ms"}
+    assert names <= batch.keys()
     assert saved["workload"]["input_len"] == WORKLOAD.input_len
 
 
-def test_an_engine_that_cannot_be_made_is_the_users_error_with_its_own_message(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_raises_its_own_error_message(tmp_path: Path) -> None:
     with pytest.raises(MinifloatError, match="tokenizer"):
         Worker(tmp_path, {}, 1)
 
 
 @pytest.mark.full
-def test_a_process_that_dies_says_so(llama_folder: Path) -> None:
+def test_a_killed_engine_process_is_reported_with_its_status(llama_folder: Path) -> None:
     with Worker(llama_folder, {"max_model_len": 16}, 1) as worker:
         worker._process.kill()
         with pytest.raises(MinifloatError, match="ended with status -9; the system was short of memory"):
             worker.memory()
 
 
-def test_peak_memory_is_this_process_not_its_parents() -> None:
+def test_peak_memory_does_not_include_that_of_the_parent_process() -> None:
     assert 1 << 20 < peak_rss() < 1 << 36
 
 
@@ -149,7 +149,7 @@ def test_shapes_have_the_parameters_that_their_names_promise(name: str) -> None:
     assert millions == pytest.approx(expected, rel=2e-3)
 
 
-def test_an_unknown_shape_lists_those_there_are() -> None:
+def test_an_unknown_shape_is_refused_with_the_known_shapes() -> None:
     with pytest.raises(UnknownNameError, match="llama-8b"):
         shapes.get_shape("llama-9b")
 
@@ -233,7 +233,7 @@ def test_the_card_has_one_section_with_the_figures_the_machine_and_the_date(
         ("org/model", "--baseline", "M", "--update-card"),
     ],
 )
-def test_half_a_request_is_refused(arguments: tuple[str, ...]) -> None:
+def test_incomplete_or_contradictory_arguments_are_refused(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert result.output.startswith("minifloat: error: ")

@@ -1,4 +1,4 @@
-"""`benchmarks/decode.py` and `benchmarks/serve.py`: the judging, and a run of the latter at the smallest size."""
+"""`benchmarks/decode.py`: the comparison with the bars; `benchmarks/serve.py`: a run at the smallest size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measured(decode: ModuleType, name: str, seconds: list[float]) -> object:
 
 
 def test_bars_are_judged_round_by_round(decode: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    # The machine halves its speed in the last two rounds; the ratio is 3 in each.
+    # The machine runs at half its speed in the last two rounds; the ratio is 3 in every round.
     engines = [
         measured(decode, decode.BASELINE, [0.3, 0.6, 0.6]),
         measured(decode, "minifloat FP8", [0.1, 0.2, 0.2]),
@@ -48,7 +48,7 @@ def test_bars_are_judged_round_by_round(decode: ModuleType, capsys: pytest.Captu
     assert words["batch 1: minifloat FP8, share of the bound"] == "SHORT"
 
 
-def test_keys_and_values_are_those_of_the_shape(decode: ModuleType) -> None:
+def test_kv_bytes_per_token_match_the_shape(decode: ModuleType) -> None:
     shape = shapes.get_shape(decode.SHAPE)
     assert shape.layers * 2 * shape.kv_heads * shape.head_dim * 2 == decode.KV_BYTES
     assert shape.vocab == decode.VOCAB

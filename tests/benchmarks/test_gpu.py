@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py`: a dry run through all of its sections, what it keeps when something fails, and no GPU at all."""
+"""`benchmarks/gpu.py`: a dry run of all sections, recorded failures, and the error without a GPU."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.full
-def test_a_dry_run_goes_through_every_section_and_says_that_it_is_none(tmp_path: Path) -> None:
+def test_a_dry_run_runs_every_section_and_is_marked_as_no_measurement(tmp_path: Path) -> None:
     sections = "environment,ceilings,checks,products,quantizers,model,more-rows,peers"
     result = run("--out", str(tmp_path), "--dry-run", "--minutes", "20", "--only", sections)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     assert all(line["dry_run"] == "dry run, not a measurement" for line in lines)
-    seen = {line["section"] for line in lines}
-    assert seen == {
+    logged_sections = {line["section"] for line in lines}
+    assert logged_sections == {
         *("environment", "device", "ceiling", "check", "products", "quantizer", "streaming", "model", "peers"),
     }
     failed = [line for line in lines if "failed" in line]
@@ -62,13 +62,13 @@ def test_a_dry_run_goes_through_every_section_and_says_that_it_is_none(tmp_path:
     assert report.count("\n| ") >= len(products)
 
 
-def test_what_fails_is_written_down_and_the_rest_goes_on(
+def test_a_failure_is_recorded_and_the_run_continues(
     gpu_run: ModuleType, gpu_report: ModuleType, tmp_path: Path
 ) -> None:
-    one = gpu_run.Run(tmp_path, 1.0, True)
-    with one.attempt("products", "a kernel"):
+    dry_run = gpu_run.Run(tmp_path, 1.0, True)
+    with dry_run.attempt("products", "a kernel"):
         raise RuntimeError("misaligned address\nand a long trace")
-    one.log("products", shape="s", contender="fp8", us=1.0)
+    dry_run.log("products", shape="s", contender="fp8", us=1.0)
     lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
     assert lines[0]["failed"] == "RuntimeError: misaligned address"
     assert lines[1]["contender"] == "fp8"
@@ -78,7 +78,7 @@ def test_what_fails_is_written_down_and_the_rest_goes_on(
 
 
 @pytest.mark.full
-def test_without_minutes_every_section_says_that_there_was_no_time(tmp_path: Path) -> None:
+def test_without_time_left_every_section_is_recorded_as_not_run(tmp_path: Path) -> None:
     result = run("--out", str(tmp_path), "--dry-run", "--minutes", "0", "--only", "ceilings,products")
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
@@ -86,7 +86,7 @@ def test_without_minutes_every_section_says_that_there_was_no_time(tmp_path: Pat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_ends_with_one_line(tmp_path: Path) -> None:
+def test_without_a_gpu_the_command_ends_with_a_one_line_error(tmp_path: Path) -> None:
     result = run("--out", str(tmp_path / "out"))
     assert result.returncode == 2
     assert result.stderr == "error: no CUDA device; --dry-run goes through everything on the CPU\n"
@@ -94,13 +94,13 @@ def test_without_a_gpu_it_ends_with_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_an_unknown_section_is_refused_with_those_there_are(tmp_path: Path) -> None:
+def test_an_unknown_section_is_refused_with_the_known_sections(tmp_path: Path) -> None:
     result = run("--out", str(tmp_path), "--dry-run", "--only", "everything")
     assert result.returncode == 2
     assert result.stderr.startswith("error: unknown section 'everything'; there are: environment, ceilings, checks, ")
 
 
-def test_the_median_and_the_spread_of_samples(gpu_run: ModuleType) -> None:
+def test_timing_holds_the_median_and_the_spread_of_samples(gpu_run: ModuleType) -> None:
     timing = gpu_run.timing_of([1.0, 2.0, 3.0, 4.0, 100.0])
     assert (timing.seconds, timing.spread, timing.samples) == (3.0, pytest.approx(2 / 3), 5)
     assert gpu_run.timing_of([2.0, 4.0, 3.0]).spread == pytest.approx(2 / 3)

@@ -1,4 +1,4 @@
-"""`benchmarks/linear.py`: the judging, the statistics, and one run from end to end at the smallest size."""
+"""`benchmarks/linear.py`: verdicts, statistics, and one run from end to end at the smallest size."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return linear_shapes
 
 
-def test_a_floor_that_is_met_passes_and_an_aim_that_is_met_is_said_so(bars: ModuleType) -> None:
+def test_a_reached_floor_passes_and_a_reached_aim_is_reported(bars: ModuleType) -> None:
     held_to = bars.bars("fp8", 1, "amx")
     assert bars.judge(held_to, {"x torch": 2.6, "read": 0.85, "x next": 0.95}).word == "pass"
     assert bars.judge(held_to, {"x torch": 3.0, "read": 0.92, "x next": 0.95}).word == "aim"
@@ -59,7 +59,7 @@ def test_a_miss_names_the_worst_quantity_and_how_far_it_is_below_its_floor(bars:
 @pytest.mark.parametrize("name", ["fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "bf16"])
 @pytest.mark.parametrize("m", [1, 2, 16, 2048])
 @pytest.mark.parametrize("isa", ["amx", "avx512_vnni", "avx2", "baseline"])
-def test_nothing_of_ours_may_be_slower_than_torch_or_than_its_next_larger_format(
+def test_a_format_slower_than_torch_or_than_its_next_larger_format_is_short(
     bars: ModuleType, name: str, m: int, isa: str
 ) -> None:
     held_to = bars.bars(name, m, isa)
@@ -81,7 +81,7 @@ def test_peers_are_not_judged(bars: ModuleType) -> None:
 
 
 def test_ratios_are_taken_round_by_round(report: ModuleType) -> None:
-    # The machine halves its speed in the last two rounds; the ratio is 2 in each.
+    # The machine runs at half its speed in the last two rounds; the ratio is 2 in every round.
     samples = {
         "memory read": [1e-3, 2e-3, 2e-3],
         "torch BF16": [4e-3, 8e-3, 8e-3],
@@ -96,7 +96,7 @@ def test_ratios_are_taken_round_by_round(report: ModuleType) -> None:
     assert rows["fp8"].verdict.word == "pass"
 
 
-def test_misses_come_worst_first(report: ModuleType) -> None:
+def test_misses_are_sorted_worst_first(report: ModuleType) -> None:
     samples = {"torch BF16": [1.0] * 3, "bf16": [1.1] * 3, "fp8": [2.0] * 3, "mxfp4": [0.5] * 3}
     case = report.Case("s", (4, 8), 2, dict.fromkeys(samples, 1), samples)
     assert [row.contender for row in report.misses(report.rows_of(case, "amx"))] == ["fp8", "bf16"]
@@ -145,7 +145,7 @@ def test_a_run_prints_every_case_and_writes_all_samples(tmp_path: Path) -> None:
 
 @needs_library
 @pytest.mark.full
-def test_forcing_an_instruction_set_limits_torch_too() -> None:
+def test_forcing_an_instruction_set_also_limits_torch() -> None:
     result = run("--overhead", "--formats", "bf16", "--isa", "baseline")
     assert result.returncode == 0, result.stderr
     assert "ATEN_CPU_CAPABILITY=default" in result.stdout

@@ -1,4 +1,4 @@
-"""`benchmarks/moe.py`: its routing."""
+"""`benchmarks/moe.py`: the routing."""
 
 from __future__ import annotations
 

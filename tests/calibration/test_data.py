@@ -1,4 +1,4 @@
-"""Text becomes sequences of tokens: every kind of source, packing, mixing, determinism, streaming, and every error."""
+"""Calibration data: every kind of source, packing, mixing, determinism, streaming, and every error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tokenizer(llama_folder: Path) -> Any:
-    """A token per byte; does not begin texts with BOS; has EOS; has no chat template."""
+    """A tokenizer with one token per byte and EOS, which adds no BOS and has no chat template."""
     from minifloat.runtime.tokenizer import load_tokenizer
 
     return load_tokenizer(llama_folder)
@@ -42,7 +42,7 @@ def tokenizer(llama_folder: Path) -> Any:
 
 @pytest.fixture
 def beginning_tokenizer(tokenizer: Any) -> Any:
-    """The same, but it begins texts with BOS."""
+    """A tokenizer with one token per byte that adds BOS at the start of each text."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
@@ -51,7 +51,7 @@ def beginning_tokenizer(tokenizer: Any) -> Any:
 
 
 def write(path: Path, content: str | bytes | list[Any]) -> str:
-    """Text, bytes, or a list as JSON lines."""
+    """Write text, bytes, or a list as JSON lines; return the path."""
     if isinstance(content, list):
         content = "".join(json.dumps(row) + "\n" for row in content)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def texts(loaded: CalibrationSet, tokenizer: Any) -> list[str]:
 
 
 def documents(source: Any, tokenizer: Any, samples: int, **options: Any) -> set[str]:
-    """Every document of the source, which must have exactly `samples` of them."""
+    """Return all documents of a source, after checking that there are exactly `samples` of them."""
     loaded = load_calibration_data(source, tokenizer, samples=samples, packing=False, **options)
     with pytest.raises(DataError, match=f"{samples} sequences of"):
         load_calibration_data(source, tokenizer, samples=samples + 1, packing=False, **options)
@@ -92,14 +92,14 @@ def test_a_text_file_with_end_of_text_marks_keeps_its_blank_lines(tmp_path: Path
     assert documents(path, tokenizer, 3) == {"one\n\nmore", "two", "three"}
 
 
-def test_a_text_file_without_any_ends_is_cut_at_line_ends(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_text_file_without_blank_lines_or_marks_is_cut_at_line_ends(tmp_path: Path, tokenizer: Any) -> None:
     line = "x" * 999 + "\n"
     path = write(tmp_path / "a.txt", line * 40)
     loaded = load_calibration_data(path, tokenizer, samples=3, seq_len=10**6, packing=False)
     assert sorted(len(sequence) for sequence in loaded.sequences) == [5999, 16999, 16999]
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path: Path, tokenizer: Any) -> None:
     assert documents(write(tmp_path / "a.txt", b"\xef\xbb\xbfhello"), tokenizer, 1) == {"hello"}
 
 
@@ -109,7 +109,7 @@ def test_jsonl_gives_its_text_column(tmp_path: Path, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("content", ['[{"q": "a"},\n {"q": "b"}]', '\n{"q": "a"}\n\n{"q": "b"}\n'])
-def test_json_is_an_array_or_lines(tmp_path: Path, tokenizer: Any, content: str) -> None:
+def test_a_json_file_holds_an_array_or_lines(tmp_path: Path, tokenizer: Any, content: str) -> None:
     path = write(tmp_path / "a.json", content)
     assert documents(Source(path, column="q"), tokenizer, 2) == {"a", "b"}
 
@@ -174,7 +174,7 @@ def test_a_data_set_of_the_hub_is_read_no_farther_than_needed(tokenizer: Any, mo
     assert next(endless) == {"text": "row 8192"}
 
 
-def test_text_column_is_for_tables_that_name_none(tmp_path: Path, tokenizer: Any) -> None:
+def test_text_column_applies_to_tables_whose_source_names_no_column(tmp_path: Path, tokenizer: Any) -> None:
     named = write(tmp_path / "a.jsonl", [{"q": "q", "a": "a"}])
     plain = write(tmp_path / "b.txt", "plain")
     sources = [named, f"{named}#column=a", plain]
@@ -234,13 +234,13 @@ def stream_of(loaded: CalibrationSet, skip: int = 0) -> list[int]:
 
 
 def split_at_eos(stream: list[int]) -> list[tuple[int, ...]]:
-    """The documents in a stream; the last, which may be cut off, left out."""
+    """Return the documents in a stream, without the last one, which may be truncated."""
     ends = [index for index, token in enumerate(stream) if token == EOS]
     return [tuple(stream[a:b]) for a, b in itertools.pairwise([0, *(end + 1 for end in ends)])]
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 7, 16, 33])
-def test_packing_loses_and_doubles_no_token(tmp_path: Path, tokenizer: Any, seq_len: int) -> None:
+def test_packing_neither_loses_nor_repeats_a_token(tmp_path: Path, tokenizer: Any, seq_len: int) -> None:
     rng = random.Random(seq_len)
     rows = [f"{n}:" + "x" * rng.randrange(60) for n in range(30)]
     path = write(tmp_path / "a.txt", "\n\n".join(rows))
@@ -258,7 +258,7 @@ def test_packing_loses_and_doubles_no_token(tmp_path: Path, tokenizer: Any, seq_
     assert not rest or any(document[: len(rest)] == rest for document in missing)
 
 
-def test_packed_sequences_begin_with_bos_where_texts_do(tmp_path: Path, beginning_tokenizer: Any) -> None:
+def test_packed_sequences_begin_with_bos_if_the_tokenizer_adds_bos(tmp_path: Path, beginning_tokenizer: Any) -> None:
     path = write(tmp_path / "a.txt", "abcdefgh")
     loaded = load_calibration_data(path, beginning_tokenizer, samples=3, seq_len=4)
     assert {sequence[0] for sequence in loaded.sequences} == {BOS}
@@ -273,20 +273,20 @@ def test_a_chat_template_that_writes_bos_does_not_double_it(tmp_path: Path, begi
     assert sequence.count(BOS) == 1
 
 
-def test_a_document_that_ends_with_eos_gets_no_second(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_document_that_ends_with_eos_gets_no_second_eos(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.txt", "ab</s>\n\nab")
     (sequence,) = load_calibration_data(path, tokenizer, samples=1, seq_len=6).sequences
     assert tokenizer.decode(sequence) == "ab</s>ab</s>"
 
 
-def test_a_chat_ends_as_its_template_ends_it(tmp_path: Path, tokenizer: Any) -> None:
+def test_no_eos_is_added_to_a_chat(tmp_path: Path, tokenizer: Any) -> None:
     tokenizer.chat_template = TEMPLATE + "!"
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT[:1]}] * 2)
     (sequence,) = load_calibration_data(path, tokenizer, samples=1, seq_len=20).sequences
     assert tokenizer.decode(sequence) == "[user]hi</s>![user]hi</s>!"
 
 
-def test_without_packing_a_sequence_is_one_document_cut_off(tmp_path: Path, beginning_tokenizer: Any) -> None:
+def test_without_packing_each_sequence_is_one_truncated_document(tmp_path: Path, beginning_tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": "abcdefgh"}, {"text": "xy"}])
     loaded = load_calibration_data(path, beginning_tokenizer, samples=2, seq_len=5, packing=False)
     assert sorted(texts(loaded, beginning_tokenizer)) == ["<s>abcd", "<s>xy"]
@@ -322,20 +322,20 @@ def test_sources_are_mixed_by_weight_and_not_by_length(
     assert tuple(marks.count(str(n)) for n in range(len(weights))) == counts
 
 
-def test_sources_are_spread_evenly_among_each_other(tmp_path: Path, tokenizer: Any) -> None:
+def test_sources_are_interleaved_evenly(tmp_path: Path, tokenizer: Any) -> None:
     sources = [write(tmp_path / f"{n}.txt", str(n) * 1000) for n in range(2)]
     loaded = load_calibration_data([f"{sources[0]}#weight=3", sources[1]], tokenizer, samples=16, seq_len=8)
     marks = "".join(text[0] for text in texts(loaded, tokenizer))
     assert [marks[start : start + 4].count("1") for start in range(0, 16, 4)] == [1, 1, 1, 1]
 
 
-def test_a_source_whose_weight_gives_it_nothing_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_source_whose_weight_gives_it_no_sequence_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     sources = [write(tmp_path / f"{n}.txt", "x" * 1000) for n in range(2)]
     with pytest.raises(DataError, match=r"1\.txt: its weight gives it none of 2 samples"):
         load_calibration_data([f"{sources[0]}#weight=99", sources[1]], tokenizer, samples=2, seq_len=8)
 
 
-def test_a_seed_decides_everything(tmp_path: Path, tokenizer: Any) -> None:
+def test_equal_seeds_give_equal_sets_and_other_seeds_give_others(tmp_path: Path, tokenizer: Any) -> None:
     for n in range(5):
         write(tmp_path / f"{n}.jsonl", [{"text": f"file {n} row {row}"} for row in range(50)])
 
@@ -407,7 +407,7 @@ def test_a_large_parquet_file_is_read_no_farther_than_needed(tmp_path: Path, tok
         load_calibration_data(path, tokenizer, samples=12_000, packing=False)
 
 
-def test_long_documents_are_held_up_to_a_number_of_characters(
+def test_no_more_long_documents_are_read_than_the_character_limit_allows(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "_BLOCK_CHARACTERS", 1000)
@@ -418,7 +418,7 @@ def test_long_documents_are_held_up_to_a_number_of_characters(
 # ------------------------------------------------------------------------------------------------- the record
 
 
-def test_the_record_says_what_was_used(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_record_holds_the_sources_the_sizes_and_the_hashes(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", [{"q": "abc"}, {"q": "defg"}])
     loaded = load_calibration_data(f"{path}#column=q", tokenizer, samples=3, seq_len=3, seed=9)
     record = json.loads(json.dumps(loaded.record))
@@ -437,7 +437,9 @@ def test_the_record_says_what_was_used(tmp_path: Path, tokenizer: Any) -> None:
     assert record == {"sequences": 3, "tokens": 9, "seq_len": 3, "packing": True, "seed": 9}
 
 
-def test_the_hash_follows_the_text_and_the_tokenizer_s_its_definition(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_hash_of_a_source_depends_on_its_text_and_that_of_a_tokenizer_on_its_definition(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     def load(name: str, text: str) -> dict[str, Any]:
         path = write(tmp_path / name, text)
         return dict(load_calibration_data(path, tokenizer, samples=1, seq_len=4, packing=False).record)
@@ -463,7 +465,7 @@ def test_a_set_is_split_into_two_that_share_no_sequence(tmp_path: Path, tokenize
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.5, 0.99, float("nan")])
-def test_a_split_without_one_of_its_parts_is_refused(fraction: float) -> None:
+def test_a_split_with_an_empty_part_is_refused(fraction: float) -> None:
     with pytest.raises(DataError, match="cannot hold out"):
         CalibrationSet(((1,), (2,))).held_out(fraction)
 
@@ -541,7 +543,7 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(tokenizer: Any, 
         load_calibration_data(name, tokenizer)
 
 
-def test_a_whole_text_given_as_a_path_is_an_error_of_ours(tokenizer: Any) -> None:
+def test_a_text_passed_as_a_path_raises_a_storage_error(tokenizer: Any) -> None:
     with pytest.raises(StorageError, match="look it up"):
         load_calibration_data("once upon a time " * 1000, tokenizer)
 
@@ -595,12 +597,12 @@ def test_sizes_out_of_range_are_refused(tmp_path: Path, tokenizer: Any, options:
         load_calibration_data(write(tmp_path / "a.txt", "x"), tokenizer, **options)
 
 
-def test_a_sequence_must_have_room_beside_bos(tmp_path: Path, beginning_tokenizer: Any) -> None:
+def test_a_sequence_length_with_room_only_for_bos_is_refused(tmp_path: Path, beginning_tokenizer: Any) -> None:
     with pytest.raises(DataError, match="seq_len > 1"):
         load_calibration_data(write(tmp_path / "a.txt", "x"), beginning_tokenizer, seq_len=1)
 
 
-def test_no_source_at_all_is_refused(tokenizer: Any) -> None:
+def test_an_empty_list_of_sources_is_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="at least one source"):
         load_calibration_data([], tokenizer)
 

@@ -1,4 +1,4 @@
-"""What the observer records, against hooks and arithmetic written here."""
+"""The statistics of the observer, against forward hooks and arithmetic in this file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from minifloat.runtime.load import load
 
 MakeModel = Callable[..., Path]
 
-#: Dense; query and key norms; rotary embedding of a part of the head; fused qkv and LayerNorm (an older architecture).
+#: A dense model; query and key norms; partial rotary embedding; fused qkv with LayerNorm (an older architecture).
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
@@ -40,7 +40,7 @@ MOE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 @pytest.fixture(scope="module")
 def models(make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A folder with a model of a type, made once."""
+    """Return a function that makes a model of a type once and returns its folder."""
 
     @functools.cache
     def folder(model_type: str, dtype: str = "bfloat16") -> Path:
@@ -62,7 +62,7 @@ def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def hooked(model: PreTrainedModel, sequences: list[Tensor]) -> dict[str, list[Tensor]]:
-    """The inputs of every linear below the layers, one per sequence, by the path of the module."""
+    """Return the inputs of every linear in the layers, one per sequence, by module path."""
     seen: dict[str, list[Tensor]] = defaultdict(list)
     handles = [
         module.register_forward_pre_hook(lambda _, args, path=path: seen[path].append(args[0].clone()))
@@ -84,14 +84,14 @@ def observe(model: PreTrainedModel, sequences: list[Tensor], **options: bool) ->
 
 
 def load_eager(folder: Path) -> PreTrainedModel:
-    """With the experts that an observed model has too: other implementations round otherwise."""
+    """Load the model with eager experts, which an observed model also uses; other implementations round differently."""
     model = load(folder)
     model.set_experts_implementation("eager")
     return model
 
 
 @pytest.mark.parametrize("model_type", [*DENSE, *MOE])
-def test_amax_and_tokens_are_those_that_forward_hooks_see(model_type: str, models: Callable[..., Path]) -> None:
+def test_amax_and_token_counts_equal_those_of_forward_hooks(model_type: str, models: Callable[..., Path]) -> None:
     model, sequences = load_eager(models(model_type)), tokens(5, 33, 1)
     expected = hooked(model, sequences)
     inputs = observe(model, sequences).inputs()
@@ -115,7 +115,7 @@ def test_float16_and_float32_models_are_observed_too(models: Callable[..., Path]
             assert stats.max == float(expected[name][0].abs().max())
 
 
-def test_histograms_and_channels_are_those_of_the_hooked_inputs(models: Callable[..., Path]) -> None:
+def test_histograms_and_channel_amax_equal_those_of_the_hooked_inputs(models: Callable[..., Path]) -> None:
     model, sequences = load(models("llama")), tokens(40, 17)
     expected = hooked(model, sequences)
     inputs = observe(model, sequences, histogram=True, per_channel=True).inputs()
@@ -129,7 +129,7 @@ def test_histograms_and_channels_are_those_of_the_hooked_inputs(models: Callable
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first dimensions of ``[B, heads, T, D]``, as many as `cos` has."""
+    """Apply rotary embedding to as many leading dimensions of ``[B, heads, T, D]`` as `cos` has."""
     size = cos.shape[-1]
     turned, kept = x[..., :size], x[..., size:]
     half = torch.cat([-turned[..., size // 2 :], turned[..., : size // 2]], dim=-1)
@@ -160,7 +160,7 @@ def test_k_and_v_per_head_are_the_projections_after_norm_and_rotary_embedding(
 
 
 def routed(model: PreTrainedModel, sequences: list[Tensor]) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """What each experts module is given: hidden states and the experts of each token."""
+    """Return the inputs of each experts module: hidden states and the experts of each token."""
     seen: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     handles = [
         module.register_forward_pre_hook(lambda _, args, path=path: seen[path].append((args[0].clone(), args[1])))
@@ -183,7 +183,9 @@ EXPERT_NAMES = {
 
 
 @pytest.mark.parametrize("model_type", EXPERT_NAMES)
-def test_each_expert_sees_the_tokens_that_the_router_gave_it(model_type: str, models: Callable[..., Path]) -> None:
+def test_each_expert_records_the_tokens_that_the_router_sends_to_it(
+    model_type: str, models: Callable[..., Path]
+) -> None:
     model, sequences = load_eager(models(model_type)), tokens(30, 1, 2)
     inputs = observe(model, sequences).inputs()
     prefix, gate_up, down = EXPERT_NAMES[model_type]
@@ -203,7 +205,7 @@ def test_each_expert_sees_the_tokens_that_the_router_gave_it(model_type: str, mo
                 if len(x):
                     with torch.inference_mode():
                         expected = gated(experts, expert, x).float().abs().max()
-                    # One row multiplied alone may be rounded otherwise than among others.
+                    # A row that is multiplied alone may be rounded differently than within a larger product.
                     torch.testing.assert_close(
                         torch.tensor(inputs[stem + down].amax[index]), expected, rtol=1e-2, atol=0
                     )
@@ -213,7 +215,7 @@ def test_each_expert_sees_the_tokens_that_the_router_gave_it(model_type: str, mo
 
 
 def gated(experts: Any, expert: int, x: Tensor) -> Tensor:
-    """What the down projection of an expert is given."""
+    """Return the input of an expert's down projection."""
     weight = experts.gate_up_proj[expert]
     if not experts.is_transposed:
         gate, up = (x @ weight.T).chunk(2, dim=-1)
@@ -224,7 +226,7 @@ def gated(experts: Any, expert: int, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("model_type", MOE)
-def test_observed_experts_compute_what_the_eager_ones_do(model_type: str, models: Callable[..., Path]) -> None:
+def test_observed_experts_compute_the_same_as_eager_experts(model_type: str, models: Callable[..., Path]) -> None:
     model, (ids,) = load_eager(models(model_type)), tokens(23)
     plain = logits(model, ids)
     with Observer(model) as observer, observer.sequence(0):
@@ -233,7 +235,7 @@ def test_observed_experts_compute_what_the_eager_ones_do(model_type: str, models
 
 
 @pytest.mark.parametrize("model_type", [*DENSE, *MOE])
-def test_nothing_is_left_of_an_observer(model_type: str, models: Callable[..., Path]) -> None:
+def test_an_observer_leaves_no_trace_in_the_model(model_type: str, models: Callable[..., Path]) -> None:
     model, (ids,) = load(models(model_type)), tokens(12)
     table = dict(ALL_ATTENTION_FUNCTIONS)
     before = logits(model, ids)
@@ -248,7 +250,7 @@ def test_nothing_is_left_of_an_observer(model_type: str, models: Callable[..., P
     assert observer.sequences == 0
 
 
-def test_two_observers_at_once_do_not_disturb_each_other(models: Callable[..., Path]) -> None:
+def test_two_observers_on_one_model_do_not_affect_each_other(models: Callable[..., Path]) -> None:
     first, second = load(models("llama")), load(models("gpt_oss"))
     table, (ids,) = dict(ALL_ATTENTION_FUNCTIONS), tokens(12)
     alone = observe(first, [ids]), observe(second, [ids])
@@ -269,7 +271,7 @@ def test_two_observers_at_once_do_not_disturb_each_other(models: Callable[..., P
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(side: str, models: Callable[..., Path]) -> None:
+def test_padding_does_not_change_the_statistics(side: str, models: Callable[..., Path]) -> None:
     for model_type in ("llama", "mixtral"):
         model, sequences = load(models(model_type)), tokens(7, 30, 1)
         expected = observe(model, sequences, histogram=True, per_channel=True)
@@ -319,7 +321,7 @@ def test_a_module_called_twice_in_a_pass_takes_the_maximum(models: Callable[...,
     assert stats.histogram.sum() == 3 * 4 * 96
 
 
-def test_only_the_given_sites_are_watched(models: Callable[..., Path]) -> None:
+def test_only_the_selected_sites_are_observed(models: Callable[..., Path]) -> None:
     model, (ids,) = load(models("mixtral")), tokens(5)
     with Checkpoint.open(models("mixtral")) as checkpoint:
         sites = find_sites(model, checkpoint)
@@ -333,7 +335,7 @@ def test_only_the_given_sites_are_watched(models: Callable[..., Path]) -> None:
         assert stats.tokens.tolist() == everything[name].tokens.tolist()
 
 
-def test_what_nothing_reached_is_there_with_zeros(models: Callable[..., Path]) -> None:
+def test_a_module_that_no_token_reached_is_recorded_with_zeros(models: Callable[..., Path]) -> None:
     with Observer(load(models("mixtral")), histogram=True, per_channel=True) as observer, observer.sequence(0):
         pass
     inputs = observer.inputs()
@@ -364,7 +366,7 @@ def test_nan_in_an_activation_names_the_module_and_the_sequence(bad: float, mode
         observer.run(ids[None])
 
 
-def test_a_forward_outside_of_a_sequence_is_refused(models: Callable[..., Path]) -> None:
+def test_a_forward_pass_outside_of_a_sequence_is_refused(models: Callable[..., Path]) -> None:
     model, (ids,) = load(models("llama")), tokens(5)
     with Observer(model), pytest.raises(UsageError, match=r"observer\.sequence"):
         logits(model, ids)

@@ -54,7 +54,7 @@ def make_stats(
 
 
 def with_experts(sequences: int = 40) -> ActivationStats:
-    """Expert 0 saw much, 1 saw too little, 2 nothing."""
+    """Return statistics in which expert 0 has many tokens, expert 1 too few and expert 2 none."""
     stats = make_stats(sequences=sequences, layers=1)
     rng = np.random.default_rng(1)
     few = ModuleStats(
@@ -68,12 +68,12 @@ def with_experts(sequences: int = 40) -> ActivationStats:
 
 
 def parse(page: str) -> ElementTree.Element:
-    """The page is well-formed XML, so that nothing in it was left unescaped or unclosed."""
+    """Parse the page as XML, which fails if any text is not escaped or any element is not closed."""
     return ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
 
 
 def cells(page: str, caption: str) -> dict[str, list[str]]:
-    """The rows of the table whose first heading is `caption`."""
+    """Return the rows of the table whose first heading is `caption`."""
     for table in parse(page).iter("table"):
         head, *rows = [["".join(cell.itertext()).strip() for cell in row] for row in table.iter("tr")]
         if head[0] == caption:
@@ -104,7 +104,7 @@ def test_the_caches_have_the_scales_that_quantize_writes() -> None:
         assert rows[f"{name}.k"].amax == tuple(stats.kv[name].k_amax.max(axis=0).tolist())
 
 
-def test_a_rule_of_the_histogram_leaves_caches_and_convergence_to_max() -> None:
+def test_with_a_histogram_rule_caches_and_convergence_use_max() -> None:
     summary = summarize(make_stats(), Percentile())
     assert summary.history_rule == Max()
     assert [one.scale for one in summary.caches] == [one.scale for one in summarize(make_stats(), Max()).caches]
@@ -118,7 +118,7 @@ def test_saturation_is_that_of_the_rules_scale_on_held_out_text() -> None:
         assert one.lost == saturation(held_out.inputs[one.module], one.scale or 0.0)
 
 
-def test_modules_come_in_the_order_in_which_a_decoder_runs_them(tmp_path: Any) -> None:
+def test_modules_are_listed_in_the_order_in_which_a_decoder_runs_them(tmp_path: Any) -> None:
     write_stats(make_stats(), tmp_path / "stats.safetensors")
     loaded = summarize(read_stats(tmp_path / "stats.safetensors"), Max())
     names = [one.module for one in loaded.inputs]
@@ -159,7 +159,7 @@ def test_experts_below_the_floor_are_named_with_their_tokens() -> None:
     assert len(set(scales.values())) == 1
 
 
-def test_scales_that_still_move_are_named_the_most_restless_first() -> None:
+def test_scales_that_have_not_converged_are_named_largest_change_first() -> None:
     stats = make_stats(layers=2)
     amax = np.ones(40, np.float32)
     settled = ModuleStats(amax, np.full(40, 9))
@@ -174,7 +174,7 @@ def test_scales_that_still_move_are_named_the_most_restless_first() -> None:
     assert "model.layers.0.mlp.down_proj (87.5%), model.layers.1.self_attn.o_proj (50.0%)" in warning
 
 
-def test_few_sequences_cannot_tell_whether_scales_have_settled() -> None:
+def test_too_few_sequences_to_judge_convergence_give_a_warning() -> None:
     few, enough = (
         summarize(make_stats(sequences=convergence.DEFAULT_WINDOW + more), Max()).warnings for more in (0, 1)
     )
@@ -204,14 +204,14 @@ def test_held_out_text_needs_histograms() -> None:
         ("lm_head", "lm_head"),
     ],
 )
-def test_a_kind_is_what_layers_and_experts_share(module: str, kind: str) -> None:
+def test_the_kind_of_a_module_leaves_out_layer_and_expert_numbers(module: str, kind: str) -> None:
     assert name_in_layer(module) == kind
 
 
 # The page
 
 
-def test_the_page_shows_every_kind_of_module_and_asks_for_nothing() -> None:
+def test_the_page_shows_every_kind_of_module_and_loads_no_external_resource() -> None:
     page = stats_page(make_stats(), Max(), make_stats(seed=1))
     parse(page)
     assert all(kind in page for kind in KINDS)
@@ -219,7 +219,7 @@ def test_the_page_shows_every_kind_of_module_and_asks_for_nothing() -> None:
     assert not re.search(r"<script|<link|<img|@import|url\(|\bsrc=|\bhref=", page)
 
 
-def test_the_table_has_the_numbers_of_the_rules() -> None:
+def test_the_table_shows_the_amax_and_scale_of_the_rule() -> None:
     stats = make_stats()
     scales = activation_scales(stats, MovingAverage()).scales
     own = [float(scale) for name, scale in scales.items() if name.endswith("down_proj")]
@@ -232,7 +232,7 @@ def test_the_table_has_the_numbers_of_the_rules() -> None:
     assert layer[-1] == f"{number(stats.inputs[name].max)}; {number(float(scales[name]))}"
 
 
-def test_the_worst_on_held_out_text_come_first() -> None:
+def test_modules_with_the_most_saturation_on_held_out_text_come_first() -> None:
     stats, held_out = make_stats(), make_stats(seed=1, gain=1.5)
     page = stats_page(stats, Max(), held_out)
     tables = [
@@ -256,7 +256,7 @@ def test_there_are_charts_for_both_widths_and_each_has_a_title() -> None:
         assert all(chart.get("aria-label") and chart.get("role") == "img" for chart in charts)
 
 
-def test_names_cannot_write_markup() -> None:
+def test_markup_in_names_is_escaped() -> None:
     nasty = "<script>&\"'"
     stats = make_stats(layers=1, data={"sources": [{"name": nasty}], nasty: nasty})
     inputs = {f"model.layers.0.{nasty}.down_proj": one for one in stats.inputs.values()}
@@ -278,7 +278,7 @@ def test_names_cannot_write_markup() -> None:
     ],
     ids=["one sequence", "no caches", "nothing", "never called", "experts"],
 )
-def test_thin_statistics_make_a_page_without_nan(stats: ActivationStats, rule: Rule) -> None:
+def test_a_page_of_sparse_statistics_contains_no_nan(stats: ActivationStats, rule: Rule) -> None:
     page = stats_page(stats, rule, stats)
     parse(page)
     assert not re.search(r"\b(nan|inf|None)\b", page)

@@ -36,7 +36,7 @@ def history(amax: list[float]) -> ModuleStats:
 
 
 def sample(values: np.ndarray) -> ModuleStats:
-    """The statistics of one sequence of these values."""
+    """Return the statistics of one sequence with these values."""
     values = values.astype(np.float32)
     return ModuleStats(np.array([np.abs(values).max()]), np.array([1]), count_magnitudes(values))
 
@@ -56,19 +56,19 @@ def test_max_gives_the_scale_of_llm_compressors_static_minmax(batches: list[list
     from compressed_tensors.quantization.utils import calculate_qparams
 
     minimum, maximum = torch.tensor(np.inf), torch.tensor(-np.inf)
-    for batch in batches:  # static_minmax: the running minimum and maximum over all batches
+    for batch in batches:  # static_minmax keeps the running minimum and maximum over all batches
         minimum = torch.minimum(minimum, torch.tensor(batch).min())
         maximum = torch.maximum(maximum, torch.tensor(batch).max())
     arguments = QuantizationArgs(num_bits=8, type="float", strategy="tensor", symmetric=True)
     theirs, _ = calculate_qparams(minimum[None], maximum[None], arguments)
 
     ours = to_scale(Max().amax(history([np.abs(batch).max() for batch in batches])))
-    if max(np.abs(batch).max() for batch in batches) > 1e-30:  # they give zeros another tiny scale
+    if max(np.abs(batch).max() for batch in batches) > 1e-30:  # llm-compressor gives zeros another tiny scale
         assert ours == theirs.item()
 
 
 def te_scale(amax_history: list[float], length: int, margin: int, algo: str) -> np.float32:
-    """The scale that Transformer Engine has after these steps, step by step, in float32."""
+    """Return Transformer Engine's scale after these steps, computed step by step in float32."""
     buffer = np.zeros(length, np.float32)
     scale = np.float32(1.0)
     for amax in amax_history:
@@ -96,7 +96,7 @@ def test_delayed_with_a_long_history_and_no_margin_is_max(amax: list[float]) -> 
 
 
 @given(HISTORIES, st.sampled_from([0.01, 0.1, 0.5, 1.0]))
-def test_moving_average_is_that_of_torch(amax: list[float], constant: float) -> None:
+def test_moving_average_equals_that_of_torchs_observer(amax: list[float], constant: float) -> None:
     import torch
     from torch.ao.quantization import MovingAverageMinMaxObserver
 
@@ -107,7 +107,7 @@ def test_moving_average_is_that_of_torch(amax: list[float], constant: float) -> 
     np.testing.assert_allclose(ours, observer.max_val.item(), rtol=1e-5, atol=max(amax) * 1e-5)
 
 
-def test_moving_average_is_llm_compressors_interpolation() -> None:
+def test_moving_average_equals_llm_compressors_interpolation() -> None:
     amax = [1.0, 3.0, 2.0, 8.0]
     average = amax[0]
     for value in amax[1:]:
@@ -115,7 +115,7 @@ def test_moving_average_is_llm_compressors_interpolation() -> None:
     assert MovingAverage().amax(history(amax)) == pytest.approx(average, rel=1e-12)
 
 
-def test_most_recent_is_the_last_sequence_that_the_module_saw() -> None:
+def test_most_recent_is_the_last_sequence_with_a_token_for_the_module() -> None:
     seen = ModuleStats(np.array([3, 2, 0], np.float32), np.array([5, 5, 0]))
     assert MostRecent().amax(seen) == 2
 
@@ -167,14 +167,14 @@ def test_percentile_100_is_the_maximum() -> None:
     assert Percentile(100).amax(sample(values)) == Max().amax(sample(values))
 
 
-def test_percentile_counts_no_zeros() -> None:
+def test_percentile_ignores_zeros() -> None:
     values = heavy_tailed()
     sparse = np.concatenate([values, np.zeros(10**6)])
     assert Percentile(99).amax(sample(sparse)) == Percentile(99).amax(sample(values)) > 0
 
 
 def round_trip_error(values: np.ndarray, scale: float) -> float:
-    """Mean squared error of saturating E4M3, value by value."""
+    """Return the mean squared error of saturating E4M3, computed value by value."""
     scaled = np.clip(values.astype(np.float64) / scale, -E4M3_MAX, E4M3_MAX)
     decoded = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
     return float(np.mean((values - decoded) ** 2))
@@ -208,15 +208,15 @@ def test_the_expected_squared_error_of_values_at_one_edge_is_that_of_the_value(c
 @pytest.mark.parametrize("seed", range(4))
 def test_mse_is_as_good_as_the_best_of_all_clips(seed: int) -> None:
     values = heavy_tailed(seed, 5000)
-    values[0] = 40 * np.abs(values).max()  # an outlier so large that clipping it may pay
+    values[0] = 40 * np.abs(values).max()  # an outlier so large that clipping it may reduce the error
     largest = float(np.abs(values).max())
     brute = min(round_trip_error(values, clip / E4M3_MAX) for clip in np.geomspace(largest / 16, largest, 200))
     ours = MeanSquaredError().amax(sample(values))
     assert round_trip_error(values, ours / E4M3_MAX) <= 1.15 * brute
 
 
-def test_mse_clips_where_clipping_pays() -> None:
-    # With the outlier in range, a step is 1.75 * 32 / 448 where all the others are; without it, 1.125 * 32 / 448.
+def test_mse_clips_if_clipping_reduces_the_error() -> None:
+    # With the outlier in range, the step size at all other values is 1.75 * 32 / 448; without it, 1.125 * 32 / 448.
     values = np.random.default_rng(0).uniform(1, 1.125, 100_000)
     values[0] = 1.75
     ours = MeanSquaredError().amax(sample(values))
@@ -224,13 +224,13 @@ def test_mse_clips_where_clipping_pays() -> None:
     assert round_trip_error(values, ours / E4M3_MAX) < 0.5 * round_trip_error(values, 1.75 / E4M3_MAX)
 
 
-def test_mse_does_not_clip_what_clipping_would_only_harm() -> None:
+def test_mse_does_not_clip_if_clipping_increases_the_error() -> None:
     values = np.array([1.0] * 10)
     assert MeanSquaredError().amax(sample(values)) == 1.0
 
 
 @pytest.mark.parametrize("rule", [rule() for rule in RULES.values() if issubclass(rule, HistogramRule)], ids=str)
-def test_a_rule_of_the_histogram_says_that_there_is_none(rule: Rule) -> None:
+def test_a_histogram_rule_without_a_histogram_is_refused(rule: Rule) -> None:
     with pytest.raises(UsageError, match=f"rule {rule.name}: these statistics have no histograms"):
         rule.amax(history([1.0]))
 
@@ -271,12 +271,12 @@ def test_an_amax_beyond_float32_gives_the_largest_scale() -> None:
 
 
 @pytest.mark.parametrize("rule", [rule() for rule in RULES.values()], ids=str)
-def test_a_rule_reads_what_it_writes(rule: Rule) -> None:
+def test_the_text_of_a_rule_parses_to_the_same_rule(rule: Rule) -> None:
     assert parse_rule(str(rule)) == rule
     assert parse_rule(rule.name) == rule
 
 
-def test_options_are_read() -> None:
+def test_options_of_a_rule_are_parsed() -> None:
     assert parse_rule("delayed:history=16,margin=1,algo=most_recent") == Delayed(16, 1, "most_recent")
     assert parse_rule("percentile:percentile=99.9") == Percentile(99.9)
 

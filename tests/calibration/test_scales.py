@@ -48,7 +48,7 @@ def test_a_scale_is_the_amax_over_448() -> None:
     assert not found.fallbacks
 
 
-def test_the_rule_decides() -> None:
+def test_the_rule_determines_the_scale() -> None:
     found = activation_scales(make({"m": seen([1, 5, 2])}), MostRecent())
     assert found.amax == {"m": 2.0}
 
@@ -62,7 +62,7 @@ def test_linears_that_a_server_fuses_share_the_largest_scale() -> None:
     assert found.scales[names[0]] == found.scales[names[2]]
 
 
-def test_other_layers_share_nothing() -> None:
+def test_different_layers_do_not_share_scales() -> None:
     inputs = {f"model.layers.{layer}.mlp.up_proj": seen([layer + 1.0]) for layer in range(3)}
     assert list(activation_scales(make(inputs)).amax.values()) == [1, 2, 3]
 
@@ -93,7 +93,7 @@ def test_an_expert_below_the_floor_keeps_its_own_amax_if_it_is_the_largest() -> 
     assert set(found.fallbacks) == {expert(1, "w2")}
 
 
-def test_the_floor_is_an_option_and_spares_other_modules() -> None:
+def test_the_expert_floor_is_an_option_and_applies_only_to_experts() -> None:
     inputs = {expert(0, "w2"): seen([1], 5), expert(1, "w2"): seen([9], 10), f"{LAYER}.mlp.down_proj": seen([2], 1)}
     assert set(activation_scales(make(inputs), min_tokens=6).fallbacks) == {expert(0, "w2")}
     assert not activation_scales(make(inputs), min_tokens=5).fallbacks
@@ -127,7 +127,7 @@ def test_a_module_that_saw_only_zeros_is_named() -> None:
         activation_scales(make({"m": seen([0, 0])}))
 
 
-def test_a_module_that_was_not_watched_is_named() -> None:
+def test_a_module_that_was_not_observed_is_named() -> None:
     with pytest.raises(NotCalibratedError, match="lm_head: not in the activation statistics"):
         activation_scales(make({"m": seen([1])}), modules=["m", "lm_head"])
 
@@ -138,14 +138,14 @@ def test_many_modules_make_a_short_message() -> None:
     assert len(caught.value.modules) == 100
 
 
-def test_modules_that_were_not_asked_for_are_no_obstacle() -> None:
+def test_modules_without_a_requested_scale_need_no_statistics() -> None:
     stats = make({"dead": UNSEEN, "alive": seen([1, 2])})
     assert list(activation_scales(stats, modules=["alive"]).scales) == ["alive"]
 
 
 @given(st.lists(st.floats(2.0**-149, float(np.finfo(np.float32).max), width=32), min_size=1, max_size=5))
 @settings(deadline=None)
-def test_scales_are_above_0_and_finite_whatever_was_seen(amax: list[float]) -> None:
+def test_scales_are_positive_and_finite_for_any_amax(amax: list[float]) -> None:
     for rule in (Max(), MovingAverage(), MostRecent()):
         scale = activation_scales(make({"m": seen(amax)}), rule).scales["m"]
         assert scale >= TINY
@@ -155,7 +155,7 @@ def test_scales_are_above_0_and_finite_whatever_was_seen(amax: list[float]) -> N
 # The KV cache
 
 
-def test_kv_scales_are_of_the_tensor_or_of_each_head() -> None:
+def test_kv_scales_are_per_tensor_or_per_head() -> None:
     stats = make({}, {"attn": heads([[1, 4], [2, 3]], [[8, 5], [6, 7]])})
     found = kv_scales(stats)["attn"]
     assert (found.k, found.v) == (np.float32(4) / np.float32(448), np.float32(8) / np.float32(448))
@@ -187,13 +187,13 @@ def test_an_attention_whose_cache_was_never_filled_is_named(silent: KVStats) -> 
         kv_scales(make({}, {"attn.0": heads([[1, 1]], [[1, 1]]), "attn.1": silent}))
 
 
-def test_an_attention_of_no_sequence_is_named() -> None:
+def test_an_attention_without_sequences_is_named() -> None:
     empty = np.empty((0, 2), np.float32)
     with pytest.raises(NotCalibratedError, match="attn"):
         kv_scales(make({}, {"attn": KVStats(empty, empty)}))
 
 
-def test_caches_that_were_not_watched_are_named_and_histogram_rules_refused() -> None:
+def test_caches_that_were_not_observed_are_named_and_histogram_rules_are_refused() -> None:
     stats = make({}, {"attn": heads([[1]], [[1]])})
     with pytest.raises(NotCalibratedError, match="other: not in the activation statistics"):
         kv_scales(stats, modules=["other"])
@@ -210,7 +210,7 @@ def sample(values: np.ndarray) -> ModuleStats:
 
 
 def counted(values: np.ndarray, scale: float) -> tuple[float, float]:
-    """Fractions that saturate and that vanish, value by value with E4M3 as ml_dtypes rounds it."""
+    """Return the fractions that saturate and that are flushed to zero, value by value with ml_dtypes' E4M3 rounding."""
     scaled = np.abs(values.astype(np.float32).astype(np.float64)) / scale
     saturated = np.isnan(scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
     flushed = (scaled.astype(ml_dtypes.float8_e4m3fn) == 0) & (scaled > 0)
@@ -219,23 +219,23 @@ def counted(values: np.ndarray, scale: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("factor", [2.0, 1.0, 0.97, 0.9, 0.5, 0.2, 0.05, 1e3, 1e5])
 @pytest.mark.parametrize("seed", range(3))
-def test_saturation_is_never_too_low_and_off_by_the_bin_that_is_cut_at_most(factor: float, seed: int) -> None:
+def test_saturation_is_overestimated_by_at_most_one_bin_and_never_underestimated(factor: float, seed: int) -> None:
     values = np.random.default_rng(seed).standard_t(3, 20000)
     scale = float(np.abs(values).max()) / 448 * factor
     ours, exact = saturation(sample(values), scale), counted(values, scale)
-    # A bin is at most an eighth wide: moving the bounds by that much counts everything in the bin that is cut.
+    # A bin is at most an eighth wide: moving the bounds by an eighth counts all values of the bin that a bound cuts.
     assert exact[0] <= ours.saturated <= counted(values, scale / 1.125)[0]
     assert exact[1] <= ours.flushed <= counted(values, scale * 1.125)[1]
 
 
-def test_nothing_that_calibration_saw_saturates_with_the_rule_max() -> None:
+def test_no_calibration_value_saturates_with_the_rule_max() -> None:
     values = np.random.default_rng(0).standard_t(3, 20000)
     module = sample(values)
     scale = activation_scales(make({"m": module})).scales["m"]
     assert saturation(module, float(scale)).saturated == 0.0
 
 
-def test_half_a_step_beyond_the_largest_value_is_rounding() -> None:
+def test_a_value_up_to_half_a_step_beyond_the_largest_does_not_count_as_saturated() -> None:
     assert saturation(sample(np.array([464.0, 1.0])), 1.0).saturated == 0.0
     assert saturation(sample(np.array([464.5, 1.0])), 1.0).saturated == 0.5
 
@@ -245,7 +245,7 @@ def test_half_of_the_smallest_subnormal_is_flushed() -> None:
     assert saturation(sample(values), 1.0).flushed == 0.5
 
 
-def test_nothing_has_no_saturation() -> None:
+def test_no_values_or_only_zeros_have_no_saturation() -> None:
     assert saturation(sample(np.zeros(0)), 1.0) == (0.0, 0.0)
     assert saturation(sample(np.zeros(3)), 1.0) == (0.0, 0.0)
 

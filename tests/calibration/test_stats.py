@@ -90,7 +90,7 @@ def test_the_bin_of_a_bf16_is_its_top_bits() -> None:
     np.testing.assert_array_equal(count_magnitudes(values[finite]), expected)
 
 
-# What the arrays must be
+# Validation of the arrays
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,13 @@ def test_the_bin_of_a_bf16_is_its_top_bits() -> None:
         ({"channel_amax": np.array([np.nan], np.float32)}, "not finite"),
     ],
 )
-def test_arrays_that_no_observer_gives_are_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_arrays_are_refused(change: dict[str, Any], message: str) -> None:
     valid = ModuleStats(np.array([1, 2], np.float32), np.array([3, 4]))
     with pytest.raises(ValueError, match=message):
         replace(valid, **change)
 
 
-def test_modules_that_saw_other_sequences_are_refused() -> None:
+def test_a_module_with_another_number_of_sequences_is_refused() -> None:
     stats = make_stats()
     odd = module(np.random.default_rng(1), 4)
     with pytest.raises(ValueError, match="odd: 4 sequences, expected 3"):
@@ -153,7 +153,7 @@ def test_merging_appends_sequences_adds_histograms_and_takes_the_larger_channel(
     ]
 
 
-def test_the_order_of_a_merge_changes_no_sum_and_no_maximum() -> None:
+def test_sums_and_maxima_do_not_depend_on_the_order_of_a_merge() -> None:
     a, b = make_stats(0), make_stats(1)
     for name, one in a.merge(b).inputs.items():
         two = b.merge(a).inputs[name]
@@ -179,7 +179,7 @@ def without_down_proj(stats: ActivationStats) -> ActivationStats:
         (make_stats(channels=6), r"channel_amax of \[5, 6\] channels"),
     ],
 )
-def test_runs_that_do_not_belong_together_are_not_merged(other: ActivationStats, message: str) -> None:
+def test_runs_of_different_models_or_settings_are_not_merged(other: ActivationStats, message: str) -> None:
     with pytest.raises(StatsError, match=message):
         make_stats().merge(other)
 
@@ -199,7 +199,7 @@ def test_runs_that_do_not_belong_together_are_not_merged(other: ActivationStats,
     ],
     ids=["all", "no sequences", "amax alone", "merged", "no attention", "odd data"],
 )
-def test_what_was_saved_is_loaded_to_the_bit(stats: ActivationStats, tmp_path: Path) -> None:
+def test_saved_statistics_are_loaded_bit_for_bit(stats: ActivationStats, tmp_path: Path) -> None:
     path = tmp_path / "stats"
     write_stats(stats, path)
     loaded = read_stats(path)
@@ -224,7 +224,7 @@ def test_equal_statistics_give_equal_bytes_whatever_the_order_of_the_modules(sav
     assert (tmp_path / "again").read_bytes() == saved.read_bytes()
 
 
-def test_the_file_is_one_that_the_safetensors_package_reads(saved: Path) -> None:
+def test_the_safetensors_package_can_read_the_file(saved: Path) -> None:
     from safetensors.numpy import load_file
 
     arrays = load_file(saved)
@@ -259,7 +259,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(saved: Path, monkeypatch: pytest
     assert [p.name for p in saved.parent.iterdir()] == [saved.name]
 
 
-def test_any_flipped_bit_is_noticed(saved: Path) -> None:
+def test_any_flipped_bit_is_detected(saved: Path) -> None:
     original = saved.read_bytes()
     rng = np.random.default_rng(0)
     for at in range(len(original)):
@@ -270,7 +270,7 @@ def test_any_flipped_bit_is_noticed(saved: Path) -> None:
             read_stats(saved)
 
 
-def test_any_replaced_byte_is_noticed_or_without_effect(saved: Path) -> None:
+def test_any_replaced_byte_is_detected_or_has_no_effect(saved: Path) -> None:
     original, expected = saved.read_bytes(), read_stats(saved)
     rng = np.random.default_rng(1)
     harmless = 0
@@ -283,7 +283,7 @@ def test_any_replaced_byte_is_noticed_or_without_effect(saved: Path) -> None:
             harmless += 1
         except CheckpointError:
             pass
-    assert harmless < len(original) / 50  # the random byte is the one that was there; white space in the padding
+    assert harmless < len(original) / 50  # the random byte equals the original, or replaces white space in the padding
 
 
 def test_a_file_cut_anywhere_is_refused(saved: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_file_cut_anywhere_is_refused(saved: Path) -> None:
 
 
 def forge(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]) -> None:
-    """Change the content of a file and give it the hash that fits."""
+    """Change the content of a file and update its hash to match."""
     from minifloat.calibration import stats_file
     from minifloat.checkpoint.header import encode_header, read_header
     from minifloat.checkpoint.tensors import OutputTensor
@@ -380,7 +380,7 @@ def test_a_file_of_another_version_is_refused_with_both_versions(saved: Path) ->
         read_stats(saved)
 
 
-def test_the_weights_of_a_model_are_no_statistics(llama_folder: Path) -> None:
+def test_a_weight_file_is_refused_as_statistics(llama_folder: Path) -> None:
     with pytest.raises(StatsError, match="no activation statistics"):
         read_stats(llama_folder / "model.safetensors")
 
@@ -394,7 +394,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
         write_stats(make_stats(), tmp_path / "absent" / "stats")
 
 
-# Which model
+# Model identity
 
 
 def stats_of(folder: Path) -> ActivationStats:
@@ -407,7 +407,7 @@ def edit_config(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_the_same_model_saved_by_another_version_is_the_same(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_model_saved_by_another_version_of_transformers_is_recognized(llama_folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "renamed.safetensors").write_bytes((llama_folder / "model.safetensors").read_bytes())

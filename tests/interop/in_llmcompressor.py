@@ -1,4 +1,4 @@
-"""Run by llm-compressor's Python: quantize a model, and read checkpoints with transformers and compressed-tensors."""
+"""Quantize a model and read checkpoints with compressed-tensors; runs in llm-compressor's Python environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def make(source: str, scheme: str, target: str, tokens: list[list[int]]) -> None:
-    """Quantize as users do, and write beside the folder what compressed-tensors makes of each weight, in float32."""
+    """Quantize a model as users do; also write ``<target>.weights``, compressed-tensors' float32 decoding of it."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     rows = [{"input_ids": torch.tensor([row]), "attention_mask": torch.ones(1, len(row))} for row in tokens]
     data = torch.utils.data.DataLoader(rows, batch_size=None)
@@ -31,15 +31,15 @@ def make(source: str, scheme: str, target: str, tokens: list[list[int]]) -> None
     schemes = {name: getattr(module, "quantization_scheme", None) for name, module in model.named_modules()}
     tensors = load_file(Path(target) / "model.safetensors")
     weights = {}
-    for name, found in schemes.items():
+    for name, scheme_of_module in schemes.items():
         parts = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
-        if found is not None and "weight_scale" in parts:
-            weights[name] = decompress(parts, found).contiguous()
+        if scheme_of_module is not None and "weight_scale" in parts:
+            weights[name] = decompress(parts, scheme_of_module).contiguous()
     save_file(weights, f"{target}.weights")
 
 
 def decompress(parts: dict[str, torch.Tensor], scheme: QuantizationScheme) -> torch.Tensor:
-    """A weight by compressed-tensors' own functions, with scales widened so that nothing is rounded."""
+    """Decode a weight with compressed-tensors' own functions, with float32 scales so that nothing is rounded."""
     if "weight_global_scale" in parts:
         rows, half = parts["weight_packed"].shape
         return dequantize(
@@ -56,7 +56,7 @@ def decompress(parts: dict[str, torch.Tensor], scheme: QuantizationScheme) -> to
 
 
 def read(folder: str, tokens: list[list[int]], out: str) -> None:
-    """Logits of a checkpoint in BF16, and the linears that the model holds after a pass."""
+    """Write the logits of a checkpoint in BF16, and the weights of the model's linears after the forward pass."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
         logits = model(torch.tensor(tokens)).logits.float()
@@ -69,7 +69,7 @@ def read(folder: str, tokens: list[list[int]], out: str) -> None:
 
 
 def main() -> None:
-    """Read the request, do all of it, and say of each part whether it went well."""
+    """Run the jobs of the request file, and append a line with the error or null for each."""
     request: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     for name, arguments in request["jobs"]:
         answer: dict[str, Any] = {"error": None}

@@ -1,4 +1,4 @@
-"""Run by vLLM's Python: start checkpoints in vLLM, one after the other in this process, and say what they answer."""
+"""Load checkpoints in vLLM, one after the other in one process, and write their answers; runs in vLLM's environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-# In this process, so that the error of a model that does not load is the engine's own.
+# The engine runs in this process, so that a load error is raised here as the engine's own exception.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch
@@ -20,12 +20,12 @@ _SHARED = {"max_model_len": 256, "max_num_seqs": 4, "enforce_eager": True, "skip
 
 
 def answer(checkpoint: dict[str, Any], prompts: list[list[int]], tokens: int, logprobs: int) -> list[dict[str, Any]]:
-    """Greedy continuations, with the log-probabilities of the first tokens in each place of prompt and answer."""
+    """Return greedy continuations, with the top log-probabilities at each position of prompt and answer."""
     params = SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs, prompt_logprobs=logprobs, detokenize=False
     )
     processes = checkpoint.get("tp", 1)
-    # vLLM gives each process a NUMA node of its own unless it is told which processors to take.
+    # Without an explicit binding, vLLM gives each process a NUMA node of its own.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, PROCESSORS[:processes])) if processes > 1 else "auto"
     torch.cpu._is_amx_tile_supported = lambda: HAS_AMX or checkpoint.get("as_if_amx", False)
     engine = LLM(model=checkpoint["path"], tensor_parallel_size=processes, enable_prefix_caching=False, **_SHARED)
@@ -34,8 +34,8 @@ def answer(checkpoint: dict[str, Any], prompts: list[list[int]], tokens: int, lo
         {
             "tokens": list(output.outputs[0].token_ids),
             "top": [
-                {token: found.logprob for token, found in place.items()}
-                for place in (*output.prompt_logprobs[1:], *output.outputs[0].logprobs)
+                {token: entry.logprob for token, entry in position.items()}
+                for position in (*output.prompt_logprobs[1:], *output.outputs[0].logprobs)
             ],
         }
         for output in outputs
@@ -43,7 +43,7 @@ def answer(checkpoint: dict[str, Any], prompts: list[list[int]], tokens: int, lo
 
 
 def main() -> None:
-    """Read the request, and append one line per checkpoint as soon as it is known."""
+    """Run the request file's checkpoints, and append the answers or the error of each as one line when it ends."""
     with open(sys.argv[1]) as file:
         request = json.load(file)
     for checkpoint in request["checkpoints"]:

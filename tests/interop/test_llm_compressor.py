@@ -1,4 +1,4 @@
-"""llm-compressor's checkpoints read by us, and ours by transformers with compressed-tensors in its environment."""
+"""minifloat reads llm-compressor's checkpoints; transformers with compressed-tensors reads minifloat's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from minifloat.runtime.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(1800)
 
-#: llm-compressor's name of a scheme -> what `inspect` must call its weights and inputs.
+#: llm-compressor's name of a scheme -> the names that `inspect` must give to its weights and inputs.
 THEIRS = {
     "FP8": ("E4M3", "tensor"),
     "FP8_DYNAMIC": ("E4M3", "channel"),
@@ -38,13 +38,13 @@ THEIRS = {
 }
 OURS = [*SCHEMES]
 LINEARS = 28
-#: transformers loads scales in BF16 and rounds their products to it: twice half of the spacing, which is 2^-7.
+#: transformers loads scales in BF16 and rounds the products to BF16: two errors of half the spacing of 2^-7 each.
 ROUNDED = 2**-7
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the two sides wrote, and the tokens that were run."""
+    """The files that both sides wrote, and the input tokens."""
 
     folder: Path
     tokens: list[list[int]]

