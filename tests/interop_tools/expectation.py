@@ -1,9 +1,9 @@
-"""What a correct reader must make of a fixture: dequantized weights, facts and logits, next to the checkpoint.
+"""Write the expected result of reading a fixture next to its checkpoint: dequantized weights, facts and logits.
 
-The generators share this file. It knows no quantization: the generators hand over weights that the tool itself
-(or a formula in the generator) has dequantized, and the logits come from plain transformers in float32 on those
-weights, with activations and KV cache left in float32 whatever the scheme says about them. It imports nothing from
-minifloat, so that an expectation cannot share a mistake with the reader under test.
+The generators share this file. It contains no quantization code: the generators pass weights that the tool itself (or a
+formula in the generator) has dequantized, and the logits come from plain transformers in float32 on those weights, with
+activations and KV cache left in float32 whatever the scheme declares. It imports nothing from minifloat, so that an
+expectation cannot share a mistake with the reader under test.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ INTEROP = Path(__file__).resolve().parent.parent / "data" / "interop"
 DATE = "2026-11-21"
 INPUT_IDS = torch.tensor([[3, 41, 17, 59, 8, 26, 33, 50]])
 
-#: Weights stored in full by default: rows above one block of 128, an all-zero row, and grouped-query attention.
+#: Weights stored in full by default: more rows than a block of 128, an all-zero row and grouped-query attention.
 STORED = ("self_attn.k_proj", "layers.0.mlp.up_proj")
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """The installed versions of `packages`, with torch's and transformers'."""
+    """Return the installed versions of `packages`, torch and transformers."""
     return {name: version(name) for name in (*packages, "torch", "transformers")}
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The config and all tensors of a one-file checkpoint."""
+    """Return the config and all tensors of a one-file checkpoint."""
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
 def reference_logits(config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Logits ``[8, vocab]`` of a float32 model with exactly these weights, on `INPUT_IDS`.
+    """Return the logits ``[8, vocab]`` of a float32 model with exactly these weights, on `INPUT_IDS`.
 
     Args:
-        config: The model's config; a quantization_config in it is dropped.
+        config: The model's config; its quantization_config is ignored.
         weights: Every tensor of the unquantized model under its name on disk.
     """
     plain = {key: value for key, value in config.items() if key != "quantization_config"} | {"dtype": "float32"}
@@ -75,17 +75,17 @@ def save(
 
     Args:
         folder: The fixture.
-        base: The folder of the BF16 model it was made from; the tensors outside `modules` must be its own.
+        base: Folder of the BF16 model that was quantized; the tensors outside `modules` must equal its tensors.
         weights: The dequantized weights of `modules`, float32: by module name, in the shape of the base's tensor.
         modules: What is known of each quantized module; see the README beside the fixtures.
         tool: Package versions.
-        command: How to make this folder again.
-        dequantized_by: What computed `weights`.
-        stored: Ends of the module names whose weights are kept in full; the logits vouch for the others.
+        command: The command that generates this folder.
+        dequantized_by: Name of the code that computed `weights`.
+        stored: Suffixes of the modules whose weights are stored in full; the logits cover the other weights.
         **facts: Further entries of ``expected.json``.
     """
     config, base_tensors = read(INTEROP / base)
-    # Fused experts are tensors of their own; everything else is the `weight` of a module.
+    # Fused experts are parameters without the suffix `.weight`; all other tensors are the `weight` of a module.
     names = {module: module if module in base_tensors else f"{module}.weight" for module in weights}
     if set(weights) != set(modules) or not set(names.values()) <= set(base_tensors):
         raise RuntimeError(f"weights, modules and base disagree: {set(weights) ^ set(modules)}, {names}")

@@ -5,7 +5,7 @@ layouts are those of published checkpoints; the arithmetic is the plain formula 
 `deepseek-block32-transformers*`, whose tensors transformers' own conversion operations quantize. Where transformers
 can read a result, it is loaded back here and must give the recorded logits.
 
-transformers is no oracle for partial blocks: it derives the block from the shape of the scale grid, so 160 rows
+transformers cannot check partial blocks: it derives the block from the shape of the scale grid, so 160 rows
 under two rows of scales are decoded in blocks of 80. Those fixtures are decoded by the formula only.
 """
 
@@ -37,17 +37,17 @@ Facts = dict[str, dict[str, Any]]
 
 
 def linears(tensors: Tensors) -> list[str]:
-    """Names of the modules to quantize: projections, not lm_head, embeddings, norms or the router."""
+    """Return the names of the modules to quantize: projections, not lm_head, embeddings, norms or the router."""
     return [name.removesuffix(".weight") for name in sorted(tensors) if name.endswith("_proj.weight")]
 
 
 def to_e4m3(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``weight / scale`` rounded to E4M3, clamped to its largest value."""
+    """Return ``weight / scale`` rounded to E4M3 and clamped to its largest value."""
     return (weight.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def expand(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """The scale of each element: a grid of blocks spread out, and cut where the last block is partial."""
+    """Return the scale of each element, repeated from a grid of blocks of which the last may be partial."""
     return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
@@ -64,17 +64,17 @@ def check_loads(target: Path, **arguments: Any) -> None:
     """transformers must read the fixture and compute the recorded logits.
 
     Raises:
-        AssertionError: It computes others.
+        AssertionError: If the loaded model computes other logits.
     """
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager", **arguments)
-    model.float()  # whatever dtype is asked for, transformers leaves the unquantized tensors in the file's
+    model.float()  # transformers keeps the file's dtype for unquantized tensors, whatever dtype is requested
     with torch.no_grad():
         logits = model(INPUT_IDS).logits[0]
     torch.testing.assert_close(logits, load_file(target / "expected.safetensors")["logits"], rtol=1e-5, atol=1e-5)
 
 
 def block_fp8(tensors: Tensors, scale_dtype: torch.dtype) -> tuple[Tensors, Tensors, Facts]:
-    """DeepSeek's 128x128 blocks, partial ones included: ``(tensors on disk, weights, facts)``."""
+    """Return ``(tensors on disk, weights, facts)`` for DeepSeek's 128x128 blocks, including partial blocks."""
     block = (128, 128)
     stored, weights, facts = dict(tensors), {}, {}
     for name in linears(tensors):
@@ -101,7 +101,7 @@ def block_fp8(tensors: Tensors, scale_dtype: torch.dtype) -> tuple[Tensors, Tens
 
 
 def make_deepseek(name: str, scale_dtype: torch.dtype, quantization: dict[str, Any], stored: tuple[str, ...]) -> None:
-    """A block FP8 Llama, quantized and decoded by the formula."""
+    """Write a block FP8 Llama, quantized and decoded by the formula."""
     _, tensors = read(INTEROP / "base-llama")
     on_disk, weights, facts = block_fp8(tensors, scale_dtype)
     common = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -110,7 +110,7 @@ def make_deepseek(name: str, scale_dtype: torch.dtype, quantization: dict[str, A
 
 
 def make_transformers_block(name: str, base: str, scale_fmt: str, stored: tuple[str, ...]) -> None:
-    """Block FP8 by transformers' own operations, in 32x32 blocks so that every matrix of `base` tiles exactly."""
+    """Write block FP8 by transformers' own operations, in 32x32 blocks, which divide every matrix of `base` exactly."""
     _, tensors = read(INTEROP / base)
     skipped = sorted({key.removesuffix(".weight") for key in tensors} - set(linears(tensors)))
     config = FineGrainedFP8Config(
@@ -138,7 +138,7 @@ def make_transformers_block(name: str, base: str, scale_fmt: str, stored: tuple[
 
 
 def input_amax(base: str) -> dict[str, float]:
-    """The largest input of each linear of `base`, over 128 random tokens."""
+    """Return the amax of the input of each linear of `base` over 128 random tokens."""
     model = AutoModelForCausalLM.from_pretrained(INTEROP / base, dtype=torch.float32, attn_implementation="eager")
     amax: dict[str, float] = {}
     for name, module in model.named_modules():
@@ -152,7 +152,7 @@ def input_amax(base: str) -> dict[str, float]:
 
 
 def make_vllm_static(name: str) -> None:
-    """vLLM's per-tensor form: scalar ``weight_scale`` and ``input_scale``, float32, of shape ``[]``."""
+    """Write vLLM's per-tensor form: ``weight_scale`` and ``input_scale`` in float32 of shape ``[]``."""
     _, tensors = read(INTEROP / "base-llama")
     on_disk, weights, facts, amax = dict(tensors), {}, {}, input_amax("base-llama")
     for module in linears(tensors):
@@ -177,7 +177,7 @@ def make_vllm_static(name: str) -> None:
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """MXFP4 of ``[..., K]``: blocks ``[..., K/32, 16]`` and scales ``[..., K/32]``, both uint8.
+    """Quantize ``[..., K]`` to MXFP4: blocks ``[..., K/32, 16]`` and scales ``[..., K/32]``, both uint8.
 
     The scale is the smallest power of two that clips nothing; elements are rounded to nearest, ties to the even code;
     the even element of a pair is in the low nibble.
@@ -195,7 +195,7 @@ def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_gpt_oss(name: str) -> None:
-    """gpt-oss: experts in MXFP4 blocks and scales, packed by the formula here and decoded by transformers."""
+    """Write gpt-oss with experts in MXFP4 blocks and scales, packed by `mxfp4` and decoded by transformers."""
     _, tensors = read(INTEROP / "base-gpt-oss")
     on_disk, weights, facts = dict(tensors), {}, {}
     for key in sorted(tensors):
@@ -237,11 +237,11 @@ def record(name: str, base: str, weights: Tensors, facts: Facts, dequantized_by:
 
 
 FIXTURES: dict[str, Callable[[str], None]] = {
-    # With a skip list, as Qwen publishes it.
+    # With a skip list, as in Qwen's checkpoints.
     "deepseek-block128": lambda name: make_deepseek(
         name, torch.float32, {"modules_to_not_convert": ["lm_head", "model.norm"]}, (*STORED, "mlp.down_proj")
     ),
-    # Without one, as DeepSeek publishes it: only the presence of a scale tells what is quantized.
+    # Without a skip list, as in DeepSeek's checkpoints: only the presence of a scale marks a quantized module.
     "deepseek-block128-bf16-scales": lambda name: make_deepseek(name, torch.bfloat16, {}, STORED),
     "deepseek-block32-moe": lambda name: make_transformers_block(
         name, "base-qwen3-moe", "", ("experts.0.down_proj", "experts.1.up_proj", "layers.1.self_attn.k_proj")

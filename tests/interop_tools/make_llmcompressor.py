@@ -1,10 +1,10 @@
-"""Quantize the base models with llm-compressor, and record what compressed-tensors itself reads back.
+"""Quantize the base models with llm-compressor, and record the weights that compressed-tensors decodes.
 
 Run by hand in a virtual environment with llmcompressor (see README.md here); never imported by the test-suite.
 Each fixture is one `oneshot` call and `save_pretrained`, so config.json, tensor names and dtypes are the tool's own.
 
 compressed-tensors decompresses in the dtype of the scales, which llm-compressor writes in BF16. Here the stored
-scales are widened to float32 first, so that an expectation is the exact product and not its BF16 rounding.
+scales are converted to float32 first, so that the expected weight is the exact product and not its BF16 rounding.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ FP8_CHANNEL = {**FP8_TENSOR, "strategy": "channel"}
 
 
 def modifier(**arguments: Any) -> QuantizationModifier:
-    """llm-compressor's modifier on every linear but lm_head."""
+    """Return llm-compressor's modifier for every linear except lm_head."""
     return QuantizationModifier(**{"targets": "Linear", "ignore": ["lm_head"], **arguments})
 
 
-#: Folder name -> (base model, how to make the modifier). A modifier keeps state, so each run makes its own.
+#: Folder name -> (base model, function that returns the modifier). A modifier keeps state, so each run needs a new one.
 FIXTURES: dict[str, tuple[str, Callable[[], QuantizationModifier]]] = {
     "llmc-fp8-static": ("base-llama", lambda: modifier(scheme="FP8")),
     "llmc-fp8-dynamic": ("base-llama", lambda: modifier(scheme="FP8_DYNAMIC")),
@@ -95,13 +95,13 @@ STORED_BY = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A stand-in: oneshot asks for one when it is given data, and never calls it on token ids."""
+    """Return a placeholder tokenizer: oneshot requires one with calibration data, but never calls it on token ids."""
     words = {str(i): i for i in range(64)}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), pad_token="2")
 
 
 def calibration_data() -> torch.utils.data.DataLoader[dict[str, torch.Tensor]]:
-    """Eight sequences of 16 random token ids."""
+    """Return eight sequences of 16 random token ids."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(3, 64, (8, 1, 16), generator=generator)
     return torch.utils.data.DataLoader(
@@ -110,7 +110,7 @@ def calibration_data() -> torch.utils.data.DataLoader[dict[str, torch.Tensor]]:
 
 
 def quantize(base: Path, target: Path, recipe: QuantizationModifier) -> dict[str, QuantizationScheme]:
-    """Write the quantized `base` to `target`; returns the scheme that the tool gave to each module."""
+    """Write the quantized `base` to `target` and return the scheme that the tool assigned to each module."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     oneshot(model=model, recipe=recipe, dataset=calibration_data(), tokenizer=tokenizer(), max_seq_length=16)
     model.save_pretrained(target, save_compressed=True)
@@ -119,7 +119,7 @@ def quantize(base: Path, target: Path, recipe: QuantizationModifier) -> dict[str
 
 
 def decompress(tensors: dict[str, torch.Tensor], scheme: QuantizationScheme) -> torch.Tensor:
-    """The float32 weight of one module from its tensors on disk, by compressed-tensors' own functions."""
+    """Decode one module's tensors on disk to float32 with compressed-tensors' own functions."""
     wide = dict(tensors)
     if wide["weight_scale"].dtype == torch.bfloat16:
         wide["weight_scale"] = wide["weight_scale"].float()
@@ -127,7 +127,7 @@ def decompress(tensors: dict[str, torch.Tensor], scheme: QuantizationScheme) -> 
     weight = compressor.decompress(wide, scheme)["weight"].float()
     if "weight_global_scale" not in tensors:
         return weight
-    # NVFP4's decompress rounds to BF16 whatever it is given: take its two steps in float32 and check one by the other.
+    # NVFP4's decompress always rounds to BF16: run its two steps in float32 and compare with its rounded result.
     rows, half = tensors["weight_packed"].shape
     exact = dequantize(
         unpack_fp4_from_uint8(tensors["weight_packed"], rows, 2 * half, dtype=torch.float32),
@@ -141,7 +141,7 @@ def decompress(tensors: dict[str, torch.Tensor], scheme: QuantizationScheme) -> 
 
 
 def granularity(args: QuantizationArgs) -> str:
-    """The name of a granularity: what shares one scale."""
+    """Return the name of the granularity of the scales."""
     strategy = str(getattr(args.strategy, "value", args.strategy))
     if strategy == "block":
         return "block " + "x".join(map(str, args.block_structure))
@@ -149,12 +149,12 @@ def granularity(args: QuantizationArgs) -> str:
 
 
 def element(args: QuantizationArgs) -> str:
-    """The name of the element format of float quantization."""
+    """Return the name of the element format of float quantization."""
     return {8: "E4M3", 4: "E2M1"}[args.num_bits]
 
 
 def facts(tensors: dict[str, torch.Tensor], scheme: QuantizationScheme) -> dict[str, Any]:
-    """What expected.json says of one module."""
+    """Return the entry of expected.json for one module."""
     packed = "weight_packed" in tensors
     weight = tensors["weight_packed" if packed else "weight"]
     scale = tensors["weight_scale"]

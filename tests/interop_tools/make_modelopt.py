@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 
 class Fixture(NamedTuple):
-    """How a folder is made, and what its weights are."""
+    """The recipe of a folder, and the format of its weights."""
 
     base: str
     config: dict[str, Any]
@@ -34,7 +34,7 @@ class Fixture(NamedTuple):
 
 
 def activation(element: str, granularity: str, dynamic: bool) -> dict[str, Any]:
-    """The entry of expected.json for quantized activations."""
+    """Return the entry of expected.json for quantized activations."""
     return {"element": element, "granularity": granularity, "dynamic": dynamic}
 
 
@@ -60,13 +60,13 @@ FIXTURES: dict[str, Fixture] = {
 
 
 def calibrate(model: torch.nn.Module) -> None:
-    """Run eight sequences of 16 random tokens."""
+    """Calibrate with eight sequences of 16 random tokens."""
     for row in torch.randint(3, 64, (8, 1, 16), generator=torch.Generator().manual_seed(7)):
         model(row)
 
 
 def dequantize(tensors: dict[str, torch.Tensor], fixture: Fixture) -> torch.Tensor:
-    """The float32 weight of one module, by ModelOpt's own tensor class.
+    """Decode the float32 weight of one module with ModelOpt's own tensor class.
 
     Args:
         tensors: The module's tensors on disk, by local name.
@@ -80,13 +80,13 @@ def dequantize(tensors: dict[str, torch.Tensor], fixture: Fixture) -> torch.Tens
         )
     if fixture.scale == "E8M0":
         return MXFP8QTensor(weight.shape, torch.float32, weight).dequantize(scale=scale)
-    # A scale per channel is stored as a vector [N].
+    # Per-channel scales are stored as a vector [N].
     scale = scale[:, None] if scale.dim() == 1 else scale
     return FP8QTensor(weight.shape, torch.float32, weight).dequantize(scale=scale)
 
 
 def facts(tensors: dict[str, torch.Tensor], fixture: Fixture) -> dict[str, Any]:
-    """What expected.json says of one module."""
+    """Return the entry of expected.json for one module."""
     rows, columns = tensors["weight"].shape
     entry: dict[str, Any] = {
         "element": fixture.element,

@@ -3,7 +3,7 @@
 Run by hand; the test-suite reads the results under tests/data/interop and never imports this file. The weights are
 random with a fixed seed, heavy-tailed (Student's t, four degrees of freedom) with a few large output channels, so
 that amax is set by outliers as in a trained model; `PLANTED_ZEROS` adds rows and groups that are all zero, because
-tools disagree about the scale of an empty block. Nothing here can produce sensible text.
+tools disagree about the scale of an all-zero block. The models cannot generate meaningful text.
 
 Leaves out: tokenizers (the fixtures are read by token id) and anything trained.
 """
@@ -25,7 +25,7 @@ INTEROP = Path(__file__).resolve().parent.parent / "data" / "interop"
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 COMMON = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
-#: Suffixes of tensors and the rows and columns of them that are set to zero.
+#: Suffix of a tensor -> its rows and columns that are set to zero.
 PLANTED_ZEROS: dict[str, tuple[slice, slice]] = {
     "layers.0.mlp.up_proj.weight": (slice(3, 4), slice(None)),
     "layers.0.mlp.gate_proj.weight": (slice(7, 8), slice(0, 32)),
@@ -34,9 +34,9 @@ PLANTED_ZEROS: dict[str, tuple[slice, slice]] = {
 
 
 def configs() -> dict[str, PreTrainedConfig]:
-    """The base models by folder name."""
+    """Return the configs of the base models by folder name."""
     return {
-        # 160 rows are one whole block of 128 and a partial one; 64 columns are less than a block.
+        # 160 rows are one whole block of 128 and a partial block; 64 columns are less than a block.
         "base-llama": LlamaConfig(
             hidden_size=64,
             intermediate_size=160,
@@ -76,7 +76,7 @@ def configs() -> dict[str, PreTrainedConfig]:
 
 
 def random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """A BF16 tensor of `shape` that suits its role: about 1 for norms, small for biases, heavy tails for matrices."""
+    """Return a random BF16 tensor of `shape`: about 1 for norms, small for biases, heavy-tailed for matrices."""
     normal = torch.randn(shape, generator=generator, dtype=torch.float64)
     if "norm" in name:
         return (1 + 0.1 * normal).to(torch.bfloat16)
@@ -86,7 +86,7 @@ def random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> t
         return normal.to(torch.bfloat16)
     chi_squared = torch.randn((4, *shape), generator=generator, dtype=torch.float64).square().sum(0)
     tensor = normal / (chi_squared / 4).sqrt() / math.sqrt(2 * shape[-1])
-    tensor[..., 5::29, :] *= 6  # a few output channels that are much larger than the others
+    tensor[..., 5::29, :] *= 6  # a few output channels much larger than the others
     for suffix, (rows, columns) in PLANTED_ZEROS.items():
         if name.endswith(suffix):
             tensor[rows, columns] = 0
@@ -100,7 +100,7 @@ def make(name: str, config: PreTrainedConfig, seed: int = 20261121) -> None:
     config.dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
-        # transformers decides the tensors' names and the layout of experts on disk; the values are ours.
+        # transformers sets the tensors' names and the layout of experts on disk; `random_tensor` sets the values.
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
         shapes = load_file(Path(folder) / "model.safetensors")
         target.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The read probe: it reads every byte on every instruction set, and refuses nonsense."""
+"""The read bandwidth probe: it reads every byte on every instruction set, and refuses invalid arguments."""
 
 from __future__ import annotations
 

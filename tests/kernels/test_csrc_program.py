@@ -1,4 +1,4 @@
-"""The kernels through their C interface alone, on this processor and on an emulated ARM one."""
+"""The kernels through their C interface without Python, on this processor and on an emulated ARM processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels as ops of torch: `torch.compile`, `torch.export` and autograd see them as they should."""
+"""The kernels as torch ops under `torch.compile`, `torch.export` and autograd."""
 
 from __future__ import annotations
 

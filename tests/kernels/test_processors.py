@@ -1,4 +1,4 @@
-"""What a process may compute with: control groups of both versions, the spin of OpenMP, its runtimes."""
+"""The processors of a process: control groups of both versions, OpenMP's spin time, and its runtimes."""
 
 from __future__ import annotations
 

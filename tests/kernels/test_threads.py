@@ -1,4 +1,4 @@
-"""Threads: how many, from several Python threads at once, and after a fork."""
+"""The kernels' threads: their number, calls from several Python threads at once, and calls after a fork."""
 
 from __future__ import annotations
 

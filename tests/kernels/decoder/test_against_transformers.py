@@ -1,4 +1,4 @@
-"""A step gives the logits of transformers' own modelling code, in float32, however tokens are cut into steps."""
+"""A step gives the logits of transformers' own modelling code, in float32, for any division of tokens into steps."""
 
 from __future__ import annotations
 

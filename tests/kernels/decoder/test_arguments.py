@@ -1,4 +1,4 @@
-"""What a step, a decoder and a cache refuse: each by the name of its field, before anything is written."""
+"""Invalid arguments of a step, a decoder and a cache: refused by the name of the field, before anything is written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The step in C++ against the reference, on every instruction set, and what must not change its results.
+"""The decoder step in C++ against the reference, on every instruction set, and settings that must not change results.
 
-Sessions fill their cache with NaN first, so that reading what was never written shows.
+Sessions fill their KV cache with NaN first, so that reading an unwritten element changes the result.
 """
 
 from __future__ import annotations

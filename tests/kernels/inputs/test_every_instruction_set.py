@@ -1,4 +1,4 @@
-"""The native `round_inputs` below the public API: every instruction set against the plain torch, bit for bit."""
+"""The native `round_inputs` below the public API: every instruction set against plain torch, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`round_inputs`: which implementation runs, what it refuses, and that `linear` goes through it."""
+"""`round_inputs`: the choice of the implementation, refused arguments, and its use by `linear`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quantize_inputs`: its kernel by the interpreter, compiled ahead and on a GPU; and what it refuses."""
+"""`quantize_inputs`: its kernel in the interpreter, compiled ahead of time and on a GPU; and refused arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton quantizer of inputs against the oracle, bit for bit; `test_triton.py` runs it."""
+"""The Triton quantizer of inputs against the reference, bit for bit; `test_triton.py` runs this file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every format on every instruction set against the product in float64, over numbers of rows, shapes and dtypes.
 
-The sizes straddle what the layout and the paths cut by: panels of 32 rows, steps of 64 columns, halves of 32, groups of
-16, and numbers of rows of x at which another path or another tile takes over.
+The sizes lie on both sides of the boundaries of the layout and of the code paths: panels of 32 rows, steps of 64
+columns, halves of 32, groups of 16, and the numbers of rows of x at which the kernel switches its path or its tile.
 """
 
 from __future__ import annotations

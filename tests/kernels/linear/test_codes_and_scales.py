@@ -1,4 +1,4 @@
-"""Each code times each scale, alone: with one element of x, a result is one product, rounded once.
+"""Every code times every scale: with a single non-zero element of x, a result is one product that is rounded once.
 
 The values come from the tables of `minifloat.numerics.formats`. x is a power of two, so that the exact result
 is a number of float32, and a result in a narrower dtype is that number rounded.

@@ -1,4 +1,4 @@
-"""Inputs that are not well behaved: NaN and Inf, outliers, tiny and huge numbers."""
+"""Extreme inputs: NaN and Inf, outliers, tiny and huge numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where x, y, weights and biases lie in memory: any distance between rows, any alignment, nothing beyond the ends.
+"""Memory layout of x, y, weights and biases: any row stride, any alignment, no access beyond the ends.
 
-What lies between the rows of y is checked by `Kernels.linear` in every test.
+`Kernels.linear` checks in every test that the memory between the rows of y is unchanged.
 """
 
 from __future__ import annotations

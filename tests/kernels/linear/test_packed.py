@@ -1,6 +1,6 @@
-"""The public functions on packed weights: shapes and views of x, and everything that they refuse.
+"""The public functions on packed weights: shapes and views of x, and every refused argument.
 
-What is computed is tested below them, on every instruction set; here it is enough that it is the same.
+The tests of the kernels check the numbers on every instruction set; these tests check that the functions return them.
 """
 
 from __future__ import annotations

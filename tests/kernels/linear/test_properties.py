@@ -1,4 +1,4 @@
-"""What holds for every product: the same bits whoever computes it, several weights as one, any shape there is."""
+"""Properties of every product: the same bits on any number of threads, fused weights, and any valid shape."""
 
 from __future__ import annotations
 

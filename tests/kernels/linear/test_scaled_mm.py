@@ -1,4 +1,4 @@
-"""W8A8 by `scaled_mm`: its numbers on a CPU, the arguments of blocks, who is chosen; and on a GPU, against float64."""
+"""W8A8 by `scaled_mm`: results on a CPU, arguments for blocks, the choice of `impl`; on a GPU, against float64."""
 
 from __future__ import annotations
 

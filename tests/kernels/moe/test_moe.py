@@ -1,4 +1,4 @@
-"""The linear over experts: each group of tokens gets what a plain linear with its expert gives, bit for bit."""
+"""The linear over experts: each group of tokens equals a plain linear with its expert, bit for bit."""
 
 from __future__ import annotations
 

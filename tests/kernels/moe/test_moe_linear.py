@@ -1,4 +1,4 @@
-"""`moe_linear` and `sort_by_expert`: against float64 and the reference on ragged groups, and what they refuse."""
+"""`moe_linear` and `sort_by_expert`: against float64 and the reference on ragged groups, and refused arguments."""
 
 from __future__ import annotations
 

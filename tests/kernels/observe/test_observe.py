@@ -1,4 +1,4 @@
-"""`observe`: every implementation and instruction set against counts made in the test."""
+"""`observe`: every implementation and instruction set against counts computed in the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing keeps what a checkpoint says, lays it out as ``csrc/linear/layout.h`` has it, and is the same everywhere."""
+"""Packing keeps codes and scales, follows ``csrc/linear/layout.h``, and gives equal bytes on every instruction set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pack` against its reference, byte for byte, and the memory that a packed weight lies in."""
+"""`pack` against its reference, byte for byte, and the memory of a packed weight."""
 
 from __future__ import annotations
 

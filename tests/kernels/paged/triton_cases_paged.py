@@ -1,7 +1,7 @@
-"""The Triton kernels in Triton's interpreter against the plain PyTorch; `test_triton.py` runs this file.
+"""The Triton kernels in Triton's interpreter against plain PyTorch; `test_triton.py` runs this file.
 
-The interpreter rounds bfloat16 wrongly, so operands are float32 and float16. Whether it is used is decided when a
-kernel is declared: hence a process of its own.
+The interpreter rounds bfloat16 wrongly, so operands are float32 and float16. Triton decides when a kernel is declared
+whether it is interpreted, so these tests run in a process of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `quantize_rows` and `amax` do with arguments that they cannot use, and which implementation they choose."""
+"""`quantize_rows` and `amax`: errors for invalid arguments, and the choice of the implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every implementation of `quantize_rows` and `amax` against the torch oracle, bit for bit."""
+"""Every implementation of `quantize_rows` and `amax` against the torch reference, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton quantizer: its bits by the interpreter and on a GPU, what it compiles to, and where it does not run."""
+"""The Triton quantizer: results in the interpreter and on a GPU, its compiled code, and unsupported devices."""
 
 from __future__ import annotations
 

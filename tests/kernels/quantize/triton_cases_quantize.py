@@ -1,4 +1,4 @@
-"""The Triton quantizer against the oracle, bit for bit; `test_triton.py` runs it by the interpreter and on a GPU."""
+"""The Triton quantizer against the reference, bit for bit; `test_triton.py` runs it in the interpreter and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The kernels compiled for GPUs that are not here: what the machine would run, counted.
+"""The kernels compiled for GPUs without a GPU: counts of the machine instructions.
 
-Gates are those of Hopper, for which the kernels are made; for others it is enough that nothing is spilled and the
-tensor cores are used. A decoder reads a weight once per token, so instructions per weight decide whether memory or
-arithmetic limits it: 132 multiprocessors issue about 33e12 thread instructions a second and memory delivers about
+The limits apply to Hopper, for which the kernels are tuned; on other GPUs the code must only spill no register and use
+the tensor cores. A decode step reads a weight once per token, so the instructions per weight decide whether memory or
+arithmetic is the limit: 132 multiprocessors issue about 33e12 thread instructions a second and memory delivers about
 4.2e12 bytes.
 """
 

@@ -1,4 +1,4 @@
-"""Which tiles a product is cut into, the table of a device, and the command that measures one."""
+"""The tile sizes of a product, the table of tiles of a device, and the command that measures such a table."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The PTX that decodes, run here: each of its instructions is a line of Python.
+"""The PTX code that decodes weights, emulated with one line of Python per instruction.
 
-Triton's interpreter has no PTX and takes another way, so what a GPU will run is held to the formats by itself.
+Triton's interpreter cannot run PTX and takes another code path, so these tests compare the PTX with the formats.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Packing for a GPU, which is plain PyTorch: back to the same codes and scales, and what cannot be packed."""
+"""Packing for a GPU, in plain PyTorch: the round trip to the same codes and scales, and unsupported weights."""
 
 from __future__ import annotations
 

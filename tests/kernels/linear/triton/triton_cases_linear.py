@@ -1,6 +1,6 @@
 """The kernels in Triton's interpreter; `test_interpreted` runs pytest on this file.
 
-Weights decode to float32 here, and bfloat16 results are not looked at, because the interpreter rounds those wrongly.
+Weights decode to float32 here, and bfloat16 results are not compared, because the interpreter rounds bfloat16 wrongly.
 """
 
 from __future__ import annotations
