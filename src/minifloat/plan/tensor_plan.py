@@ -158,11 +158,6 @@ class QuantizationPlan:
         return replace(self, tensors=tensors, kv=kv)
 
     @property
-    def source_bytes(self) -> int:
-        """Bytes of all source tensors."""
-        return sum(tensor.source.nbytes for tensor in self.tensors)
-
-    @property
     def output_bytes(self) -> int:
         """Bytes of all output tensors, headers not counted."""
         return sum(output.nbytes for tensor in self.tensors for output in tensor.outputs)
