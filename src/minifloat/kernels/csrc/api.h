@@ -72,8 +72,8 @@ enum minifloat_input_scaling {
     MINIFLOAT_INPUT_BLOCK = 2,   // amax of each block: one row, block_cols columns
 };
 
-// Each element becomes the value of its code: x / scale rounded to `element`, times scale, in float32. What NaN, Inf
-// and zeros become: minifloat/numerics/activation.py.
+// Each element becomes the value of its code: x / scale rounded to `element`, times scale, in float32.
+// minifloat/numerics/activation.py defines the results for NaN, Inf and zeros.
 struct minifloat_round_inputs_args {
     const uint8_t* x;    // [rows, cols] of `dtype`, rows x_stride elements apart, any alignment
     const float* scale;  // one, only of MINIFLOAT_INPUT_GIVEN
@@ -107,10 +107,10 @@ struct minifloat_histogram_args {
     int64_t* bins;  // [MINIFLOAT_HISTOGRAM_BINS], added to; Inf and NaN fill the last 8
 };
 
-// What the elements of a packed weight are.
+// Format of the elements of a packed weight.
 enum minifloat_element { MINIFLOAT_E4M3 = 0, MINIFLOAT_E2M1 = 1, MINIFLOAT_WEIGHT_BF16 = 2 };
 
-// What the elements of a packed weight are multiplied with.
+// Scales of a packed weight: their format, and the elements that share a scale.
 enum minifloat_grid {
     MINIFLOAT_GRID_ROW = 0,     // float per row, or none for BF16: per tensor, per channel
     MINIFLOAT_GRID_BLOCK = 1,   // float per block of block_rows x block_cols
@@ -165,7 +165,7 @@ enum minifloat_cache_element { MINIFLOAT_CACHE_F32 = 0, MINIFLOAT_CACHE_BF16 = 1
 #define MINIFLOAT_BLOCK_TOKENS 16
 #define MINIFLOAT_MAX_HEAD_DIM 512
 
-// What a step spends its time with.
+// The parts of a step whose times are measured.
 enum minifloat_step_part {
     MINIFLOAT_STEP_LINEARS = 0,
     MINIFLOAT_STEP_ATTENTION = 1,
@@ -216,7 +216,7 @@ struct minifloat_decoder {
     float eps, attention_scaling, scale;
 };
 
-// New tokens of a batch of sequences; kernels/decoder/types.py says what the arrays hold.
+// New tokens of a batch of sequences; kernels/decoder/types.py describes the arrays.
 struct minifloat_step_args {
     const struct minifloat_decoder* decoder;
     uint8_t* cache;             // [layers, cache_blocks, kv_heads, a block of one head]
@@ -258,7 +258,7 @@ MINIFLOAT_API int32_t minifloat_histogram(int32_t isa, struct minifloat_histogra
 // Bytes that the packed form of a weight takes, 0 where it has none; `packed` and `threads` are not read.
 MINIFLOAT_API int64_t minifloat_packed_bytes(const struct minifloat_pack_args* args);
 MINIFLOAT_API int32_t minifloat_pack(int32_t isa, const struct minifloat_pack_args* args);
-// The way back: `codes` and `scales` are written; what packing flushed stays flushed (linear/layout.h).
+// Unpacks: writes `codes` and `scales`. Blocks that packing flushed to zero stay zero (linear/layout.h).
 MINIFLOAT_API int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args);
 MINIFLOAT_API int32_t minifloat_linear(int32_t isa, const struct minifloat_linear_args* args);
 MINIFLOAT_API int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args);
@@ -267,7 +267,7 @@ MINIFLOAT_API int32_t minifloat_step(int32_t isa, const struct minifloat_step_ar
 
 MINIFLOAT_API int32_t minifloat_read(int32_t isa, struct minifloat_read_args* args);
 
-// Ends the threads that compute for the calling thread; torch's, where both use the same runtime.
+// Ends the threads that compute for the calling thread, torch's too where both use the same runtime.
 MINIFLOAT_API void minifloat_release_threads(void);
 
 #ifdef __cplusplus

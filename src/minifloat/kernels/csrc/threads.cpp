@@ -11,7 +11,7 @@
 
 #if defined(_OPENMP)
 #include <omp.h>
-#pragma weak omp_pause_resource_all  // OpenMP 5.0: the runtime that torch brings along may be older
+#pragma weak omp_pause_resource_all  // OpenMP 5.0: torch's runtime may be older
 #endif
 
 namespace minifloat {
@@ -22,7 +22,7 @@ constexpr int kSpins = 20000;  // some tens of microseconds
 
 #if defined(_OPENMP)
 bool g_started = false;  // whether OpenMP's threads may have been started in this process
-bool g_orphaned = false;  // forked from a process of which that was true
+bool g_orphaned = false;  // forked from a process with g_started
 
 void after_fork_in_child() { g_orphaned = __atomic_load_n(&g_started, __ATOMIC_RELAXED); }
 

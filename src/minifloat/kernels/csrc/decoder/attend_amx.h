@@ -14,8 +14,8 @@ namespace MINIFLOAT_ISA {
 constexpr int kPairBytes = 4;
 constexpr int kGroupCols = 4 * kTileRows;  // columns of values whose sums are in tiles together
 
-// Of attention with `rows` queries. 0 - 3: sums, and of those 1 queries while scores are computed; 4 and 5: the parts
-// of weights of a block; 6: keys of a block, 32 dimensions of them; 7: values of a block, 16 columns of them.
+// The tile registers of attention with `rows` queries. 0 to 3: sums (1 holds queries while scores are computed); 4 and
+// 5: the two parts of the weights of a block; 6: 32 dimensions of the keys of a block; 7: 16 columns of its values.
 inline TileShapes attention_tiles(int rows) {
     TileShapes shapes;
     for (int t = 0; t < 4; ++t) shapes.set(t, rows);

@@ -12,7 +12,7 @@ namespace {
 constexpr int kTogether = 4;  // tokens that share a reading of the router
 constexpr int kExpertsOfPart = 16;
 
-// Of one expert and `count` tokens, at most kTogether, their rows `hidden` apart.
+// The products of one router row with `count` tokens, at most kTogether, whose rows are `hidden` apart.
 void score(const float* x, int64_t hidden, int count, const uint8_t* row, int32_t dtype, int64_t stride, float* out) {
     constexpr int kPiece = 512;
     alignas(64) float weights[kPiece];
@@ -36,7 +36,7 @@ void softmax(float* scores, int experts) {
     for (int e = 0; e < experts; ++e) scores[e] /= total;
 }
 
-// Takes the largest out of `probabilities`, top_k times.
+// Chooses the top_k largest probabilities, and removes them from `probabilities`.
 void take(const minifloat_experts& experts, float* probabilities, int32_t* chosen, float* weights) {
     float total = 0.0f;
     for (int32_t j = 0; j < experts.top_k; ++j) {

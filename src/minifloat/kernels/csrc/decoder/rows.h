@@ -14,15 +14,15 @@ constexpr int64_t kElementsPerThread = 16 << 10;
 // Calls function(begin, end) for ranges that cover `rows`, on several threads if there is enough work.
 template <class Function>
 inline void share(int threads, int64_t rows, int64_t elements_per_row, const Function& function) {
-    const int64_t worth = rows * elements_per_row / kElementsPerThread;
-    const int wanted = static_cast<int>(max<int64_t>(1, min(min<int64_t>(threads, rows), worth)));
-    if (wanted == 1) return function(int64_t{0}, rows);
-    minifloat::parallel(wanted, [&](int thread, int count) {
+    const int64_t useful = rows * elements_per_row / kElementsPerThread;
+    const int team = static_cast<int>(max<int64_t>(1, min(min<int64_t>(threads, rows), useful)));
+    if (team == 1) return function(int64_t{0}, rows);
+    minifloat::parallel(team, [&](int thread, int count) {
         function(rows * thread / count, rows * (thread + 1) / count);
     });
 }
 
-// Rows of a table, as float32.
+// Copies rows of a table as float32.
 void embed(const void* table, int32_t dtype, const int32_t* tokens, int64_t hidden, float* x, int64_t begin,
            int64_t end);
 

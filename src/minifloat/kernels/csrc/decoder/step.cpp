@@ -35,14 +35,14 @@ class Stopwatch {
 // Memory of a step, sized for its widest layer.
 struct Buffers {
     float* x;               // [T, hidden], the residual stream
-    float* kept;            // [R, hidden], that of the rows whose logits are wanted
+    float* kept;            // [R, hidden], the residual stream of the rows whose logits are requested
     float* turns;           // [T, rotary]
     float* q;               // [T, heads * head_dim]
     int32_t* token_blocks;  // [T]
     uint8_t* normed;        // in the dtype: inputs of q, k, v and of gate and up
-    uint8_t* wide;          // their results
+    uint8_t* wide;          // results of the products with `normed`
     uint8_t* narrow;        // inputs of the projections back to hidden
-    uint8_t* y;             // their results
+    uint8_t* y;             // results of these projections
     Routing routing;
 };
 

@@ -35,7 +35,7 @@ struct alignas(64) TileShapes {
     }
 };
 
-// The tile registers while this lives. Given back at the end of a call, so that a switch of threads need not save them.
+// Owns the tile registers, and releases them at the end of a call, so that a switch of threads need not save them.
 class Tiles {
   public:
     explicit Tiles(const TileShapes& shapes) {
@@ -47,22 +47,24 @@ class Tiles {
     Tiles& operator=(const Tiles&) = delete;
 };
 
-// Of a linear with `rows` rows of x in a tile. 0 - 3: sums, [tile of x][tile of W]; 4 and 5: of x; 6 and 7: of W.
+// The tile registers of a linear with `rows` rows of x in a tile. 0 to 3: sums, [tile of x][tile of W]; 4 and 5: x;
+// 6 and 7: W.
 inline TileShapes linear_tiles(int rows) {
     TileShapes shapes;
     for (int t = 0; t < 8; ++t) shapes.set(t, t < 6 ? rows : kTileRows);
     return shapes;
 }
 
-// How the rows of x are shared out to tiles: to equally high ones, since a product takes as long as its tile of x is
-// high. Tiles go in pairs (a single one up to 16 rows), since two tiles of x and two of W make four products.
+// The division of the rows of x into tiles. All tiles have the same number of rows, because the time of a product is
+// proportional to the rows of its tile of x. Tiles form pairs (up to 16 rows: a single tile), because two tiles of x
+// and two tiles of W give four products.
 struct Tiling {
     int64_t pairs;
-    int tiles;  // of a "pair"
-    int rows;   // of a tile
+    int tiles;  // tiles of a pair: 1 or 2
+    int rows;   // rows of a tile
     int planes;
 
-    int unit_bytes() const { return tiles * planes * rows * kVectorBytes; }  // of a pair: 32 columns
+    int unit_bytes() const { return tiles * planes * rows * kVectorBytes; }  // 32 columns of a pair
 };
 
 inline Tiling tiling(int64_t m, int32_t x_dtype) {
@@ -79,9 +81,9 @@ inline int64_t units_of(const Weight& w) { return w.steps * 2; }
 
 inline int64_t packed_x_bytes(const Weight& w, const Tiling& t) { return t.pairs * units_of(w) * t.unit_bytes(); }
 
-// 32 columns of a row, `valid` of them there, into the planes, `plane_bytes` apart. Planes are cut off, not rounded, so
-// that none can overflow and each is exact. With `infinite`, for weights that may be, no plane of a number is zero and
-// all have its sign (1 is 255/256 and so on), or a product with infinity would be NaN.
+// Stores 32 columns of a row, of which `valid` exist, as planes that are `plane_bytes` apart. Planes are cut off, not
+// rounded, so that none can overflow and each is exact. With `infinite`, for weights that may be infinite, no plane of
+// a number is zero and all planes have its sign (1 is 255/256 and so on): zero times infinity would be NaN.
 inline void pack_unit(const uint8_t* x, int32_t dtype, int valid, bool infinite, uint8_t* out, int plane_bytes) {
     const uint32_t mask = valid >= kHalfCols ? ~0u : (1u << valid) - 1;
     if (dtype == MINIFLOAT_BF16) {
@@ -93,7 +95,7 @@ inline void pack_unit(const uint8_t* x, int32_t dtype, int valid, bool infinite,
         const __mmask16 lanes = static_cast<__mmask16>(mask >> 16 * half);
         __m512 rest = dtype == MINIFLOAT_F16 ? _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, x + half * 32))
                                              : _mm512_maskz_loadu_ps(lanes, x + half * 64);
-        constexpr int kNotFinite = 0x99;  // NaN and the infinities, which every plane has
+        constexpr int kNotFinite = 0x99;  // NaN and the infinities, which all planes repeat
         const __mmask16 finite = _knot_mask16(_mm512_fpclass_ps_mask(rest, kNotFinite));
         rest = _mm512_mask_add_ps(rest, _knot_mask16(finite), rest, rest);  // quiet, so that cutting off keeps a NaN
         const int planes = dtype == MINIFLOAT_F16 ? 2 : 3;
@@ -162,9 +164,9 @@ inline void store_rows(const Weight& w, const Output& y, int64_t m, const Tiling
     }
 }
 
-// Rows of y for all columns of panels first .. last - 1: each a run of bytes, where panel by panel the rows of y would
-// be as many pages that are walked to for one line each. `sums` [tile of x][tile of W][16 rows][16] is of the first
-// panel, the next `panel_floats` further on.
+// Stores the columns of y of panels first .. last - 1, one row of y after the other. Panel after panel would write one
+// cache line of each row, each in another page. `sums` are those of the first panel,
+// [tile of x][tile of W][16 rows][16]; the sums of the next panel follow after `panel_floats`.
 inline void store_panels(const Weight& w, const Output& y, int64_t m, const Tiling& t, int64_t first, int64_t last,
                          int64_t pair, const Finish& finish, const float* sums, int64_t panel_floats) {
     const auto store = [&](auto row) {
@@ -175,7 +177,7 @@ inline void store_panels(const Weight& w, const Output& y, int64_t m, const Tili
     if (y.dtype == MINIFLOAT_F32) store(F32Row());
 }
 
-// One of the four tiles of add_block.
+// Adds one of the four tiles of add_block().
 inline void add_tile(const Weight& w, int64_t panel, int64_t group, const Tiling& t, bool first, int tile,
                      const float* block, float* sums) {
     const float* scales = w.block_scale(panel, group);
@@ -189,7 +191,7 @@ inline void add_tile(const Weight& w, int64_t panel, int64_t group, const Tiling
     }
 }
 
-// sums += tiles of one block of columns, times its scales; sums = that, for the first.
+// sums += tiles of one block of columns times its scales; the first block replaces `sums`.
 inline void add_block(const Weight& w, int64_t panel, int64_t group, const Tiling& t, bool first, const float* block,
                       float* sums) {
     for (int tile = 0; tile < 2 * t.tiles; ++tile) add_tile(w, panel, group, t, first, tile, block, sums);

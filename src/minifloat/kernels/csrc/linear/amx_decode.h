@@ -75,12 +75,12 @@ template <int32_t kGrid>
 class E4m3Tiles : public TilesDefaults {
   public:
     static constexpr bool kBlocks = kGrid == MINIFLOAT_GRID_BLOCK;
-    // The smallest E4M3 value, 2^-9, stays normal kMaxDistance below.
+    // With this factor the smallest E4M3 value, 2^-9, is a normal number even under the smallest scale (kMaxDistance).
     static constexpr int kLift = kGrid == MINIFLOAT_GRID_E8M0 ? 8 : 0;
     static constexpr float kFactor = kGrid == MINIFLOAT_GRID_E8M0 ? 0x1p-8f : 1.0f;
 
 #if defined(__GFNI__)
-    // `step` is one of those to come.
+    // `step`: a step that will be decoded, as a sample of the weight.
     explicit E4m3Tiles(const uint8_t* step) : mostly_normal_(mostly_normal(step + kScaleBytes)) {}
 #else
     explicit E4m3Tiles(const uint8_t*) {}
@@ -177,9 +177,9 @@ class Mxfp4Tiles : public TilesDefaults {
     const __m512i values_ = _mm512_load_si512(kValues.words);
 };
 
-// E2M1 with E4M3. The bits of a bf16 are a logarithm as long as the mantissa is left alone, so a product with a scale S
-// is a subtraction again, of one number where the element is 2^i and of another where it is 1.5 * 2^i:
-// bits(2^9) - bits(S) and bits(1.5 * 2^9) - bits(1.5 * S) from elements times 2^9, which is above the largest S.
+// E2M1 with E4M3. For numbers with the same mantissa the bits of a bf16 are a logarithm, so a product with a scale S is
+// a subtraction. From the elements times 2^9, which is above the largest S, it subtracts bits(2^9) - bits(S) where the
+// element is 2^i, and bits(1.5 * 2^9) - bits(1.5 * S) where it is 1.5 * 2^i.
 class Nvfp4Tiles : public TilesDefaults {
   public:
     template <class Prefetch>
@@ -211,11 +211,11 @@ class Nvfp4Tiles : public TilesDefaults {
     });
     static constexpr WordTable kIsOther =
         nibble_table([](int code) { return (code & 7) > 1 && (code & 1) ? 0xffff : 0; });
-    // A scale of zero subtracts everything.
+    // For a scale of zero, 0xffff is subtracted, so that every element becomes zero.
     static constexpr ByteTables kPower = byte_tables([](int code) {
         return code == 0 ? 0xffff : bf16_exponent(9) - e4m3_to_bf16(code);
     });
-    // By how much less is subtracted from 1.5 * 2^i, for minus the 3 bits of the mantissa of S.
+    // The difference of the two subtracted numbers, indexed by minus the 3 bits of the mantissa of S.
     static constexpr WordTable kLess = nibble_table([](int minus) {
         const int eighths = 8 + (-minus & 7), product = eighths * 3;  // 16 times 1.5 * S / 2^e: 24 .. 45
         const int bits = product < 32 ? (product - 16) * 8 : 128 + (product - 32) * 4;

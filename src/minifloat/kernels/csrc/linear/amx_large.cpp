@@ -13,7 +13,7 @@ namespace MINIFLOAT_ISA {
 namespace {
 
 constexpr int64_t kGroupPanels = Finish::kMaxPanels;
-constexpr int64_t kBlockBytes = 512 << 10;  // of x, per chunk
+constexpr int64_t kBlockBytes = 512 << 10;  // bytes of x per chunk
 constexpr int kPairFloats = 4 * kTileFloats;
 // Scratch in one 2 MB page: walks through 4 KB pages would cost more than the memory.
 constexpr int64_t kScratchBytes = 2 << 20;

@@ -1,9 +1,9 @@
 // The path for every instruction set and every M: x and W in float32, one multiply-add per element.
 //
-// A block of columns of a panel is decoded into the L1 cache and multiplied with rows of x, a tile at a time, whose
-// sums stay in registers. Between blocks the sums of a panel are in memory. A small x is converted to float32 once per
-// call; otherwise each piece of work converts the rows and columns that it uses, which costs little compared with the
-// product and keeps the memory of a call independent of M and K.
+// A block of columns of a panel is decoded into the L1 cache and multiplied with rows of x, one tile at a time. The
+// sums of a tile stay in registers; between blocks the sums of a panel are in memory. A small x is converted to float32
+// once per call. For a large x each piece of work converts the rows and columns that it uses, which costs little
+// compared with the product and keeps the memory of a call independent of M and K.
 #include "../threads.h"
 #include "convert.h"
 #include "decode.h"
@@ -14,12 +14,12 @@ namespace {
 
 constexpr int kBlockSteps = 2;
 constexpr int kBlockCols = kBlockSteps * kStepCols;
-constexpr int64_t kKeptBytes = int64_t{4} << 20;  // maximum size of x in float32 that is converted for the whole call
-constexpr int64_t kMaxRows = 240;  // rows of x per decoded block; with its columns they fit the L2 cache
+constexpr int64_t kSmallBytes = int64_t{4} << 20;  // maximum size of an x in float32 that is converted once per call
+constexpr int64_t kMaxRows = 240;  // rows of x per decoded block; their columns of the block fit the L2 cache
 
 constexpr int64_t kPiecePanels = 8;  // panels that share the cost of converting x
 
-// A tile has this number of rows and kTileVectors vectors: with one factor and a row of W they fill the registers.
+// Rows of a tile of kTileVectors vectors. The tile, one factor and a row of W fill the registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kMaxTileRows = 12;
 #else
@@ -32,13 +32,13 @@ int cols_of(const Weight& w, int64_t block) {
     return static_cast<int>(min<int64_t>(kBlockSteps, w.steps - block * kBlockSteps)) * kStepCols;
 }
 
-bool kept(const Weight& w, int64_t m) { return m * blocks_of(w) * kBlockCols * 4 <= kKeptBytes; }
+bool is_small(const Weight& w, int64_t m) { return m * blocks_of(w) * kBlockCols * 4 <= kSmallBytes; }
 
 int64_t prepared_bytes(const Weight& w, int64_t m, int32_t) {
-    return kept(w, m) ? m * blocks_of(w) * kBlockCols * 4 : 0;
+    return is_small(w, m) ? m * blocks_of(w) * kBlockCols * 4 : 0;
 }
 
-// Columns of a block of row `i` of x, kBlockCols floats; zeros behind the last.
+// Converts the columns of row `i` of x that belong to a block: kBlockCols floats, zeros behind the last column of x.
 void convert(const Weight& w, const Input& x, int64_t i, int64_t block, float* out) {
     const int64_t begin = block * kBlockCols;
     const int64_t count = min<int64_t>(kBlockCols, w.cols - begin);
@@ -46,9 +46,9 @@ void convert(const Weight& w, const Input& x, int64_t i, int64_t block, float* o
     for (int64_t k = count; k < kBlockCols; ++k) out[k] = 0.0f;
 }
 
-// x as [block, row, kBlockCols].
+// Converts a small x to [block, row, kBlockCols].
 void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
-    if (!kept(w, x.m)) return;
+    if (!is_small(w, x.m)) return;
     float* out = reinterpret_cast<float*>(prepared);
     for (int64_t i = x.m * part / parts; i < x.m * (part + 1) / parts; ++i)
         for (int64_t b = 0; b < blocks_of(w); ++b) convert(w, x, i, b, out + (b * x.m + i) * kBlockCols);
@@ -79,13 +79,13 @@ void multiply_tile(const float* x, const float* weights, int cols, bool first, f
         for (int j = 0; j < kVectors; ++j) store_as(sums + r * kPanelRows + j * kWidth, tile[r][j]);
 }
 
-// The same for all columns of a panel and 1 .. kMaxTileRows rows.
+// multiply_tile() for all columns of a panel and 1 .. kMaxTileRows rows.
 template <int kRows>
 void multiply_rows(int rows, const float* x, const float* weights, int cols, bool first, float* sums) {
     if constexpr (kRows > 1) {
         if (rows < kRows) return multiply_rows<kRows - 1>(rows, x, weights, cols, first, sums);
     }
-    // Few rows leave registers for more columns, and need them: an addition takes several cycles.
+    // With few rows there are registers for more columns, which hide the latency of additions.
     constexpr int kMost = kPanelRows / kWidth;
     constexpr int kVectors = kRows * 4 <= kMaxTileRows * kTileVectors && kMost >= 4 ? 4 : kTileVectors;
     for (int n = 0; n < kPanelRows; n += kVectors * kWidth)
@@ -112,7 +112,7 @@ bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Ou
         const int64_t m = min(most, x.m - begin);
         for (int64_t b = 0; b < blocks_of(w); ++b) {
             const float* rows = reinterpret_cast<const float*>(prepared) + (b * x.m + begin) * kBlockCols;
-            if (!kept(w, x.m)) {
+            if (!is_small(w, x.m)) {
                 for (int64_t i = 0; i < m; ++i) convert(w, x, begin + i, b, converted + i * kBlockCols);
                 rows = converted;
             }

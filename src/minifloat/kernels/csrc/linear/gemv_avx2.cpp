@@ -36,7 +36,7 @@ int group_cols(const Weight& w) { return w.grid == MINIFLOAT_GRID_E4M3 ? kE4M3Co
 struct Group {
     int32_t in_digits;  // whether x is in digits; else float32 x is used
     int32_t shift;      // kOffset times the sum of the integers
-    float scale;        // of the integers, times what E2M1 and its scales are short of
+    float scale;        // of the integers, with the factors that E2M1 and its scales are decoded without
 };
 
 // A row of x for E2M1.
@@ -120,12 +120,12 @@ void join(const F32 (&halves)[2 * kPanelParts], F32 (&sums)[kPanelParts]) {
                                 _mm256_permute2f128_ps(halves[2 * i], halves[2 * i + 1], 0x31));
 }
 
-// Where rows i * kWidth and on of a panel lie in vector `v` of the `vectors` of a half.
+// The address of rows i * kWidth and on of a panel, in vector `v` of the `vectors` of a half.
 const uint8_t* part_at(const uint8_t* half, int i, int v, int vectors) {
     return half + (i / kTileParts * vectors + v) * kVectorBytes + i % kTileParts * MINIFLOAT_VECTOR_BYTES;
 }
 
-// Adds columns of half a step, as E4M3Part reads it but without bringing the rows together.
+// Adds columns of half a step, decoded as by E4M3Part, but in the order of rows in memory.
 void add_e4m3(const uint8_t* data, const float* x, F32 (&halves)[2 * kPanelParts]) {
     constexpr int kVectors = 8, kCols = kHalfCols / kVectors;
     const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));

@@ -7,8 +7,8 @@
 // Compared with float32 sums, the only additional rounding is that of x: at most half of 2^-22 of the largest value in
 // its group. Below kSmallestExponent this becomes an absolute step of 2^-125.
 //
-// One operand of the VNNI dot product is unsigned, so 12 is added to the weights, and the sums start at minus what this
-// adds. A row of x with Inf or NaN has no such integers, and next to an outlier they have too few bits: these rows are
+// One operand of the VNNI dot product is unsigned, so 12 is added to the weights; the initial value of the sums cancels
+// this. A row of x with Inf or NaN has no such integers, and next to an outlier they have too few bits: these rows are
 // computed in float32, element by element.
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
@@ -27,12 +27,12 @@ constexpr int kInfiniteExponent = 255;
 constexpr int kExactExponents = kIntegerBits - 8;  // below the largest of a group: bf16 values there are exact
 constexpr int kMostInexact = 4;                    // of a group: the fourth part of its values, or the eighth
 constexpr int kVectorCols = 8;
-constexpr int kChunkCols = 16;  // prepared at a time: two vectors of every plane
+constexpr int kChunkCols = 16;  // columns prepared at a time: two vectors of every plane
 constexpr int kChunkBytes = kChunkCols * kPlanes;
 constexpr int kStepBytes = kStepCols / kChunkCols * kChunkBytes;
 constexpr int64_t kTileBytes = kHalfCols / kVectorCols * kVectorBytes;
 
-// Twice a weight plus kOffset by its code, four times over: the look-up takes six bits of a byte, a code is four.
+// Twice a weight plus kOffset, by its 4-bit code; stored four times, because the look-up uses six bits of a byte.
 struct CodeTable {
     alignas(64) uint8_t bytes[kVectorBytes];
 };

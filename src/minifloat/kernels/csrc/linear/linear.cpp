@@ -12,14 +12,14 @@ namespace {
 // Bytes of weights: the amount that is worth an additional thread, and the size of a piece of work.
 constexpr int64_t kBytesPerThread = 32 << 10;
 constexpr int64_t kBytesPerPiece = 1 << 20;
-// Small pieces: the others wait less for a delayed thread (1 to 2% at M = 1). Paths that want several panels get larger
-// pieces: with two panels instead of eight they take a third longer.
+// With small pieces the other threads wait less for a delayed thread (1 to 2% at M = 1). Paths that multiply several
+// panels per call get larger pieces: with two panels instead of eight they take a third longer.
 constexpr int kPiecesPerThread = 32;
 constexpr int kLargePiecesPerThread = 4;
 // Bytes of prepared input up to which the calling thread prepares alone, which is faster than a barrier of all threads.
 constexpr int64_t kBytesAlone = 64 << 10;
 // Bytes of prepared input per wave of experts, about the size of the caches, so that scratch memory does not grow with
-// the number of tokens; a single product takes what it needs.
+// the number of tokens. A product without experts prepares its whole input.
 constexpr int64_t kBytesPerWave = 16 << 20;
 
 // One product: rows of x times one weight.
@@ -29,7 +29,7 @@ struct Job {
     Output y;
     const Path* path;
     uint8_t* prepared;
-    bool prepares;         // whether this job prepares the input; else another job does
+    bool prepares;         // whether this job prepares the input, or shares the input of another job
     int64_t first_piece;
     int64_t piece_panels;
     int64_t pieces;
@@ -58,8 +58,8 @@ void cut(Call& call, int threads) {
         Job& job = call.jobs[i];
         const Weight& w = job.weight;
         const int64_t by_size = max(kBytesPerPiece / w.panel_bytes, job.path->piece_panels);
-        const int wanted = call.threads * (job.path->piece_panels == 1 ? kPiecesPerThread : kLargePiecesPerThread);
-        const int64_t by_count = w.panels * call.count / wanted;
+        const int pieces = call.threads * (job.path->piece_panels == 1 ? kPiecesPerThread : kLargePiecesPerThread);
+        const int64_t by_count = w.panels * call.count / pieces;
         job.piece_panels = max<int64_t>(1, min(by_size, by_count));
         job.pieces = ceil_div(w.panels, job.piece_panels);
         job.first_piece = call.pieces;

@@ -1,6 +1,6 @@
-// Packs weights from the order of checkpoints into that of layout.h, and unpacks them.
+// Packs weights from the order of checkpoints into the order of layout.h, and unpacks them.
 //
-// The thread that packs a panel is the one that will read it, so that its pages are on the NUMA node of this thread.
+// The thread that packs a panel will also read it, so that the pages of the panel are on the NUMA node of this thread.
 // Packing moves 32-bit words between rows and vectors; the compiler generates the shuffles, so one source serves all
 // instruction sets. plan_layout() at the end decides which weights have a packed form.
 #include "../threads.h"
@@ -10,26 +10,27 @@ namespace MINIFLOAT_ISA {
 namespace {
 
 constexpr int kMantissaBits = 23;
-constexpr uint8_t kE4M3Nan = 0x7f;  // without its sign
+constexpr uint8_t kE4M3Nan = 0x7f;  // without the sign
 constexpr uint8_t kE8M0Nan = 0xff;
-constexpr uint8_t kE4M3Magnitude = 0x7f, kE2M1Magnitudes = 0x77;  // of the codes of a byte, without their signs
+constexpr uint8_t kE4M3Magnitude = 0x7f, kE2M1Magnitudes = 0x77;  // masks of a byte: its codes without their signs
 
 const float kNan = __builtin_nanf("");
 
-// 2^(e - 127); 2^-127 is a subnormal float.
+// Returns 2^(e - 127); 2^-127 is a subnormal float.
 float decode_e8m0(int e) {
     return e == 0 ? bit_cast<float>(int32_t{1} << (kMantissaBits - 1)) : bit_cast<float>(int32_t{e} << kMantissaBits);
 }
 
 int encode_e8m0(float scale) { return bit_cast<int32_t>(scale) >> kMantissaBits; }
 
-// A tile is 16 rows and 32 columns, or so many 32-bit words of a row: [row][word] in checkpoints, [word][row] packed.
+// A tile has 16 rows of 32 columns, which are this number of 32-bit words per row: [row][word] in checkpoints,
+// [word][row] when packed.
 template <int32_t kElement>
 constexpr int kTileWords = kElement == MINIFLOAT_WEIGHT_BF16 ? 16 : kElement == MINIFLOAT_E4M3 ? 8 : 4;
 
 constexpr uint32_t kEvenNibbles = 0x0f0f0f0f, kEvenBytes = 0x00ff00ff, kLowHalf = 0x0000ffff;
 
-// Nibbles k0 .. k7 of a word as k0 k2 k4 k6 k1 k3 k5 k7.
+// Reorders the nibbles k0 .. k7 of a word to k0 k2 k4 k6 k1 k3 k5 k7.
 inline uint32_t part_nibbles(uint32_t word) {
     uint32_t even = word & kEvenNibbles, odd = word >> 4 & kEvenNibbles;
     even = (even | even >> 4) & kEvenBytes;
@@ -44,7 +45,7 @@ inline uint32_t join_nibbles(uint32_t word) {
     return ((even | even << 4) & kEvenNibbles) | ((odd | odd << 4) & kEvenNibbles) << 4;
 }
 
-// Four words of one row, or of four rows.
+// Four words of one row, or one word of each of four rows.
 typedef uint32_t Words __attribute__((vector_size(16)));
 typedef uint16_t Halves __attribute__((vector_size(16)));
 
@@ -54,7 +55,7 @@ typedef uint16_t Halves __attribute__((vector_size(16)));
 #define MINIFLOAT_SHUFFLE(Type, a, b, ...) __builtin_shuffle(a, b, Type{__VA_ARGS__})
 #endif
 
-// Rows to columns; its own inverse.
+// Exchanges rows and columns; a second call restores the first order.
 inline void transpose(Words (&w)[4]) {
     const Words low01 = MINIFLOAT_SHUFFLE(Words, w[0], w[1], 0, 4, 1, 5);
     const Words low23 = MINIFLOAT_SHUFFLE(Words, w[2], w[3], 0, 4, 1, 5);
@@ -129,11 +130,11 @@ struct Source {
     float* scales(int64_t row) const { return static_cast<float*>(const_cast<void*>(a.scales)) + scale_row(row); }
 };
 
-// Whether one of the bytes equals `code` in the bits of the mask.
+// Returns whether any byte, masked, equals `code`.
 bool contains(const uint8_t* bytes, int64_t count, uint8_t mask, uint8_t code) {
-    uint8_t found = 0;
-    for (int64_t i = 0; i < count; ++i) found |= (bytes[i] & mask) == code;
-    return found != 0;
+    uint8_t any = 0;
+    for (int64_t i = 0; i < count; ++i) any |= (bytes[i] & mask) == code;
+    return any != 0;
 }
 
 bool all_zeros(const uint8_t* bytes, int64_t count, uint8_t magnitude) {
@@ -142,7 +143,7 @@ bool all_zeros(const uint8_t* bytes, int64_t count, uint8_t magnitude) {
     return any == 0;
 }
 
-// Of a row, among its blocks that are not all zeros.
+// Returns the largest scale of a row among its blocks that are not all zeros.
 int largest_e8m0(const Source& s, int64_t row) {
     const int64_t block = kE8M0Cols * element_bits(s.a.element) / 8;
     const uint8_t magnitude = s.a.element == MINIFLOAT_E4M3 ? kE4M3Magnitude : kE2M1Magnitudes;
@@ -161,20 +162,20 @@ bool is_flushed(int distance) { return distance > kMaxDistance; }
 
 uint8_t inline_scale(int32_t grid, uint8_t code, int largest) {
     if (grid == MINIFLOAT_GRID_E4M3) return (code & kE4M3Magnitude) == kE4M3Nan ? 0 : code;
-    const int distance = largest - code;  // below zero: the scale of zeros, or NaN
+    const int distance = largest - code;  // negative for NaN, and for the scale of a block of zeros
     return static_cast<uint8_t>(distance < 0 || is_flushed(distance) ? 0 : distance);
 }
 
-// Some rows of a weight on their way into a panel.
+// The rows of a weight that are packed into one panel.
 struct Rows {
     int64_t first;
     int count;
-    int largest[kPanelRows];  // E8M0
-    bool has_nan;             // among the codes
-    bool has_flushed;         // blocks
+    int largest[kPanelRows];  // largest_e8m0() of each row
+    bool has_nan;             // whether any code is NaN
+    bool has_flushed;         // whether any block is flushed to zero
 };
 
-// Stores the scales of row `n` of `rows` in their places; inline scales must be zero before.
+// Stores the scales of row `n` of `rows`. The caller has set the inline scales of the panel to zero.
 void pack_scales(const Source& s, const Header& h, const Weight& w, int64_t p, int n, Rows& rows) {
     const int64_t row = rows.first + n;
     uint8_t* base = s.a.packed;
@@ -203,7 +204,7 @@ void pack_scales(const Source& s, const Header& h, const Weight& w, int64_t p, i
     reinterpret_cast<float*>(base + h.row_scales)[row] = nan ? kNan : row_scale;
 }
 
-// The rows of tile `tile` of a panel, columns from half * 32 on; missing, NaN and flushed elements are zero.
+// Loads 32 columns, from half * 32 on, of tile `tile` of a panel. NaN, flushed elements and padding become zero.
 template <int32_t kElement>
 void load_tile(const Source& s, const Rows& rows, int tile, int64_t half, uint32_t* out) {
     constexpr int64_t kBytes = kTileWords<kElement> * 4;
@@ -248,7 +249,7 @@ void pack_panel(const Source& s, const Header& h, const Weight& w, int64_t p) {
     }
 }
 
-// Unpacks the scales of a row; the first of the rows that share a scale writes it.
+// Unpacks the scales of a row. Of rows that share a scale, the first row writes it.
 void unpack_scales(const Source& s, const Weight& w, int64_t p, int64_t row) {
     const float row_scale = w.row_scales[row];
     const bool nan = row_scale != row_scale, e8m0 = w.grid == MINIFLOAT_GRID_E8M0;
@@ -266,13 +267,14 @@ void unpack_scales(const Source& s, const Weight& w, int64_t p, int64_t row) {
     }
 }
 
-// Packing has replaced the scale of a row with a NaN; if all rows that share a scale have a NaN, it becomes 1.
+// Unpacks scales per row, per channel or per tensor. Packing replaced the scale of a row that has a NaN element with
+// NaN, so the scale is taken from another row that shares it; if all these rows are NaN, it becomes 1.
 void unpack_row_scales(const Source& s, const Weight& w) {
     for (int64_t begin = 0; begin < w.rows; begin += s.a.block_rows) {
-        float known = 1.0f;
+        float scale = 1.0f;
         for (int64_t row = min(w.rows, begin + s.a.block_rows) - 1; row >= begin; --row)
-            if (w.row_scales[row] == w.row_scales[row]) known = w.row_scales[row];
-        s.scales(begin)[0] = known;
+            if (w.row_scales[row] == w.row_scales[row]) scale = w.row_scales[row];
+        s.scales(begin)[0] = scale;
     }
 }
 

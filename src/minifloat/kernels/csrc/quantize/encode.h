@@ -65,10 +65,10 @@ inline void add_lanes(const F32 (&parts)[kParts], double factor, double* __restr
     for (int i = 0; i < kLanes; ++i) total[i] += factor * static_cast<double>(lane[i]);
 }
 
-// Casts one row of blocks.
+// Casts one row of elements, cut into blocks.
 //
 // w: `count` floats, a multiple of kLanes; codes: as many. Block b covers the columns from b * block_cols on.
-// unit: a power of two that brings w near 1, so that squares neither overflow nor underflow.
+// unit: a power of two; w times unit is near 1, so that squares neither overflow nor underflow.
 // kPowerOfTwo: multiplying by `inverses` divides by `scales` exactly. kClips: some element may saturate.
 template <bool kPowerOfTwo, bool kClips>
 inline void encode_chunk(const float* __restrict w, int count, int block_cols, const float* __restrict scales,

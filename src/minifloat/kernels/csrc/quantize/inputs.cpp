@@ -64,7 +64,7 @@ class Inputs {
         });
     }
 
-    // Of the whole tensor, as its bits.
+    // The amax of the whole tensor, as the bits of a float32.
     int32_t amax() const {
         int32_t largest[Schedule::kMaxThreads] = {};
         for_rows([&](int thread, int64_t row) {

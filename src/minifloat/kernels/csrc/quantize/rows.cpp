@@ -111,8 +111,8 @@ class Slab {
             store_bytes(s.code, blocks, static_cast<uint8_t*>(a_.scales) + first);
     }
 
-    // The power of two that brings the largest weight of a panel near 1. Weights more than about 2**60 below it then
-    // count as zeros in the sums.
+    // The power of two that scales the largest weight of a panel to about 1. Weights more than about 2**60 below the
+    // largest then count as zeros in the sums.
     float common_unit(int blocks) const {
         int32_t largest = 0;
         for (int b = 0; b < blocks; ++b) largest = max(largest, scratch_.blocks.amax[b]);

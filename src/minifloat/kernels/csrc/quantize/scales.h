@@ -11,7 +11,7 @@ constexpr int kMaxE8M0 = 2 * kBias;  // E8M0 has the exponent field and bias of 
 
 struct BlockScales {
     int32_t amax[kMaxBlocks];   // bits of a float32 magnitude
-    int32_t code[kMaxBlocks];   // its low byte is stored, unless the scale itself is
+    int32_t code[kMaxBlocks];   // coded scale in the low byte; not stored for float32 scales
     float scale[kMaxBlocks];    // multiplies to dequantize
     float inverse[kMaxBlocks];  // exact reciprocal, only of E8M0
 };
@@ -44,8 +44,8 @@ inline void coded_scales(BlockScales& s, int blocks, const minifloat_quantize_ro
     const float smallest = bit_cast<float>(fmt.min_normal - (a.scale.mantissa_bits << kMantissaBits));
     const float element_max = a.element.max, zero_scale = a.zero_scale, divisor = a.divisor;
     for (int b = 0; b < blocks; ++b) {
-        const float wanted = divisor * (bit_cast<float>(s.amax[b]) / element_max);
-        const float value = s.amax[b] == 0 ? zero_scale : wanted;
+        const float exact = divisor * (bit_cast<float>(s.amax[b]) / element_max);
+        const float value = s.amax[b] == 0 ? zero_scale : exact;
         const int32_t magnitude = min(bit_cast<int32_t>(value), fmt.max_value);
         const auto r = round_magnitude<float, int32_t>(magnitude, fmt);
         const bool is_zero = r.value == 0.0f;  // only a block of zeros may have a zero scale
