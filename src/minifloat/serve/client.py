@@ -49,7 +49,7 @@ class ChatClient:
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
 
     def find_model(self) -> str:
-        """Return the model's name. The server is asked once.
+        """Return the model's name, which the first call requests from the server.
 
         Raises:
             ServerError: If the server cannot be reached or refuses.

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from minifloat.commands.main import main
 from minifloat.errors import UsageError
 from minifloat.serve.vllm import VllmOptions, nodes, render
-from minifloat.serve.vllm.options import _SHARED, _TRANSLATED, ONLY_VLLM
+from minifloat.serve.vllm.options import _OWN_OPTIONS, _TRANSLATED, ONLY_VLLM
 
 CLUSTER = ("--nodes", "2", "--tensor-parallel-size", "8", "--pipeline-parallel-size", "2", "--master-addr", "10.0.0.1")
 #: Options of minifloat's engine that vLLM lacks or defines differently.
@@ -48,7 +48,7 @@ def test_options_that_are_not_given_are_left_to_vllm() -> None:
 
 def test_every_option_is_translated_or_refused_by_name() -> None:
     options = {parameter.name for parameter in main.commands["serve"].params if isinstance(parameter, click.Option)}
-    assert options - {"engine"} == ONLY_MINIFLOAT | set(_TRANSLATED) | _SHARED | set(ONLY_VLLM)
+    assert options - {"engine"} == ONLY_MINIFLOAT | set(_TRANSLATED) | _OWN_OPTIONS | set(ONLY_VLLM)
 
 
 @pytest.mark.parametrize(

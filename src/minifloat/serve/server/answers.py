@@ -17,13 +17,13 @@ FinishReason = Literal["stop", "length"]
 
 
 class PromptTokensDetails(BaseModel):
-    """How many tokens of the prompt came from the prefix cache."""
+    """Number of tokens of the prompt that came from the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(BaseModel):
-    """Numbers of tokens."""
+    """Numbers of tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -99,7 +99,7 @@ async def _respond(
         return Response(status_code=499)  # no client reads it; the status is for the log
     finally:
         generation.cancel()
-    return JSONResponse(writer.whole(choices, _usage(choices, body.n)).model_dump())
+    return JSONResponse(writer.answer(choices, _usage(choices, body.n)).model_dump())
 
 
 async def _collect(generation: Generation, choices: list[CollectedChoice]) -> None:

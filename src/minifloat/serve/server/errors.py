@@ -95,7 +95,7 @@ def from_http(error: HTTPException) -> APIError:
 
 
 def from_minifloat(error: MinifloatError) -> APIError:
-    """Return the answer to an error that minifloat raised on purpose."""
+    """Return the answer to an error of minifloat."""
     if isinstance(error, QueueFull):
         headers = {"retry-after": str(RETRY_AFTER)}
         return APIError(503, f"the server is busy: {error}", code="queue_full", headers=headers)

@@ -23,10 +23,10 @@ from minifloat.serve.server.settings import ServerSettings, hash_key
 
 _LOG = logging.getLogger("minifloat.server")
 
-#: Request ids of clients that are kept; others might forge lines of a log.
+#: Request ids that clients may choose; other characters could forge lines of the log.
 _HARMLESS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 #: Paths that need no key: the page, which holds no data, and the health check.
-_OPEN = frozenset({"/", "/health"})
+_KEYLESS_PATHS = frozenset({"/", "/health"})
 #: Paths that monitors request every second.
 _PROBES = frozenset({"/health", "/ready", "/metrics", "/status"})
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -126,7 +126,7 @@ class Guard:
 
     def _check_key(self, scope: Scope) -> None:
         state = scope.setdefault("state", {})
-        if not self._settings.api_keys or scope["path"] in _OPEN:
+        if not self._settings.api_keys or scope["path"] in _KEYLESS_PATHS:
             return
         authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         kind, _, key = authorization.partition(b" ")
@@ -164,7 +164,7 @@ class _Body:
 
     def __init__(self, receive: Receive, settings: ServerSettings) -> None:
         self._receive, self._settings = receive, settings
-        self._bytes, self._done = 0, False
+        self._bytes, self._is_complete = 0, False
         self._deadline = asyncio.get_running_loop().time() + settings.read_timeout
 
     async def receive(self) -> Message:
@@ -173,7 +173,7 @@ class _Body:
         Raises:
             APIError: If the body is too large or did not arrive in time.
         """
-        if self._done:
+        if self._is_complete:
             return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline):
@@ -183,5 +183,5 @@ class _Body:
         self._bytes += len(message.get("body", b""))
         if self._bytes > self._settings.max_body_bytes:
             raise _too_large(self._settings)
-        self._done = not message.get("more_body", False)
+        self._is_complete = not message.get("more_body", False)
         return message

@@ -107,12 +107,12 @@ Stop = Annotated[
 ]
 
 
-def _implies(field: str, value: dict[str, Any], **others: Any) -> dict[str, Any]:
-    """Return a JSON schema: if `field` matches the schema `value`, the other fields must have these values."""
+def _implies(field: str, value: dict[str, Any], **required: Any) -> dict[str, Any]:
+    """Return a JSON schema: if `field` matches the schema `value`, other fields must have the `required` values."""
     condition = {"required": [field], "properties": {field: value}}
     consequence = {
-        "required": [name for name, value in others.items() if value],
-        "properties": {name: {"const": value} for name, value in others.items()},
+        "required": [name for name, value in required.items() if value],
+        "properties": {name: {"const": value} for name, value in required.items()},
     }
     return {"if": condition, "then": consequence}
 

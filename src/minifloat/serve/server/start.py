@@ -58,7 +58,7 @@ def _mib(nbytes: int) -> str:
 
 
 def _log_model(info: ModelInfo, settings: ServerSettings) -> None:
-    """Log what is served, and warn of a slow runner or a missing API key."""
+    """Log the served model and its cache, and warn of a slow runner or a missing API key."""
     _LOG.info(
         "%s: %s, %s, weights %s (BF16 %s), %s runner, loaded in %.1f s",
         settings.model_name,

@@ -75,7 +75,7 @@ class Writer(Protocol):
     def last(self, usage: Usage) -> BaseModel:
         """Return the chunk with the usage, which has no text."""
 
-    def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
+    def answer(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
         """Return the whole answer."""
 
 
@@ -157,7 +157,7 @@ class TextWriter:
         """Return the chunk with the usage, which has no text."""
         return Completion(object="text_completion", choices=[], **self._fields.of_answer, usage=usage)
 
-    def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
+    def answer(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
         """Return the answer with all texts."""
         bodies = [
             CompletionChoice(
@@ -225,7 +225,7 @@ class ChatWriter:
         """Return the chunk with the usage, which has no text."""
         return ChatChunk(object="chat.completion.chunk", choices=[], **self._fields.of_answer, usage=usage)
 
-    def whole(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
+    def answer(self, choices: Sequence[CollectedChoice], usage: Usage) -> BaseModel:
         """Return the answer with all messages."""
         bodies = [
             ChatChoice(

@@ -81,11 +81,11 @@ def _prepare(options: VllmOptions, node: Node) -> _Weights:
     with open_headers(options.model, revision=options.revision) as checkpoint:
         config = checkpoint.quantization_config
         method = (config or {}).get("quant_method")
-        known = method is None or method in READERS
-        weights = _weights(Subject.of_checkpoint(checkpoint)) if known else _Weights(quantized=True)
+        is_readable = method is None or method in READERS
+        weights = _weights(Subject.of_checkpoint(checkpoint)) if is_readable else _Weights(quantized=True)
     version = preflight.find_version(options)
     preflight.note_version(version)
-    if known:
+    if is_readable:
         preflight.require_loadable(options, options.hardware or preflight.find_hardware(version))
     else:
         _LOG.warning("not checked whether vLLM loads this: unknown quant_method %r", method)
@@ -139,7 +139,7 @@ class _Run:
                 _LOG.info("%s: ready after %.1f s", child.name, time.monotonic() - started)
         if self._node.has_api:
             self._confirm(child)
-        while (status := self._ended()) is None:
+        while (status := self._exit_status()) is None:
             self._wait(None)
         return status
 
@@ -153,10 +153,10 @@ class _Run:
     def _wait_until_ready(self, child: Child, command: Command, deadline: float) -> int | None:
         """Wait until a child is ready. Return None, or the exit status if the run is over."""
         while not self._is_ready(child, command):
-            if (status := self._ended()) is not None:
+            if (status := self._exit_status()) is not None:
                 return _FAILED if status == 0 and not self._stopping else status
             if time.monotonic() > deadline:
-                self._show_last(child, f"no answer within {self._options.startup_timeout:g} s (--startup-timeout)")
+                self._log_end(child, f"no answer within {self._options.startup_timeout:g} s (--startup-timeout)")
                 return _FAILED
             self._wait(_POLL_SECONDS)
         return None
@@ -184,18 +184,18 @@ class _Run:
             child.terminate()
             deadline = time.monotonic() + seconds + _GRACE_SECONDS
             while child.returncode is None:
-                left = deadline - time.monotonic()
+                seconds_left = deadline - time.monotonic()
                 with contextlib.suppress(queue.Empty):
-                    if left <= 0 or self._events.get(timeout=left):
+                    if seconds_left <= 0 or self._events.get(timeout=seconds_left):
                         _LOG.warning(
                             "killing %s: %s",
                             child.name,
-                            "it did not end in time" if left <= 0 else "second signal",
+                            "it did not end in time" if seconds_left <= 0 else "second signal",
                         )
                         child.kill()
 
-    def _ended(self) -> int | None:
-        """Return the exit status if a child has ended or must not go on; else None."""
+    def _exit_status(self) -> int | None:
+        """Return the exit status if a child has ended, or is stopped here for unquantized weights; else None."""
         for child in reversed(self._children):
             if child.returncode is not None:
                 child.kill()  # kills its descendants and reads the rest of its output
@@ -203,7 +203,7 @@ class _Run:
             line = child.log.unquantized(experts=self._weights.experts)
             if self._weights.quantized and line is not None and not self._options.allow_unquantized:
                 child.kill()
-                self._show_last(child, "stopped")
+                self._log_end(child, "stopped")
                 _LOG.error(
                     "the checkpoint is quantized, but vLLM runs its weights unquantized: %s "
                     "(--allow-unquantized serves it anyway)",
@@ -219,16 +219,16 @@ class _Run:
         if self._stopping:
             _LOG.info("%s has ended: %s", child.name, end)
         else:
-            self._show_last(child, f"ended by itself: {end}")
+            self._log_end(child, f"ended by itself: {end}")
         return status
 
-    def _show_last(self, child: Child, why: str) -> None:
-        """Log why a child is over, with the last lines of its log, preceded by its first error if they lack it."""
+    def _log_end(self, child: Child, reason: str) -> None:
+        """Log why a child ended, with the last lines of its log, and before them its first error if they lack it."""
         last, error = list(child.log.last), child.log.error
         if error and error[0] not in last:
             last = [*error, "...", *last]
         text = "\n".join(f"    {line}" for line in last)
-        _LOG.error("%s %s. The last of its log:\n%s", child.name, why, text or "    (nothing)")
+        _LOG.error("%s %s. The last of its log:\n%s", child.name, reason, text or "    (nothing)")
 
     def _confirm(self, child: Child) -> None:
         """Log which kernels vLLM's log names."""

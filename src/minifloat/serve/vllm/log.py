@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Bytes after which an unfinished line is taken for a line. vLLM's longest line, its config, has about 6,000.
+#: Bytes after which an unfinished line counts as a line. vLLM's longest line, its config, has about 6,000.
 _MAX_LINE_BYTES = 1 << 15
 _KEPT_LINES = 50
 _KEPT_CHARACTERS = 1000
@@ -124,16 +124,16 @@ class Log:
         """Yield the lines that the chunk completes, and pieces of a line that does not end."""
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         for line in lines:
-            yield self._read(line + b"\n")
+            yield self._scan(line + b"\n")
         if len(self._pending) > _MAX_LINE_BYTES:
             yield self.end()
 
     def end(self) -> bytes:
         """Return the rest, which is an incomplete line."""
         piece, self._pending = self._pending, b""
-        return self._read(piece) if piece else piece
+        return self._scan(piece) if piece else piece
 
-    def _read(self, line: bytes) -> bytes:
+    def _scan(self, line: bytes) -> bytes:
         text = line[:_SEARCHED_BYTES].decode("utf-8", errors="replace").rstrip()
         self.last.append(text[:_KEPT_CHARACTERS])
         if 0 < len(self.error) < _KEPT_ERROR_LINES or (not self.error and _ERROR.search(text)):

@@ -23,7 +23,16 @@ _TRANSLATED = {
     "chat_template": "--chat-template",
 }
 #: Options of `minifloat serve` that apply to vLLM but are not passed on by `_TRANSLATED`.
-_SHARED = {"revision", "host", "port", "served_model_name", "shutdown_timeout", "quiet", "api_key", "api_key_file"}
+_OWN_OPTIONS = {
+    "revision",
+    "host",
+    "port",
+    "served_model_name",
+    "shutdown_timeout",
+    "quiet",
+    "api_key",
+    "api_key_file",
+}
 #: Options of `minifloat serve` that only vLLM has. All but the last are fields of `VllmOptions`.
 ONLY_VLLM = (
     "vllm_bin",
@@ -160,7 +169,7 @@ def vllm_options(
     Raises:
         UsageError: If vLLM has no counterpart of a stated option, or options contradict each other.
     """
-    foreign = [name for name in options if name in stated and name not in {*_TRANSLATED, *_SHARED, *ONLY_VLLM}]
+    foreign = [name for name in options if name in stated and name not in {*_TRANSLATED, *_OWN_OPTIONS, *ONLY_VLLM}]
     if foreign:
         raise UsageError(
             f"{', '.join(map(flag, foreign))}: not with --engine vllm, which lacks this option or defines it "

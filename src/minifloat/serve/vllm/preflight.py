@@ -64,18 +64,17 @@ def find_version(options: VllmOptions) -> str:
 def note_version(version: str) -> None:
     """Log the version, and warn if the rules of `check` were read from another one."""
     _LOG.info("vLLM %s", version)
-    known = ENGINES["vllm"].removeprefix("vLLM ")
-    if version.partition("+")[0] != known:
-        _LOG.warning("the checks were read from vLLM %s; %s may behave differently", known, version)
+    checked = ENGINES["vllm"].removeprefix("vLLM ")
+    if version.partition("+")[0] != checked:
+        _LOG.warning("the checks were read from vLLM %s; %s may behave differently", checked, version)
 
 
 def find_hardware(version: str) -> str | None:
     """Return the name in `ENGINE_HARDWARE` of the hardware that this vLLM runs on; None: unknown."""
     if "cpu" in version:
         amx = _has_amx()
-        return next(
-            one.name for one in ENGINE_HARDWARE.values() if one.generation.vendor == "cpu" and one.generation.amx == amx
-        )
+        cpus = (hardware for hardware in ENGINE_HARDWARE.values() if hardware.generation.vendor == "cpu")
+        return next(cpu.name for cpu in cpus if cpu.generation.amx == amx)
     try:
         answer = _run(_NVIDIA_SMI)
     except (OSError, subprocess.TimeoutExpired):
@@ -124,6 +123,6 @@ def _run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _has_amx() -> bool:
-    """Return whether this processor has AMX. Only Linux is asked, since vLLM uses AMX only there."""
+    """Return whether this processor has AMX; False except on Linux, because vLLM uses AMX only there."""
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "amx_tile" in cpuinfo.read_text(encoding="ascii", errors="replace")

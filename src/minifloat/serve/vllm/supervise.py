@@ -59,7 +59,7 @@ class Child:
         except OSError as error:
             raise UsageError(f"{command.argv[0]}: cannot be started: {error.strerror}") from error
         self.pid = self._process.pid
-        self._reader = threading.Thread(target=self._read, name="vllm-output", daemon=True)
+        self._reader = threading.Thread(target=self._read_output, name="vllm-output", daemon=True)
         self._waiter = threading.Thread(target=self._wait, name="vllm-end", daemon=True)
         self._reader.start()
         self._waiter.start()
@@ -87,7 +87,7 @@ class Child:
         self._waiter.join()
         self._reader.join(_LAST_OUTPUT_SECONDS)
 
-    def _read(self) -> None:
+    def _read_output(self) -> None:
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         while chunk := os.read(descriptor, _CHUNK):
