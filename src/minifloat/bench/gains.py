@@ -181,7 +181,7 @@ def bench(
         lm_head: Option of the candidate's engine, as in `Engine`.
         kv_cache_dtype: Option of the candidate's engine, as in `Engine`.
         progress: Called from this thread before each turn and at the end.
-        revision: Of a baseline of the hub, as in `minifloat.hub.model_folder`.
+        revision: Branch, tag or commit of a baseline of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
         UsageError: An argument is out of range.

@@ -137,12 +137,12 @@ def write_random(destination: str | os.PathLike[str], shape: Shape, *, seed: int
     with CheckpointWriter(
         destination, fingerprint=fingerprint, total_bytes=sum(tensor.nbytes for tensor in tensors)
     ) as writer:
-        for name, held in shards.items():
-            starts = {tensor.name: int(generator.integers(_POOL)) for tensor in held}
+        for name, members in shards.items():
+            starts = {tensor.name: int(generator.integers(_POOL)) for tensor in members}
             if name in writer.finished:
                 continue
-            shard = writer.shard(name, held, {"format": "pt"})
-            for tensor in held:
+            shard = writer.shard(name, members, {"format": "pt"})
+            for tensor in members:
                 offset = 0
                 for piece in _values(tensor, pool, starts[tensor.name]):
                     shard.write(tensor.name, piece, offset)
@@ -158,22 +158,22 @@ def write_random(destination: str | os.PathLike[str], shape: Shape, *, seed: int
 def _shards(tensors: tuple[OutputTensor, ...]) -> dict[str, list[OutputTensor]]:
     groups: list[list[OutputTensor]] = [[]]
     for tensor in tensors:
-        if groups[-1] and sum(held.nbytes for held in groups[-1]) + tensor.nbytes > _SHARD_BYTES:
+        if groups[-1] and sum(member.nbytes for member in groups[-1]) + tensor.nbytes > _SHARD_BYTES:
             groups.append([])
         groups[-1].append(tensor)
     count = len(groups)
-    return {f"model-{number:05d}-of-{count:05d}.safetensors": held for number, held in enumerate(groups, 1)}
+    return {f"model-{number:05d}-of-{count:05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
 def _pool(generator: np.random.Generator) -> npt.NDArray[np.uint16]:
-    """Random weights as bits of BF16 (truncated: the rounding of noise is noise)."""
+    """Return random weights as bits of BF16, truncated: the rounding of noise is noise."""
     values = generator.standard_normal(_POOL, np.float32) * np.float32(_STANDARD_DEVIATION)
     values[generator.integers(0, _POOL, _OUTLIERS)] = _OUTLIER
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _values(tensor: OutputTensor, pool: npt.NDArray[np.uint16], start: int) -> Iterator[npt.NDArray[np.uint16]]:
-    """The bits of a tensor's weights, piece by piece; those of a norm are 1."""
+    """Yield a tensor's weights as bits of BF16, piece by piece; the weights of a norm are 1."""
     left = tensor.nbytes // pool.itemsize
     if len(tensor.shape) == 1:
         one = np.array([1.0], np.float32).view(np.uint32) >> 16
@@ -211,7 +211,7 @@ def make_pair(folder: str | os.PathLike[str], name: str, scheme: str, *, seed: i
         folder: Parent folder of both checkpoints; created if it does not exist.
         name: Name of the shape.
         scheme: Name of the quantization scheme, one of `SCHEMES`.
-        seed: Of the weights.
+        seed: Seed of the weights.
 
     Returns:
         The folders of the BF16 and of the quantized checkpoint.

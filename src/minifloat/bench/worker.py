@@ -128,7 +128,7 @@ def main() -> None:
 
     first = json.loads(sys.stdin.readline())
     try:
-        engine = _open(**first)
+        engine = _create_engine(**first)
     except MinifloatError as error:
         answer({"error": str(error)})
         return
@@ -141,7 +141,7 @@ def main() -> None:
             answer({"error": str(error)})
 
 
-def _open(path: str, options: dict[str, Any], threads: int | None) -> Any:
+def _create_engine(path: str, options: dict[str, Any], threads: int | None) -> Any:
     from minifloat.kernels.threads import set_threads
     from minifloat.serve.engine import Engine
 

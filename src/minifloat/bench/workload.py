@@ -26,7 +26,7 @@ class Workload:
         output_len: Tokens of each output.
         batch_sizes: Numbers of prompts to send at the same moment, one size after the other.
         rounds: Number of times that each batch size is measured.
-        seed: Of the prompts.
+        seed: Seed of the prompts.
     """
 
     input_len: int = 256

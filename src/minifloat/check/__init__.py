@@ -1,11 +1,11 @@
 """Whether an engine will load a checkpoint, answered before anything is downloaded, quantized or started.
 
     judge.py           check_checkpoint, and the check that quantize --target makes
-    rules/             what each engine does to which checkpoints, since which version, and the cure: one table each
+    rules/             a table per engine: checkpoints that it refuses, degrades or answers wrongly, and the cure
     engine_kernels.py  which kernel of an engine multiplies which weights on which machine
     loading_rule.py    a row of the rules and how it is applied;  conditions.py, parallel_conditions.py  the conditions
-    subject.py         what is judged: a checkpoint or a plan, reduced to names, shapes and formats
-    target.py          where it is to run: engine, machine, number of GPUs
+    subject.py         the checkpoint or plan that is judged, reduced to names, shapes and formats
+    target.py          the engine, the machine and the number of GPUs
 
 Neither torch nor an engine is imported.
 """

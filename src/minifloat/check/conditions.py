@@ -1,4 +1,4 @@
-"""The conditions of rules, over names, shapes and formats of weights, but for those of `parallel_conditions`.
+"""The conditions of rules, except those about tensor parallelism (`parallel_conditions`).
 
 Each condition yields the evidence that its rule applies, as lines: a weight that all layers have takes one line. It
 yields nothing where the rule does not apply. Each docstring says what the condition finds.

@@ -2,7 +2,7 @@
 
 Sources: vLLM's lists of kernels in their order (`model_executor/kernels/linear/__init__.py` of 0.32.0; FlashInfer,
 DeepGEMM and Humming where they are installed, as in its images) and SGLang's schemes. Experts have kernels of their
-own, which are not listed. A row with `confirmed` was confirmed by loading such a checkpoint.
+own, which are not listed. A row with `confirmed` was confirmed by loading a checkpoint.
 """
 
 from __future__ import annotations

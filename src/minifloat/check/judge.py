@@ -25,7 +25,7 @@ from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import make_plan
 from minifloat.plan.tensor_plan import QuantizationPlan
 
-#: Names of the findings that no row of the rules stands for.
+#: Names of the findings that come from no row of the rules.
 _QUANTIZE_REFUSES = "quantize-refuses"
 _KERNEL_NOT_KNOWN = "kernel-not-known"
 
@@ -37,7 +37,7 @@ class CheckReport:
     Attributes:
         model: The folder, or the model of the hub, as the caller named it.
         scheme: The scheme that the model would be quantized to; None: the checkpoint was judged as it is.
-        target: Where it is to run.
+        target: Engine and machine.
         layout: The layout in which it is, or would be, stored; None where nothing is quantized.
         kernels: The kernel that will multiply each kind of weight, as far as it is known.
         findings: The rules that apply, the worst first.
@@ -130,7 +130,7 @@ def check_checkpoint(
         scheme: For a model that is not quantized: the scheme to quantize it to, with calibrated static scales.
         layout: With `scheme`: a name of `layouts.WRITERS`.
         overrides: With `scheme`: as in `quantize_checkpoint`.
-        revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
+        revision: Branch, tag or commit of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
         The verdict, with its reasons.
@@ -168,7 +168,7 @@ def require_loadable(checkpoint: Checkpoint, plan: QuantizationPlan, target: str
         Notes on findings that degrade the checkpoint or whose effect is not known.
 
     Raises:
-        UsageError: It would; the message names the rule, the modules and the cure.
+        UsageError: The engine would; the message names the rule, the modules and the cure.
     """
     parsed_target = Target.parse(target) if isinstance(target, str) else target
     return judge(

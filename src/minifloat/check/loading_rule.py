@@ -11,7 +11,7 @@ from minifloat.check.target import Target
 
 
 class LoadVerdict(enum.Enum):
-    """What happens when an engine loads a checkpoint, from good to bad; the value is the text in reports."""
+    """Outcome of loading a checkpoint with an engine, from good to bad; the value is the text in reports."""
 
     LOADS = "loads"
     DEGRADED = "loads, with less than it promises"
@@ -62,17 +62,18 @@ Condition = Callable[[Case], Iterable[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingRule:
-    """What an engine does to checkpoints that meet a condition.
+    """The behaviour of an engine on checkpoints that meet a condition.
 
     Attributes:
         name: Unique name.
         hardware: Names in `plan.hardware.ENGINE_HARDWARE`.
-        verdict: What happens.
+        verdict: Outcome of loading.
         condition: Decides whether the rule applies, and names the weights or settings at fault.
-        problem: What goes wrong, for the user.
-        cure: What to do instead; empty where nothing need be done.
+        problem: The problem, as a message to the user.
+        cure: Advice to the user; empty where nothing need be done.
         source: File and function of the engine's version in `ENGINES`, or a thread, that the rule was read from.
-        confirmed_with: How the behaviour was confirmed by loading such a checkpoint; empty where it was only read.
+        confirmed_with: Engine and machine on which loading a checkpoint confirmed the behaviour; empty where the rule
+            comes from the source alone.
     """
 
     name: str
@@ -91,9 +92,9 @@ class Finding:
 
     Attributes:
         rule: Name of the rule.
-        verdict: What happens.
-        problem: What goes wrong.
-        cure: What to do instead; empty where nothing need be done.
+        verdict: Outcome of loading.
+        problem: The problem, as a message to the user.
+        cure: Advice to the user; empty where nothing need be done.
         source: Where the rule was read, and how it was confirmed.
         evidence: The modules, sizes or settings that the rule applies to.
     """

@@ -1,4 +1,4 @@
-"""Where a checkpoint is to run: an engine, a kind of machine and a number of GPUs."""
+"""`Target`: the engine, the kind of machine and the number of GPUs that a checkpoint is judged for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TARGET = re.compile(r"(?P<engine>[a-z]+):(?P<hardware>[a-z0-9-]+)(:tp(?P<tp>[1-
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint is to run.
+    """An engine on a machine.
 
     Attributes:
         engine: A name in `ENGINES`.

@@ -1,6 +1,6 @@
 """The command line: the group of commands and its error handling.
 
-Each command parses its options, calls one public function and prints the result. A command imports what it needs when
+Each command parses its options, calls one public function and prints the result. A command imports its modules when
 it runs, so `--help` loads neither torch nor rich. A user's mistake is one line on standard error and exit status 2
 (`--debug` shows the traceback); Ctrl-C is 130.
 """

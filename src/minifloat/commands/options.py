@@ -103,7 +103,7 @@ def verbose_option(rows: str = "tensor") -> Callable[[_Command], _Command]:
     """Return the flag ``--verbose``.
 
     Args:
-        rows: What a row of the table stands for.
+        rows: The items that the rows of the table show.
     """
     return click.option(
         "--verbose", "-v", is_flag=True, help=f"Print every {rows} instead of a summary over all layers."

@@ -189,7 +189,7 @@ def _refuse_vllm_options(params: ServeParams) -> None:
     Environment variables of vLLM's options are ignored, since they may be set for other runs.
 
     Raises:
-        UsageError: If such an option stands on the command line.
+        UsageError: If the command line has such an option.
     """
     from minifloat.serve.vllm.options import ONLY_VLLM, flag
 

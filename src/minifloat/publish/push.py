@@ -152,7 +152,7 @@ class _Card:
             content = read_card(folder)
             return cls(folder, content, read_metadata(content.decode("utf-8")))
         except FileNotFoundError:
-            raise CheckpointError(path, "no model card; write one that says what the model is") from None
+            raise CheckpointError(path, "no model card; write one that describes the model") from None
         except ValueError as error:  # including UnicodeDecodeError
             raise CheckpointError(path, f"the metadata in its head cannot be read: {error}") from None
 

@@ -1,8 +1,8 @@
-"""The rules: what each engine does to checkpoints that it does not simply load. One table per engine, in its order.
+"""The rules about checkpoints that an engine refuses, degrades or answers wrongly: one table per engine.
 
 A rule is here because the engine's code or a thread of its maintainers says so (`source`), and where the engine could
 be run, because the behaviour was observed (`confirmed_with`). A weight that neither a rule nor a row of
-`check.engine_kernels.KERNELS` speaks of is reported as not known. To follow a newer version of an engine, read its
+`check.engine_kernels.KERNELS` covers is reported as not known. To follow a newer version of an engine, read its
 sources again and change `check.target.ENGINES`.
 
 Left out: memory (`plan` counts it), speed beyond "slower than expected", and models that an engine does not implement.

@@ -1,4 +1,4 @@
-"""What minifloat's own loader and server do to checkpoints that they do not simply load."""
+"""Rules about checkpoints that minifloat's own loader and server refuse or degrade."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang does to checkpoints that it does not simply load."""
+"""Rules about checkpoints that SGLang refuses, degrades or answers wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers does to checkpoints that it does not simply load."""
+"""Rules about checkpoints that transformers refuses, degrades or answers wrongly."""
 
 from __future__ import annotations
 

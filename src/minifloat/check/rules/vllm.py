@@ -1,4 +1,7 @@
-"""What vLLM does to checkpoints that one GPU or CPU cannot simply load; tensor parallelism is in `vllm_parallel`."""
+"""Rules about checkpoints that vLLM refuses, degrades or answers wrongly on one GPU or CPU.
+
+The rules about tensor parallelism are in `vllm_parallel`.
+"""
 
 from __future__ import annotations
 

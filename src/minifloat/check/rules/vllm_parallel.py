@@ -1,4 +1,4 @@
-"""What vLLM does to checkpoints whose heads, matrices, blocks or fused layers several GPUs cannot share."""
+"""Rules about checkpoints whose heads, matrices, blocks or fused layers several GPUs cannot share in vLLM."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the commands print on a terminal: one module per command. Imports rich, so commands import it when they run."""
+"""The terminal output of the commands: one module per command. Imports rich, so commands import it when they run."""

@@ -18,7 +18,7 @@ _GIGA = 10**9
 
 
 def print_gains(report: GainsReport) -> None:
-    """Print memory, then latency and throughput by batch size, the baseline baseline the candidate."""
+    """Print memory, then latency and throughput by batch size, the baseline before the candidate."""
     console = make_console()
     machine, load = report.machine, report.workload
     read = f"{statistics.median(report.bandwidths) / _GIGA:.1f} GB/s" if report.bandwidths else "unknown"

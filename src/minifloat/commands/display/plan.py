@@ -60,9 +60,9 @@ def _model_line(plan: ModelPlan) -> str:
 
 def _hardware_line(plan: ModelPlan) -> str:
     hardware = plan.hardware
-    many = f"{plan.gpus} x " if plan.gpus > 1 else ""
+    count = f"{plan.gpus} x " if plan.gpus > 1 else ""
     return (
-        f"{many}{hardware.title}: {_size(hardware.memory)}, {hardware.bandwidth / _GIGA:,.0f} GB/s{_peaks(hardware)} "
+        f"{count}{hardware.title}: {_size(hardware.memory)}, {hardware.bandwidth / _GIGA:,.0f} GB/s{_peaks(hardware)} "
         f"({hardware.source})"
     )
 
@@ -85,15 +85,23 @@ def _cache_table(plan: ModelPlan) -> Table:
 
 
 def _memory_table(plan: ModelPlan) -> Table:
-    many = plan.gpus > 1
-    names = ["weights", *(["per device"] if many else []), "+ KV", "+ activations", "=", "largest batch", "with FP8 KV"]
+    several = plan.gpus > 1
+    names = [
+        "weights",
+        *(["per device"] if several else []),
+        "+ KV",
+        "+ activations",
+        "=",
+        "largest batch",
+        "with FP8 KV",
+    ]
     names.append("largest context")
     table = make_table("scheme", *names, "fits", right=names)
     for scheme in plan.schemes:
         table.add_row(
             scheme.scheme,
             _size(scheme.weights),
-            *([_size(scheme.device_weights)] if many else []),
+            *([_size(scheme.device_weights)] if several else []),
             _size(scheme.cache),
             _size(scheme.activations),
             _size(scheme.taken),
