@@ -63,10 +63,10 @@ def make_layout_plan(checkpoint: Checkpoint, name: str, *, allow_rounding: bool 
     builder = _LayoutConversions(checkpoint, description, layout, allow_rounding)
     conversions = with_copies(checkpoint, builder.conversions())
     copied = (conversion.sources[0] for conversion in conversions if conversion.change is Change.KEEP)
-    kept = kept_linears(copied, builder.schemes)
+    unquantized = kept_linears(copied, builder.schemes)
     try:
-        quantization = layout.quantization_config(builder.schemes, kept, description.kv)
-        files = layout.extra_files(builder.schemes, kept, description.kv)
+        quantization = layout.quantization_config(builder.schemes, unquantized, description.kv)
+        files = layout.extra_files(builder.schemes, unquantized, description.kv)
     except UsageError as error:
         raise ConversionError(str(error)) from None
     config = without_quantization(checkpoint.config) | {"quantization_config": quantization}

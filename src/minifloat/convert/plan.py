@@ -1,4 +1,4 @@
-"""`ConvertPlan`: what becomes of every tensor in a conversion.
+"""`ConvertPlan`: the output of every tensor in a conversion.
 
 A plan is made from headers and config. Everything that prevents the conversion is an error while the plan is made,
 before anything is written.
@@ -19,7 +19,7 @@ from minifloat.layouts import Description, StoredWeight, WriteLayout, describe
 
 
 class Change(enum.Enum):
-    """What is done to the bytes of a tensor; the value is the text in reports."""
+    """The change to the bytes of a tensor; the value is the text in reports."""
 
     KEEP = "not quantized"  #: same name, same bytes
     MOVE = "bytes as they are"  #: under the name and the shape of the target
@@ -36,7 +36,7 @@ class Conversion:
     Attributes:
         sources: The tensors that are read; the first decides the shard of the output.
         output: The tensor that is written; None: nothing is written.
-        change: What is done to the bytes.
+        change: The change to the bytes.
         detail: Text for the report.
         weights: For DECODE: the weights that are decoded; several weights are fused experts, stored transposed.
     """

@@ -19,7 +19,7 @@ def run_conversion(checkpoint: Checkpoint, conversion: Conversion, shard: ShardW
 
     Args:
         checkpoint: The source.
-        conversion: Source tensors, and what they become.
+        conversion: Source tensors and their output.
         shard: Where the output is written; None where no conversion of its shard has an output.
 
     Returns:
@@ -51,9 +51,9 @@ def _move(checkpoint: Checkpoint, info: TensorInfo, name: str, shard: ShardWrite
         data = chunk
         if widened:
             floats = widen(chunk, info.dtype)
-            bad = np.count_nonzero(~np.isfinite(floats))
-            if bad:
-                raise NonFiniteError(info.name, f"{bad} scales are NaN or Inf; the checkpoint is damaged")
+            nonfinite = np.count_nonzero(~np.isfinite(floats))
+            if nonfinite:
+                raise NonFiniteError(info.name, f"{nonfinite} scales are NaN or Inf; the checkpoint is damaged")
             data = floats.view(np.uint8)
         shard.write(name, data, end)
         end += data.nbytes

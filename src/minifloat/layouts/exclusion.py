@@ -1,7 +1,7 @@
 """A check of the config's lists of unquantized modules against the tensors.
 
-No server reads a listed module correctly if its weight is stored as codes: transformers and compressed-tensors take the
-codes for weights without their scale, and vLLM has no parameter for the scale.
+No server reads a listed module correctly if its weight is stored as codes: transformers and compressed-tensors use the
+codes as weights, without their scale, and vLLM has no parameter for the scale.
 
 Source: vLLM 0.32, `is_layer_skipped`, `should_ignore_layer` and `ModelOptQuantConfigBase.is_layer_excluded`;
 compressed-tensors 0.20, `match_name`; transformers 5.23, `should_convert_module`.

@@ -4,7 +4,7 @@
     model_source.py, quantized_model.py, config_tensors.py   the tensors of a model: from headers, or from its config
     shape.py, weights.py, cache.py, memory.py                sizes, bytes of weights, KV cache and activations
     hardware.py, steps.py, roofline.py                       machines, the cost of a step, its least time
-    quantization.py, tensor_plan.py, parts.py, overrides.py  what `quantize` makes of every tensor
+    quantization.py, tensor_plan.py, parts.py, overrides.py  the output of `quantize` for every tensor
 
 Only config and headers are read, and nothing here imports torch, so the answer takes a fraction of a second. The
 figures are bounds and sums, not predictions: `bench` measures what an engine reaches.

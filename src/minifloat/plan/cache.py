@@ -37,8 +37,8 @@ class CacheLayer:
         """Return the layer with another window."""
         return replace(self, heads=0, width=0, operations=0) if window == 0 else replace(self, window=window)
 
-    def kept(self, tokens: int) -> int:
-        """Return the number of tokens that are kept of a sequence of `tokens`."""
+    def cached_tokens(self, tokens: int) -> int:
+        """Return the number of tokens of a sequence of `tokens` that stay in the cache."""
         return tokens if self.window is None else min(tokens, self.window)
 
     def elements(self, gpus: int) -> int:
@@ -48,18 +48,18 @@ class CacheLayer:
 
 def cache_bytes(layers: Sequence[CacheLayer], tokens: int, element: ElementFormat, gpus: int = 1) -> int:
     """Return the bytes of the keys and values of one sequence on one of `gpus` devices."""
-    return sum(layer.kept(tokens) * layer.elements(gpus) for layer in layers) * element.bits // 8
+    return sum(layer.cached_tokens(tokens) * layer.elements(gpus) for layer in layers) * element.bits // 8
 
 
 def attention_operations(layers: Sequence[CacheLayer], tokens: int) -> int:
     """Return the operations of attention for one new token, the last of `tokens`."""
-    return sum(layer.kept(tokens) * layer.operations for layer in layers)
+    return sum(layer.cached_tokens(tokens) * layer.operations for layer in layers)
 
 
 def prefill_operations(layers: Sequence[CacheLayer], tokens: int) -> int:
     """Return the operations of attention for a prompt, in which each token attends to itself and earlier tokens."""
     total = 0
     for layer in layers:
-        kept = layer.kept(tokens)
-        total += layer.operations * (kept * (kept + 1) // 2 + (tokens - kept) * kept)
+        cached = layer.cached_tokens(tokens)
+        total += layer.operations * (cached * (cached + 1) // 2 + (tokens - cached) * cached)
     return total

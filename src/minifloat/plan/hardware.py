@@ -1,4 +1,4 @@
-"""The machines that `plan` and `check` know: memory, bandwidth and peaks, and what decides which kernels engines have.
+"""The machines that `plan` and `check` know: memory, bandwidth, peaks, and generation of processor.
 
 Memory, bandwidth and peaks are those of the vendors' data sheets, for dense matrices: sheets print twice as much with
 structured sparsity, which no layout here has. No kernel reaches a peak, so a bound from peaks is on the fast side.
@@ -29,7 +29,7 @@ _NO_PEAKS: Mapping[ElementFormat, float] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation of processors: what decides whether an engine has a kernel for a format.
+    """A generation of processors, which decides whether an engine has a kernel for a format.
 
     Attributes:
         name: Vendor and architecture.
@@ -70,7 +70,7 @@ class Hardware:
         peaks: Format -> operations per second (a multiplication and an addition are two), dense, accumulated in
             float32; formats that it does not multiply are missing. Empty: unknown, so that nothing bounds arithmetic.
         source: Where memory, bandwidth and peaks come from.
-        generation: What decides which kernels engines have for it.
+        generation: Generation of its processor, which decides which kernels engines have for it.
     """
 
     name: str

@@ -281,7 +281,7 @@ def _commands(model: str, candidate: _Candidate, memory: DeviceMemory, request: 
 
 
 def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) -> tuple[str, ...]:
-    """Return sentences about what the figures of this request assume and leave out."""
+    """Return sentences about the assumptions and omissions of the figures of this request."""
     hardware, notes = request.hardware, []
     if source.estimated:
         notes.append("No weights here: names and shapes of the tensors follow from config.json by convention.")

@@ -1,4 +1,4 @@
-"""`make_plan`: what becomes of every tensor of a checkpoint, decided from headers and config before a byte is read.
+"""`make_plan`: plan the output of `quantize` for every tensor, from headers and config alone.
 
 Every mistake of a user (a pattern that matches nothing, a size that a scheme does not allow, fused layers under
 different schemes) is an error here, within milliseconds.
@@ -23,7 +23,7 @@ from minifloat.plan.tensor_plan import Part, QuantizationPlan, TensorPlan, modul
 def make_plan(
     checkpoint: ModelHeaders, scheme: Scheme, layout: WriteLayout, overrides: Sequence[Override] = ()
 ) -> QuantizationPlan:
-    """Decide what becomes of every tensor of a checkpoint.
+    """Return the plan that quantizes or copies every tensor of a checkpoint.
 
     Args:
         checkpoint: A checkpoint that is not quantized.
@@ -43,15 +43,15 @@ def make_plan(
         raise AlreadyQuantizedError(
             f"{checkpoint.path} is quantized already (quant_method {method!r}); start from the original checkpoint"
         )
-    matched: set[int] = set()
+    matched_overrides: set[int] = set()
     tensors = []
     for info in checkpoint.tensors.values():
         role = role_of(info)
-        tensor_scheme, reason = _choose_scheme(info, role, scheme, overrides, matched)
+        tensor_scheme, reason = _choose_scheme(info, role, scheme, overrides, matched_overrides)
         parts = () if tensor_scheme is None else _parts(checkpoint, info, role, tensor_scheme, layout)
         tensors.append(TensorPlan(info, role, parts, reason))
     for index, override in enumerate(overrides):
-        if index not in matched:
+        if index not in matched_overrides:
             raise PatternError(_no_match(override, tensors, checkpoint))
     plan = QuantizationPlan(scheme, layout, tuple(overrides), tuple(tensors), _kept(tensors))
     _check_groups(plan)
@@ -132,12 +132,12 @@ def _check_groups(plan: QuantizationPlan) -> None:
     first: dict[str, str] = {}
     for module in modules:
         for group in {fused_group(module), expert_group(module) or module}:
-            other = first.setdefault(group, module)
-            if modules[other] != modules[module]:
-                names = [scheme.name if scheme else KEEP for scheme in (modules[other], modules[module])]
+            first_module = first.setdefault(group, module)
+            if modules[first_module] != modules[module]:
+                names = [scheme.name if scheme else KEEP for scheme in (modules[first_module], modules[module])]
                 raise UsageError(
-                    f"{other} ({names[0]}) and {module} ({names[1]}) run as one layer in servers and must share a "
-                    "scheme; widen the override so that it matches both"
+                    f"{first_module} ({names[0]}) and {module} ({names[1]}) run as one layer in servers and must share "
+                    "a scheme; widen the override so that it matches both"
                 )
 
 

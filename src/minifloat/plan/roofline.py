@@ -28,13 +28,13 @@ def step_bytes(weights: float, batch: int, cache: float) -> float:
     return weights + batch * cache
 
 
-def experts_read(experts: int, chosen: int, tokens: int) -> float:
+def experts_read(experts: int, experts_per_token: int, tokens: int) -> float:
     """Return the expected share of a layer's experts that a step reads, 0 .. 1.
 
-    Every token is taken to choose `chosen` of `experts` evenly and independently of other tokens. Real routers are less
-    even, so that a step reads fewer experts.
+    The formula assumes that every token visits `experts_per_token` of `experts` with equal probability, independently
+    of other tokens. Real routers are less even, so that a step reads fewer experts.
     """
-    return 1.0 - (1.0 - chosen / experts) ** tokens
+    return 1.0 - (1.0 - experts_per_token / experts) ** tokens
 
 
 @dataclass(frozen=True)

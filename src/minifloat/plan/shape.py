@@ -157,8 +157,8 @@ def _windows(fields: Fields) -> list[int | None]:
     kinds = fields.get("layer_types")
     if isinstance(kinds, Sequence) and len(kinds) == layers:
         chunk = fields.optional("attention_chunk_size")
-        known = {"sliding_attention": window, "chunked_attention": chunk, "linear_attention": 0, "mamba": 0}
-        return [known.get(str(kind)) for kind in kinds]
+        windows = {"sliding_attention": window, "chunked_attention": chunk, "linear_attention": 0, "mamba": 0}
+        return [windows.get(str(kind)) for kind in kinds]
     if window is None or fields.get("use_sliding_window") is False:
         return [None] * layers
     model_type = str(fields.get("model_type"))

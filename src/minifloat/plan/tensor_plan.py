@@ -1,4 +1,4 @@
-"""`QuantizationPlan` and its rows: what becomes of every tensor of a checkpoint.
+"""`QuantizationPlan` and its rows, one per tensor of a checkpoint.
 
 The plan fixes every name, shape and offset of the output, so that threads may write in any order.
 """
@@ -63,7 +63,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What becomes of one source tensor: its parts, or a copy if it has no parts.
+    """The output of one source tensor: its parts, or a copy if it has no parts.
 
     Attributes:
         source: The source tensor.

@@ -151,8 +151,8 @@ def _on_device(tensor: TensorPlan, layout: WriteLayout, shape: ModelShape, gpus:
     nbytes = sum(constant.tensor.nbytes for constant in tensor.constants)
     if not tensor.parts:
         extents = _divided(tensor.source.name, tensor.role, tensor.source.shape, shape, gpus)
-        whole = max(math.prod(tensor.source.shape), 1)
-        return nbytes + -(-tensor.source.nbytes * math.prod(extents) // whole), math.prod(extents)
+        total = max(math.prod(tensor.source.shape), 1)
+        return nbytes + -(-tensor.source.nbytes * math.prod(extents) // total), math.prod(extents)
     elements = 0
     for part in tensor.parts:
         extents = _part_extents(part, shape, gpus)

@@ -1,4 +1,4 @@
-"""The model card (README.md) that is written beside the weights: what the model is, how it was made, how to run it.
+"""The model card (README.md) beside the weights: the model, its quantization, and the commands to run it.
 
 Measurements come later: `compare --update-card` and `bench --update-card` insert sections of their own.
 """

@@ -177,8 +177,8 @@ class QuantizeJob(RewriteJob[TensorPlan]):
     """One run of `quantize_checkpoint` over all shards.
 
     Attributes:
-        plan: What becomes of every tensor.
-        caster: What casts the weights.
+        plan: The plan of the output.
+        caster: Implementation and device that cast the weights.
         amaxes: Amax of each group of weights that share a scale and that has a member in an unfinished shard.
     """
 

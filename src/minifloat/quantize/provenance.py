@@ -41,7 +41,7 @@ def describe_recipe(plan: QuantizationPlan, calibration: Calibration | None) -> 
 
 
 def quantize_options(recipe: dict[str, Any]) -> str:
-    """Return the options of `minifloat quantize` that a recipe stands for."""
+    """Return the options of `minifloat quantize` that give a recipe."""
     overrides = "".join(f" --override '{override}'" for override in recipe["overrides"])
     layout = "" if recipe["layout"] == compressed_tensors.NAME else f" --layout {recipe['layout']}"
     calibration = "" if recipe["calibration"] is None else f" --stats STATS --rule {recipe['calibration']['rule']}"
@@ -52,7 +52,7 @@ def quantize_options(recipe: dict[str, Any]) -> str:
 def provenance(
     checkpoint: Checkpoint, command: str, options: str, tensors: Iterable[_TensorEntry], **facts: Any
 ) -> dict[str, Any]:
-    """Return what an output was made from and with; the same for the same weights, however they were sharded.
+    """Return source, hashes, versions and command of an output; sharding does not change them.
 
     Args:
         checkpoint: The source.

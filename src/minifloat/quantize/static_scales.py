@@ -86,7 +86,7 @@ def apply_calibration(
     Without calibration, weights whose scheme needs static scales are written for weight-only use, and a note says so.
 
     Args:
-        plan: What becomes of every tensor.
+        plan: The plan of the output.
         checkpoint: The source, which the statistics must come from.
         calibration: Statistics and their rule; None: the model was not calibrated.
         kv_cache: Whether to write scales of an FP8 KV cache.

@@ -31,7 +31,7 @@ from minifloat.plan.tensor_plan import Part
 
 #: Bytes of source that a thread holds at a time: small enough for its L2 cache, large enough to hide system calls.
 SLAB_BYTES = 2 << 20
-#: The same where a GPU casts: a launch and two copies must take little time beside reading the slab.
+#: Bytes of source per thread where a GPU casts: a launch and two copies must take little time beside reading the slab.
 DEVICE_SLAB_BYTES = 16 << 20
 
 Bytes = npt.NDArray[np.uint8]
@@ -173,7 +173,7 @@ def quantize_part(
     Args:
         checkpoint: The source.
         info: The source tensor.
-        part: The weight in it, and what the weight becomes.
+        part: The weight in that tensor, with its scheme and its tensors in the output.
         amax: Amax of the weight's group, if the scheme needs it.
         shard: Where the codes and scales are written.
         caster: Implementation and device of the cast.

@@ -1,6 +1,6 @@
 """The model card (README.md) of a checkpoint: YAML metadata in its head, and sections that minifloat keeps up to date.
 
-Each section lies between two marker comments and is replaced in place. Everything outside of the markers stays as it
+Each section is enclosed by two marker comments and is replaced in place. Everything outside of the markers stays as it
 is, byte for byte, so a person may edit the rest of the card.
 """
 

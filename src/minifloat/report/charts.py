@@ -35,7 +35,7 @@ from minifloat.report.svg import (
     y_axis,
 )
 
-_NARROW = 480  #: pixels of a chart; below this width the labels of bars and dots stand above them
+_NARROW = 480  #: pixels of a chart; below this width the labels of bars and dots are above them
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def line_chart(
     """Return a chart of lines over a common x, with a legend below.
 
     Args:
-        series: The first `svg.COLORS` many can be told apart for certain.
-        title: What the chart shows, for readers who cannot see it.
+        series: The lines. As many as `svg.COLORS` has entries are sure to look different.
+        title: Description of the chart for readers who cannot see it.
         x: Horizontal axis; its range fits the data.
-        y: Vertical axis; its label stands above it.
+        y: Vertical axis; its label is above it.
         width: Pixels of the whole chart.
         plot_height: Pixels between the ends of the vertical axis; labels and legend are added to it.
         markers: Mark every point, if there is room. Points without a neighbour are always marked.
@@ -122,8 +122,8 @@ def bar_chart(
 
     Args:
         bars: From top to bottom; a value that is not finite, or below 0, has no bar.
-        title: What the chart shows, for readers who cannot see it.
-        axis: Of the values; linear.
+        title: Description of the chart for readers who cannot see it.
+        axis: Axis of the values; linear.
         mark: A value to compare with, drawn as a dashed line, and the text at the line.
         width: Pixels of the whole chart.
 
@@ -168,9 +168,9 @@ def dot_chart(
 
     Args:
         rows: Labels from top to bottom, each with at most one dot per series; dots that are not finite are not drawn.
-        names: Of the series; a legend names them if there are several.
-        title: What the chart shows, for readers who cannot see it.
-        axis: Of the values; linear.
+        names: Names of the series; a legend shows them if there are several.
+        title: Description of the chart for readers who cannot see it.
+        axis: Axis of the values; linear.
         mark: A value to compare with, drawn as a dashed line, and the text at the line.
         width: Pixels of the whole chart.
 
@@ -211,7 +211,7 @@ def meter(fraction: float, width: int = 60) -> str:
     """Return a small bar for a table cell; screen readers skip it, because the cell also shows the number.
 
     Args:
-        fraction: Of the width; clamped to 0..1.
+        fraction: Filled part of the width; clamped to 0..1.
         width: Pixels.
     """
     filled = width * min(max(fraction, 0.0), 1.0) if math.isfinite(fraction) else 0.0

@@ -89,7 +89,7 @@ def box(kind: str, title: str, body: str = "") -> str:
 
 
 def beside(*parts: str) -> str:
-    """Return HTML parts in columns of equal width; on a phone they stand one below the other."""
+    """Return HTML parts in columns of equal width; on a phone one is below the other."""
     return f'<div class="beside">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
 

@@ -25,7 +25,7 @@ COLORS = ("#1f6fb4", "#b8520a", "#1a7f4b", "#8250df", "#b3305c", "#0e7c86", "#7a
 FONT_SIZE, ROW, PAD = 12, 18, 8
 
 _CHARACTER = 6.4  #: average width of a character in pixels at `FONT_SIZE`
-_PERCENT = 0.8  #: how much wider a percent sign is, in characters
+_PERCENT = 0.8  #: additional width of a percent sign, in characters
 _SWATCH = 30  #: pixels of the sample line before a legend entry
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "12 4", "1 4", "6 2 1 2 1 2")
 _INVALID_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -120,8 +120,8 @@ def polyline(
     """Return the line of a series, interrupted where a point is None.
 
     Args:
-        index: Of the series: chooses colour, dashes and marker.
-        name: Of the series, for the markers' tooltips.
+        index: Index of the series: chooses colour, dashes and marker.
+        name: Name of the series, for the markers' tooltips.
         points: Values; None is a gap.
         to_x: The horizontal axis.
         to_y: The vertical axis.
