@@ -72,9 +72,9 @@ def _check_blocks(cache: KVCache, blocks: _Array, begin: _Array, first: _Array, 
         )
     column = np.arange(blocks.shape[1], dtype=np.int32)
     used = (column >= (begin // BLOCK_TOKENS)[:, None]) & (column < ends[:, None])
-    bad = used & ((blocks < 0) | (blocks >= cache.blocks))
-    if bad.any():
-        sequence, index = (int(i) for i in np.argwhere(bad)[0])
+    invalid = used & ((blocks < 0) | (blocks >= cache.blocks))
+    if invalid.any():
+        sequence, index = (int(i) for i in np.argwhere(invalid)[0])
         raise ShapeError(
             "blocks",
             f"expected a block 0 to {cache.blocks - 1} for sequence {sequence}, entry {index}; "

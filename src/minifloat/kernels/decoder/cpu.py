@@ -79,9 +79,9 @@ class _Described:
     """The structures of a decoder: addresses of its tensors. They do not keep the decoder itself alive."""
 
     def __init__(self, decoder: Decoder) -> None:
-        self._held: list[object] = []
+        self._structures: list[object] = []
         layers = (structs.LayerArgs * len(decoder.layers))(*map(self._layer, decoder.layers))
-        self._held.append(layers)
+        self._structures.append(layers)
         self.decoder = structs.DecoderArgs(
             layers=ctypes.addressof(layers),
             inv_freq=decoder.inv_freq.data_ptr(),
@@ -118,7 +118,7 @@ class _Described:
         mlp = layer.mlp
         if isinstance(mlp, Experts):
             experts = self._experts(mlp)
-            self._held.append(experts)
+            self._structures.append(experts)
             args.experts = ctypes.addressof(experts)
         shared: Mlp | None = mlp.shared if isinstance(mlp, Experts) else mlp
         if shared is not None:
@@ -153,7 +153,7 @@ class _Described:
 
     def _table(self, addresses: Sequence[int | None]) -> int:
         table = (ctypes.c_void_p * len(addresses))(*addresses)
-        self._held.append(table)
+        self._structures.append(table)
         return ctypes.addressof(table)
 
 

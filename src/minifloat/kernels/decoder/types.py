@@ -241,7 +241,7 @@ class StepBatch:
         starts: ``[S + 1]``: sequence s has tokens ``starts[s]`` to ``starts[s + 1] - 1``, at least one; the last of
             them is at position ``contexts[s] - 1``.
         contexts: ``[S]``: the number of keys of each sequence after this step.
-        blocks: ``[S, B]``: the token at position p of sequence s lies in block ``blocks[s, p // BLOCK_TOKENS]``, row
+        blocks: ``[S, B]``: the token at position p of sequence s is in block ``blocks[s, p // BLOCK_TOKENS]``, row
             ``p % BLOCK_TOKENS``. Entries that no query of the step sees are ignored; -1 by convention.
         logits: ``[R]``: indices into `tokens` of the tokens whose logits are computed.
     """

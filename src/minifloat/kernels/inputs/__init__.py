@@ -20,7 +20,7 @@ from minifloat.numerics.scheme import ActivationSpec
 
 __all__ = ["IMPLEMENTATIONS", "quantize_inputs", "round_inputs"]
 
-#: What `impl` may be, besides "auto".
+#: Values of `impl` besides "auto".
 IMPLEMENTATIONS = ("reference", "cpu")
 
 

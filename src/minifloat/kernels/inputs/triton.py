@@ -143,17 +143,17 @@ def quantize_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None, rows:
     codes = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
     if scale is None:
         grid = torch.empty(groups, rows, dtype=torch.float32, device=x.device).t()
-        given = grid
+        static_scale = grid
     else:
-        given = scale.to(x.device, torch.float32).reshape(1, 1)
-        grid = given
+        static_scale = scale.to(x.device, torch.float32).reshape(1, 1)
+        grid = static_scale
     total = rows * groups
     if total and cols:
         source = x.view(torch.int16) if x.dtype == torch.bfloat16 else x
         arguments = kernel_arguments(spec, x.dtype, cols, given=scale is not None)
         with torch.cuda.device_of(x):
             quantize_groups[(-(-total // arguments["GROUPS"]),)](
-                source, codes, grid, given, x.shape[0], cols, groups, total, x.stride(0), *grid.stride(),
+                source, codes, grid, static_scale, x.shape[0], cols, groups, total, x.stride(0), *grid.stride(),
                 **arguments, **LAUNCH,
             )  # fmt: skip
     return codes, grid

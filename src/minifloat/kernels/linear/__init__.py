@@ -25,7 +25,7 @@ from minifloat.numerics.tensor import QuantizedTensor
 
 __all__ = ["IMPLEMENTATIONS", "FusedWeights", "GpuWeight", "linear", "linear_fused"]
 
-#: What `impl` may be, besides "auto".
+#: Values of `impl` besides "auto".
 IMPLEMENTATIONS = ("reference", "cpu", "triton", "scaled_mm")
 
 
@@ -54,7 +54,7 @@ def linear(
     W8A8: `x` is quantized by `minifloat.numerics.activation`, both sides are dequantized to float32, multiplied and
     summed in float32, the bias is added in float32, and the sum is rounded once to the dtype of `x`. Servers multiply
     the codes, which is exact in float32, and apply the scales after the sum (per block of 128 columns for blocks);
-    here they are applied before it. The two, and the order of summation, differ by float32 rounding only, 2**-24 of
+    here they are applied before it. This and the order of summation change results by float32 rounding only, 2**-24 of
     the largest partial sum per addition: far below the half step of E4M3, 2**-4, that quantizing costs. Tensor cores
     that keep fewer bits while they sum (Hopper's keep about 14) are not imitated, and a caller who allows TF32 on a
     GPU gets its 10 bits here too. A GPU with FP8 tensor cores computes as servers do (`scaled_mm`): on Hopper its sums

@@ -23,9 +23,9 @@ from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR
 from minifloat.numerics.scheme import ActivationSpec
 from minifloat.numerics.tensor import QuantizedTensor
 
-#: Columns and rows of a weight must be a multiple of it on CUDA.
+#: Columns and rows of a weight on CUDA must be multiples of this number.
 ALIGNMENT = 16
-#: Scales of columns of blocks lie a multiple of it apart.
+#: The stride between scales of columns of blocks is a multiple of this number.
 _SCALE_ALIGNMENT = 4
 _MIN_CAPABILITY = (8, 9)
 _BLOCK_CAPABILITY = (9, 0)

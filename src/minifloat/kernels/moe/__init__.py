@@ -21,7 +21,7 @@ from minifloat.kernels.pack import PackedWeight
 
 __all__ = ["IMPLEMENTATIONS", "PackedExperts", "moe_linear", "sort_by_expert"]
 
-#: What `impl` may be, besides "auto".
+#: Values of `impl` besides "auto".
 IMPLEMENTATIONS = ("reference", "cpu")
 
 

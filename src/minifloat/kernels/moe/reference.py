@@ -1,4 +1,4 @@
-"""The plain PyTorch `moe_linear` that faster ones are held to: one linear per expert that has tokens."""
+"""`moe_linear` in plain PyTorch, the reference of the faster implementations: one linear per expert that has tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minifloat.kernels.pack import PackedWeight
 def moe_linear(
     x: Tensor, experts: Sequence[PackedWeight], offsets: Tensor, x_rows: Tensor | None, biases: Tensor | None
 ) -> Tensor:
-    """Arguments and result as of `minifloat.kernels.moe.moe_linear`; numerics as of the reference of `linear`."""
+    """Implement `minifloat.kernels.moe.moe_linear` with the numerics of the reference of `linear`."""
     bounds = offsets.tolist()
     parts = [x.new_empty(0, experts[0].shape[0])]
     for expert, weight in enumerate(experts):

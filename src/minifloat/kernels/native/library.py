@@ -68,7 +68,7 @@ class Library:
         _check(self._cdll.minifloat_histogram(self._index, ctypes.byref(args)))
 
     def packed_bytes(self, args: structs.PackArgs) -> int:
-        """Return the size of a packed weight, or 0 if the kernels have no layout for such a weight."""
+        """Return the size of a packed weight, or 0 if the kernels have no layout for the weight."""
         return int(self._cdll.minifloat_packed_bytes(ctypes.byref(args)))
 
     def pack(self, args: structs.PackArgs) -> None:

@@ -26,11 +26,11 @@ def allocate(nbytes: int) -> Tensor:
     if nbytes < HUGE_PAGE:
         return torch.empty(nbytes, dtype=torch.uint8)
     region = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(region, dtype=torch.uint8)
-    offset = -whole.data_ptr() % HUGE_PAGE
+    storage = torch.frombuffer(region, dtype=torch.uint8)
+    offset = -storage.data_ptr() % HUGE_PAGE
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE, offset, nbytes // HUGE_PAGE * HUGE_PAGE)
-    return whole[offset : offset + nbytes]
+    return storage[offset : offset + nbytes]
 
 
 def is_aligned(data: Tensor) -> bool:

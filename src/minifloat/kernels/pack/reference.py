@@ -71,8 +71,8 @@ def unpack(codes: Tensor, scales: Tensor | None, form: Form, packed: Tensor) -> 
     if form.grid == ROW:
         finite = row_scales.nan_to_num(-torch.inf)
         grid = torch.nn.functional.pad(finite, (0, -rows % form.block[0]), value=-torch.inf)
-        known = grid.view(-1, form.block[0]).amax(dim=1, keepdim=True)
-        scales.copy_(torch.where(known.isinf(), 1.0, known))
+        shared = grid.view(-1, form.block[0]).amax(dim=1, keepdim=True)
+        scales.copy_(torch.where(shared.isinf(), 1.0, shared))
     elif form.grid == BLOCK:
         scales.copy_(_unpacked_block_scales(packed[header.block_scales :], form, header))
     elif inline is not None:

@@ -73,7 +73,7 @@ class PackedWeight:
         """The form of the weight.
 
         Raises:
-            UnsupportedTensorError: If such a weight has no form.
+            UnsupportedTensorError: If a weight of this `spec` and `shape` has no form.
         """
         form = form_of(self.spec, self.shape)
         if isinstance(form, str):

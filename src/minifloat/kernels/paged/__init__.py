@@ -110,7 +110,7 @@ def attend(
     Args:
         q: ``[T, heads, d]``.
         positions: int32 ``[T]``.
-        tables: int32 ``[T, W]``: key n of row t lies in block ``tables[t, n // BLOCK_TOKENS]``. Entries beyond the
+        tables: int32 ``[T, W]``: key n of row t is in block ``tables[t, n // BLOCK_TOKENS]``. Entries beyond the
             position are not used, but must be blocks of the cache.
         cache: Keys and values.
         layer: Index of the layer.

@@ -99,8 +99,8 @@ class PagedCache:
             layer: Index of the layer.
             blocks: Integers ``[..., n]``: blocks in the order of their tokens.
         """
-        both = self.data[layer][blocks.long()].movedim(-4, 0)
-        keys, values = (x.transpose(-2, -3).flatten(-4, -3) for x in both)
+        keys_and_values = self.data[layer][blocks.long()].movedim(-4, 0)
+        keys, values = (x.transpose(-2, -3).flatten(-4, -3) for x in keys_and_values)
         return self._decoded(keys, layer, 0), self._decoded(values, layer, 1)
 
     def _decoded(self, x: Tensor, layer: int, index: int) -> Tensor:

@@ -71,12 +71,12 @@ def amax(
         KernelUnavailable: If `impl` cannot run here.
     """
     _check_source(data, dtype, shape)
-    chosen = _choose(impl, None, device)
+    implementation = _choose(impl, None, device)
     if data.size == 0:
         return 0.0, 0
-    if chosen == "cpu":
+    if implementation == "cpu":
         return cpu.amax(data, dtype)
-    if chosen == "triton":
+    if implementation == "triton":
         from minifloat.kernels.quantize import triton  # imports torch and triton
 
         return triton.amax(data, dtype, device)
@@ -138,13 +138,13 @@ def quantize_rows(
     codes = _output("out_codes", out_codes, (rows, cols // 2 if packed else cols), np.dtype(np.uint8))
     scale_dtype = np.dtype(np.float32 if spec.scale is FLOAT32 else np.uint8)
     scales = _output("out_scales", out_scales, spec.granularity.scale_shape(shape), scale_dtype)
-    chosen = _choose(impl, spec, device)
+    implementation = _choose(impl, spec, device)
     if data.size == 0:
         return QuantizedRows(codes, scales, CastStats(), 0)
     slab = Slab(data, dtype, shape, spec, checked_amax, codes, scales)
-    if chosen == "cpu":
+    if implementation == "cpu":
         stats, nonfinite = cpu.quantize_rows(slab)
-    elif chosen == "triton":
+    elif implementation == "triton":
         from minifloat.kernels.quantize import triton  # imports torch and triton
 
         stats, nonfinite = triton.quantize_rows(slab, device)

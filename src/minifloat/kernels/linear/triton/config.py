@@ -189,7 +189,7 @@ def read_table(path: Path) -> dict[tuple[Any, ...], Config]:
         The configuration by form, N, K, bucket of rows and parts.
 
     Raises:
-        ConfigError: If the file is not such a table.
+        ConfigError: If the file is not a table that `write_table` wrote.
     """
     try:
         rows = json.loads(path.read_text())

@@ -185,8 +185,8 @@ def code_scales(scales: Tensor) -> Tensor:
 def scales_of(codes: Tensor) -> Tensor:
     """Invert `code_scales`: uint8 E4M3."""
     table = torch.zeros(1 << 8, dtype=torch.uint8)
-    known = torch.arange(1, E4M3.max_code + 1, dtype=torch.uint8)
-    table[code_scales(known).long()] = known
+    scales = torch.arange(1, E4M3.max_code + 1, dtype=torch.uint8)
+    table[code_scales(scales).long()] = scales
     return table.to(codes.device)[codes.long()]
 
 

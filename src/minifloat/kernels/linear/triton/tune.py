@@ -160,9 +160,9 @@ def main(shapes: tuple[str, ...], forms: tuple[str, ...], rows: tuple[int, ...],
         )
         path = out or configs.table_path(torch.cuda.get_device_name())
         if path is None:
-            raise UsageError(f"{configs.TABLE_VARIABLE} is empty, so no table is read; say --out")
-        known = configs.read_table(path) if path.is_file() else {}
-        configs.write_table(path, {**known, **table})
+            raise UsageError(f"{configs.TABLE_VARIABLE} is empty, so no table is read; give --out")
+        previous = configs.read_table(path) if path.is_file() else {}
+        configs.write_table(path, {**previous, **table})
     except MinifloatError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)

@@ -171,20 +171,20 @@ def arrange(weight: QuantizedTensor, order: Order) -> GpuWeight:
     nan = torch.zeros(weight.shape[0], dtype=torch.bool, device=elements.device)
     if weight.spec.element is E4M3:
         nan |= _is_nan(elements).any(dim=1)
-    factors = block_scale = kept = None
+    factors = block_scale = stored_scale = None
     if form in (GpuForm.FP8, GpuForm.FP8_BLOCK):
-        kept, values = weight.scale, _finite("scale", weight.block_scale())
+        stored_scale, values = weight.scale, _finite("scale", weight.block_scale())
         if form is GpuForm.FP8_BLOCK:
             block_scale = values.contiguous()
-            kept = None if weight.spec.scale is FLOAT32 and block_scale is weight.scale else kept
+            stored_scale = None if weight.spec.scale is FLOAT32 and block_scale is weight.scale else stored_scale
         else:
             row_scale = values[:, 0].repeat_interleave(weight.spec.granularity.block(weight.shape)[0])
             row_scale = row_scale[: weight.shape[0]].clone()
     elif form is GpuForm.NVFP4:
-        elements, factors, kept, row_scale = _coded_scales(weight, elements)
+        elements, factors, stored_scale, row_scale = _coded_scales(weight, elements)
         nan |= _is_nan(weight.scale).any(dim=1)
     else:
-        factors, kept, row_scale = _coded_powers(weight, elements, form)
+        factors, stored_scale, row_scale = _coded_powers(weight, elements, form)
         nan |= torch.eq(weight.scale, E8M0.nan_code or 0).any(dim=1)
     row_scale[nan] = torch.nan
     return GpuWeight(
@@ -195,7 +195,7 @@ def arrange(weight: QuantizedTensor, order: Order) -> GpuWeight:
         fragments.padded(row_scale[:, None], 1)[:, 0].contiguous(),
         factors,
         block_scale,
-        kept,
+        stored_scale,
         weight.global_scale,
         weight.global_divides,
     )
@@ -206,8 +206,8 @@ def _coded_powers(weight: QuantizedTensor, elements: Tensor, form: GpuForm) -> t
     coded, largest = fragments.code_powers(elements, weight.scale, weight.spec.element)
     row_scale = torch.ldexp(decode(largest, E8M0).double(), torch.tensor(-fragments.SHIFTS[form])).float()
     nan = torch.eq(weight.scale, E8M0.nan_code or 0).any() | (_is_nan(elements).any() & (weight.spec.element is E4M3))
-    same = ~nan & torch.eq(fragments.powers(coded, largest), weight.scale).all()
-    return fragments.pack_factors(coded, form), None if bool(same) else weight.scale, row_scale
+    is_exact = ~nan & torch.eq(fragments.powers(coded, largest), weight.scale).all()
+    return fragments.pack_factors(coded, form), None if bool(is_exact) else weight.scale, row_scale
 
 
 def _coded_scales(weight: QuantizedTensor, elements: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
