@@ -27,9 +27,9 @@ from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import RunOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.progress import Progress
 from minifloat.errors import AlreadyQuantizedError, DataError, DestinationError, NonFiniteError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.report.progress import Progress
 from minifloat.runtime.load import Loader
 
 Make = Callable[..., Path]

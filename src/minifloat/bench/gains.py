@@ -29,10 +29,10 @@ from minifloat.bench.worker import Worker
 from minifloat.bench.workload import BatchTimings, Workload
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import storage_errors
+from minifloat.checkpoint.progress import Progress
 from minifloat.hub import model_folder, model_name
 from minifloat.kernels import native, processors
 from minifloat.kernels.bandwidth import gpu_read_bandwidth, read_bandwidth
-from minifloat.report.progress import Progress
 
 #: Bytes that the bandwidth probe reads: far more than any cache holds.
 _PROBE_BYTES, _PROBE_PASSES = 1 << 30, 3

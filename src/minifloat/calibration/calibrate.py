@@ -18,8 +18,8 @@ from minifloat.calibration.options import DEFAULT_RUN, RunOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.whole import calibrate_whole
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.progress import Progress
 from minifloat.hub import model_folder
-from minifloat.report.progress import Progress
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from minifloat.calibration.options import DEFAULT_RUN, RunOptions
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DestinationError, UsageError
 from minifloat.hub import model_folder
-from minifloat.report.progress import Progress
 from minifloat.runtime.tokenizer import load_tokenizer
 
 DEFAULT_HELD_OUT = 0.1

@@ -15,8 +15,8 @@ from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.observe import Observer
 from minifloat.calibration.options import RunOptions
 from minifloat.calibration.stats import ActivationStats
+from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError
-from minifloat.report.progress import Progress
 
 #: Sequences between two checks of the convergence: a check takes longer than observing one sequence.
 _CHECK_EVERY = 16

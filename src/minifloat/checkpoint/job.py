@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.reader import Checkpoint
 from minifloat.checkpoint.rewrite import restart_if_source_changed
 from minifloat.checkpoint.shard import ShardWriter
@@ -64,7 +65,7 @@ class RewriteJob(ABC, Generic[Item]):
     pool: ThreadPoolExecutor
     shards: Mapping[str, Sequence[Item]]
     metadata: dict[str, str]
-    progress: Callable[[int, int, str], None] | None
+    progress: Progress | None
     resumed: int = field(default=0, init=False)
     done_bytes: int = field(default=0, init=False)
 

@@ -26,8 +26,8 @@ from minifloat.commands.options import (
 from minifloat.errors import UsageError
 
 if TYPE_CHECKING:
+    from minifloat.checkpoint.progress import Progress
     from minifloat.compare import Comparison
-    from minifloat.report.progress import Progress
 
 _INTERRUPTED = 130
 

@@ -23,8 +23,8 @@ from minifloat.errors import UsageError
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES
 
 if TYPE_CHECKING:
+    from minifloat.checkpoint.progress import Progress
     from minifloat.quantize.static_scales import Calibration
-    from minifloat.report.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from minifloat._version import __version__
 from minifloat.calibration.data import SourceLike, as_source
 from minifloat.calibration.readers import locate
+from minifloat.checkpoint.progress import Progress
 from minifloat.compare.corpus import DEFAULT_WINDOW, Corpus
 from minifloat.compare.extra_measurements import ExtraMeasurements
 from minifloat.compare.kv_cache import CacheFactory, kv_cache_factory
@@ -44,7 +45,6 @@ from minifloat.compare.worst import to_worst_token
 from minifloat.errors import UsageError
 from minifloat.kernels import native, processors
 from minifloat.numerics.formats import E4M3
-from minifloat.report.progress import Progress
 
 
 def compare_models(

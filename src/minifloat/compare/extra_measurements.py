@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from minifloat.checkpoint.progress import Progress
 from minifloat.compare.attribution import attribute
 from minifloat.compare.corpus import Corpus
 from minifloat.compare.generation import Continuations, generate_greedy, greedy_divergence
@@ -23,7 +24,6 @@ from minifloat.compare.result import CandidateResult
 from minifloat.compare.tasks import LoadedTasks, TaskRun, compare_tasks, run_tasks
 from minifloat.compare.verdict import Tolerance
 from minifloat.errors import MinifloatError
-from minifloat.report.progress import Progress
 from minifloat.runtime.tokens import end_tokens
 
 #: Tokens of a prompt, taken from the start of a window.

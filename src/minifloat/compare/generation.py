@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from minifloat.checkpoint.progress import Progress
 from minifloat.compare.intervals import Estimate, fraction_interval, mean_interval
 from minifloat.compare.kv_cache import CacheFactory, check_takes_cache
 from minifloat.errors import NonFiniteError, UsageError
-from minifloat.report.progress import Progress
 from minifloat.runtime.tokens import end_tokens
 from minifloat.serve.detokenize import Detokenizer
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from minifloat.checkpoint.progress import Progress
 from minifloat.compare.corpus import Corpus, WindowBatch
 from minifloat.compare.measurements import MeasurementLog
 from minifloat.compare.metrics import Distribution, TokenScores, concatenate, score_tokens
 from minifloat.compare.models import Predictor
 from minifloat.compare.worst import WorstPositions
 from minifloat.errors import NonFiniteError
-from minifloat.report.progress import Progress
 
 #: Logits of one model that are held in float64 at a time: so few that they stay in the processor's caches.
 _SLAB_ELEMENTS = 2**18

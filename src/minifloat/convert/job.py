@@ -18,6 +18,7 @@ from typing import Any
 from minifloat._version import __version__
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, CheckpointWriter, OutputTensor, TensorInfo
 from minifloat.checkpoint.job import RewriteJob
+from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.rewrite import (
     CARD_FILE,
     REPORT_FILE,
@@ -41,7 +42,6 @@ from minifloat.hub import model_folder
 from minifloat.kernels import processors
 from minifloat.quantize.provenance import provenance
 from minifloat.quantize.stream import copy_digest
-from minifloat.report.progress import Progress
 
 _ACTIONS = {Change.KEEP: "copied", Change.DROP: "dropped"}
 

@@ -23,6 +23,7 @@ from minifloat.check import require_loadable
 from minifloat.check.subject import Subject
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.job import RewriteJob
+from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.rewrite import (
     CARD_FILE,
     REPORT_FILE,
@@ -49,7 +50,6 @@ from minifloat.quantize.provenance import describe_recipe, provenance, quantize_
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.static_scales import Calibration, apply_calibration
 from minifloat.quantize.stream import Caster, copy_digest, copy_tensor, part_amax, part_digest, quantize_part
-from minifloat.report.progress import Progress
 
 
 def quantize_checkpoint(

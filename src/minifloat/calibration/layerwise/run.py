@@ -37,8 +37,8 @@ from minifloat.calibration.sites import Sites, find_sites
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.whole import calibrate_whole, check_data
 from minifloat.checkpoint.files import storage_errors
+from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
-from minifloat.report.progress import Progress
 from minifloat.runtime.load import Loader
 
 _LOG = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from minifloat.checkpoint.progress import Progress as ProgressCallback
     from minifloat.convert.report import ConvertReport
     from minifloat.quantize.report import QuantizeReport
-    from minifloat.report.progress import Progress as ProgressCallback
 
 
 def make_console() -> Console:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from minifloat.report.progress import Progress
+from minifloat.checkpoint.progress import Progress
 
 
 class TimeBudget:

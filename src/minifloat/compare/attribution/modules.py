@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minifloat.checkpoint.progress import Progress
 from minifloat.compare.attribution.budget import TimeBudget
 from minifloat.compare.attribution.damage import measure_damage
 from minifloat.compare.attribution.differences import Difference, find_differences, stored_bytes
@@ -16,7 +17,6 @@ from minifloat.compare.attribution.mixture import Mixtures, as_tensor
 from minifloat.compare.attribution.suggestion import KeepableGroups, Suggestion, suggest
 from minifloat.compare.models import Predictor, match_experts_implementation
 from minifloat.compare.verdict import Tolerance
-from minifloat.report.progress import Progress
 from minifloat.runtime.linear import QuantizedWeight
 
 #: Fractions of the time at which measuring modules alone, and models without one module, ends; the rest is for the

@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from minifloat.calibration.readers import first_line
+from minifloat.checkpoint.progress import Progress
 from minifloat.compare.tasks.loaded_tasks import LoadedTasks
 from minifloat.compare.tasks.quiet import harness, quiet
 from minifloat.errors import MinifloatError, NonFiniteError, UsageError
-from minifloat.report.progress import Progress
 
 #: Default seeds of the harness.
 _PYTHON_SEED, _SEED = 0, 1234

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from minifloat.checkpoint.progress import Progress
 from minifloat.compare.tasks.harness import evaluate
 from minifloat.compare.tasks.loaded_tasks import LoadedTasks, load_tasks
 from minifloat.compare.tasks.quiet import quiet
 from minifloat.compare.tasks.results import GroupRun, MetricRun, TaskRun, TaskScore, aggregation_name, mean
 from minifloat.errors import UsageError
-from minifloat.report.progress import Progress
 
 
 def run_tasks(
