@@ -63,7 +63,7 @@ def with_experts(sequences: int = 40) -> ActivationStats:
         count_magnitudes(np.ones(5, np.float32)),
     )
     experts = {0: seen(rng, sequences, 2), 1: few, 2: unseen(sequences)}
-    names = {f"model.layers.0.mlp.experts.{index}.down_proj": one for index, one in experts.items()}
+    names = {f"model.layers.0.mlp.experts.{index}.down_proj": summary_row for index, summary_row in experts.items()}
     return replace(stats, inputs={**stats.inputs, **names})
 
 
@@ -89,15 +89,20 @@ def test_the_scales_are_those_that_quantize_writes(rule: Rule) -> None:
     stats = make_stats()
     expected, by_max = activation_scales(stats, rule), activation_scales(stats)
     rows = summarize(stats, rule).inputs
-    assert {one.module: one.scale for one in rows} == {name: float(one) for name, one in expected.scales.items()}
-    for one in rows:
-        assert one.against_max == float(expected.scales[one.module]) / float(by_max.scales[one.module]) - 1.0
+    assert {summary_row.module: summary_row.scale for summary_row in rows} == {
+        name: float(summary_row) for name, summary_row in expected.scales.items()
+    }
+    for summary_row in rows:
+        assert (
+            summary_row.against_max
+            == float(expected.scales[summary_row.module]) / float(by_max.scales[summary_row.module]) - 1.0
+        )
 
 
 def test_the_caches_have_the_scales_that_quantize_writes() -> None:
     stats = make_stats()
     expected = kv_scales(stats, MovingAverage())
-    rows = {one.tensor: one for one in summarize(stats, MovingAverage()).caches}
+    rows = {summary_row.tensor: summary_row for summary_row in summarize(stats, MovingAverage()).caches}
     assert len(rows) == 2 * len(stats.kv)
     for name, pair in expected.items():
         assert (rows[f"{name}.k"].scale, rows[f"{name}.v"].scale) == (float(pair.k), float(pair.v))
@@ -107,34 +112,39 @@ def test_the_caches_have_the_scales_that_quantize_writes() -> None:
 def test_with_a_histogram_rule_caches_and_convergence_use_max() -> None:
     summary = summarize(make_stats(), Percentile())
     assert summary.history_rule == Max()
-    assert [one.scale for one in summary.caches] == [one.scale for one in summarize(make_stats(), Max()).caches]
+    assert [summary_row.scale for summary_row in summary.caches] == [
+        summary_row.scale for summary_row in summarize(make_stats(), Max()).caches
+    ]
 
 
 def test_saturation_is_that_of_the_rules_scale_on_held_out_text() -> None:
     stats, held_out = make_stats(), make_stats(seed=1, gain=1.5)
     rows = summarize(stats, Max(), held_out).inputs
-    assert any(one.lost is not None and one.lost.saturated > 0 for one in rows)
-    for one in rows:
-        assert one.lost == saturation(held_out.inputs[one.module], one.scale or 0.0)
+    assert any(summary_row.lost is not None and summary_row.lost.saturated > 0 for summary_row in rows)
+    for summary_row in rows:
+        assert summary_row.lost == saturation(held_out.inputs[summary_row.module], summary_row.scale or 0.0)
 
 
 def test_modules_are_listed_in_the_order_in_which_a_decoder_runs_them(tmp_path: Any) -> None:
     write_stats(make_stats(), tmp_path / "stats.safetensors")
     loaded = summarize(read_stats(tmp_path / "stats.safetensors"), Max())
-    names = [one.module for one in loaded.inputs]
+    names = [summary_row.module for summary_row in loaded.inputs]
     assert [name.rpartition(".")[2] for name in names] == [*KINDS] * 12
     assert [int(name.split(".")[2]) for name in names] == sorted(int(name.split(".")[2]) for name in names)
-    assert [one.tensor for one in loaded.caches][-2:] == ["model.layers.11.self_attn.k", "model.layers.11.self_attn.v"]
+    assert [summary_row.tensor for summary_row in loaded.caches][-2:] == [
+        "model.layers.11.self_attn.k",
+        "model.layers.11.self_attn.v",
+    ]
 
 
 def test_a_module_that_was_never_called_has_no_scale_and_is_named() -> None:
     stats = make_stats()
     lost = "model.layers.3.mlp.down_proj"
     summary = summarize(replace(stats, inputs={**stats.inputs, lost: unseen(40)}), Max(), stats)
-    (row,) = (one for one in summary.inputs if one.module == lost)
+    (row,) = (summary_row for summary_row in summary.inputs if summary_row.module == lost)
     assert (row.scale, row.against_max, row.lost, row.tokens) == (None, None, None, 0)
     assert "no token" in row.problem
-    assert sum(one.scale is None for one in summary.inputs) == 1
+    assert sum(summary_row.scale is None for summary_row in summary.inputs) == 1
     assert any("Never called (1 modules): " + lost in warning for warning in summary.warnings)
 
 
@@ -155,7 +165,9 @@ def test_experts_below_the_floor_are_named_with_their_tokens() -> None:
     (warning,) = (text for text in summary.warnings if text.startswith("Experts"))
     assert "model.layers.0.mlp.experts.1 (5), model.layers.0.mlp.experts.2 (0)" in warning
     assert "experts.0" not in warning
-    scales = {one.module: one.scale for one in summary.inputs if "experts" in one.module}
+    scales = {
+        summary_row.module: summary_row.scale for summary_row in summary.inputs if "experts" in summary_row.module
+    }
     assert len(set(scales.values())) == 1
 
 
@@ -190,7 +202,9 @@ def test_held_out_text_through_another_model_is_refused() -> None:
 
 def test_held_out_text_needs_histograms() -> None:
     bare = make_stats()
-    bare = replace(bare, inputs={name: replace(one, histogram=None) for name, one in bare.inputs.items()})
+    bare = replace(
+        bare, inputs={name: replace(summary_row, histogram=None) for name, summary_row in bare.inputs.items()}
+    )
     with pytest.raises(UsageError, match="no histograms"):
         summarize(make_stats(), Max(), bare)
 
@@ -223,7 +237,7 @@ def test_the_table_shows_the_amax_and_scale_of_the_rule() -> None:
     stats = make_stats()
     scales = activation_scales(stats, MovingAverage()).scales
     own = [float(scale) for name, scale in scales.items() if name.endswith("down_proj")]
-    amax = max(one.max for name, one in stats.inputs.items() if name.endswith("down_proj"))
+    amax = max(summary_row.max for name, summary_row in stats.inputs.items() if name.endswith("down_proj"))
     page = stats_page(stats, MovingAverage())
     row = cells(page, "input of")["mlp.down_proj"]
     assert row[:4] == ["12", "4,000", number(amax), f"{number(min(own))} .. {number(max(own))}"]
@@ -239,7 +253,11 @@ def test_modules_with_the_most_saturation_on_held_out_text_come_first() -> None:
         table for table in parse(page).iter("table") if "flushed to zero" in ElementTree.tostring(table, "unicode")
     ]
     rows = [["".join(cell.itertext()).strip() for cell in row] for row in tables[0].iter("tr")][1:]
-    lost = {one.module: one.lost for one in summarize(stats, Max(), held_out).inputs if one.lost is not None}
+    lost = {
+        summary_row.module: summary_row.lost
+        for summary_row in summarize(stats, Max(), held_out).inputs
+        if summary_row.lost is not None
+    }
     assert len(rows) == 20
     worst = max(lost.values())
     assert float(rows[0][1]) == pytest.approx(worst.saturated, rel=0.05)
@@ -259,7 +277,7 @@ def test_there_are_charts_for_both_widths_and_each_has_a_title() -> None:
 def test_markup_in_names_is_escaped() -> None:
     nasty = "<script>&\"'"
     stats = make_stats(layers=1, data={"sources": [{"name": nasty}], nasty: nasty})
-    inputs = {f"model.layers.0.{nasty}.down_proj": one for one in stats.inputs.values()}
+    inputs = {f"model.layers.0.{nasty}.down_proj": summary_row for summary_row in stats.inputs.values()}
     stats = replace(stats, model=replace(MODEL, architecture=nasty), inputs=inputs, kv={nasty: stats.kv.popitem()[1]})  # type: ignore[attr-defined]
     root = parse(stats_page(stats, Max(), stats))
     assert not list(root.iter("script"))
@@ -292,8 +310,10 @@ def test_a_run_without_sequences_makes_a_page() -> None:
 
 
 def test_merged_runs_show_the_data_of_each() -> None:
-    one, other = (make_stats(layers=1, data={"sources": [{"name": name}]}) for name in ("first.txt", "second.txt"))
-    page = stats_page(one.merge(other), Max())
+    summary_row, other = (
+        make_stats(layers=1, data={"sources": [{"name": name}]}) for name in ("first.txt", "second.txt")
+    )
+    page = stats_page(summary_row.merge(other), Max())
     assert "first.txt" in page
     assert "second.txt" in page
 

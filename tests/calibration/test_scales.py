@@ -28,7 +28,7 @@ UNSEEN = ModuleStats(np.zeros(2, np.float32), np.zeros(2, np.int64))
 
 
 def make(inputs: Mapping[str, ModuleStats], kv: Mapping[str, KVStats] | None = None) -> ActivationStats:
-    lengths = [len(one.amax) for one in inputs.values()] + [len(one.k_amax) for one in (kv or {}).values()]
+    lengths = [len(module.amax) for module in inputs.values()] + [len(module.k_amax) for module in (kv or {}).values()]
     return ActivationStats(ModelIdentity("A", "", "", ""), max(lengths, default=0), 0, {}, inputs, kv or {})
 
 

@@ -13,7 +13,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from minifloat.commands.main import main
+from minifloat.commands.main import COMMANDS, main
+from minifloat.commands.serve import serve
 
 BASE = Path(__file__).parents[1] / "data" / "interop" / "base-llama"
 
@@ -120,9 +121,9 @@ def test_doctor_names_the_kernels_and_versions() -> None:
 def test_help_of_every_command_loads_nothing_heavy() -> None:
     code = (
         "import sys, minifloat\n"
-        "from minifloat.commands.main import main\n"
+        "from minifloat.commands.main import COMMANDS, main\n"
         "from click.testing import CliRunner\n"
-        "for command in ([], *([name] for name in main.commands)):\n"
+        "for command in ([], *([name] for name in COMMANDS)):\n"
         "    assert CliRunner().invoke(main, [*command, '--help']).exit_code == 0\n"
         "heavy = {'torch', 'transformers', 'numpy', 'rich', 'safetensors', 'huggingface_hub', 'fastapi', 'uvicorn', "
         "'pydantic'} & set(sys.modules)\n"
@@ -138,8 +139,22 @@ def test_python_m_minifloat_runs_the_command_line() -> None:
     assert result.stdout.startswith("minifloat, version ")
 
 
-@pytest.mark.parametrize("command", main.commands.values(), ids=list(main.commands))
-def test_the_dataclass_of_a_command_has_a_field_for_every_parameter(command: click.Command) -> None:
+def test_the_help_lists_every_command_in_one_line() -> None:
+    lines = run("--help").output.splitlines()
+    listed = lines[lines.index("Commands:") + 1 :]
+    assert [line.split() for line in listed] == [[name, *summary.split()] for name, summary in COMMANDS.items()]
+
+
+def test_an_unknown_command_is_refused_with_its_name() -> None:
+    result = run("quantise")
+    assert result.exit_code == 2
+    assert "No such command 'quantise'" in result.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_dataclass_of_a_command_has_a_field_for_every_parameter(name: str) -> None:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
     callback = command.callback
     assert callback is not None
     params_class = inspect.getclosurevars(callback).nonlocals.get("params_class")
@@ -194,7 +209,7 @@ def test_compare_prints_a_row_per_text_and_generate_continues_the_prompt(
 
 
 def test_every_option_of_serve_is_an_environment_variable_too() -> None:
-    options = [parameter for parameter in main.commands["serve"].params if isinstance(parameter, click.Option)]
+    options = [parameter for parameter in serve.params if isinstance(parameter, click.Option)]
     assert len(options) > 20
     for option in options:
         name = next(name for name in option.opts if name.startswith("--"))

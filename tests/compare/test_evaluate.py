@@ -322,14 +322,16 @@ def test_variants_leave_out_the_fp8_cache_and_the_quantized_inputs(
     result = compare_models(llama_folder, tmp_path / "q", [text], window=32, variants=True)
     whole, plain_cache, weights = result.candidates
     name = str(tmp_path / "q")
-    assert [one.model.name for one in result.candidates] == [
+    assert [candidate.model.name for candidate in result.candidates] == [
         name,
         f"{name} (KV cache not rounded)",
         f"{name} (weights only)",
     ]
-    assert [one.model.kv_cache for one in result.candidates] == ["E4M3", None, None]
-    assert [one.model.activations for one in result.candidates] == 2 * ["E4M3 per tensor (static)"] + ["BF16"]
-    divergences = [one.overall.kl_mean.value for one in (whole, plain_cache, weights)]
+    assert [candidate.model.kv_cache for candidate in result.candidates] == ["E4M3", None, None]
+    assert [candidate.model.activations for candidate in result.candidates] == 2 * ["E4M3 per tensor (static)"] + [
+        "BF16"
+    ]
+    divergences = [candidate.overall.kl_mean.value for candidate in (whole, plain_cache, weights)]
     assert len(set(divergences)) == 3
     assert min(divergences) == weights.overall.kl_mean.value
     alone = compare_models(llama_folder, tmp_path / "q", [text], window=32, weight_only=True, kv_cache="none")

@@ -44,7 +44,7 @@ def test_95_of_100_intervals_of_a_mean_contain_the_true_mean(draw: Draw) -> None
     sums, sizes = draw(rng, 100_000)
     truth = sums.sum() / sizes.sum()
     found = [mean_interval(*draw(rng, 40)) for _ in range(500)]
-    assert 0.93 <= np.mean([one.low <= truth <= one.high for one in found]) <= 0.97
+    assert 0.93 <= np.mean([interval.low <= truth <= interval.high for interval in found]) <= 0.97
 
 
 def test_95_of_100_intervals_of_a_quantile_contain_the_true_quantile() -> None:

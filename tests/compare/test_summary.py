@@ -70,11 +70,11 @@ def test_quantiles_are_taken_over_tokens() -> None:
 
 def test_every_token_is_in_one_bin_and_sure_choices_flip_less() -> None:
     summary = summary_of(noisy(1, tokens=4000, scale=0.0), noisy(2, tokens=4000, scale=0.5))
-    assert sum(one.tokens for one in summary.margins) == 4000
-    assert [one.low for one in summary.margins] == list(MARGIN_EDGES)
+    assert sum(margin.tokens for margin in summary.margins) == 4000
+    assert [margin.low for margin in summary.margins] == list(MARGIN_EDGES)
     assert summary.margins[-1].high == math.inf
     assert summary.margins[0].agreement < 0.7 < 0.99 < summary.margins[-2].agreement
-    weighted = sum(one.tokens * one.agreement for one in summary.margins if one.tokens) / 4000
+    weighted = sum(margin.tokens * margin.agreement for margin in summary.margins if margin.tokens) / 4000
     assert weighted == pytest.approx(summary.top1_agreement.value)
 
 

@@ -94,7 +94,7 @@ def test_logits_of_llm_compressors_checkpoints_are_those_of_its_decoded_weights(
         model.get_submodule(module).weight.data = weight
     ours = load(exchange.folder / scheme, dtype=torch.float32, weight_only=True)
     with torch.inference_mode():
-        expected, found = (one(torch.tensor(exchange.tokens)).logits for one in (model, ours))
+        expected, found = (loaded(torch.tensor(exchange.tokens)).logits for loaded in (model, ours))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 

@@ -54,7 +54,7 @@ def test_weight_bytes_of_a_70b_llama_agree_with_arithmetic_by_hand(llama_70b: Pa
         "mxfp4": _LINEARS // 2 + _LINEARS // 32 + kept,  # 40.6 GB
         "nvfp4": _LINEARS // 2 + _LINEARS // 16 + 4 * 80 * 7 + kept,
     }
-    assert {one.scheme: one.weights for one in plan.schemes} == expected
+    assert {scheme_plan.scheme: scheme_plan.weights for scheme_plan in plan.schemes} == expected
     assert [round(expected[name] / 1e9, 1) for name in ("bf16", "fp8-block", "mxfp4")] == [141.1, 72.7, 40.6]
     assert round(_LINEARS / 1e9, 1) == 68.5
     assert not plan.refused
@@ -62,7 +62,7 @@ def test_weight_bytes_of_a_70b_llama_agree_with_arithmetic_by_hand(llama_70b: Pa
 
 def test_one_h100_holds_70b_in_four_bits_only(llama_70b: Path) -> None:
     plan = plan_model(llama_70b, hardware="h100", context=4096)
-    assert [one.scheme for one in plan.schemes if one.fits] == ["mxfp4", "nvfp4"]
+    assert [scheme_plan.scheme for scheme_plan in plan.schemes if scheme_plan.fits] == ["mxfp4", "nvfp4"]
     assert plan.fastest is not None
     assert plan.fastest.scheme == "mxfp4"
 
@@ -84,8 +84,8 @@ def test_the_largest_context_fits_and_one_more_does_not(llama_70b: Path) -> None
 def test_memory_is_taken_by_weights_caches_and_activations(llama_70b: Path) -> None:
     plan = plan_model(llama_70b, "fp8-block", "h200", context=4096, batch=4, keep_free=0.25)
     assert plan.usable == 105_750_000_000
-    for one in plan.schemes:
-        assert one.taken == one.device_weights + one.cache + one.activations
+    for scheme_plan in plan.schemes:
+        assert scheme_plan.taken == scheme_plan.device_weights + scheme_plan.cache + scheme_plan.activations
     # tokens x (2 hidden + (heads + 2 kv_heads) head_dim + 2 inner) x 2 bytes + batch x vocab x 4 bytes
     assert plan.schemes[0].activations == 2048 * (2 * 8192 + 80 * 128 + 2 * 28672) * 2 + 4 * 128256 * 4
 
@@ -137,7 +137,7 @@ def test_long_contexts_keep_every_batch_memory_bound(llama_70b: Path) -> None:
 
 def test_without_fp8_arithmetic_everything_is_weight_only(llama_70b: Path) -> None:
     plan = plan_model(llama_70b, hardware="a100-80", gpus=4)
-    assert {one.arithmetic for one in plan.schemes} == {"BF16"}
+    assert {scheme_plan.arithmetic for scheme_plan in plan.schemes} == {"BF16"}
     assert plan.overtaking is None
     assert any("weight-only" in note for note in plan.notes)
 
@@ -170,9 +170,9 @@ def test_devices_share_weights_and_copy_what_cannot_be_divided(llama_70b: Path) 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_one_device_has_all_bytes_and_two_have_no_fewer(scheme: str, gpus: int) -> None:
-    for one in plan_model(STORYBOOK, scheme, "h100", gpus=gpus).schemes:
-        assert one.device_weights * gpus >= one.weights
-        assert one.device_weights * gpus <= one.weights * (1 if gpus == 1 else 1.02)
+    for scheme_plan in plan_model(STORYBOOK, scheme, "h100", gpus=gpus).schemes:
+        assert scheme_plan.device_weights * gpus >= scheme_plan.weights
+        assert scheme_plan.device_weights * gpus <= scheme_plan.weights * (1 if gpus == 1 else 1.02)
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +212,12 @@ def test_a_config_alone_gives_the_figures_of_the_weights(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text((STORYBOOK / "config.json").read_text())
     estimated, read = (plan_model(path, hardware="h100", context=512) for path in (tmp_path, STORYBOOK))
     assert (estimated.estimated, read.estimated) == (True, False)
-    assert [one.weights for one in estimated.schemes] == [one.weights for one in read.schemes]
-    assert [one.decode for one in estimated.schemes] == [one.decode for one in read.schemes]
+    assert [scheme_plan.weights for scheme_plan in estimated.schemes] == [
+        scheme_plan.weights for scheme_plan in read.schemes
+    ]
+    assert [scheme_plan.decode for scheme_plan in estimated.schemes] == [
+        scheme_plan.decode for scheme_plan in read.schemes
+    ]
 
 
 def test_a_scheme_that_cannot_hold_the_model_is_refused_by_name(
@@ -259,7 +263,7 @@ def test_a_quantized_model_is_planned_as_it_is_and_not_quantized_again(scheme: s
     before, after = plan_model(STORYBOOK, scheme, "h100", gpus=2), plan_model(out, hardware="h100", gpus=2)
     assert after.counts == before.counts
     planned, stored = before.schemes[-1], after.schemes[0]
-    assert [one.scheme for one in after.schemes] == [scheme]
+    assert [scheme_plan.scheme for scheme_plan in after.schemes] == [scheme]
     assert (stored.weights, stored.device_weights) == (planned.weights, planned.device_weights)
     assert (stored.decode, stored.arithmetic) == (planned.decode, planned.arithmetic)
     assert stored.commands[0].startswith(f"minifloat serve {out} --engine vllm ")

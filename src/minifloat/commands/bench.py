@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BenchParams:
-    """The parameters of `bench`, under the names of its params."""
+    """The parameters of `bench`, named as its options."""
 
     out: str | None
     baseline: str | None

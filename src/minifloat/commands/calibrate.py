@@ -21,7 +21,7 @@ from minifloat.commands.options import (
 
 @dataclass(frozen=True)
 class CalibrateParams:
-    """The parameters of `calibrate`, under the names of its params.
+    """The parameters of `calibrate`, named as its options.
 
     Attributes:
         model: BF16 checkpoint to run.

@@ -12,7 +12,7 @@ from minifloat.commands.options import COUNT, MODEL, json_option, pass_params, p
 
 @dataclass(frozen=True)
 class CheckParams:
-    """The parameters of `check`, under the names of its params."""
+    """The parameters of `check`, named as its options."""
 
     model: str
     revision: str | None

@@ -34,7 +34,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class CompareParams:
-    """The parameters of `compare`, under the names of its params.
+    """The parameters of `compare`, named as its options.
 
     Attributes:
         max_ppl_increase: Largest relative increase of perplexity, as a fraction.

@@ -20,7 +20,7 @@ from minifloat.commands.options import (
 
 @dataclass(frozen=True)
 class ConvertParams(WritingParams):
-    """The parameters of `convert`, under the names of its params."""
+    """The parameters of `convert`, named as its options."""
 
     model: str
     out: Path

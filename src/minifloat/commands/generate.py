@@ -19,7 +19,7 @@ from minifloat.commands.options import (
 
 @dataclass(frozen=True)
 class GenerateParams:
-    """The parameters of `generate`, under the names of its params."""
+    """The parameters of `generate`, named as its options."""
 
     model: str
     prompt: str

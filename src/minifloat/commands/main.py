@@ -1,40 +1,55 @@
 """The command line: the group of commands and its error handling.
 
-Each command parses its options, calls one public function and prints the result. A command imports its modules when
-it runs, so `--help` loads neither torch nor rich. A user's mistake is one line on standard error and exit status 2
-(`--debug` shows the traceback); Ctrl-C is 130.
+The module of a command is imported when the command is used, so that `--help` and every command start fast. It parses
+the options, calls one public function and prints the result. A user's mistake is one line on standard error and exit
+status 2 (`--debug` shows the traceback); Ctrl-C is 130.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
 import click
 
 from minifloat._version import __version__
-from minifloat.commands.bench import bench
-from minifloat.commands.calibrate import calibrate
-from minifloat.commands.chat import chat
-from minifloat.commands.check import check
-from minifloat.commands.compare import compare
-from minifloat.commands.convert import convert
-from minifloat.commands.doctor import doctor
-from minifloat.commands.generate import generate
-from minifloat.commands.inspect import inspect
-from minifloat.commands.plan import plan
-from minifloat.commands.push import push
-from minifloat.commands.quantize import quantize
-from minifloat.commands.serve import serve
 from minifloat.errors import MinifloatError
 from minifloat.kernels.processors import bound_spin
 
+#: Command -> its line in `--help`, in the order of use. A command and its module have the same name.
+COMMANDS = {
+    "quantize": "Write a checkpoint with 8- or 4-bit weights.",
+    "calibrate": "Record the amax of activations on calibration text.",
+    "inspect": "Show what a checkpoint or a file of activation statistics holds.",
+    "plan": "Predict memory, latency bounds and fit before anything runs.",
+    "convert": "Write a quantized checkpoint in another layout, or in 16 bits.",
+    "check": "Say whether an engine will load a checkpoint.",
+    "compare": "Decide whether quantized checkpoints are still the same model.",
+    "generate": "Continue a prompt.",
+    "serve": "Serve a checkpoint behind OpenAI's API.",
+    "bench": "Measure the memory and latency that a quantized checkpoint gains.",
+    "chat": "Talk to a server in the terminal.",
+    "push": "Upload a checkpoint to the hub.",
+    "doctor": "Show versions, native kernels, and what is slower without them.",
+}
+
 
 class _Commands(click.Group):
-    """A group that prints minifloat's errors as one line and lists the commands in the order of registration."""
+    """A group that imports a command when it is used, and prints minifloat's errors as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"minifloat.commands.{cmd_name}"), cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -55,22 +70,3 @@ class _Commands(click.Group):
 def main(debug: bool) -> None:
     """Quantize language models to FP8 and FP4, and prove that they are still the same models."""
     bound_spin()  # before a command imports torch
-
-
-# In the order of use, which `--help` keeps.
-for _command in (
-    quantize,
-    calibrate,
-    inspect,
-    plan,
-    convert,
-    check,
-    compare,
-    generate,
-    serve,
-    bench,
-    chat,
-    push,
-    doctor,
-):
-    main.add_command(_command)

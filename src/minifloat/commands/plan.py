@@ -13,7 +13,7 @@ _GIGA, _TERA = 10**9, 10**12
 
 @dataclass(frozen=True)
 class PlanParams:
-    """The parameters of `plan`, under the names of its params.
+    """The parameters of `plan`, named as its options.
 
     Attributes:
         bandwidth: Memory bandwidth in GB/s.

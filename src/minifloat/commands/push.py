@@ -12,7 +12,7 @@ from minifloat.commands.options import json_option, pass_params, print_json
 
 @dataclass(frozen=True)
 class PushParams:
-    """The parameters of `push`, under the names of its params."""
+    """The parameters of `push`, named as its options."""
 
     folder: str
     repo_id: str

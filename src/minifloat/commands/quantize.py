@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizeParams(WritingParams):
-    """The parameters of `quantize`, under the names of its params.
+    """The parameters of `quantize`, named as its options.
 
     Attributes:
         model: Checkpoint to quantize.

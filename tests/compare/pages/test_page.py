@@ -88,7 +88,7 @@ def test_an_undecided_verdict_says_how_many_tokens_would_decide() -> None:
     assert "NOT ENOUGH DATA: 2 of 9 bounds are undecided" in text
     for tokens in needed:
         said = [int(found.replace(",", "")) for found in re.findall(r"about ([\d,]+) tokens would decide", text)]
-        assert any(tokens is not None and tokens <= one < 1.1 * tokens for one in said)
+        assert any(tokens is not None and tokens <= count < 1.1 * tokens for count in said)
 
 
 def test_a_single_reason_is_part_of_the_verdict_line() -> None:
@@ -182,7 +182,7 @@ def test_the_margins_have_their_token_counts_and_empty_bins_are_left_out() -> No
 
 def test_models_settings_and_machine_are_listed() -> None:
     section = sections(make_comparison())["What was run"]
-    names, values = ([text_of(one) for one in section.iter(tag)] for tag in ("dt", "dd"))
+    names, values = ([text_of(element) for element in section.iter(tag)] for tag in ("dt", "dd"))
     assert dict(zip(names, values, strict=True)) == {
         "baseline": "models/storybook: 18,874,368 bytes, inputs of the linears in BF16",
         "candidate": "models/storybook-fp8-block: 9,437,184 bytes, inputs of the linears in E4M3 per token (dynamic)",
@@ -217,7 +217,7 @@ def test_a_model_against_itself_needs_no_kl_chart() -> None:
 
 def test_the_kl_curve_falls() -> None:
     chart = next(sections(make_comparison(make_candidate(texts=("a",))))["KL divergence"].iter(f"{SVG}svg"))
-    path = next(one.get("d", "") for one in chart.iter(f"{SVG}path") if one.get("fill") == "none")
+    path = next(element.get("d", "") for element in chart.iter(f"{SVG}path") if element.get("fill") == "none")
     corners = [(float(x), float(y)) for x, y in re.findall(r"[ML](\S+) (\S+?)(?=[ML]|$)", path)]
     assert corners == sorted(corners)
     assert [y for _, y in corners] == sorted(y for _, y in corners)
@@ -228,7 +228,7 @@ def test_the_kl_curve_ends_where_it_would_stand_for_less_than_one_token() -> Non
         summary = make_summary(tokens=tokens)
         candidate = replace(make_candidate(), texts=(summary,), overall=summary)
         chart = next(sections(make_comparison(candidate))["KL divergence"].iter(f"{SVG}svg"))
-        path = next(one.get("d", "") for one in chart.iter(f"{SVG}path") if one.get("fill") == "none")
+        path = next(element.get("d", "") for element in chart.iter(f"{SVG}path") if element.get("fill") == "none")
         return path.count("L")
 
     assert points(100_000) == len(make_summary().kl_curve) - 1
@@ -256,7 +256,7 @@ def test_samples_mark_the_text_after_the_first_difference() -> None:
 
 def test_the_curve_of_generation_falls_where_continuations_diverge() -> None:
     section = sections(make_comparison(replace(make_candidate(), generation=make_generation())))["Greedy generation"]
-    path = next(one for one in section.iter(f"{SVG}path") if one.get("fill") == "none")
+    path = next(element for element in section.iter(f"{SVG}path") if element.get("fill") == "none")
     ys = [float(y) for _, y in re.findall(r"[ML](\S+) (\S+?)(?=[ML]|$)", path.get("d", ""))]
     top, height = 26, 240
     assert ys == sorted(ys)

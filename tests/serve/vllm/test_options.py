@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from minifloat.commands.main import main
+from minifloat.commands.serve import serve as serve_command
 from minifloat.errors import UsageError
 from minifloat.serve.vllm import VllmOptions, nodes, render
 from minifloat.serve.vllm.options import _OWN_OPTIONS, _TRANSLATED, ONLY_VLLM
@@ -47,7 +48,7 @@ def test_options_that_are_not_given_are_left_to_vllm() -> None:
 
 
 def test_every_option_is_translated_or_refused_by_name() -> None:
-    options = {parameter.name for parameter in main.commands["serve"].params if isinstance(parameter, click.Option)}
+    options = {parameter.name for parameter in serve_command.params if isinstance(parameter, click.Option)}
     assert options - {"engine"} == ONLY_MINIFLOAT | set(_TRANSLATED) | _OWN_OPTIONS | set(ONLY_VLLM)
 
 

@@ -82,12 +82,14 @@ class Sequences:
         """Logits after new tokens of some sequences; `cut`: the last tokens that are left for another step."""
         works = []
         for name, tokens in new.items():
-            one = self.held.setdefault(name, SimpleNamespace(request_id=name, tokens=[], blocks=[], done=0))
-            one.tokens = [*one.tokens, *tokens]
-            while len(one.blocks) < blocks_for(len(one.tokens)):
-                one.blocks = [*one.blocks, self._free.pop()]
-            works.append(WorkItem(one, one.done, len(one.tokens) - (cut if len(tokens) > cut + 1 else 0)))
-            one.done = works[-1].end
+            sequence = self.held.setdefault(name, SimpleNamespace(request_id=name, tokens=[], blocks=[], done=0))
+            sequence.tokens = [*sequence.tokens, *tokens]
+            while len(sequence.blocks) < blocks_for(len(sequence.tokens)):
+                sequence.blocks = [*sequence.blocks, self._free.pop()]
+            works.append(
+                WorkItem(sequence, sequence.done, len(sequence.tokens) - (cut if len(tokens) > cut + 1 else 0))
+            )
+            sequence.done = works[-1].end
         logits = self.runner.run(works).to("cpu", copy=True)
         return dict(zip([work.sequence.request_id for work in works if work.samples], logits, strict=True))
 
@@ -137,10 +139,10 @@ def test_every_batch_size_gives_every_row_its_own_logits_and_writes_no_block_of_
     for count in range(1, ROWS + 1):
         alone = {}
         for name in names[:count]:
-            one = sequences.held[name]
-            kept = (list(one.tokens), one.done)
+            sequence = sequences.held[name]
+            kept = (list(sequence.tokens), sequence.done)
             alone[name] = sequences.run({name: [count]})[name]
-            one.tokens, one.done = kept
+            sequence.tokens, sequence.done = kept
         before = cache.data.clone()
         together = sequences.run({name: [count] for name in names[:count]})
         for name in names[:count]:
@@ -161,8 +163,8 @@ def test_nan_in_one_sequence_does_not_reach_the_others() -> None:
     sequences.run({"a": prompt(20), "b": prompt(20, 1)})
     clean = sequences.run({"a": [1], "b": [2]})
     runner._cache.data[:, sequences.held["a"].blocks] = torch.nan
-    for one in sequences.held.values():
-        one.tokens, one.done = one.tokens[:-1], one.done - 1
+    for sequence in sequences.held.values():
+        sequence.tokens, sequence.done = sequence.tokens[:-1], sequence.done - 1
     found = sequences.run({"a": [1], "b": [2]})
     assert found["a"].isnan().all()
     assert torch.equal(found["b"], clean["b"])
@@ -188,7 +190,10 @@ def test_a_replay_reads_and_writes_the_memory_of_the_capture(monkeypatch: pytest
     for batch in ({"a": [1]}, {"a": [2], "b": [1]}, {"a": [3], "b": [2], "c": [1]}):
         sequences.run(batch)
         assert (
-            runner.run([WorkItem(one, one.done - 1, one.done) for one in sequences.held.values()]).data_ptr() == logits
+            runner.run(
+                [WorkItem(sequence, sequence.done - 1, sequence.done) for sequence in sequences.held.values()]
+            ).data_ptr()
+            == logits
         )
     assert set(seen) == captured
 
@@ -200,7 +205,7 @@ def test_a_graph_computes_what_a_call_does_and_the_same_bits_every_time(element:
     sequences = Sequences(runner)
     sequences.run({"a": prompt(70), "b": prompt(20, 1), "c": prompt(7, 2)})
     sequences.run({"a": [1], "b": [2], "c": [3]})
-    works = [WorkItem(one, one.done - 1, one.done) for one in sequences.held.values()]
+    works = [WorkItem(sequence, sequence.done - 1, sequence.done) for sequence in sequences.held.values()]
     first, again = runner.run(works).clone(), runner.run(works).clone()
     assert torch.equal(first, again)
     rows = runner._graphs.inputs[:3]
@@ -234,7 +239,7 @@ def test_a_step_of_tokens_depends_on_no_value(scheme: str | None, impl: str, ele
         logits = step(decoder, cache, Inputs(rows[:, :COLUMNS], rows[:, COLUMNS:]))
         assert tuple(logits.shape) == (4, decoder.vocab)
         drawn = [draw(logits.float(), torch.ones(4, 5).double(), limited=limited) for limited in (False, True)]
-        assert [tuple(one.shape) for one in drawn] == [(4,), (4,)]
+        assert [tuple(tensor.shape) for tensor in drawn] == [(4,), (4,)]
 
 
 def without_values(value: Any) -> Any:
