@@ -28,7 +28,7 @@ _NO_PEAKS: Mapping[ElementFormat, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Generation:
+class HardwareGeneration:
     """A generation of processors, which decides whether an engine has a kernel for a format.
 
     Attributes:
@@ -49,13 +49,13 @@ class Generation:
     fnuz: bool = False
 
 
-_UNKNOWN = Generation("unknown", "")
-_AMPERE = Generation("NVIDIA Ampere", "nvidia", 80)
-_ADA = Generation("NVIDIA Ada", "nvidia", 89, (E4M3,))
-_HOPPER = Generation("NVIDIA Hopper", "nvidia", 90, (E4M3,))
-_BLACKWELL = Generation("NVIDIA Blackwell", "nvidia", 100, (E4M3, E2M1))
-_CDNA_3 = Generation("AMD CDNA 3", "amd", 94, (E4M3,), fnuz=True)
-_CDNA_4 = Generation("AMD CDNA 4", "amd", 95, (E4M3, E2M1))
+_UNKNOWN = HardwareGeneration("unknown", "")
+_AMPERE = HardwareGeneration("NVIDIA Ampere", "nvidia", 80)
+_ADA = HardwareGeneration("NVIDIA Ada", "nvidia", 89, (E4M3,))
+_HOPPER = HardwareGeneration("NVIDIA Hopper", "nvidia", 90, (E4M3,))
+_BLACKWELL = HardwareGeneration("NVIDIA Blackwell", "nvidia", 100, (E4M3, E2M1))
+_CDNA_3 = HardwareGeneration("AMD CDNA 3", "amd", 94, (E4M3,), fnuz=True)
+_CDNA_4 = HardwareGeneration("AMD CDNA 4", "amd", 95, (E4M3, E2M1))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Hardware:
         peaks: Format -> operations per second (a multiplication and an addition are two), dense, accumulated in
             float32; formats that it does not multiply are missing. Empty: unknown, so that nothing bounds arithmetic.
         source: Where memory, bandwidth and peaks come from.
-        generation: Generation of its processor, which decides which kernels engines have for it.
+        generation: HardwareGeneration of its processor, which decides which kernels engines have for it.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Hardware:
     bandwidth: float = 0.0
     peaks: Mapping[ElementFormat, float] = field(default_factory=lambda: MappingProxyType({}), hash=False)
     source: str = ""
-    generation: Generation = _UNKNOWN
+    generation: HardwareGeneration = _UNKNOWN
 
     @property
     def ridges(self) -> dict[ElementFormat, float]:
@@ -100,7 +100,13 @@ class Hardware:
 
 
 def _gpu(
-    name: str, title: str, generation: Generation, memory: int, bandwidth: float, peaks: tuple[float, ...], source: str
+    name: str,
+    title: str,
+    generation: HardwareGeneration,
+    memory: int,
+    bandwidth: float,
+    peaks: tuple[float, ...],
+    source: str,
 ) -> Hardware:
     """Return a row with the figures of a data sheet: GB, GB/s, and TFLOP/s of BF16 and of each format it multiplies."""
     elements = (BFLOAT16, *generation.arithmetic)
@@ -109,8 +115,8 @@ def _gpu(
 
 
 _ROWS = (
-    Hardware(CPU, "x86 with AMX", generation=Generation("x86 with AMX", "cpu", amx=True)),
-    Hardware("cpu-no-amx", "x86 without AMX", generation=Generation("x86 without AMX", "cpu")),
+    Hardware(CPU, "x86 with AMX", generation=HardwareGeneration("x86 with AMX", "cpu", amx=True)),
+    Hardware("cpu-no-amx", "x86 without AMX", generation=HardwareGeneration("x86 without AMX", "cpu")),
     Hardware("a100", "NVIDIA A100 (Ampere)", generation=_AMPERE),
     Hardware("mi300", "AMD MI300 (CDNA 3)", generation=_CDNA_3),
     # Sheets with one column of "with sparsity" figures: half of them is dense.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from minifloat.numerics.formats import E4M3
-from minifloat.plan.hardware import ENGINE_HARDWARE, Generation
+from minifloat.plan.hardware import ENGINE_HARDWARE, HardwareGeneration
 
 _ADA, _BLACKWELL = 89, 100
 
 
-def _names(condition: Callable[[Generation], bool]) -> tuple[str, ...]:
+def _names(condition: Callable[[HardwareGeneration], bool]) -> tuple[str, ...]:
     return tuple(name for name, machine in ENGINE_HARDWARE.items() if condition(machine.generation))
 
 

@@ -227,7 +227,7 @@ class Engine:
         return self._pool.usage
 
     def step(self) -> list[Delivery]:
-        """Schedule, run, sample, deliver: compute one step for all sequences, and return what it made."""
+        """Schedule, run, sample, deliver: compute one step for all sequences and return its results."""
         with current(self._device):
             started = time.perf_counter()
             result = compute(self._runner, self._scheduler.schedule(), self._texts)
