@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
@@ -32,7 +32,7 @@ from minifloat.runtime.devices import device_named
 from minifloat.runtime.kv_scales import kv_head_scales, kv_scales
 from minifloat.runtime.tensors import StoredTensors
 from minifloat.runtime.weights import WeightSource
-from minifloat.serve.engine.blueprint import NotNative, blueprint_of, why_not_supported
+from minifloat.serve.engine.blueprint import Blueprint, NotNative, blueprint_of, why_not_supported
 from minifloat.serve.engine.device import DeviceRunner, build_device_decoder
 from minifloat.serve.engine.info import ModelInfo
 from minifloat.serve.engine.native_decoder import build_native_decoder
@@ -91,7 +91,7 @@ def open_model(path: str | os.PathLike[str], options: EngineOptions) -> OpenedMo
         inspection = inspect_opened(folder, checkpoint, description)
         loaded, reason = _load_decoder(checkpoint, description, options, device)
         if loaded is None:
-            loaded = _load_transformers(checkpoint, description, options, reason, inspection.nbytes)
+            loaded = _load_transformers(checkpoint, description, options, device, reason, inspection.nbytes)
     formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
     runner = loaded.runner
     info = ModelInfo(
@@ -132,52 +132,49 @@ def _load_decoder(
     if reason:
         return None, reason
     config.dtype = dtype
-    load: Callable[[StoredTensors, Any, EngineOptions, torch.dtype, torch.device], _Loaded]
+    blueprint = blueprint_of(config, dtype)
+    weights = WeightSource(tensors, blueprint.parameters(), dtype, device)
     load = _load_device if on_device else _load_native
     try:
-        return load(tensors, config, options, dtype, device), ""
+        runner, size = load(blueprint, weights, tensors, options, device)
     except NotNative as error:
         return None, str(error)
+    generation = read_generation_config(checkpoint) or GenerationConfig.from_model_config(config)
+    return _Loaded(runner, blueprint.architecture, dtype, config, generation, size), ""
 
 
 def _load_native(
-    tensors: StoredTensors, config: Any, options: EngineOptions, dtype: torch.dtype, device: torch.device
-) -> _Loaded:
+    blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
+) -> tuple[Runner, CacheSize]:
     """Load the decoder of the CPU.
 
     Raises:
         NotNative: If it does not support the model.
     """
-    blueprint = blueprint_of(config, dtype)
-    weights = WeightSource(tensors, blueprint.parameters(), dtype, device)
-    element, scales = _kv_cache(tensors, options, dtype, kv_scales, (TENSOR,))
+    element, scales = _kv_cache(tensors, options, blueprint.dtype, kv_scales, (TENSOR,))
     decoder = build_native_decoder(blueprint, weights, scales, impl=options.impl, lm_head_fp8=options.lm_head == "fp8")
     per_block = KVCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
-    size = cache_size(options, config, per_block, device)
-    runner = NativeRunner(decoder, size.blocks, element, options.impl)
-    generation = _generation_config(tensors.checkpoint, config)
-    return _Loaded(runner, blueprint.architecture, dtype, config, generation, size)
+    size = cache_size(options, blueprint.config, per_block, device)
+    return NativeRunner(decoder, size.blocks, element, options.impl), size
 
 
 def _load_device(
-    tensors: StoredTensors, config: Any, options: EngineOptions, dtype: torch.dtype, device: torch.device
-) -> _Loaded:
+    blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
+) -> tuple[Runner, CacheSize]:
     """Load the decoder of GPUs, which also runs on a CPU.
 
     Raises:
         NotNative: If it does not support the model.
     """
-    blueprint = blueprint_of(config, dtype)
-    weights = WeightSource(tensors, blueprint.parameters(), dtype, device)
     read_scales = functools.partial(kv_head_scales, kv_heads=blueprint.kv_heads)
-    element, scales = _kv_cache(tensors, options, dtype, read_scales, (TENSOR, CHANNEL))
-    positions = sequence_length(options, config)
+    element, scales = _kv_cache(tensors, options, blueprint.dtype, read_scales, (TENSOR, CHANNEL))
+    positions = sequence_length(options, blueprint.config)
     decoder = build_device_decoder(
         blueprint, weights, positions, impl=options.impl, lm_head_fp8=options.lm_head == "fp8"
     )
     table = torch.tensor([scales[f"{layer.name}.self_attn"] for layer in blueprint.layers]) if scales else None
     per_block = PagedCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
-    size = cache_size(options, config, per_block, device)
+    size = cache_size(options, blueprint.config, per_block, device)
     runner = DeviceRunner(
         decoder,
         size.blocks,
@@ -186,12 +183,16 @@ def _load_device(
         max_num_seqs=options.max_num_seqs,
         max_model_len=size.max_model_len,
     )
-    generation = _generation_config(tensors.checkpoint, config)
-    return _Loaded(runner, blueprint.architecture, dtype, config, generation, size)
+    return runner, size
 
 
 def _load_transformers(
-    checkpoint: Checkpoint, description: Description, options: EngineOptions, reason: str, nbytes: int
+    checkpoint: Checkpoint,
+    description: Description,
+    options: EngineOptions,
+    device: torch.device,
+    reason: str,
+    nbytes: int,
 ) -> _Loaded:
     """Load transformers' model, which supports every architecture and none of the decoders' options.
 
@@ -199,6 +200,7 @@ def _load_transformers(
         checkpoint: The open checkpoint.
         description: The result of `describe` for it.
         options: The options of the engine.
+        device: Where the model runs.
         reason: Why no decoder supports the model.
         nbytes: Bytes of the weights as they are stored.
 
@@ -211,7 +213,6 @@ def _load_transformers(
     from minifloat.runtime.load import load_opened
     from minifloat.serve.engine.transformers_runner import TransformersRunner
 
-    device = device_named(options.device)
     dtype = options.torch_dtype
     model = load_opened(checkpoint, description, dtype=dtype, device=device, weight_only=True, impl=options.impl)
     if options.lm_head != "auto" or options.kv_cache_dtype not in ("auto", _dtype_name(model.dtype)):
@@ -222,11 +223,6 @@ def _load_transformers(
     runner = TransformersRunner(model, size.blocks, nbytes)
     generation = getattr(model, "generation_config", None)
     return _Loaded(runner, type(model).__name__, model.dtype, model.config, generation, size)
-
-
-def _generation_config(checkpoint: Checkpoint, config: PreTrainedConfig) -> GenerationConfig:
-    """Return the generation config of a checkpoint or, where it has none, the one that its config implies."""
-    return read_generation_config(checkpoint) or GenerationConfig.from_model_config(config)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
