@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_clock import EngineClock
 
 from minifloat.bench.workload import BatchTimings, TimingRecorder, Workload, run_batch
 from minifloat.errors import UsageError
@@ -41,27 +42,8 @@ def test_every_token_of_prompts_and_outputs_is_in_the_steps(engine: Engine) -> N
     assert (len(sample.ttfts), len(sample.itls), len(sample.tpots), len(sample.e2els)) == (3, 15, 3, 3)
 
 
-class RunClock:
-    """A substitute for the module `time` whose clocks advance by a quarter of a second per run of the model."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.now, self._run = 1000.0, engine._runner.run
-
-    def run(self, items: Any) -> Any:
-        self.now += 0.25
-        return self._run(items)
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
-
-
 def test_the_times_of_a_request_add_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = RunClock(engine)
-    monkeypatch.setattr(engine._runner, "run", clock.run)
-    for module in ("engine", "listener", "scheduler", "sequence"):
-        monkeypatch.setattr(f"minifloat.serve.engine.{module}.time", clock)
+    EngineClock(engine, monkeypatch)
     sample = run_batch(engine, Workload(10, 6).prompts(0, 1, 256), 6)
     assert sample.ttfts == (0.5,)  # a prompt of 10 tokens takes two steps of 8
     assert sample.itls == (0.25,) * 5

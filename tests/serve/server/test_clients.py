@@ -11,19 +11,19 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from engine_clock import EngineClock
 from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, PATIENCE, Client, running, wait_for
 
 from minifloat.serve.client import ChatClient, ServerError, converse
-from minifloat.serve.engine import Delivery, Engine, SamplingParams
+from minifloat.serve.engine import Engine, SamplingParams
 from minifloat.serve.server import read_api_keys
 
 KEY = "a-key-for-tests"
@@ -192,27 +192,8 @@ def test_curl_streams_a_completion(real: Client) -> None:
 # ------------------------------------------------------------------------------------------------- metrics
 
 
-class StepClock:
-    """A substitute for the module `time` whose monotonic clock advances by a quarter of a second per engine step."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.now, self._step = 1000.0, engine.step
-
-    def step(self) -> list[Delivery]:
-        self.now += 0.25
-        return self._step()
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = staticmethod(time.perf_counter)
-
-
 def test_prometheus_reads_metrics_with_vllms_names_that_add_up(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = StepClock(tiny)
-    monkeypatch.setattr(tiny, "step", clock.step)
-    for module in ("engine", "listener", "scheduler", "sequence"):
-        monkeypatch.setattr(f"minifloat.serve.engine.{module}.time", clock)
+    EngineClock(tiny, monkeypatch)
     with running(tiny) as client:
         usage = [client.complete(f"prompt {i}", max_tokens=9, ignore_eos=True).json["usage"] for i in range(5)]
         assert client.complete("y", max_tokens=2, stop="nothing").status == 200
