@@ -229,7 +229,7 @@ def test_scales_equal_those_that_other_tools_wrote(name: str) -> None:
     for module, scales in written.items():
         together.setdefault(module.removesuffix(".k_proj").removesuffix(".v_proj"), {}).update(scales)
     with Checkpoint.open(INTEROP / name) as checkpoint:
-        found = kv_scales(checkpoint)
+        found = kv_scales(checkpoint, describe(checkpoint))
     assert found is not None
     assert {module: {"k_scale": k, "v_scale": v} for module, (k, v) in found.items()} == together
 
@@ -237,7 +237,7 @@ def test_scales_equal_those_that_other_tools_wrote(name: str) -> None:
 def test_a_checkpoint_without_an_fp8_cache_has_no_scales(llama_folder: Path) -> None:
     for folder in (llama_folder, INTEROP / "llmc-fp8-static"):
         with Checkpoint.open(folder) as checkpoint:
-            assert kv_scales(checkpoint) is None
+            assert kv_scales(checkpoint, describe(checkpoint)) is None
 
 
 def with_scales(tmp_path: Path, change: Callable[[dict[str, Tensor]], object]) -> KVScales | None:
@@ -248,7 +248,7 @@ def with_scales(tmp_path: Path, change: Callable[[dict[str, Tensor]], object]) -
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with Checkpoint.open(folder) as checkpoint:
-        return kv_scales(checkpoint)
+        return kv_scales(checkpoint, describe(checkpoint))
 
 
 def test_a_cache_that_is_declared_without_scales_has_scales_of_one(

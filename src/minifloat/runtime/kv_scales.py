@@ -10,7 +10,7 @@ import torch
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import CheckpointError, UnsupportedTensorError
-from minifloat.layouts import Description, describe
+from minifloat.layouts import Description
 from minifloat.layouts.stored import kv_scale_of
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
@@ -25,12 +25,12 @@ Scales = tuple[float, ...]
 KVHeadScales = Mapping[str, tuple[Scales, Scales]]
 
 
-def kv_scales(checkpoint: Checkpoint, description: Description | None = None) -> KVScales | None:
+def kv_scales(checkpoint: Checkpoint, description: Description) -> KVScales | None:
     """Return the scales of a checkpoint's FP8 KV cache, one for each layer's keys and one for its values.
 
     Args:
         checkpoint: An open checkpoint.
-        description: The result of `describe` for it; by default it is described here.
+        description: The result of `describe` for it.
 
     Returns:
         None where the checkpoint neither declares such a cache (E4M3, one scale per tensor) nor has scales for one. An
@@ -41,19 +41,17 @@ def kv_scales(checkpoint: Checkpoint, description: Description | None = None) ->
         CheckpointError: If a scale is not a positive number.
         UnsupportedTensorError: If a scale has more than one element.
     """
-    found = _read_scales(checkpoint, description or describe(checkpoint), (TENSOR,), 1)
+    found = _read_scales(checkpoint, description, (TENSOR,), 1)
     return None if found is None else {name: (k[0], v[0]) for name, (k, v) in found.items()}
 
 
-def kv_head_scales(
-    checkpoint: Checkpoint, kv_heads: int, description: Description | None = None
-) -> KVHeadScales | None:
+def kv_head_scales(checkpoint: Checkpoint, description: Description, kv_heads: int) -> KVHeadScales | None:
     """Return the scales of a checkpoint's FP8 KV cache for each key-value head.
 
     Args:
         checkpoint: An open checkpoint.
+        description: The result of `describe` for it.
         kv_heads: Number of key-value heads; a scale that is stored once per tensor is repeated for each.
-        description: The result of `describe` for the checkpoint; by default it is described here.
 
     Returns:
         As `kv_scales`, with `kv_heads` scales in the place of each.
@@ -62,7 +60,7 @@ def kv_head_scales(
         CheckpointError: If a scale is not a positive number.
         UnsupportedTensorError: If a scale has neither one element nor `kv_heads`.
     """
-    found = _read_scales(checkpoint, description or describe(checkpoint), (TENSOR, CHANNEL), kv_heads)
+    found = _read_scales(checkpoint, description, (TENSOR, CHANNEL), kv_heads)
     if found is None:
         return None
     pairs = {name: tuple(x * kv_heads if len(x) == 1 else x for x in pair) for name, pair in found.items()}

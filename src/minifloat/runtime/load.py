@@ -147,7 +147,7 @@ class Loader:
 
     Args:
         checkpoint: A checkpoint that stays open while tensors are placed.
-        description: The result of `describe` for it; by default it is described here.
+        description: The result of `describe` for it.
         dtype: As in `load`.
         device: As in `load`.
         weight_only: As in `load`.
@@ -166,7 +166,7 @@ class Loader:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        description: Description | None = None,
+        description: Description,
         *,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
@@ -177,7 +177,7 @@ class Loader:
         self.device = torch.device(device)
         self.packing = Packing(impl, self.device)
         self.checkpoint = checkpoint
-        self.tensors = StoredTensors(checkpoint, description or describe(checkpoint))
+        self.tensors = StoredTensors(checkpoint, description)
         self.model = empty_model(checkpoint, dtype or self.tensors.dtype())
         self.inputs = InputQuantization(checkpoint, weight_only, prefill)
         self.expected: dict[str, Tensor] = self.model.state_dict()

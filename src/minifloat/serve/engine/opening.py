@@ -253,7 +253,7 @@ def _kv_cache(
     is_declared = declared is not None and declared.element is E4M3 and declared.granularity in granularities
     if element != E4M3.name and not (element is None and is_declared):
         return element or ("float32" if dtype == torch.float32 else "bfloat16"), {}
-    scales = read_scales(tensors.checkpoint, description=tensors.description) or {}
+    scales = read_scales(tensors.checkpoint, tensors.description) or {}
     if scales and len(scales) == int(tensors.checkpoint.config.get("num_hidden_layers", 0)):
         return E4M3.name, scales
     if is_declared and element is None:
