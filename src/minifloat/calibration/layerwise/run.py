@@ -10,33 +10,27 @@ A model whose layers cannot run one at a time is calibrated whole, with a warnin
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
-from minifloat._version import __version__
 from minifloat.calibration.data import CalibrationSet
-from minifloat.calibration.layerwise.calls import Capture, LayerCall, LayersNotSeparableError, find_layers
+from minifloat.calibration.layerwise.calls import LayerCall, LayersNotSeparableError
+from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
 from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
-from minifloat.calibration.layerwise.weights import PartialWeights
 from minifloat.calibration.layerwise.work_folder import WorkFolder
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.observe import Observer
 from minifloat.calibration.options import RunOptions
-from minifloat.calibration.sites import Sites, find_sites
 from minifloat.calibration.stats import ActivationStats
+from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.calibration.whole import calibrate_whole, check_data
-from minifloat.checkpoint.files import storage_errors
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
 from minifloat.runtime.load import Loader
@@ -78,7 +72,10 @@ def calibrate_layerwise(
             work_dir = Path(parent) / "work"
         try:
             run = _LayerwiseRun(model, loader, data, options)
-            folder = stack.enter_context(WorkFolder(work_dir, _fingerprint(loader, data, options)))
+            fingerprint = run_fingerprint(
+                loader, data, {"histogram": options.histogram, "per_channel": options.per_channel}
+            )
+            folder = stack.enter_context(WorkFolder(work_dir, fingerprint, read_stats, write_stats))
             try:
                 return run.run(folder, progress)
             except LayersNotSeparableError:
@@ -98,19 +95,6 @@ def calibrate_layerwise(
     return calibrate_whole(model, data, options, progress)
 
 
-@dataclass
-class _Arguments:
-    """What all layers are called with.
-
-    Attributes:
-        hidden: For each sequence the location of its hidden states in their file.
-        calls: For each sequence the call of each layer.
-    """
-
-    hidden: list[StoredTensor] = field(default_factory=list)
-    calls: list[tuple[LayerCall, ...]] = field(default_factory=list)
-
-
 class _LayerwiseRun:
     """One calibration run, layer by layer.
 
@@ -120,37 +104,31 @@ class _LayerwiseRun:
     """
 
     def __init__(self, model: CalibrationModel, loader: Loader, data: CalibrationSet, options: RunOptions) -> None:
-        self.model, self.device, self.data, self.options = loader.model, loader.device, data, options
-        self.identity = model.identity
-        self.sites = find_sites(self.model, model.checkpoint, model.description)
-        self.path = find_layers(self.model, self.sites)
-        self.layers: Any = self.model.get_submodule(self.path)
-        self.weights = PartialWeights(loader, self.path, options.max_memory)
-        self.model.train(False)
-        for module in self.model.modules():  # buffers that the model computed itself
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(self.device)
+        self.stack = LayerStack(model, loader, options.max_memory)
+        self.identity, self.data, self.options = model.identity, data, options
 
-    def run(self, folder: WorkFolder, progress: Progress | None) -> ActivationStats:
+    def run(self, folder: WorkFolder[ActivationStats], progress: Progress | None) -> ActivationStats:
         """Run all unfinished layers, remove the work folder, and return the statistics of all layers.
 
         Raises:
             LayersNotSeparableError: The model's layers cannot be run one at a time.
         """
-        if len(folder.finished) < len(self.layers):
+        if len(folder.finished) < len(self.stack):
             with TensorFile(folder.arguments) as file:
-                pool = ArgumentPool(file, self.device)
-                arguments = self._capture(folder, pool)
-                for index in range(len(folder.finished), len(self.layers)):
-                    calls = (pool.restore(calls_of_sequence[index]) for calls_of_sequence in arguments.calls)
-                    folder.finish(index, self._run_layer(index, folder, arguments.hidden, calls, progress))
+                pool = ArgumentPool(file, self.stack.device)
+                hidden, calls_of_sequences = self._capture(folder, pool)
+                for index in range(len(folder.finished), len(self.stack)):
+                    calls = (pool.restore(calls_of_layers[index]) for calls_of_layers in calls_of_sequences)
+                    folder.finish(index, self._run_layer(index, folder, hidden, calls, progress))
         inputs = {name: stats for layer in folder.finished for name, stats in layer.inputs.items()}
         kv = {name: stats for layer in folder.finished for name, stats in layer.kv.items()}
         folder.remove()
         return self._statistics(self.data.record, inputs, kv)
 
-    def _capture(self, folder: WorkFolder, pool: ArgumentPool) -> _Arguments:
-        """Return the arguments of all layers, without running the layers.
+    def _capture(
+        self, folder: WorkFolder[ActivationStats], pool: ArgumentPool
+    ) -> tuple[list[StoredTensor], list[tuple[LayerCall, ...]]]:
+        """Return for each sequence the location of its hidden states in their file, and the call of each layer.
 
         Also write the hidden states that enter the first layer, unless the folder has those of the first unfinished
         one.
@@ -159,44 +137,40 @@ class _LayerwiseRun:
         if not resumed:
             folder.restart()
         elif folder.finished:
-            _LOG.info("%s: %d of %d layers are finished", folder.path, len(folder.finished), len(self.layers))
-        arguments = _Arguments()
-        end = 0
-        with self.weights.before_layers(), TensorFile(folder.draft) as draft:
-            capture = Capture(self.model, self.layers)
-            capture.check(self._ids(self.data.sequences[0]))
-            for sequence in self.data.sequences:
-                hidden, calls = capture.run(self._ids(sequence))
-                location = StoredTensor(end, hidden.shape, hidden.dtype)
-                end = location.end
-                arguments.hidden.append(location)
-                arguments.calls.append(pool.keep(calls))
+            _LOG.info("%s: %d of %d layers are finished", folder.path, len(folder.finished), len(self.stack))
+        locations: list[StoredTensor] = []
+        with TensorFile(folder.draft) as draft:
+
+            def keep(_: int, hidden: Tensor) -> None:
+                locations.append(StoredTensor(locations[-1].end if locations else 0, hidden.shape, hidden.dtype))
                 if not resumed:
-                    draft.write(location, hidden)
+                    draft.write(locations[-1], hidden)
+
+            calls = self.stack.capture(self.data.sequences, pool, keep)
             if not resumed:
                 draft.sync()
                 folder.keep_draft(0)
-        return arguments
+        return locations, calls
 
     @torch.inference_mode()
     def _run_layer(
         self,
         index: int,
-        folder: WorkFolder,
+        folder: WorkFolder[ActivationStats],
         locations: Sequence[StoredTensor],
         calls: Iterable[LayerCall],
         progress: Progress | None,
     ) -> ActivationStats:
         """Return the statistics of one layer, and write its outputs as inputs of the next layer if there is one."""
-        is_last = index + 1 == len(self.layers)
-        done, total = index * self.data.tokens, len(self.layers) * self.data.tokens
+        is_last = index + 1 == len(self.stack)
+        done, total = index * self.data.tokens, len(self.stack) * self.data.tokens
         with ExitStack() as stack:
             with torch.inference_mode(False):  # parameters as in the whole model
-                layer = stack.enter_context(self.weights.layer(index))
+                layer = stack.enter_context(self.stack.weights.layer(index))
             observer = stack.enter_context(
                 Observer(
-                    self.model,
-                    sites=self._sites_of(index),
+                    self.stack.model,
+                    sites=self.stack.sites_of(index),
                     histogram=self.options.histogram,
                     per_channel=self.options.per_channel,
                 )
@@ -204,51 +178,18 @@ class _LayerwiseRun:
             inputs = stack.enter_context(TensorFile(folder.hidden(index)))
             outputs = stack.enter_context(TensorFile(folder.draft))
             for number, (location, call) in enumerate(zip(locations, calls, strict=True)):
-                hidden = inputs.read(location).to(self.device)
+                hidden = inputs.read(location).to(self.stack.device)
                 with observer.sequence(number):
                     output = call.run(layer, hidden)
                 if not is_last:
                     outputs.write(location, output)
                 done += len(self.data.sequences[number])
                 if progress is not None:
-                    progress(done, total, f"layer {index + 1} of {len(self.layers)}, sequence {number + 1}")
+                    progress(done, total, f"layer {index + 1} of {len(self.stack)}, sequence {number + 1}")
             if not is_last:
                 outputs.sync()
                 folder.keep_draft(index + 1)
         return self._statistics({}, observer.inputs(), observer.kv())
 
-    def _sites_of(self, index: int) -> Sites:
-        """Return the sites inside one layer."""
-        prefix = f"{self.path}.{index}."
-        return Sites(
-            tuple(site for site in self.sites.linears if site.path.startswith(prefix)),
-            tuple(site for site in self.sites.experts if site.path.startswith(prefix)),
-        )
-
-    def _ids(self, sequence: Sequence[int]) -> Tensor:
-        return torch.tensor([sequence], device=self.device)
-
     def _statistics(self, record: Mapping[str, Any], inputs: Any, kv: Any) -> ActivationStats:
         return ActivationStats(self.identity, len(self.data.sequences), self.data.tokens, record, inputs, kv)
-
-
-def _fingerprint(loader: Loader, data: CalibrationSet, options: RunOptions) -> str:
-    """Return a digest of everything that the statistics depend on.
-
-    It covers the files (by size and time of change), the data, the options, and the versions of the software.
-    """
-    checkpoint = loader.checkpoint
-    files = []
-    for shard in checkpoint.shards:
-        path = checkpoint.shard_path(shard)
-        with storage_errors(path, "look at it"):
-            status = path.stat()
-        files.append([shard, status.st_size, status.st_mtime_ns])
-    recorded = {"histogram": options.histogram, "per_channel": options.per_channel}
-    parts = [
-        [__version__, torch.__version__, transformers.__version__],
-        [str(checkpoint.path), checkpoint.config, files],
-        [list(map(list, data.sequences))],
-        [recorded, str(loader.model.dtype), loader.device.type],
-    ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

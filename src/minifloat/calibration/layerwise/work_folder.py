@@ -1,8 +1,9 @@
-"""The work folder of a layer-by-layer calibration, from which a killed run continues.
+"""The work folder of a run that goes layer by layer, from which a killed run continues.
 
-The folder holds the hidden states that enter the next layer, and a file of statistics for each finished layer. A
-layer's statistics are written last, so a layer is finished exactly if that file exists; all other files of a killed run
-are written again. Two runs cannot use one folder at a time, and a folder with files of any other kind is refused.
+The folder holds the hidden states that enter the next layer, and a file of results for each finished layer: the
+statistics of a calibration, or the codes that rounding chose. A layer's results are written last, so a layer is
+finished exactly if that file exists; all other files of a killed run are written again. Two runs cannot use one folder
+at a time, and a folder with files of any other kind is refused.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import json
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from minifloat.calibration.stats import ActivationStats
-from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.checkpoint.files import list_folder, storage_errors, sync_folder
 from minifloat.checkpoint.lock import FolderLock
 from minifloat.errors import CheckpointError, DestinationError
@@ -31,38 +32,49 @@ _OURS = re.compile(
 )
 
 
-class WorkFolder:
+Result = TypeVar("Result")
+
+
+class WorkFolder(Generic[Result]):
     """The work folder, locked while it is open. A context manager; leaving it keeps the files.
 
     Args:
         path: The folder; created if it does not exist, in a parent folder that must exist.
         fingerprint: A digest of everything that the result depends on; work with another fingerprint is deleted.
+        read: Returns the results of a layer from a file that `write` wrote; raises `CheckpointError` if it is damaged.
+        write: Writes the results of a layer to a file, which exists only once it is complete.
 
     Attributes:
-        finished: The statistics of each finished layer, in order.
+        finished: The results of each finished layer, in order.
 
     Raises:
         DestinationError: The folder has other files in it, or another process uses it.
         StorageError: The system refused an operation; the methods raise it too.
     """
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        fingerprint: str,
+        read: Callable[[Path], Result],
+        write: Callable[[Result, Path], object],
+    ) -> None:
+        self.path, self._read, self._write = path, read, write
         if path.exists():
             foreign = sorted(name for name in list_folder(path) if not _OURS.fullmatch(name)) if path.is_dir() else [""]
             if foreign:
                 raise DestinationError(
-                    f"{path / foreign[0]} is not the work of a calibration; choose another work folder, or delete it"
+                    f"{path / foreign[0]} is not the work of a run over layers; choose another folder, or delete it"
                 )
         self._lock: FolderLock | None = FolderLock(path, _LOCK)
-        self.finished: list[ActivationStats] = []
+        self.finished: list[Result] = []
         try:
             self._resume(fingerprint)
         except BaseException:
             self._lock.release()
             raise
 
-    def __enter__(self) -> WorkFolder:
+    def __enter__(self) -> WorkFolder[Result]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,10 +101,10 @@ class WorkFolder:
             self.draft.replace(self.hidden(layer))
         sync_folder(self.path)
 
-    def finish(self, layer: int, stats: ActivationStats) -> None:
+    def finish(self, layer: int, result: Result) -> None:
         """Record a layer as finished, and delete the hidden states that entered it."""
-        write_stats(stats, self._stats(layer))
-        self.finished.append(stats)
+        self._write(result, self.results(layer))
+        self.finished.append(result)
         self._delete(self.hidden(layer).name)
 
     def restart(self) -> None:
@@ -110,7 +122,8 @@ class WorkFolder:
             self._lock.release(remove=True)
             self._lock = None
 
-    def _stats(self, layer: int) -> Path:
+    def results(self, layer: int) -> Path:
+        """The file of the results of a layer, which exists once the layer is finished."""
         return self.path / f"layer-{layer}.safetensors"
 
     def _resume(self, fingerprint: str) -> None:
@@ -128,9 +141,9 @@ class WorkFolder:
                 _LOG.warning("%s: the model, the data or the options changed: earlier work is not continued", self.path)
             self.restart()
             self._write_state(state, fingerprint)
-        while self._stats(len(self.finished)).exists():
+        while self.results(len(self.finished)).exists():
             try:
-                self.finished.append(read_stats(self._stats(len(self.finished))))
+                self.finished.append(self._read(self.results(len(self.finished))))
             except CheckpointError:
                 break
 
