@@ -1,8 +1,8 @@
 // The C interface of libminifloat_native: what ctypes sees (native/structs.py mirrors it field by field).
 //
 // Every call is a pure function of its arguments, so any number of threads may call at once. Those of quantizing and
-// observing have no threads of their own and allocate nothing; rounding inputs, packing, multiplying and steps share
-// out their work (threads.h). Arguments are validated in Python; the checks here only guard memory.
+// observing have no threads of their own and allocate nothing; rounding inputs, calibrated rounding, packing, multiplying
+// and steps share out their work (threads.h). Arguments are validated in Python; the checks here only guard memory.
 #pragma once
 
 #include <stdint.h>
@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 6
+#define MINIFLOAT_ABI_VERSION 7
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -105,6 +105,20 @@ struct minifloat_histogram_args {
     int64_t count;
     int32_t dtype;
     int64_t* bins;  // [MINIFLOAT_HISTOGRAM_BINS], added to; Inf and NaN fill the last 8
+};
+
+// Rounds the columns of a weight in ascending order. The error of a column, weight - code * scale, times
+// feedback[column][k] is added to each later column k before that column is rounded, in ascending order of columns, each
+// time one float32 multiplication and one float32 addition.
+struct minifloat_round_with_feedback_args {
+    const float* weight;      // [rows, cols], finite
+    const float* scales;      // [rows, groups], positive
+    const int32_t* group_of;  // [cols]: the column of `scales`, 0 .. groups - 1
+    const float* feedback;    // [cols, cols]; only what is above the diagonal is read
+    uint8_t* codes;           // [rows, cols], one per byte
+    int64_t rows, cols, groups;
+    struct minifloat_format element;
+    int32_t threads;
 };
 
 // Format of the elements of a packed weight.
@@ -254,6 +268,8 @@ MINIFLOAT_API int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quan
 MINIFLOAT_API int32_t minifloat_round_inputs(int32_t isa, const struct minifloat_round_inputs_args* args);
 MINIFLOAT_API int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args);
 MINIFLOAT_API int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args);
+
+MINIFLOAT_API int32_t minifloat_round_with_feedback(int32_t isa, const struct minifloat_round_with_feedback_args* args);
 
 // Bytes that the packed form of a weight takes, 0 where it has none; `packed` and `threads` are not read.
 MINIFLOAT_API int64_t minifloat_packed_bytes(const struct minifloat_pack_args* args);

@@ -11,19 +11,20 @@
 #include <unistd.h>
 #endif
 
-#define MINIFLOAT_DECLARE(isa)                              \
-    namespace isa {                                             \
-    void quantize_rows(minifloat_quantize_rows_args& args);     \
-    void round_inputs(const minifloat_round_inputs_args& args); \
-    void amax(minifloat_amax_args& args);                       \
-    void histogram(minifloat_histogram_args& args);             \
-    int64_t packed_bytes(const minifloat_pack_args& args);      \
-    int32_t pack(const minifloat_pack_args& args);              \
-    int32_t unpack(const minifloat_pack_args& args);            \
-    int32_t linear(const minifloat_linear_args& args);          \
-    int32_t moe(const minifloat_moe_args& args);                \
-    int32_t step(const minifloat_step_args& args);              \
-    void read(minifloat_read_args& args);                       \
+#define MINIFLOAT_DECLARE(isa)                                                   \
+    namespace isa {                                                              \
+    void quantize_rows(minifloat_quantize_rows_args& args);                      \
+    void round_inputs(const minifloat_round_inputs_args& args);                  \
+    void amax(minifloat_amax_args& args);                                        \
+    void histogram(minifloat_histogram_args& args);                              \
+    int32_t round_with_feedback(const minifloat_round_with_feedback_args& args); \
+    int64_t packed_bytes(const minifloat_pack_args& args);                       \
+    int32_t pack(const minifloat_pack_args& args);                               \
+    int32_t unpack(const minifloat_pack_args& args);                             \
+    int32_t linear(const minifloat_linear_args& args);                           \
+    int32_t moe(const minifloat_moe_args& args);                                 \
+    int32_t step(const minifloat_step_args& args);                               \
+    void read(minifloat_read_args& args);                                        \
     }
 
 MINIFLOAT_DECLARE(baseline)
@@ -45,6 +46,7 @@ struct Isa {
     void (*round_inputs)(const minifloat_round_inputs_args&);
     void (*amax)(minifloat_amax_args&);
     void (*histogram)(minifloat_histogram_args&);
+    int32_t (*round_with_feedback)(const minifloat_round_with_feedback_args&);
     int64_t (*packed_bytes)(const minifloat_pack_args&);
     int32_t (*pack)(const minifloat_pack_args&);
     int32_t (*unpack)(const minifloat_pack_args&);
@@ -57,7 +59,8 @@ struct Isa {
 #define MINIFLOAT_ROW(isa, supported)                                                                      \
     {                                                                                                      \
         #isa, supported, isa::quantize_rows, isa::round_inputs, isa::amax, isa::histogram,                 \
-            isa::packed_bytes, isa::pack, isa::unpack, isa::linear, isa::moe, isa::step, isa::read         \
+            isa::round_with_feedback, isa::packed_bytes, isa::pack, isa::unpack, isa::linear, isa::moe,    \
+            isa::step, isa::read                                                                           \
     }
 
 // The features are those that CMakeLists.txt compiles the object file with.
@@ -131,6 +134,13 @@ bool valid(const minifloat_round_inputs_args& a) {
     if (a.scaling < MINIFLOAT_INPUT_GIVEN || a.scaling > MINIFLOAT_INPUT_BLOCK) return false;
     if (a.scaling == MINIFLOAT_INPUT_GIVEN && a.scale == nullptr) return false;
     return a.scaling != MINIFLOAT_INPUT_BLOCK || a.block_cols >= 1;
+}
+
+bool valid(const minifloat_round_with_feedback_args& a) {
+    if (a.rows < 0 || a.cols < 0 || !known_format(a.element)) return false;
+    for (int64_t column = 0; column < a.cols; ++column)
+        if (a.group_of[column] < 0 || a.group_of[column] >= a.groups) return false;
+    return true;
 }
 
 // Evaluated once per process: it makes a system call, which would cost more than a small product.
@@ -213,6 +223,12 @@ int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args) 
     const minifloat::DefaultFloatEnvironment environment;
     kIsas[isa].histogram(*args);
     return MINIFLOAT_OK;
+}
+
+int32_t minifloat_round_with_feedback(int32_t isa, const struct minifloat_round_with_feedback_args* args) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
+    return kIsas[isa].round_with_feedback(*args);
 }
 
 int64_t minifloat_packed_bytes(const struct minifloat_pack_args* args) {

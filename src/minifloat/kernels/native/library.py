@@ -67,6 +67,10 @@ class Library:
         """Add magnitudes to the bins of a histogram."""
         _check(self._cdll.minifloat_histogram(self._index, ctypes.byref(args)))
 
+    def round_with_feedback(self, args: structs.RoundWithFeedbackArgs) -> None:
+        """Round the columns of a weight, each with the errors of the columns before it."""
+        _check(self._cdll.minifloat_round_with_feedback(self._index, ctypes.byref(args)))
+
     def packed_bytes(self, args: structs.PackArgs) -> int:
         """Return the size of a packed weight, or 0 if the kernels have no layout for the weight."""
         return int(self._cdll.minifloat_packed_bytes(ctypes.byref(args)))

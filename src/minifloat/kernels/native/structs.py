@@ -90,6 +90,23 @@ class HistogramArgs(ctypes.Structure):
     ]
 
 
+class RoundWithFeedbackArgs(ctypes.Structure):
+    """``struct minifloat_round_with_feedback_args``."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("group_of", ctypes.c_void_p),
+        ("feedback", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("cols", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("element", Format),
+        ("threads", ctypes.c_int32),
+    ]
+
+
 class PackArgs(ctypes.Structure):
     """``struct minifloat_pack_args``."""
 

@@ -1,0 +1,104 @@
+"""Calibrated rounding on the CPU: the passes over a weight and over activations that take nearly all of its time.
+
+`round_with_feedback` chooses the codes of a weight, GPTQ's inner loop. Plain torch takes one pass over the rest of the
+weight for each column; the native library reads feedback from the cache once for many rows. Not included: how scales,
+the order of columns and the feedback are chosen, and tensors on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, UnsupportedTensorError
+from minifloat.kernels.rounding import cpu, reference
+from minifloat.numerics.formats import ElementFormat
+
+__all__ = ["IMPLEMENTATIONS", "round_with_feedback"]
+
+IMPLEMENTATIONS = ("auto", "reference", "cpu")
+
+
+def round_with_feedback(
+    weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor, element: ElementFormat, *, impl: str = "auto"
+) -> Tensor:
+    """Round the columns of a weight in ascending order, feeding the error of each into the columns behind it.
+
+    With ``work`` a copy of `weight`, column j becomes the codes of ``work[:, j] / scale``, rounded to nearest, ties to
+    even, and clamped; then ``work[:, k] += (weight[:, j] - decode(codes[:, j]) * scale) * feedback[j, k]`` for every
+    column k > j. Every implementation gives the same codes, on every instruction set and with any number of threads:
+    an element receives its updates in ascending order of j, each as one float32 multiplication and one float32
+    addition. The native library follows IEEE 754 even if the caller lets torch flush subnormal numbers.
+
+    Args:
+        weight: float32 ``[N, K]``, finite, its columns in the order in which they are rounded.
+        scales: float32 ``[N, G]``, positive and finite: what one code is worth.
+        groups: int32 ``[K]``: the column of `scales` that holds the scales of each column of the weight.
+        feedback: float32 ``[K, K]``, finite; only what is above the diagonal is read.
+        element: A signed format of at most 8 bits.
+        impl: ``"auto"`` (the native library if it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
+
+    Returns:
+        uint8 codes ``[N, K]``, one per byte, columns in the order of `weight`.
+
+    Raises:
+        KernelUnavailable: If ``impl="cpu"`` cannot run here.
+        ShapeError: If shapes do not match, or `groups` names a column that `scales` does not have.
+        UnknownNameError: If there is no such `impl`.
+        UnsupportedTensorError: If a tensor has another dtype or device, or is not contiguous.
+        ValueError: If `element` is unsigned or wider than 8 bits.
+
+    Source: Frantar et al., GPTQ, arXiv 2210.17323; Chee et al., QuIP, arXiv 2307.13304, which proves that GPTQ is this
+        recurrence with the feedback of an LDL decomposition of the Hessian.
+    """
+    if not element.signed or element.bits > torch.uint8.itemsize * 8:
+        raise ValueError(f"round_with_feedback needs a signed format of at most 8 bits, got {element.name}")
+    floats = {"weight": weight, "scales": scales, "feedback": feedback}
+    for name, tensor in floats.items():
+        _check_tensor(name, tensor, (torch.float32,), 2)
+    _check_tensor("groups", groups, (torch.int32,), 1)
+    _check_feedback_shapes(weight, scales, groups, feedback)
+    if _runs_native("round_with_feedback", impl):
+        return cpu.round_with_feedback(weight, scales, groups, feedback, element)
+    return reference.round_with_feedback(weight, scales, groups, feedback, element)
+
+
+def _runs_native(name: str, impl: str) -> bool:
+    """Return whether a call goes to the native library.
+
+    Raises:
+        KernelUnavailable: If `impl` asks for the library and there is none.
+        UnknownNameError: If there is no such `impl`.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise UnknownNameError("impl", impl, IMPLEMENTATIONS)
+    reason = cpu.why_not()
+    if impl == "cpu" and reason:
+        raise KernelUnavailable(f"{name}(impl='cpu') cannot run: {reason}")
+    return impl != "reference" and not reason
+
+
+def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dimensions: int) -> None:
+    if tensor.dtype not in dtypes or tensor.device.type != "cpu":
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise UnsupportedTensorError(name, f"expected {expected} on the CPU, got {tensor.dtype} on {tensor.device}")
+    if tensor.ndim != dimensions:
+        raise ShapeError(name, f"expected {dimensions} dimensions, got {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise UnsupportedTensorError(name, f"expected a contiguous tensor, got strides {list(tensor.stride())}")
+
+
+def _check_feedback_shapes(weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor) -> None:
+    rows, cols = weight.shape
+    if scales.shape[0] != rows:
+        raise ShapeError("scales", f"expected [{rows}, G] for a weight {rows}x{cols}, got {list(scales.shape)}")
+    if groups.shape[0] != cols:
+        raise ShapeError("groups", f"expected [{cols}] for a weight {rows}x{cols}, got {list(groups.shape)}")
+    if list(feedback.shape) != [cols, cols]:
+        raise ShapeError(
+            "feedback", f"expected [{cols}, {cols}] for a weight {rows}x{cols}, got {list(feedback.shape)}"
+        )
+    if cols:
+        low, high = (int(bound) for bound in groups.aminmax())
+        if low < 0 or high >= scales.shape[1]:
+            raise ShapeError("groups", f"groups {low} to {high} of the {scales.shape[1]} columns of scales")

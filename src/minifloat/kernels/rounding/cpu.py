@@ -1,0 +1,45 @@
+"""Calibrated rounding by the native library (``csrc/rounding``).
+
+Every number about a format comes from `numerics/formats.py`; the C++ code holds none. The caller,
+`minifloat.kernels.rounding`, validates the arguments.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.kernels import native, threads
+from minifloat.kernels.native import structs
+from minifloat.numerics.formats import ElementFormat
+
+
+def why_not() -> str:
+    """Return why the native library cannot run here; empty if it can.
+
+    Raises:
+        KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
+    """
+    return "" if native.load() is not None else native.why_unavailable()
+
+
+def round_with_feedback(
+    weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor, element: ElementFormat
+) -> Tensor:
+    """Implement `minifloat.kernels.rounding.round_with_feedback`."""
+    library = native.require()
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    args = structs.RoundWithFeedbackArgs(
+        weight=weight.data_ptr(),
+        scales=scales.data_ptr(),
+        group_of=groups.data_ptr(),
+        feedback=feedback.data_ptr(),
+        codes=codes.data_ptr(),
+        rows=weight.shape[0],
+        cols=weight.shape[1],
+        groups=scales.shape[1],
+        element=structs.Format(element.bits, element.mantissa_bits, element.emin, element.max),
+        threads=threads.count(),
+    )
+    library.round_with_feedback(args)
+    return codes

@@ -1,0 +1,27 @@
+"""Calibrated rounding in plain torch: the fallback without the native library, and its reference in tests.
+
+The caller, `minifloat.kernels.rounding`, validates the arguments.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.numerics.cast import decode, encode
+from minifloat.numerics.formats import ElementFormat
+
+
+def round_with_feedback(
+    weight: Tensor, scales: Tensor, groups: Tensor, feedback: Tensor, element: ElementFormat
+) -> Tensor:
+    """Implement `minifloat.kernels.rounding.round_with_feedback`."""
+    work = weight.clone()
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    for j, group in enumerate(groups.tolist()):
+        scale = scales[:, group]
+        codes[:, j] = encode(work[:, j] / scale, element)
+        error = weight[:, j] - decode(codes[:, j], element) * scale
+        # The product is a tensor of its own: torch.addr and the like may fuse it with the addition.
+        work[:, j + 1 :] += error[:, None] * feedback[j, j + 1 :]
+    return codes
