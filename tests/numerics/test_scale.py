@@ -516,7 +516,8 @@ def test_scales_are_chosen_by_the_rule_of_the_spec(rule: ScaleRule) -> None:
     [
         WeightSpec(E2M1, GROUP_32, E8M0, ScaleRule.AMAX),
         WeightSpec(E4M3, CHANNEL, FLOAT32, ScaleRule.FLOOR),
-        WeightSpec(E2M1, GROUP_16, E4M3, ScaleRule.SEARCH),
+        WeightSpec(E4M3, CHANNEL, FLOAT32, ScaleRule.SEARCH),
+        WeightSpec(E2M1, GROUP_16, E4M3, ScaleRule.FLOOR),
         WeightSpec(E4M3, CHANNEL, BFLOAT16, ScaleRule.AMAX),
     ],
     ids=lambda s: f"{s.scale.name}-{s.rule.value}",
@@ -641,6 +642,7 @@ def test_nan_in_a_weight_dequantizes_to_nan() -> None:
         (WeightSpec(E4M3, BLOCK_128), 31.57),
         (WeightSpec(E5M2, CHANNEL), 25.6),
         (WeightSpec(E2M1, GROUP_16, E4M3), 20.42),
+        (WeightSpec(E2M1, GROUP_16, E4M3, ScaleRule.SEARCH), 21.78),
     ],
     ids=lambda v: f"{v.element.name}-{v.granularity}-{v.rule.value}" if isinstance(v, WeightSpec) else str(v),
 )

@@ -21,7 +21,7 @@ class ScaleRule(enum.Enum):
     FLOOR = "floor"  #: 2**(floor(log2 amax) - emax); OCP MX specification 1.0, section 6.3
     EVEN = "even"  #: FLOOR, plus one if the mantissa of amax rounds up to the next power of two
     RCEIL = "rceil"  #: 2**ceil(log2(amax / max)): nothing is clipped
-    SEARCH = "search"  #: the power of two near FLOOR with the smallest squared error in its block
+    SEARCH = "search"  #: the code near FLOOR (E8M0) or AMAX (E4M3) with the smallest squared error in its block
 
 
 @dataclass(frozen=True)
