@@ -32,7 +32,7 @@ EXPERTS = {"gate_proj": (768, 1024), "up_proj": (768, 1024), "down_proj": (1024,
 CONFIG = {"hidden_act": "silu", "rope_parameters": {"rope_type": "default"}}
 FP8_KV = KVSpec(E4M3, TENSOR)
 BLOCKS_32 = Scheme("blocks of 32", "", WeightSpec(E4M3, block_granularity(32, 32)))
-NVFP4_W4A4 = replace(SCHEMES["nvfp4"], activation=ActivationSpec(E2M1, GROUP_16, dynamic=False))
+NVFP4_W4A4 = replace(SCHEMES["nvfp4"], activation=ActivationSpec(E2M1, GROUP_16, dynamic=True, scale=E4M3))
 
 
 def subject(scheme: str | Scheme, layout: str | None = "compressed-tensors", **facts: Any) -> Subject:

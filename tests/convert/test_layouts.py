@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.convert import convert_checkpoint
 from minifloat.layouts import describe
-from minifloat.numerics.formats import E4M3
+from minifloat.numerics.formats import E4M3, E8M0
 from minifloat.numerics.granularity import BLOCK_128, GROUP_32
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec, Scheme, weight_only
 from minifloat.quantize.job import quantize_checkpoint
@@ -32,7 +32,7 @@ from minifloat.report.card import read_metadata
 from minifloat.runtime.load import load
 
 BASE = INTEROP / "base-llama"
-MXFP8 = Scheme("mxfp8-dynamic", "", SCHEMES["mxfp8"].weight, ActivationSpec(E4M3, GROUP_32, dynamic=True))
+MXFP8 = Scheme("mxfp8-dynamic", "", SCHEMES["mxfp8"].weight, ActivationSpec(E4M3, GROUP_32, dynamic=True, scale=E8M0))
 
 #: Checkpoints of other tools, and the layouts that hold them exactly.
 PAIRS = [

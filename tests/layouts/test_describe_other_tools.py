@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import StoredWeight, describe, read_weight
 from minifloat.layouts.inspection import inspect_checkpoint
-from minifloat.numerics.formats import FLOAT32
+from minifloat.numerics.formats import E8M0, FLOAT32
+from minifloat.numerics.granularity import GROUP_32
 
 FIXTURES = sorted(path.parent for path in (Path(__file__).parents[1] / "data" / "interop").glob("*/expected.json"))
 
@@ -58,7 +59,7 @@ def test_every_quantized_module_is_described_as_recorded(fixture: Path) -> None:
             assert stored.spec.granularity.name == facts["granularity"]
             assert list(stored.shape) == facts["shape"]
             assert scale_name(stored, checkpoint) == facts["scale"]
-            assert (stored.input_scale is not None) == (facts.get("input_scale") is not None)
+            assert (stored.input_scale is not None) == bool(facts.keys() & {"input_scale", "input_global_scale"})
 
 
 def test_activations_are_described_as_recorded(fixture: Path) -> None:
@@ -70,7 +71,9 @@ def test_activations_are_described_as_recorded(fixture: Path) -> None:
         if activation is not None:
             assert activation.element.name == recorded["element"]
             assert activation.granularity.name == recorded["granularity"]
-            assert activation.dynamic == bool(recorded["dynamic"])
+            assert activation.dynamic == (bool(recorded["dynamic"]) or recorded["element"] == "E2M1")
+            assert activation.has_global_scale == (recorded["granularity"] == "group 1x16")
+            assert (activation.scale is E8M0) == (weights[name].spec.granularity == GROUP_32)
 
 
 def test_weights_decode_to_the_recorded_values_bit_for_bit(fixture: Path) -> None:

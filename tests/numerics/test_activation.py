@@ -14,16 +14,21 @@ from minifloat.numerics.activation import (
     describe_activation,
     quantize_activation,
 )
-from minifloat.numerics.formats import E2M1, E4M3, E5M2
+from minifloat.numerics.divisor import scalar_global_divisor
+from minifloat.numerics.formats import E2M1, E4M3, E5M2, E8M0
 from minifloat.numerics.granularity import BLOCK_128, GROUP_16, GROUP_32, GROUP_128, TENSOR, TOKEN, block_granularity
-from minifloat.numerics.scheme import SCHEMES, ActivationSpec
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec, WeightSpec
 
 PER_TOKEN = ActivationSpec(E4M3, TOKEN, dynamic=True)
 PER_GROUP = ActivationSpec(E4M3, GROUP_128, dynamic=True)
 PER_GROUP_OF_32 = ActivationSpec(E4M3, GROUP_32, dynamic=True)
 DYNAMIC_TENSOR = ActivationSpec(E4M3, TENSOR, dynamic=True)
 STATIC = ActivationSpec(E4M3, TENSOR, dynamic=False)
-SIMULATED = [PER_TOKEN, PER_GROUP, PER_GROUP_OF_32, DYNAMIC_TENSOR, STATIC]
+WITH_FLOAT_SCALES = [PER_TOKEN, PER_GROUP, PER_GROUP_OF_32, DYNAMIC_TENSOR, STATIC]
+MXFP8 = ActivationSpec(E4M3, GROUP_32, dynamic=True, scale=E8M0)
+MXFP4 = ActivationSpec(E2M1, GROUP_32, dynamic=True, scale=E8M0)
+NVFP4 = ActivationSpec(E2M1, GROUP_16, dynamic=True, scale=E4M3)
+SIMULATED = [*WITH_FLOAT_SCALES, MXFP8, MXFP4, NVFP4]
 
 CT_ARGUMENTS: dict[ActivationSpec, dict[str, Any]] = {
     PER_TOKEN: {"strategy": "token", "dynamic": True},
@@ -32,6 +37,8 @@ CT_ARGUMENTS: dict[ActivationSpec, dict[str, Any]] = {
     DYNAMIC_TENSOR: {"strategy": "tensor", "dynamic": True},
     STATIC: {"strategy": "tensor", "dynamic": False},
 }
+#: Presets of compressed-tensors whose inputs have these formats.
+CT_PRESETS = {MXFP8: ("MXFP8", "MXFP6A8"), MXFP4: ("MXFP4",), NVFP4: ("NVFP4",)}
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -52,13 +59,13 @@ def fake_quantized(x: torch.Tensor, spec: ActivationSpec, scale: torch.Tensor | 
 
 
 def static_scale(spec: ActivationSpec, value: float = 0.0125) -> torch.Tensor | None:
-    return None if spec.dynamic else torch.tensor(value)
+    return torch.tensor(value) if spec.needs_calibration else None
 
 
 # ------------------------------------------------------------------------------- against other implementations
 
 
-@pytest.mark.parametrize("spec", SIMULATED, ids=describe_activation)
+@pytest.mark.parametrize("spec", WITH_FLOAT_SCALES, ids=describe_activation)
 @pytest.mark.parametrize("scale", [0.0125, 1.0, 3e-7])
 def test_codes_and_scales_equal_those_of_compressed_tensors_bit_for_bit(spec: ActivationSpec, scale: float) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
@@ -78,8 +85,58 @@ def test_codes_and_scales_equal_those_of_compressed_tensors_bit_for_bit(spec: Ac
         assert torch.equal(grid.flatten(), reference_scale.flatten())
 
 
+def every_mantissa(group: int) -> torch.Tensor:
+    """Return float32 groups whose amax takes 64 mantissas in each of many binades, with smaller values beside it."""
+    mantissas = 1 + torch.arange(64) / 64
+    tops = (mantissas[None, :] * 2.0 ** torch.arange(-140, 127, dtype=torch.float64)[:, None]).flatten()
+    fractions = torch.rand(tops.numel(), group - 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    signs = torch.where(fractions > 0.5, -1, 1)
+    return torch.cat([tops[:, None], tops[:, None] * fractions * signs], 1).float()
+
+
+@pytest.mark.parametrize("divisor", [1.0, 2688 / 3.7, 3e4, 2e-5])
+@pytest.mark.parametrize(
+    ("spec", "preset"), [(spec, name) for spec, names in CT_PRESETS.items() for name in names], ids=str
+)
+def test_mx_and_nvfp4_inputs_equal_those_of_a_module_of_compressed_tensors_bit_for_bit(
+    spec: ActivationSpec, preset: str, divisor: float
+) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    arguments = quantization.preset_name_to_scheme(preset, ["Linear"]).input_activations
+    module = torch.nn.Module()
+    module.quantization_status = quantization.QuantizationStatus.FROZEN
+    scale = static_scale(spec, divisor)
+    if scale is not None:
+        module.input_global_scale = scale.reshape(1)
+    group = spec.granularity.cols
+    assert group == arguments.group_size
+    for x in (inputs(2, 8, 256), inputs(9, 64) * 40, every_mantissa(group), every_mantissa(group)[::7] * 0 + 1e-3):
+        expected = lifecycle.forward_quantize(module, x, "input", arguments)
+        assert torch.equal(fake_quantized(x, spec, scale), expected)
+
+
+@pytest.mark.parametrize("spec", [MXFP8, MXFP4], ids=describe_activation)
+def test_mx_inputs_in_bf16_equal_those_of_compressed_tensors_bit_for_bit(spec: ActivationSpec) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    lifecycle = pytest.importorskip("compressed_tensors.quantization.lifecycle.forward")
+    arguments = quantization.preset_name_to_scheme(CT_PRESETS[spec][0], ["Linear"]).input_activations
+    module = torch.nn.Module()
+    module.quantization_status = quantization.QuantizationStatus.FROZEN
+    x = inputs(9, 256, dtype=torch.bfloat16)
+    expected = lifecycle.forward_quantize(module, x, "input", arguments)
+    assert torch.equal(fake_quantized(x, spec), expected.float())
+
+
+def test_the_divisor_of_nvfp4_is_that_of_compressed_tensors() -> None:
+    utils = pytest.importorskip("compressed_tensors.quantization.utils")
+    for amax in (3.7, 1e-3, 448.0, 2688.0, 1.0 / 3.0):
+        top = torch.tensor([amax])
+        assert scalar_global_divisor(amax) == utils.generate_gparam(-top, top).item()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spec", SIMULATED, ids=describe_activation)
+@pytest.mark.parametrize("spec", WITH_FLOAT_SCALES, ids=describe_activation)
 def test_codes_equal_those_of_the_torch_cast_of_every_block(spec: ActivationSpec, dtype: torch.dtype) -> None:
     x = inputs(9, 200, dtype=dtype)  # the last group of a row has 72 columns of 128, or 8 of 32
     codes, grid = quantize_activation(x, spec, static_scale(spec))
@@ -132,6 +189,39 @@ def test_only_a_token_with_a_non_finite_value_becomes_nan(bad: float) -> None:
     assert grouped[6, :128].isfinite().all()
 
 
+@pytest.mark.parametrize("spec", [MXFP8, MXFP4, NVFP4], ids=describe_activation)
+def test_only_a_group_with_nan_becomes_nan(spec: ActivationSpec) -> None:
+    x = inputs(9, 200)
+    x[6, 193] = torch.nan
+    values = fake_quantized(x, spec, static_scale(spec, 1.0))
+    assert values[6, 192:].isnan().all()
+    assert values[6, :192].isfinite().all()
+    assert values[[*range(6), 7, 8]].isfinite().all()
+
+
+@pytest.mark.parametrize("spec", [MXFP8, MXFP4], ids=describe_activation)
+def test_infinity_makes_a_group_of_mx_nan(spec: ActivationSpec) -> None:
+    x = inputs(9, 200)
+    x[6, 193] = -torch.inf
+    assert fake_quantized(x, spec)[6, 192:].isnan().all()
+
+
+def test_nvfp4_clamps_what_lies_beyond_its_divisor() -> None:
+    x = torch.full((1, 16), 2.0)
+    x[0, :2] = torch.tensor([100.0, -torch.inf])
+    divisor = torch.tensor(448 * 6 / 10.0)  # calibration saw 10 at most
+    values = fake_quantized(x, NVFP4, divisor)[0, :3]
+    torch.testing.assert_close(values, torch.tensor([10.0, -10.0, 448 / 268.8]), rtol=2.0**-23, atol=0)
+
+
+@pytest.mark.parametrize("spec", [MXFP8, MXFP4, NVFP4], ids=describe_activation)
+def test_a_group_of_zeros_stays_zero(spec: ActivationSpec) -> None:
+    codes, grid = quantize_activation(torch.zeros(2, 200), spec, static_scale(spec, 1.0))
+    assert not codes.any()
+    assert grid.isfinite().all()
+    assert (grid > 0).all()
+
+
 def test_a_token_of_zeros_stays_zero() -> None:
     codes, grid = quantize_activation(torch.zeros(2, 200), PER_TOKEN)
     assert not codes.any()
@@ -163,6 +253,9 @@ def test_the_input_is_not_changed() -> None:
     "spec",
     [
         ActivationSpec(E2M1, GROUP_16, dynamic=True),
+        ActivationSpec(E2M1, GROUP_32, dynamic=True, scale=E4M3),
+        ActivationSpec(E2M1, GROUP_16, dynamic=True, scale=E8M0),
+        ActivationSpec(E4M3, GROUP_32, dynamic=False, scale=E8M0),
         ActivationSpec(E5M2, TOKEN, dynamic=True),
         ActivationSpec(E4M3, TOKEN, dynamic=False),
         ActivationSpec(E4M3, BLOCK_128, dynamic=True),
@@ -178,6 +271,8 @@ def test_unsupported_specs_are_refused_with_the_cure(spec: ActivationSpec) -> No
 def test_a_scale_is_required_for_static_specs_and_refused_for_dynamic_ones() -> None:
     with pytest.raises(ValueError, match="needs a scale"):
         quantize_activation(inputs(9, 256), STATIC)
+    with pytest.raises(ValueError, match="needs a scale"):
+        quantize_activation(inputs(9, 256), NVFP4)
     with pytest.raises(ValueError, match="takes no scale"):
         quantize_activation(inputs(9, 256), PER_TOKEN, torch.tensor(1.0))
 
@@ -190,14 +285,16 @@ def test_every_scheme_with_quantized_inputs_is_supported() -> None:
         assert can_quantize(scheme.activation, scheme.weight), scheme.name
 
 
-@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4", "nvfp4"])
-def test_inputs_of_weights_with_8_bit_scales_are_not_supported(scheme: str) -> None:
-    assert not can_quantize(PER_GROUP_OF_32, SCHEMES[scheme].weight)
+def test_inputs_with_implied_scales_of_weights_with_e8m0_scales_are_not_supported() -> None:
+    assert not can_quantize(PER_GROUP_OF_32, SCHEMES["mxfp8"].weight)
+    assert not can_quantize(PER_GROUP, WeightSpec(E4M3, BLOCK_128, E8M0))
 
 
 def test_a_spec_is_described_by_element_granularity_and_kind() -> None:
     assert describe_activation(PER_TOKEN) == "E4M3 per token (dynamic)"
     assert describe_activation(STATIC) == "E4M3 per tensor (static)"
+    assert describe_activation(MXFP4) == "E2M1 per group 1x32, E8M0 scales (dynamic)"
+    assert describe_activation(NVFP4) == "E2M1 per group 1x16, E4M3 scales (dynamic under a static global scale)"
     assert describe_activation(ActivationSpec(E4M3, block_granularity(1, 64), dynamic=True)) == (
         "E4M3 per group 1x64 (dynamic)"
     )

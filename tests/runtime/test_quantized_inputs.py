@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from minifloat.errors import ConfigError, NonFiniteError, ShapeError
 from minifloat.kernels import native
-from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.granularity import GROUP_16
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec
 from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.runtime.experts import ExpertFactor, QuantizedExperts, multiplies_experts
@@ -96,6 +98,29 @@ def test_the_logits_are_those_of_transformers_with_compressed_tensors(name: str)
     expected = load_file(INTEROP / name / "expected.safetensors")
     found = logits(load(INTEROP / name, dtype=torch.float32, impl="reference"), expected["input_ids"])
     assert_same(found, logits(as_transformers_runs(INTEROP / name), expected["input_ids"]))
+    assert (found[0] - expected["logits"]).abs().max() > 0.1  # those are of the weights alone
+
+
+def with_weights_in_float32(theirs: PreTrainedModel, mine: PreTrainedModel) -> PreTrainedModel:
+    """Give the model of transformers the weights of ours; it would decode weights of MX and NVFP4 to BF16 at first."""
+    theirs._forward_pre_hooks.clear()
+    for name, module in mine.named_modules():
+        if isinstance(module, QuantizedLinear):
+            linear = theirs.get_submodule(name)
+            linear.weight = nn.Parameter(module.quantized.dequantize(), requires_grad=False)
+            if module.input_scale is not None:  # transformers' own copy, to which the checkpoint's must be equal
+                assert torch.equal(linear.input_global_scale, module.input_scale.reshape(1))
+    return theirs
+
+
+@pytest.mark.parametrize("name", ["llmc-mxfp8", "llmc-mxfp4", "llmc-nvfp4"])
+def test_inputs_of_mx_and_nvfp4_give_the_logits_of_compressed_tensors(name: str) -> None:
+    expected = load_file(INTEROP / name / "expected.safetensors")
+    mine = load(INTEROP / name, dtype=torch.float32, impl="reference")
+    assert all(m.activation is not None for m in mine.modules() if isinstance(m, QuantizedLinear))
+    found = logits(mine, expected["input_ids"])
+    theirs = with_weights_in_float32(as_transformers_runs(INTEROP / name), mine)
+    assert_same(found, logits(theirs, expected["input_ids"]))
     assert (found[0] - expected["logits"]).abs().max() > 0.1  # those are of the weights alone
 
 
@@ -283,8 +308,8 @@ def test_experts_that_are_not_only_multiplied_run_weight_only_and_are_named(
 # ------------------------------------------------------------------------------------------- what is said instead
 
 
-@pytest.mark.parametrize("name", ["llmc-mxfp8", "llmc-nvfp4", "modelopt-nvfp4"])
-def test_inputs_that_are_not_simulated_are_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_inputs_that_are_not_simulated_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    name = "deepseek-block32-ue8m0"
     expected = load_file(INTEROP / name / "expected.safetensors")
     with caplog.at_level(logging.WARNING, "minifloat"):
         model = load(INTEROP / name, dtype=torch.float32)
@@ -293,13 +318,24 @@ def test_inputs_that_are_not_simulated_are_named(name: str, caplog: pytest.LogCa
     assert_same(logits(model, expected["input_ids"])[0], expected["logits"])
 
 
-def test_inputs_that_cannot_be_simulated_do_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_module_of_a_mixture_quantizes_its_own_inputs(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "minifloat"):
         model = load(INTEROP / "llmc-mixed")
-    held = {n.rsplit(".", 1)[1]: m.activation for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    assert held["q_proj"] is not None
-    assert held["gate_proj"] is None
-    assert "gate_proj" in caplog.text
+    held = {n.rsplit(".", 1)[1]: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert held["q_proj"].activation == SCHEMES["fp8-dynamic"].activation
+    assert held["gate_proj"].activation == ActivationSpec(E2M1, GROUP_16, dynamic=True, scale=E4M3)
+    assert held["gate_proj"].input_scale is not None
+    assert held["down_proj"].activation is None
+    assert not caplog.text
+
+
+def test_the_input_scale_of_modelopt_becomes_a_divisor() -> None:
+    model = load(INTEROP / "modelopt-nvfp4", dtype=torch.float32)
+    stored = load_file(INTEROP / "modelopt-nvfp4" / "model.safetensors")
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert linears
+    for name, linear in linears.items():
+        assert linear.input_scale == 1 / stored[f"{name}.input_scale"]
 
 
 def test_a_warning_names_dequantized_experts_as_weight_only(

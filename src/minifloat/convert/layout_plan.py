@@ -161,7 +161,7 @@ class _LayoutConversions:
         divisor = f"{weight.module}.input_global_scale"
         if nested and divisor in self.description.auxiliary:
             name = divisor
-        static = weight.activation is not None and (nested or not weight.activation.dynamic)
+        static = weight.activation is not None and weight.activation.needs_calibration
         if not static:
             if name is None:
                 return []

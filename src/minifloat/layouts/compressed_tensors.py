@@ -16,7 +16,7 @@ from minifloat.errors import ConfigError
 from minifloat.layouts.exclusion import by_name_or_pattern, refuse_excluded
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, tensors_with_suffix, weight_shape
 from minifloat.layouts.writing import WeightTensors, codes_tensor, scale_tensor
-from minifloat.numerics.formats import E2M1, E4M3, E8M0, ElementFormat
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
@@ -26,6 +26,7 @@ SPEC_VERSION = "0.20.0"
 
 _AUXILIARY = re.compile(r"\.([kqv]_scale|weight_shape|input_global_scale|[kqv]_zero_point)$")
 _ELEMENTS = {4: E2M1, 8: E4M3}
+_SCALE_FORMATS: dict[Any, ElementFormat] = {"torch.uint8": E8M0, "torch.float8_e4m3fn": E4M3}
 _HEAD = "lm_head"
 #: Names of modules of experts, and the target that matches all of them.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -57,8 +58,7 @@ class CompressedTensorsWriter:
 
     def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
         """Return ``input_scale``, for NVFP4 ``input_global_scale``, float32 ``[1]``."""
-        name = "input_global_scale" if weight.has_global_scale else "input_scale"
-        return OutputTensor(f"{module}.{name}", "F32", (1,))
+        return OutputTensor(f"{module}.{_input_scale_name(weight)}", "F32", (1,))
 
     def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
         """Return ``k_scale`` and ``v_scale`` of the attention module, float32 ``[1]``."""
@@ -88,7 +88,7 @@ class CompressedTensorsWriter:
                 "targets": ["Linear", *heads] if len(schemes) == 1 else members,
                 "format": _format_name(scheme),
                 "weights": _weight_args(scheme.weight),
-                "input_activations": _activation_args(scheme.activation, scheme.weight),
+                "input_activations": _activation_args(scheme.activation),
                 "output_activations": None,
             }
         formats = {group["format"] for group in groups.values()}
@@ -128,25 +128,19 @@ def _weight_args(spec: WeightSpec) -> dict[str, Any]:
     return _float_args(spec.element, spec.granularity, dynamic=False) | _scale_args(spec)
 
 
-def _scale_args(spec: WeightSpec) -> dict[str, Any]:
+def _scale_args(spec: WeightSpec | ActivationSpec) -> dict[str, Any]:
     """Return the `QuantizationArgs` of E8M0 and E4M3 scales; float32 scales have none."""
     if spec.scale is E8M0:
         return {"scale_dtype": "torch.uint8"}
     return {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"} if spec.scale is E4M3 else {}
 
 
-def _activation_args(spec: ActivationSpec | None, weight: WeightSpec) -> dict[str, Any] | None:
-    """Return the `QuantizationArgs` of inputs.
-
-    Inputs in the same MX or NVFP4 format as the weight have scales of the same format; those of NVFP4 are "local":
-    dynamic block scales under a static global scale.
-    """
+def _activation_args(spec: ActivationSpec | None) -> dict[str, Any] | None:
+    """Return the `QuantizationArgs` of inputs; those of NVFP4 are "local": dynamic scales under a static global one."""
     if spec is None:
         return None
-    args = _float_args(spec.element, spec.granularity, spec.dynamic)
-    if (spec.element, spec.granularity) != (weight.element, weight.granularity):
-        return args
-    return args | _scale_args(weight) | ({"dynamic": "local"} if weight.has_global_scale else {})
+    args = _float_args(spec.element, spec.granularity, spec.dynamic) | _scale_args(spec)
+    return args | ({"dynamic": "local"} if spec.has_global_scale else {})
 
 
 def _float_args(element: ElementFormat, granularity: Granularity, dynamic: bool) -> dict[str, Any]:
@@ -184,6 +178,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
         element, granularity = _parse_args(group.get("weights"), config_path)
         shape = weight_shape(codes, element)
         spec = stored_spec(shape, scale, element, granularity)
+        activation = _parse_activation(group.get("input_activations"), spec, config_path)
         weights[module] = StoredWeight(
             module=module,
             spec=spec,
@@ -191,14 +186,20 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             codes=codes.name,
             scale=scale.name,
             global_scale=_present(checkpoint, f"{module}.weight_global_scale"),
-            activation=_parse_activation(group.get("input_activations"), config_path),
-            input_scale=_present(checkpoint, f"{module}.input_scale"),
+            activation=activation,
+            input_scale=_present(checkpoint, f"{module}.{_input_scale_name(activation)}"),
         )
     refuse_excluded(config_path, "ignore", config.get("ignore"), weights, by_name_or_pattern)
-    auxiliary = frozenset(name for name in checkpoint.tensors if _AUXILIARY.search(name))
+    used = {name for weight in weights.values() for name in weight.tensors}
+    auxiliary = frozenset(name for name in checkpoint.tensors if _AUXILIARY.search(name)) - used
     kv = config.get("kv_cache_scheme")
     kv_spec = KVSpec(*_parse_args(kv, config_path)) if kv else None
     return Description(NAME, weights, auxiliary, kv_spec)
+
+
+def _input_scale_name(spec: WeightSpec | ActivationSpec | None) -> str:
+    """Return the name of the tensor of an input's static scale; that of NVFP4 is a divisor."""
+    return "input_global_scale" if spec is not None and spec.has_global_scale else "input_scale"
 
 
 def _present(checkpoint: Checkpoint, name: str) -> str | None:
@@ -245,8 +246,14 @@ def _parse_args(args: Any, config_path: Any) -> tuple[ElementFormat, Granularity
     )
 
 
-def _parse_activation(args: Any, config_path: Any) -> ActivationSpec | None:
+def _parse_activation(args: Any, weight: WeightSpec, config_path: Any) -> ActivationSpec | None:
+    """Return the format of inputs; `weight` tells MX inputs in files of older versions, without ``scale_dtype``."""
     if not args:
         return None
     element, granularity = _parse_args(args, config_path)
-    return ActivationSpec(element, granularity, dynamic=bool(args.get("dynamic")))
+    scale = _SCALE_FORMATS.get(args.get("scale_dtype"))
+    if scale is None and args.get("strategy") == "tensor_group":
+        scale = E4M3
+    elif scale is None and (element, granularity) == (weight.element, weight.granularity):
+        scale = weight.scale
+    return ActivationSpec(element, granularity, bool(args.get("dynamic")), scale or FLOAT32)

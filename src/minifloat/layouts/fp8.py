@@ -68,7 +68,7 @@ class Fp8Writer:
             raise UsageError(
                 f"layout {self.name!r} holds {self.scheme} only, not {scheme.name!r}; use compressed-tensors"
             )
-        if scheme.activation != _activation(self.block, dynamic=True):
+        if scheme.activation != _activation(self.block, dynamic=True, weight_scale=self.scale):
             raise UsageError(
                 f"layout {self.name!r} requires inputs quantized at run time in groups of {self.block.cols}, unlike "
                 f"{scheme.name!r}; use compressed-tensors"
@@ -162,7 +162,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             shape=shape,
             codes=codes.name,
             scale=scale.name,
-            activation=_activation(block, dynamic),
+            activation=_activation(block, dynamic, spec.scale),
             input_scale=None if input_scale is None else input_scale.name,
         )
     for key in _EXCLUSIONS:
@@ -184,10 +184,12 @@ def _block_size(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Granularit
         ) from error
 
 
-def _activation(block: Granularity | None, dynamic: bool) -> ActivationSpec:
+def _activation(block: Granularity | None, dynamic: bool, weight_scale: ElementFormat) -> ActivationSpec:
+    """Return the format of inputs; the config states no format of their scales, which are E8M0 in MXFP8 alone."""
     if block is not None:
         _, cols = block.block((1, 1))
-        return ActivationSpec(E4M3, block_granularity(1, cols), dynamic=True)
+        scale = E8M0 if block == GROUP_32 and weight_scale is E8M0 else FLOAT32
+        return ActivationSpec(E4M3, block_granularity(1, cols), dynamic=True, scale=scale)
     return ActivationSpec(E4M3, TOKEN if dynamic else TENSOR, dynamic)
 
 

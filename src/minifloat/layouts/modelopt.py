@@ -11,7 +11,7 @@ Source: ModelOpt 0.47, `export/quant_utils.py`, `export/convert_hf_config.py` an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
@@ -46,9 +46,9 @@ ALGORITHMS: dict[str, tuple[WeightSpec, ActivationSpec | None]] = {
     "FP8": (WeightSpec(E4M3, TENSOR), ActivationSpec(E4M3, TENSOR, dynamic=False)),
     "FP8_PER_CHANNEL_PER_TOKEN": (WeightSpec(E4M3, CHANNEL), ActivationSpec(E4M3, TOKEN, dynamic=True)),
     "FP8_PB_WO": (WeightSpec(E4M3, BLOCK_128), None),
-    "NVFP4": (WeightSpec(E2M1, GROUP_16, E4M3), ActivationSpec(E2M1, GROUP_16, dynamic=False)),
+    "NVFP4": (WeightSpec(E2M1, GROUP_16, E4M3), ActivationSpec(E2M1, GROUP_16, dynamic=True, scale=E4M3)),
     "W4A16_NVFP4": (WeightSpec(E2M1, GROUP_16, E4M3), None),
-    "MXFP8": (WeightSpec(E4M3, GROUP_32, E8M0), ActivationSpec(E4M3, GROUP_32, dynamic=True)),
+    "MXFP8": (WeightSpec(E4M3, GROUP_32, E8M0), ActivationSpec(E4M3, GROUP_32, dynamic=True, scale=E8M0)),
 }
 MIXED = "MIXED_PRECISION"
 
@@ -172,8 +172,6 @@ def _algorithm(scheme: Scheme) -> str:
     """
     formats = (scheme.weight.element, scheme.weight.granularity, scheme.weight.scale)
     inputs = scheme.activation
-    if inputs is not None and scheme.weight.has_global_scale:
-        inputs = replace(inputs, dynamic=False)  # NVFP4 inputs have dynamic block scales under a static global scale
     for name, (weight, activation) in ALGORITHMS.items():
         if (weight.element, weight.granularity, weight.scale) == formats and activation == inputs:
             return name
@@ -282,9 +280,9 @@ def _granularity(scale: TensorInfo, shape: tuple[int, int], element: ElementForm
 
 
 def _activation(spec: WeightSpec, has_input_scale: bool) -> ActivationSpec | None:
-    """Return the format of inputs: static with an input scale; without it E4M3 is dynamic and E2M1 weight-only."""
+    """Return the format of inputs: with an input scale NVFP4 or static; without it E2M1 is weight-only."""
     if spec.element is E2M1:
-        return ActivationSpec(E2M1, GROUP_16, dynamic=False) if has_input_scale else None
+        return ALGORITHMS["NVFP4"][1] if spec.has_global_scale and has_input_scale else None
     if has_input_scale:
-        return ActivationSpec(E4M3, TENSOR, dynamic=False)
-    return ActivationSpec(E4M3, GROUP_32 if spec.granularity == GROUP_32 else TOKEN, dynamic=True)
+        return ALGORITHMS["FP8"][1]
+    return ALGORITHMS["MXFP8" if spec.granularity == GROUP_32 else "FP8_PER_CHANNEL_PER_TOKEN"][1]

@@ -54,7 +54,8 @@ class StoredWeight:
         global_scale: Name of the tensor of the global scale (NVFP4), if any.
         global_divides: Whether the global scale divides (compressed-tensors) or multiplies (ModelOpt).
         activation: Format of the inputs that the checkpoint declares; None for weight-only.
-        input_scale: Name of the tensor of the static input scale, if any.
+        input_scale: Name of the tensor of the static input scale, if any; for NVFP4 of the scale above the block scales
+            of the input, which divides or multiplies as `global_divides` says.
         expert: Index into the first dimension of `codes` and `scale` if experts are fused (gpt-oss), else None.
     """
 

@@ -65,11 +65,23 @@ class ActivationSpec:
         element: Format of the elements.
         granularity: Block of elements that share a scale.
         dynamic: True if scales are computed at run time, False if they are static, from calibration.
+        scale: Format of the scales: FLOAT32, E8M0 (MX) or E4M3 (NVFP4, under one static float32 scale per input).
     """
 
     element: ElementFormat
     granularity: Granularity
     dynamic: bool
+    scale: ElementFormat = FLOAT32
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether one static float32 scale per input lies above the block scales (NVFP4)."""
+        return self.scale is E4M3
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a server needs a static scale from calibration: that of the input, or the one above block scales."""
+        return not self.dynamic or self.has_global_scale
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class QuantizationPlan:
         return tuple(
             module
             for module, scheme in self.modules.items()
-            if scheme.activation is not None and not scheme.activation.dynamic
+            if scheme.activation is not None and scheme.activation.needs_calibration
         )
 
     @property

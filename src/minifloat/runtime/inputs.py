@@ -15,9 +15,9 @@ from minifloat.checkpoint import CONFIG_FILE, Checkpoint
 from minifloat.errors import ConfigError, NonFiniteError, ShapeError, UnknownNameError, UnsupportedTensorError
 from minifloat.layouts import StoredWeight
 from minifloat.numerics.activation import can_quantize, describe_activation
-from minifloat.numerics.formats import E4M3
+from minifloat.numerics.formats import E4M3, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN
-from minifloat.numerics.scheme import ActivationSpec
+from minifloat.numerics.scheme import ActivationSpec, WeightSpec
 from minifloat.runtime.tensors import listing
 
 _LOG = logging.getLogger(__name__)
@@ -52,7 +52,9 @@ class InputQuantization:
         self._skipped: dict[str, list[str]] = {}
 
     def of(self, stored: StoredWeight) -> tuple[ActivationSpec | None, Tensor | None]:
-        """Return how a module quantizes its inputs, and their float32 scalar scale if it is static; None: not at all.
+        """Return how a module quantizes its inputs, and their static scale; None: not at all.
+
+        The scale is a float32 scalar: that of the whole input, or for NVFP4 the divisor above its block scales.
 
         Raises:
             ConfigError: If the config declares static scales and the module has none.
@@ -67,7 +69,7 @@ class InputQuantization:
             weight = f"{stored.spec.element.name} weights with {stored.spec.scale.name} scales"
             self.skip(stored, f"inputs in {describe_activation(spec)} of {weight} are not simulated")
             return None, None
-        return spec, None if spec.dynamic else self._read_scale(stored, spec)
+        return spec, self._read_scale(stored, spec) if spec.needs_calibration else None
 
     def prefill_of(self, stored: StoredWeight) -> tuple[ActivationSpec, Tensor | None] | None:
         """Return how a weight-only module quantizes inputs of many rows; None: not at all.
@@ -80,7 +82,7 @@ class InputQuantization:
         if self.prefill is None:
             return None
         spec = stored.activation or PREFILL_INPUTS.get(stored.spec.granularity)
-        if spec is None or not can_quantize(spec, stored.spec):
+        if spec is None or not _is_fp8(spec) or not _is_fp8(stored.spec) or not can_quantize(spec, stored.spec):
             self._not_prefilled.append(stored.module)
             return None
         return spec, None if spec.dynamic else self._read_scale(stored, spec)
@@ -119,4 +121,10 @@ class InputQuantization:
             raise ShapeError(name, f"expected one scale for the whole input, found shape {list(info.shape)}")
         if not (scale.isfinite() & (scale > 0)).all():
             raise NonFiniteError(name, f"expected a positive, finite scale, found {scale.item()}")
-        return scale.reshape(())
+        inverted = spec.has_global_scale and not stored.global_divides
+        return scale.reshape(()).reciprocal() if inverted else scale.reshape(())
+
+
+def _is_fp8(spec: ActivationSpec | WeightSpec) -> bool:
+    """Return whether elements are E4M3 with float32 scales."""
+    return spec.element is E4M3 and spec.scale is FLOAT32

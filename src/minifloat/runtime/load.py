@@ -55,12 +55,13 @@ def load(
     `minifloat.layouts.describe` knows is read. A quantized weight that something other than a plain `torch.nn.Linear`
     or indexed experts uses is dequantized here, and a warning names it. Scales of the KV cache are not used.
 
-    Where the checkpoint declares FP8 inputs (W8A8: `fp8-static`, `fp8-dynamic`, `fp8-block` and the like of other
-    tools), they are quantized as a server with FP8 hardware does it, by `minifloat.kernels.linear.linear`; every module
-    with its own scales. Servers that fuse q/k/v, gate/up or all experts of a layer take the largest static scale of
-    those, which is the same where they share one. Servers on other hardware (Ampere: Marlin kernels) run the same
-    checkpoints weight-only; `weight_only` computes the same. Inputs of MX and NVFP4 weights, and of experts whose class
-    does more with a weight than multiply, are not quantized; a warning names them.
+    Where the checkpoint declares quantized inputs (W8A8: `fp8-static`, `fp8-dynamic`, `fp8-block`; W8A8, W4A8 and W4A4
+    of MXFP8, MXFP4 and NVFP4; and the like of other tools), they are quantized as a server with such hardware does it,
+    by `minifloat.kernels.linear.linear`; every module with its own scales. Servers that fuse q/k/v, gate/up or all
+    experts of a layer take the largest static scale of those, which is the same where they share one. Servers on other
+    hardware (Ampere: Marlin kernels) run the same checkpoints weight-only; `weight_only` computes the same. Inputs of
+    weights in blocks with E8M0 scales, and of experts whose class does more with a weight than multiply, are not
+    quantized; a warning names them.
 
     On the CPU and on a GPU every quantized weight is packed for the kernels as soon as it is read, and the codes as
     stored are dropped: memory holds both forms only of the weight being packed and of the few read ahead. Weights that

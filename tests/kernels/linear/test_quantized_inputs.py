@@ -99,7 +99,7 @@ def test_any_leading_shape_is_kept(scheme: str, shape: tuple[int, ...]) -> None:
         ("nvfp4", ActivationSpec(E2M1, GROUP_16, dynamic=True)),
     ],
 )
-def test_inputs_of_mx_and_nvfp4_are_refused(scheme: str, activation: ActivationSpec) -> None:
+def test_inputs_in_other_formats_are_refused(scheme: str, activation: ActivationSpec) -> None:
     with pytest.raises(UnsupportedTensorError, match="such weights run weight-only"):
         linear(inputs(2, COLS), quantized(scheme), activation=activation)
 

@@ -2,7 +2,8 @@
 
 A linear with packed weights calls `round_inputs` if the checkpoint declares quantized inputs. Plain torch takes a dozen
 passes over the input, several times the cost of the product; the native library takes one. The CPU multiplies the
-rounded values; a GPU multiplies codes, and gets codes and scales from `quantize_inputs`.
+rounded values; a GPU multiplies codes, and gets codes and scales from `quantize_inputs`. The inputs of MXFP8, MXFP4 and
+NVFP4, whose scales are no float32 numbers, are rounded in plain torch only.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minifloat.errors import KernelUnavailable, ShapeError
+from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorError
 from minifloat.kernels import triton_runtime
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.inputs import cpu, reference
-from minifloat.numerics.activation import check_activation
+from minifloat.numerics.activation import check_activation, describe_activation
 from minifloat.numerics.cast import torch_dtype
+from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.scheme import ActivationSpec
 
 __all__ = ["IMPLEMENTATIONS", "quantize_inputs", "round_inputs"]
@@ -33,21 +35,20 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *
 
     Args:
         x: ``[..., K]``, floating, any strides (contiguous rows need no copy).
-        spec: E4M3; per tensor (static or dynamic), per token or per group of columns (dynamic). The last group of a
-            row may be partial.
-        scale: float32, one positive element, if `spec` is static; else None.
+        spec: As in `minifloat.numerics.activation.quantize_activation`.
+        scale: float32, one positive element, if `spec` needs a static scale or a divisor; else None.
         impl: "auto" (the native library if it is loaded and takes `x`: bfloat16, float16 or float32 on the CPU, no
-            gradient required, not traced), "reference" or "cpu".
+            gradient required, not traced, `spec` with float32 scales), "reference" or "cpu".
 
     Returns:
         float32, the shape of `x`, contiguous. With a dynamic scale, NaN or Inf in a block makes all of it NaN; with a
-        static one Inf is clamped, and NaN stays NaN.
+        static one Inf is clamped, and NaN stays NaN; under NVFP4's divisor Inf is clamped, and NaN makes its block NaN.
 
     Raises:
         KernelUnavailable: If `impl` cannot run here, or there is no such `impl`.
         ShapeError: If `x` has no dimensions.
-        UnsupportedTensorError: If the element or the granularity is another one.
-        ValueError: If `scale` is given for a dynamic spec, or missing for a static one.
+        UnsupportedTensorError: If the formats or the granularity are not supported.
+        ValueError: If `scale` is given for a spec without a static scale, or missing for one that needs it.
     """
     if impl not in ("auto", *IMPLEMENTATIONS):
         known = f"auto, {', '.join(IMPLEMENTATIONS)}"
@@ -57,7 +58,7 @@ def round_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None = None, *
         raise ShapeError("x", "expected [..., K], got a scalar")
     if impl == "reference":
         return reference.round_inputs(x, spec, scale)
-    reason = cpu.why_not(x, scale)
+    reason = cpu.why_not(x, spec, scale)
     if not reason:
         return cpu.round_inputs(x, spec, scale)
     if impl == "cpu":
@@ -74,7 +75,7 @@ def quantize_inputs(
 
     Args:
         x: ``[M, K]``, floating, any strides (contiguous rows need no copy).
-        spec: As in `round_inputs`.
+        spec: As in `round_inputs`, with float32 scales.
         scale: As in `round_inputs`.
         row_multiple: Rows of zeros are appended up to a multiple of this number.
         impl: "auto" (Triton on a CUDA device, unless torch traces or a gradient is required), "reference" or "triton".
@@ -86,12 +87,18 @@ def quantize_inputs(
     Raises:
         KernelUnavailable: If `impl` cannot run here, or there is no such `impl`.
         ShapeError: If `x` is not a matrix.
-        UnsupportedTensorError: If the element or the granularity is another one.
-        ValueError: If `scale` is given for a dynamic spec, or missing for a static one.
+        UnsupportedTensorError: If the formats or the granularity are not supported, or codes of the element have no
+            dtype in torch (E2M1).
+        ValueError: If `scale` is given for a spec without a static scale, or missing for one that needs it.
     """
     if impl not in ("auto", "reference", "triton"):
         raise KernelUnavailable(f"quantize_inputs has no implementation {impl!r}; available: auto, reference, triton")
     check_activation(spec, scale)
+    if spec.scale is not FLOAT32:
+        raise UnsupportedTensorError(
+            "x",
+            f"no product here takes codes in {describe_activation(spec)}: expected float32 scales; use round_inputs",
+        )
     if x.ndim != 2:
         raise ShapeError("x", f"expected [M, K], got {list(x.shape)}")
     rows = -(-x.shape[0] // row_multiple) * row_multiple

@@ -20,12 +20,14 @@ from minifloat.numerics.scheme import ActivationSpec
 _STATIC, _OF_TENSOR, _OF_BLOCK = 0, 1, 2
 
 
-def why_not(x: Tensor, scale: Tensor | None) -> str:
-    """Return why the native library cannot run here or does not take `x`; empty if it can.
+def why_not(x: Tensor, spec: ActivationSpec, scale: Tensor | None) -> str:
+    """Return why the native library cannot run here or does not take `x` or `spec`; empty if it can.
 
     Raises:
         KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
     """
+    if spec.scale is not FLOAT32:
+        return f"it computes float32 scales, not {spec.scale.name} scales"
     if torch.compiler.is_compiling() or type(x) is not Tensor:
         return f"it takes plain tensors and is not traced, got {type(x).__name__}"
     if torch.is_grad_enabled() and (x.requires_grad or (scale is not None and scale.requires_grad)):

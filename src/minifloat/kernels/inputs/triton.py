@@ -25,7 +25,7 @@ from minifloat.kernels.triton_cast import (
     load_bits,
     sign_of,
 )
-from minifloat.numerics.formats import ElementFormat
+from minifloat.numerics.formats import FLOAT32, ElementFormat
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scale import amax
 from minifloat.numerics.scale import float_scales as scales_of
@@ -39,6 +39,8 @@ LAUNCH: dict[str, Any] = {"num_warps": 8, **OPTIONS}
 
 def why_not(spec: ActivationSpec) -> str:
     """Return why the kernel does not cover `spec`; empty if it does."""
+    if spec.scale is not FLOAT32:
+        return f"it computes float32 scales, not {spec.scale.name} scales"
     cols = spec.granularity.cols
     if cols is not None and (cols & (cols - 1) or cols > _TILE):
         return f"groups must be a power of two wide, at most {_TILE}, not {spec.granularity}"

@@ -51,15 +51,15 @@ def linear(
     before the product; with 16 bits the result is that of a 16-bit model with the dequantized weights, which is what
     servers compute.
 
-    W8A8: `x` is quantized by `minifloat.numerics.activation`, both sides are dequantized to float32, multiplied and
-    summed in float32, the bias is added in float32, and the sum is rounded once to the dtype of `x`. Servers multiply
-    the codes, which is exact in float32, and apply the scales after the sum (per block of 128 columns for blocks);
-    here they are applied before it. This and the order of summation change results by float32 rounding only, 2**-24 of
-    the largest partial sum per addition: far below the half step of E4M3, 2**-4, that quantizing costs. Tensor cores
-    that keep fewer bits while they sum (Hopper's keep about 14) are not imitated, and a caller who allows TF32 on a
-    GPU gets its 10 bits here too. A GPU with FP8 tensor cores computes as servers do (`scaled_mm`): on Hopper its sums
-    have those 14 bits within a step of the tensor cores. `activation` alone decides whether inputs are quantized, at
-    every number of rows; `impl` only chooses who computes.
+    W8A8, W4A8 and W4A4: `x` is quantized by `minifloat.numerics.activation`, both sides are dequantized to float32,
+    multiplied and summed in float32, the bias is added in float32, and the sum is rounded once to the dtype of `x`.
+    Servers multiply the codes, which is exact in float32, and apply the scales after the sum (per block of 128 columns
+    for blocks); here they are applied before it. This and the order of summation change results by float32 rounding
+    only, 2**-24 of the largest partial sum per addition: far below the half step of E4M3, 2**-4, that quantizing costs.
+    Tensor cores that keep fewer bits while they sum (Hopper's keep about 14) are not imitated, and a caller who allows
+    TF32 on a GPU gets its 10 bits here too. A GPU with FP8 tensor cores computes as servers do (`scaled_mm`): on Hopper
+    its sums have those 14 bits within a step of the tensor cores. `activation` alone decides whether inputs are
+    quantized, at every number of rows; `impl` only chooses who computes.
 
     There is no gradient through packed weights: if `x` requires a gradient, backward raises.
 
@@ -73,7 +73,7 @@ def linear(
             for quantized inputs and weights that are not packed, if the GPU has it), "reference", "cpu", "triton" or
             "scaled_mm".
         activation: How `x` is quantized; None for no quantization.
-        input_scale: float32, one element, if `activation` is static; else None.
+        input_scale: float32, one element, if `activation` is static, or NVFP4's divisor; else None.
 
     Returns:
         ``[..., N]``, the dtype of `x`. NaN in `x` spreads as in any matrix product, and so does Inf, except that a
@@ -83,7 +83,7 @@ def linear(
         KernelUnavailable: If `impl` cannot run here, or the weight is not packed for it.
         ShapeError: If `x` or `bias` does not fit the weight.
         UnsupportedTensorError: If there is no kernel for the dtype or device of `x` or `bias`, or inputs of this kind
-            are not simulated (MX and NVFP4).
+            are not simulated.
         ValueError: If `input_scale` is missing, or given for a dynamic scale.
 
     Source: vLLM, `cutlass_scaled_mm` and its block form; DeepSeek-V3 report, section 3.3.2, for Hopper's 14 bits.

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from minifloat.kernels.inputs import quantize_inputs
+from minifloat.numerics.formats import E4M3, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_128, TENSOR, TOKEN, Granularity
 from minifloat.numerics.scheme import ActivationSpec
 from minifloat.numerics.tensor import QuantizedTensor
@@ -52,9 +53,12 @@ def why_not(weight: QuantizedTensor, activation: ActivationSpec) -> str:
     """Return why `scaled_mm` cannot multiply such inputs with a weight on its device; empty if it can.
 
     Args:
-        weight: E4M3 with float32 scales.
+        weight: A weight in any format.
         activation: How inputs are quantized.
     """
+    for element, scale in ((weight.spec.element, weight.spec.scale), (activation.element, activation.scale)):
+        if element is not E4M3 or scale is not FLOAT32:
+            return f"scaled_mm multiplies E4M3 with float32 scales, not {element.name} with {scale.name} scales"
     recipe = recipe_of(activation.granularity, weight.spec.granularity)
     if recipe is None:
         return f"scaled_mm has no recipe for inputs per {activation.granularity}, weights per {weight.spec.granularity}"
