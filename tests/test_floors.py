@@ -32,6 +32,7 @@ FLOORS = (
     "serve",
     "publish",
     "calibration",
+    "rounding",
     "quantize",
     "compare",
     "convert",

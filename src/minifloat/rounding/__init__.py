@@ -1,0 +1,1 @@
+"""Methods that choose the codes of quantized weights with calibration data."""
