@@ -30,6 +30,8 @@ OPENINGS: dict[str, dict[str, int]] = {
     CALIBRATE: {"plain": 1},
     f"{CALIBRATE} --held-out 0": {"plain": 1},
     f"{CALIBRATE} --max-memory 140000": {"plain": 1},
+    # Once more by the engine that writes the text.
+    CALIBRATE.replace("{text}", "self"): {"plain": 2},
     "convert {quantized} {new} --dequantize": {"quantized": 1},
     COMPARE: {"plain": 1, "quantized": 1},
     f"{COMPARE} --variants --resume {{new}}": {"plain": 1, "quantized": 1},

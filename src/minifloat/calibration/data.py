@@ -3,7 +3,8 @@
 Activation scales are only as good as the text that they were measured on, so the record holds the sources, the hash of
 the text and the number of tokens. Sources are files, folders or data sets of the hub. They are read only as far as the
 samples need (`minifloat.calibration.readers`), cut into sequences (`minifloat.calibration.packing`) and mixed by
-weight: the sequences of several sources are spread evenly.
+weight: the sequences of several sources are spread evenly. The source `self` is text that the model itself writes
+(`minifloat.calibration.own_text`).
 
 Not done: cleaning, deduplication, and judging whether the text resembles what the model will see.
 """
@@ -16,22 +17,25 @@ import json
 import math
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from minifloat.calibration.packing import Reading, permuted, sequence_prefix
-from minifloat.calibration.readers import END_OF_TEXT, Source
+from minifloat.calibration.readers import END_OF_TEXT, OWN_TEXT, Source
 from minifloat.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DEFAULT_SAMPLES", "DEFAULT_SEQ_LEN", "END_OF_TEXT", "CalibrationSet", "Source", "SourceLike"]
-__all__ += ["load_calibration_data"]
+__all__ = ["DEFAULT_SAMPLES", "DEFAULT_SEQ_LEN", "END_OF_TEXT", "OWN_TEXT", "CalibrationSet", "OwnText", "Source"]
+__all__ += ["SourceLike", "as_source", "describe_sequences", "fingerprint", "interleave", "load_calibration_data"]
 
 DEFAULT_SAMPLES = 512
 DEFAULT_SEQ_LEN = 512
+
+#: Returns this number of sequences of text that the model itself writes; the record has one source.
+OwnText: TypeAlias = "Callable[[int], CalibrationSet]"
 
 #: A string is parsed by `Source.parse`; a path object is taken as it is.
 SourceLike: TypeAlias = str | os.PathLike[str] | Source
@@ -83,7 +87,7 @@ class CalibrationSet:
     def _part(self, name: str, fraction: float, indices: Iterable[int]) -> CalibrationSet:
         sequences = tuple(self.sequences[index] for index in indices)
         part = {"name": name, "fraction_held_out": fraction}
-        return CalibrationSet(sequences, {**self.record, **_describe(sequences), "part": part})
+        return CalibrationSet(sequences, {**self.record, **describe_sequences(sequences), "part": part})
 
 
 def load_calibration_data(
@@ -96,6 +100,7 @@ def load_calibration_data(
     packing: bool = True,
     text_column: str | None = None,
     vocab_size: int | None = None,
+    own_text: OwnText | None = None,
 ) -> CalibrationSet:
     """Read text and cut it into sequences of tokens; the same arguments and files give the same sequences.
 
@@ -122,6 +127,7 @@ def load_calibration_data(
             sequence is one document, cut off after `seq_len` tokens, and may be shorter.
         text_column: Column of text in tables whose source names no column.
         vocab_size: Vocabulary size of the model; larger token ids are refused.
+        own_text: Gives the sequences of the source `self`; they have `seq_len` tokens whatever `packing` says.
 
     Raises:
         DataError: A source is missing, unreadable, empty or too small for its share; a column does not exist; there are
@@ -137,24 +143,34 @@ def load_calibration_data(
         raise DataError("no text to calibrate on: give at least one source")
     if samples < 1 or seq_len <= len(prefix):
         raise DataError(f"expected samples >= 1 and seq_len > {len(prefix)}; got {samples} and {seq_len}")
-    drawn: list[list[tuple[int, ...]]] = []
+    drawn: list[Sequence[tuple[int, ...]]] = []
     records = []
+    if sum(source.name == OWN_TEXT for source in parsed) > 1:
+        raise DataError(f"{OWN_TEXT}: given more than once; give it once, with a weight ({OWN_TEXT}#weight=2)")
     for index, (source, count) in enumerate(zip(parsed, _shares(samples, parsed), strict=True)):
+        if source.name == OWN_TEXT and own_text is not None:
+            written = own_text(count)
+            drawn.append(written.sequences)
+            records.append({**written.record["sources"][0], "weight": source.weight})
+            continue
         reading = Reading(source, source.column or text_column, tokenizer, random.Random(f"{seed}/{index}"))
         sequences = list(itertools.islice(reading.sequences(seq_len, packing=packing), count))
         reading.check(sequences, count, seq_len, vocab_size)
         drawn.append(sequences)
         records.append(reading.record(sequences))
     mixed = interleave(drawn)
-    settings = {"seq_len": seq_len, "packing": packing, "seed": seed, "tokenizer": _fingerprint(tokenizer)}
-    return CalibrationSet(mixed, {"sources": records, **_describe(mixed), **settings})
+    settings = {"seq_len": seq_len, "packing": packing, "seed": seed, "tokenizer": fingerprint(tokenizer)}
+    return CalibrationSet(mixed, {"sources": records, **describe_sequences(mixed), **settings})
 
 
 def as_source(source: SourceLike) -> Source:
-    """Return a `Source`: parse a string, and wrap a path object."""
+    """Return a `Source`: parse a string, and wrap a path object, which is never the model's own text."""
     if isinstance(source, Source):
         return source
-    return Source.parse(source) if isinstance(source, str) else Source(os.fspath(source))
+    if isinstance(source, str):
+        return Source.parse(source)
+    name = os.fspath(source)
+    return Source(f"./{name}" if name == OWN_TEXT else name)
 
 
 def _shares(samples: int, sources: Sequence[Source]) -> list[int]:
@@ -181,13 +197,14 @@ def interleave(drawn: Sequence[Sequence[_Entry]]) -> tuple[_Entry, ...]:
     return tuple(entry for _, entry in sorted(keyed, key=lambda pair: pair[0]))
 
 
-def _describe(sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
+def describe_sequences(sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the numbers of sequences and tokens, and the SHA-256 of the token ids, for a record."""
     lines = (" ".join(map(str, sequence)) + "\n" for sequence in sequences)
     digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     return {"sequences": len(sequences), "tokens": sum(map(len, sequences)), "sha256": digest}
 
 
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the SHA-256 of the tokenizer's definition, or of its vocabulary if it is not a `tokenizers` tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()

@@ -26,6 +26,8 @@ from minifloat.errors import DataError, lookup
 
 #: Separates the documents of many text files.
 END_OF_TEXT = "<|endoftext|>"
+#: Name of the source that is no file: text that the model itself writes. A file or folder of this name is ``./self``.
+OWN_TEXT = "self"
 
 #: Columns to look for if the source names none: plain text, and chat messages.
 _USUAL_COLUMNS = ("text", "messages")
@@ -48,14 +50,16 @@ class Source:
     """A source of text.
 
     Attributes:
-        name: Path of a file or folder, or, if no such path exists, the name of a data set on the hub.
+        name: ``self`` for text that the model itself writes; else the path of a file or folder, or, if no such path
+            exists, the name of a data set on the hub.
         column: Column of a table that holds text or chat messages; None: ``text``, else ``messages``.
         weight: Share of the sequences, relative to the other sources.
         config: Configuration of a data set of the hub that has several.
         split: Split of a data set of the hub; None: ``train``.
 
     Raises:
-        DataError: The name is empty, or the weight is not a finite number above 0.
+        DataError: The name is empty, the weight is not a finite number above 0, or text that the model itself writes
+            is given an option beside its weight.
     """
 
     name: str
@@ -69,6 +73,11 @@ class Source:
             raise DataError("a data source needs the path of a file or folder, or the name of a data set")
         if not 0 < self.weight < math.inf:
             raise DataError(f"{self.name}: expected a weight above 0, got {self.weight}")
+        if self.name == OWN_TEXT and (self.column, self.config, self.split) != (None, None, None):
+            raise DataError(
+                f"{self.name}: text that the model itself writes has no column, config or split; a file or folder of "
+                f"this name is ./{self.name}"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Source:
@@ -108,6 +117,11 @@ _OPTIONS: dict[str, Callable[[str], str | float]] = {"column": str, "weight": fl
 
 def locate(source: Source) -> tuple[str, list[Path]]:
     """Return the kind of a source and its files, sorted; no files for a data set of the hub."""
+    if source.name == OWN_TEXT:
+        raise DataError(
+            f"{source.name}: text that the model itself writes serves calibration only; a file or folder of this name "
+            f"is ./{source.name}"
+        )
     path = Path(source.name)
     suffixes = ", ".join(READERS)
     with storage_errors(path, "look it up"):

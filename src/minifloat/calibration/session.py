@@ -2,7 +2,7 @@
 
 A fraction of the sequences is held out: the scales come from the other sequences, and the histograms of the held-out
 ones show how much those scales would saturate. The statistics are two files beside each other, ``NAME.safetensors`` and
-``NAME.held-out.safetensors``.
+``NAME.held-out.safetensors``. Text that the model itself wrote is a third one, ``NAME.self.safetensors``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from minifloat.calibration.calibrate import calibrate_opened
-from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, SourceLike, load_calibration_data
+from minifloat.calibration.data import (
+    DEFAULT_SAMPLES,
+    DEFAULT_SEQ_LEN,
+    CalibrationSet,
+    SourceLike,
+    load_calibration_data,
+)
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import DEFAULT_RUN, RunOptions
+from minifloat.calibration.own_text import WriteCopy, write_own_text
 from minifloat.calibration.stats import ActivationStats
 from minifloat.calibration.stats_file import read_stats, write_stats
 from minifloat.checkpoint import Checkpoint
@@ -34,7 +43,7 @@ class TextOptions:
     Attributes:
         samples: Number of sequences, including held-out ones.
         seq_len: Tokens of a sequence.
-        seed: Of the choice of documents.
+        seed: Of the choice of documents, and of text that the model itself writes.
         packing: Join documents into sequences of exactly `seq_len` tokens; False: one document per sequence.
         held_out: Fraction of the sequences that only test the scales; 0: none.
 
@@ -98,6 +107,11 @@ def held_out_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.held-out{path.suffix}")
 
 
+def own_text_path(path: Path) -> Path:
+    """Return the file that keeps the text that the model wrote, beside a file of statistics."""
+    return path.with_name(f"{path.stem}.self{path.suffix}")
+
+
 def require_free(files: Sequence[Path], *, overwrite: bool) -> None:
     """Raise an error if a file cannot be written; call it before the work, not after an hour of it.
 
@@ -111,12 +125,67 @@ def require_free(files: Sequence[Path], *, overwrite: bool) -> None:
             raise DestinationError(f"{file}: exists already; choose another name or use --overwrite")
 
 
+def load_texts(
+    checkpoint: Checkpoint,
+    sources: SourceLike | Sequence[SourceLike],
+    text: TextOptions = _DEFAULT_TEXT,
+    *,
+    own_text_file: Path | None = None,
+    write_copy: WriteCopy | None = None,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> CalibrationSet:
+    """Return the sequences of all sources, mixed by weight, held-out ones included.
+
+    Args:
+        checkpoint: The unquantized model that the text is for.
+        sources: One or several files, folders or data sets, or ``self``; a string is parsed by `Source.parse`.
+        text: How text becomes sequences of tokens.
+        own_text_file: Where the source ``self`` keeps its tokens, as `write_own_text`'s `file`.
+        write_copy: Writes a smaller copy of the model where memory is short, as in `write_own_text`.
+        device: Where the model runs to write the source ``self``.
+        progress: Called while the model writes the source ``self``: tokens done, their total, a description.
+
+    Raises:
+        DataError: The text is missing, too short, or does not fit the model.
+        CheckpointError: The model has no tokenizer that can be loaded, or the engine cannot run it for ``self``.
+        AlreadyQuantizedError: The model is quantized, and the source ``self`` is given.
+        UsageError: The model does not fit into memory for ``self``, and there is no `write_copy`.
+    """
+    tokenizer = load_tokenizer(checkpoint.path)
+
+    def own_text(samples: int) -> CalibrationSet:
+        return write_own_text(
+            checkpoint,
+            tokenizer,
+            samples=samples,
+            seq_len=text.seq_len,
+            seed=text.seed,
+            file=own_text_file,
+            write_copy=write_copy,
+            device=device,
+            progress=progress,
+        )
+
+    return load_calibration_data(
+        sources,
+        tokenizer,
+        samples=text.samples,
+        seq_len=text.seq_len,
+        seed=text.seed,
+        packing=text.packing,
+        own_text=own_text,
+    )
+
+
 def collect(
     model: str | os.PathLike[str],
     sources: SourceLike | Sequence[SourceLike],
     text: TextOptions = _DEFAULT_TEXT,
     run: RunOptions = DEFAULT_RUN,
     *,
+    own_text_file: Path | None = None,
+    write_copy: WriteCopy | None = None,
     progress: Progress | None = None,
     revision: str | None = None,
 ) -> Collected:
@@ -124,11 +193,14 @@ def collect(
 
     Args:
         model: An unquantized model: a folder or a model of the hub.
-        sources: One or several files, folders or data sets; a string is parsed by `Source.parse`.
+        sources: One or several files, folders or data sets, or ``self`` for text that the model itself writes; a string
+            is parsed by `Source.parse`.
         text: How text becomes sequences of tokens.
         run: How to run the model and what to record. Histograms of the held-out text are always recorded. With a
             `work_dir`, the same call continues after an interruption.
-        progress: Called after each sequence.
+        own_text_file: Where the source ``self`` keeps its tokens, as `write_own_text`'s `file`.
+        write_copy: Writes a smaller copy of the model where memory is short, as in `write_own_text`.
+        progress: Called after each sequence, and after each step while the model writes the source ``self``.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
@@ -137,16 +209,20 @@ def collect(
         AlreadyQuantizedError: The model is quantized.
         NonFiniteError: An activation holds NaN or Inf; names module and sequence.
     """
-    folder = model_folder(model, revision=revision)
-    tokenizer = load_tokenizer(folder)
-    data = load_calibration_data(
-        sources, tokenizer, samples=text.samples, seq_len=text.seq_len, seed=text.seed, packing=text.packing
-    )
-    kept, held_out = data.held_out(text.held_out) if text.held_out else (data, None)
     run_kept = replace(run, work_dir=_work_dir(run, "calibration"))
     run_held_out = replace(run, histogram=True, until_stable=None, work_dir=_work_dir(run, "held-out"))
-    with Checkpoint.open(folder) as checkpoint:
+    with Checkpoint.open(model_folder(model, revision=revision)) as checkpoint:
         opened = CalibrationModel(checkpoint, run)
+        data = load_texts(
+            checkpoint,
+            sources,
+            text,
+            own_text_file=own_text_file,
+            write_copy=write_copy,
+            device=run.device,
+            progress=progress,
+        )
+        kept, held_out = data.held_out(text.held_out) if text.held_out else (data, None)
         stats = calibrate_opened(opened, kept, run_kept, progress)
         if held_out is None:
             return Collected(stats, None)

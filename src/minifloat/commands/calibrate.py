@@ -56,7 +56,7 @@ class CalibrateParams:
 @click.option("--data", "sources", multiple=True, required=True, metavar="DATA", help="Calibration set; repeatable.")
 @click.option("--samples", default=512, show_default=True, type=COUNT, help="Sequences in all.")
 @click.option("--seq-len", default=512, show_default=True, type=click.IntRange(min=2), help="Tokens per sequence.")
-@click.option("--seed", default=0, show_default=True, type=int, help="For the choice of documents.")
+@click.option("--seed", default=0, show_default=True, type=int, help="For the choice of documents, and of self.")
 @click.option("--no-packing", is_flag=True, help="One document per sequence; nothing is ever padded.")
 @click.option("--held-out", default=0.1, show_default=True, type=float, help="Fraction of text to test the scales on.")
 @click.option("--histogram", is_flag=True, help="Count magnitudes: needed by the rules percentile and mse.")
@@ -75,12 +75,15 @@ def calibrate(params: CalibrateParams) -> None:
 
     DATA is a .txt, .jsonl, .csv or .parquet file, a folder of them, or the name of a data set of the hub, with options
     after a #: gsm8k.jsonl#column=question,weight=2
+
+    DATA self is text that the model itself writes; it is kept beside STATS, as *.self.safetensors.
     """
     from minifloat.calibration.options import RunOptions
     from minifloat.calibration.rules import parse_rule
-    from minifloat.calibration.session import TextOptions, collect, held_out_path, require_free
+    from minifloat.calibration.session import TextOptions, collect, held_out_path, own_text_path, require_free
     from minifloat.commands.display.console import progress_bar
     from minifloat.commands.display.stats import print_stats
+    from minifloat.quantize.job import quantize_checkpoint
 
     rule, stats = parse_rule(params.rule), params.stats
     require_free([stats, held_out_path(stats)], overwrite=params.overwrite)
@@ -103,6 +106,8 @@ def calibrate(params: CalibrateParams) -> None:
                 work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
                 device=params.device,
             ),
+            own_text_file=own_text_path(stats),
+            write_copy=lambda folder: quantize_checkpoint(params.model, folder, "fp8", revision=params.revision),
             progress=progress,
             revision=params.revision,
         )

@@ -1,0 +1,334 @@
+"""Calibration text that the model itself writes: ``--data self``.
+
+A sequence begins with BOS, if the tokenizer begins texts with BOS, and one random token; the engine continues it with
+draws from the model's own distribution (temperature 1, no other limit). The text goes on after EOS, as packed documents
+do: a model that has ended a document begins another. If the tokenizer has a chat template, every second sequence begins
+with the template up to the content of a user's turn instead, so that the model writes the user's message, ends the turn
+and answers.
+
+Seeds belong to sequences: sequence i depends on the seed and on i, not on how many sequences are written or decoded
+together, nor on the number of threads, as far as the kernels' sums do not. A GPU, another instruction set, and a model
+that transformers runs may round otherwise; a draw near the border of two tokens then takes the other one, and the rest
+of the sequence differs. The token file is therefore the record (`minifloat.calibration.token_file`).
+
+Source: M. Williams and N. Aletras, "Self-calibration for Language Model Quantization and Pruning", 2024; Z. Liu et al.,
+"LLM-QAT: Data-Free Quantization Aware Training for Large Language Models", 2023 (random first token).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from minifloat.calibration.data import OWN_TEXT, CalibrationSet, describe_sequences, fingerprint
+from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.packing import sequence_prefix
+from minifloat.calibration.readers import first_line
+from minifloat.calibration.token_file import TextSettings, WrittenText, read_token_file, write_token_file
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.progress import Progress
+from minifloat.errors import AlreadyQuantizedError, DataError, UsageError
+from minifloat.runtime.config import plain_config
+from minifloat.serve.engine import Engine, Request, SamplingParams
+
+_LOG = logging.getLogger(__name__)
+
+#: Writes a quantized copy of the model to the folder it is called with, which does not exist yet.
+WriteCopy: TypeAlias = Callable[[Path], object]
+
+#: Sequences that the engine decodes together.
+_TOGETHER = 64
+#: Share of the available memory that the weights may take; the rest is for the KV cache and the steps.
+_WEIGHTS_SHARE = 0.8
+#: Seconds after which finished sequences are written to the file.
+_SAVE_SECONDS = 20.0
+#: Stands for the content of a user's turn when the chat template is rendered.
+_CONTENT = "OWNTEXTCONTENT"
+
+
+def write_own_text(
+    checkpoint: Checkpoint,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    samples: int,
+    seq_len: int,
+    seed: int = 0,
+    file: Path | None = None,
+    write_copy: WriteCopy | None = None,
+    device: str | torch.device = "cpu",
+    max_num_seqs: int = _TOGETHER,
+    progress: Progress | None = None,
+) -> CalibrationSet:
+    """Return text that the model writes.
+
+    Args:
+        checkpoint: The unquantized model.
+        tokenizer: Its tokenizer, which says which tokens begin a text.
+        samples: Number of sequences.
+        seq_len: Tokens of a sequence, with those it begins with.
+        seed: Of the first tokens and of the draws.
+        file: Where the tokens are kept. Sequences of the same model and settings in an existing file are used, and
+            only missing ones are written; text of another model or other settings is replaced, and the log says why.
+            The folder must exist. None: the text is not kept.
+        write_copy: Called if the weights do not fit into the available memory: writes a smaller copy of the model,
+            which then writes the text. The copy lies beside `file` and is deleted.
+        device: Where the model runs.
+        max_num_seqs: Sequences that are decoded together.
+        progress: Called after each step with the number of tokens written, the total, and a description.
+
+    Returns:
+        Sequences of exactly `seq_len` tokens, and their record; its one source names the weights that wrote the text.
+
+    Raises:
+        DataError: `samples` or `seq_len` is out of range, the model has fewer positions than `seq_len`, the vocabulary
+            has no token to begin with, or the logits of the model are not finite.
+        AlreadyQuantizedError: The checkpoint is quantized.
+        UsageError: The weights do not fit into the available memory, and there is no `write_copy`.
+        StatsError: `file` exists and holds something else, or is damaged.
+        CheckpointError: The engine cannot run the model; the message says why.
+        StorageError: The system refused to read or write.
+    """
+    prefix = sequence_prefix(tokenizer)
+    _check(checkpoint, samples, seq_len, prefix)
+    identity = ModelIdentity.of(checkpoint)
+    template = tokenizer.chat_template
+    digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest() if template else None
+    settings = TextSettings(identity, seed, seq_len, fingerprint(tokenizer), digest)
+    text = None if file is None else _kept(file, settings)
+    if text is None or len(text.tokens) < samples:
+        with _weights(checkpoint, write_copy, file, device) as folder:
+            engine = Engine(
+                folder, device=str(device), max_model_len=seq_len, max_num_seqs=max_num_seqs, prefix_cache=False
+            )
+            prompts = _Prompts.of(tokenizer, prefix, engine.info.vocab_size, seed, seq_len)
+            text = _Writer(engine, prompts, settings, file, progress).write(samples, text)
+            del engine
+        gc.collect()  # the weights of the engine, before the caller loads the model
+    return _calibration_set(text, samples)
+
+
+def _check(checkpoint: Checkpoint, samples: int, seq_len: int, prefix: list[int]) -> None:
+    if checkpoint.quantization_config is not None:
+        raise AlreadyQuantizedError(f"{checkpoint.path} is quantized already; the original checkpoint writes the text")
+    least = len(prefix) + 2
+    if samples < 1 or seq_len < least:
+        raise DataError(f"own text: expected samples >= 1 and seq_len >= {least}; got {samples} and {seq_len}")
+    positions = getattr(plain_config(checkpoint).get_text_config(), "max_position_embeddings", None)
+    if positions is not None and seq_len > positions:
+        raise DataError(f"own text: sequences of {seq_len} tokens, but the model has {positions} positions")
+
+
+def _kept(file: Path, settings: TextSettings) -> WrittenText | None:
+    """Return the text in a file if the same settings wrote it."""
+    text = read_token_file(file)
+    if text is None:
+        return None
+    differences = text.settings.differences(settings)
+    if differences:
+        _LOG.warning("%s: the text is written again, because it differs in %s", file, " and ".join(differences))
+        return None
+    _LOG.info("%s: %d sequences of the model's own text are there already", file, len(text.tokens))
+    return text
+
+
+@contextlib.contextmanager
+def _weights(
+    checkpoint: Checkpoint, write_copy: WriteCopy | None, file: Path | None, device: str | torch.device
+) -> Iterator[Path]:
+    """Yield the folder of the weights that write the text: the model's, or those of a copy if memory is short."""
+    nbytes, available = sum(info.nbytes for info in checkpoint.tensors.values()), _available_memory(device)
+    if nbytes <= available * _WEIGHTS_SHARE:
+        yield checkpoint.path
+        return
+    if write_copy is None:
+        raise UsageError(
+            f"own text: the weights take {nbytes:,} bytes and {available:,} bytes of memory are available; free some "
+            "memory, or calibrate on text (--data FILE)"
+        )
+    _LOG.info("memory is short: a quantized copy of the model writes the text")
+    with tempfile.TemporaryDirectory(prefix=".own-text-", dir=None if file is None else file.parent) as scratch:
+        copy = Path(scratch) / "copy"
+        write_copy(copy)
+        yield copy
+
+
+def _available_memory(device: str | torch.device) -> int:
+    place = torch.device(device)
+    return int(torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else psutil.virtual_memory().available)
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """The tokens that sequences begin with.
+
+    Attributes:
+        prefix: BOS, or nothing.
+        first: Tokens to choose the first one from.
+        chat: Tokens of the chat template up to the content of a user's turn; empty if it has none that can serve.
+        note: Why the chat template cannot serve; empty: it does, or there is none.
+        seed: Of the first tokens.
+    """
+
+    prefix: tuple[int, ...]
+    first: tuple[int, ...]
+    chat: tuple[int, ...]
+    note: str
+    seed: int
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, prefix: list[int], vocab: int, seed: int, seq_len: int) -> _Prompts:
+        """Return the prompts of a model with `vocab` tokens.
+
+        Raises:
+            DataError: No token can be the first.
+        """
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        first = sorted({token for token in tokenizer.get_vocab().values() if 0 <= token < vocab} - special)
+        if not first:
+            raise DataError(f"own text: no token to begin with: all {vocab} tokens of the model are special ones")
+        chat, note = _chat_prompt(tokenizer, prefix, vocab, seq_len)
+        if note:
+            _LOG.warning("own text: no sequence begins with the chat template: %s", note)
+        return cls(tuple(prefix), tuple(first), tuple(chat), note, seed)
+
+    def is_chat(self, index: int) -> bool:
+        """Return whether a sequence begins with the chat template."""
+        return bool(self.chat) and index % 2 == 1
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """Return the tokens that a sequence begins with."""
+        if self.is_chat(index):
+            return self.chat
+        number = random.Random(f"{self.seed}/{index}").random()  # the numbers of random() are the same in all Pythons
+        return (*self.prefix, self.first[int(number * len(self.first))])
+
+
+def _chat_prompt(
+    tokenizer: PreTrainedTokenizerBase, prefix: list[int], vocab: int, seq_len: int
+) -> tuple[list[int], str]:
+    """Return the tokens of the chat template up to the content of a user's turn, or none and the reason."""
+    if not tokenizer.chat_template:
+        return [], ""
+    try:
+        rendered = str(tokenizer.apply_chat_template([{"role": "user", "content": _CONTENT}], tokenize=False))
+    except Exception as error:  # a template is a program by the model's author and may raise any exception
+        return [], f"it refuses a user's message: {first_line(error)}"
+    before, found, _ = rendered.partition(_CONTENT)
+    if not found:
+        return [], "it does not render the content of a user's message"
+    # Spaces before the content are part of the content's first token in most vocabularies.
+    ids = list(tokenizer(before.rstrip(" "), add_special_tokens=False, verbose=False).input_ids)
+    if prefix and ids[:1] != prefix:
+        ids = prefix + ids
+    if not ids:
+        return [], "it has nothing before the content of a user's message"
+    if max(ids) >= vocab:
+        return [], f"its token {max(ids)} is beyond the model's vocabulary of {vocab}"
+    if len(ids) > seq_len // 2:
+        return [], f"it takes {len(ids)} of {seq_len} tokens before the content of a user's message"
+    return ids, ""
+
+
+class _Writer:
+    """Writes sequences in order, and keeps the finished ones in a file.
+
+    Args:
+        engine: Runs the model.
+        prompts: What sequences begin with.
+        settings: What the file records.
+        file: Where finished sequences are kept, or None.
+        progress: Called after each step.
+    """
+
+    def __init__(
+        self, engine: Engine, prompts: _Prompts, settings: TextSettings, file: Path | None, progress: Progress | None
+    ) -> None:
+        self._engine, self._prompts, self._settings = engine, prompts, settings
+        self._file, self._progress = file, progress
+        info = engine.info
+        self._weights = {"scheme": info.scheme, "dtype": info.dtype, "runner": info.runner}
+        # transformers' code decodes one sequence after the other: fewer at a time are finished, and saved, earlier.
+        self._together = 1 if info.runner == "transformers" else info.max_num_seqs
+
+    def write(self, samples: int, kept: WrittenText | None) -> WrittenText:
+        """Return a text of `samples` sequences, of which those in `kept` are used as they are.
+
+        Raises:
+            DataError: The logits of the model are not finite.
+        """
+        if kept is not None and dict(kept.weights) != self._weights:
+            _LOG.warning("%s: the text is written again: %s wrote it before", self._file, dict(kept.weights))
+            kept = None
+        rows = [] if kept is None else list(kept.tokens)
+        saved = time.monotonic()
+        while len(rows) < samples:
+            rows += self._batch(range(len(rows), min(len(rows) + self._together, samples)), samples)
+            if self._file is not None and (len(rows) == samples or time.monotonic() - saved > _SAVE_SECONDS):
+                write_token_file(self._text(rows), self._file)
+                saved = time.monotonic()
+        return self._text(rows)
+
+    def _text(self, rows: list[npt.NDArray[np.int32]]) -> WrittenText:
+        chat: dict[str, Any] = {"sequences": sum(map(self._prompts.is_chat, range(len(rows))))}
+        if self._prompts.note:
+            chat["note"] = self._prompts.note
+        return WrittenText(self._settings, np.stack(rows), self._weights, chat)
+
+    def _batch(self, indices: range, samples: int) -> list[npt.NDArray[np.int32]]:
+        """Return sequences that are decoded together."""
+        length = self._settings.seq_len
+        tokens = {str(index): list(self._prompts.prompt(index)) for index in indices}
+        for index in indices:
+            prompt = tuple(tokens[str(index)])
+            params = SamplingParams(
+                seed=_draw_seed(self._settings.seed, index), max_tokens=length - len(prompt), ignore_eos=True
+            )
+            self._engine.add(Request(str(index), prompt, params))
+        while self._engine.has_work:
+            for delivery in self._engine.step():
+                if delivery.error is not None:
+                    raise DataError(f"own text: sequence {delivery.request_id}: {delivery.error}")
+                tokens[delivery.request_id] += delivery.tokens
+            if self._progress is not None:
+                done = indices.start * length + sum(map(len, tokens.values()))
+                self._progress(done, samples * length, "writing calibration text")
+        return [np.array(tokens[str(index)], np.int32) for index in indices]
+
+
+def _draw_seed(seed: int, index: int) -> int:
+    """Return the seed of the draws of a sequence: 64 bits that depend on both numbers."""
+    return int.from_bytes(hashlib.sha256(f"own text {seed}/{index}".encode()).digest()[:8], "little")
+
+
+def _calibration_set(text: WrittenText, samples: int) -> CalibrationSet:
+    """Return the first sequences of a text with their record."""
+    sequences = tuple(tuple(row) for row in text.tokens[:samples].tolist())
+    described = describe_sequences(sequences)
+    source = {
+        "name": OWN_TEXT,
+        "kind": OWN_TEXT,
+        "weight": 1.0,
+        **described,
+        "seed": text.settings.seed,
+        "chat": dict(text.chat),
+        "weights": dict(text.weights),
+    }
+    settings = {"seq_len": text.settings.seq_len, "packing": True, "seed": text.settings.seed}
+    record: Mapping[str, Any] = {"sources": [source], **described, **settings, "tokenizer": text.settings.tokenizer}
+    return CalibrationSet(sequences, record)
