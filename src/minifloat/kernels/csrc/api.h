@@ -1,8 +1,8 @@
 // The C interface of libminifloat_native: what ctypes sees (native/structs.py mirrors it field by field).
 //
 // Every call is a pure function of its arguments, so any number of threads may call at once. Those of quantizing and
-// observing have no threads of their own and allocate nothing; rounding inputs, calibrated rounding, packing, multiplying
-// and steps share out their work (threads.h). Arguments are validated in Python; the checks here only guard memory.
+// observing have no threads of their own and allocate nothing; rounding inputs, calibrated rounding, Gram products, packing,
+// multiplying and steps share out their work (threads.h). Arguments are validated in Python; the checks here only guard memory.
 #pragma once
 
 #include <stdint.h>
@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 7
+#define MINIFLOAT_ABI_VERSION 8
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -118,6 +118,18 @@ struct minifloat_round_with_feedback_args {
     uint8_t* codes;           // [rows, cols], one per byte
     int64_t rows, cols, groups;
     struct minifloat_format element;
+    int32_t threads;
+};
+
+// out += x^T y, in float32: products of the elements, summed over the rows.
+struct minifloat_gram_args {
+    const uint8_t* x;  // [rows, x_cols] of `dtype`, rows x_stride elements apart
+    const uint8_t* y;  // [rows, y_cols]
+    float* out;        // [x_cols, y_cols]
+    int64_t rows, x_cols, y_cols;
+    int64_t x_stride, y_stride;
+    int32_t dtype;      // MINIFLOAT_BF16 or MINIFLOAT_F32
+    int32_t symmetric;  // not 0: x is y, and only half of the products are computed
     int32_t threads;
 };
 
@@ -270,6 +282,7 @@ MINIFLOAT_API int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* ar
 MINIFLOAT_API int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args);
 
 MINIFLOAT_API int32_t minifloat_round_with_feedback(int32_t isa, const struct minifloat_round_with_feedback_args* args);
+MINIFLOAT_API int32_t minifloat_gram(int32_t isa, const struct minifloat_gram_args* args);
 
 // Bytes that the packed form of a weight takes, 0 where it has none; `packed` and `threads` are not read.
 MINIFLOAT_API int64_t minifloat_packed_bytes(const struct minifloat_pack_args* args);

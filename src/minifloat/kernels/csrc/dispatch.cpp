@@ -18,6 +18,7 @@
     void amax(minifloat_amax_args& args);                                        \
     void histogram(minifloat_histogram_args& args);                              \
     int32_t round_with_feedback(const minifloat_round_with_feedback_args& args); \
+    int32_t gram(const minifloat_gram_args& args);                               \
     int64_t packed_bytes(const minifloat_pack_args& args);                       \
     int32_t pack(const minifloat_pack_args& args);                               \
     int32_t unpack(const minifloat_pack_args& args);                             \
@@ -47,6 +48,7 @@ struct Isa {
     void (*amax)(minifloat_amax_args&);
     void (*histogram)(minifloat_histogram_args&);
     int32_t (*round_with_feedback)(const minifloat_round_with_feedback_args&);
+    int32_t (*gram)(const minifloat_gram_args&);
     int64_t (*packed_bytes)(const minifloat_pack_args&);
     int32_t (*pack)(const minifloat_pack_args&);
     int32_t (*unpack)(const minifloat_pack_args&);
@@ -59,8 +61,8 @@ struct Isa {
 #define MINIFLOAT_ROW(isa, supported)                                                                      \
     {                                                                                                      \
         #isa, supported, isa::quantize_rows, isa::round_inputs, isa::amax, isa::histogram,                 \
-            isa::round_with_feedback, isa::packed_bytes, isa::pack, isa::unpack, isa::linear, isa::moe,    \
-            isa::step, isa::read                                                                           \
+            isa::round_with_feedback, isa::gram, isa::packed_bytes, isa::pack, isa::unpack, isa::linear,   \
+            isa::moe, isa::step, isa::read                                                                 \
     }
 
 // The features are those that CMakeLists.txt compiles the object file with.
@@ -141,6 +143,12 @@ bool valid(const minifloat_round_with_feedback_args& a) {
     for (int64_t column = 0; column < a.cols; ++column)
         if (a.group_of[column] < 0 || a.group_of[column] >= a.groups) return false;
     return true;
+}
+
+bool valid(const minifloat_gram_args& a) {
+    if (a.rows < 0 || a.x_cols < 0 || a.y_cols < 0) return false;
+    if (a.symmetric && (a.x != a.y || a.x_cols != a.y_cols || a.x_stride != a.y_stride)) return false;
+    return a.dtype == MINIFLOAT_BF16 || a.dtype == MINIFLOAT_F32;
 }
 
 // Evaluated once per process: it makes a system call, which would cost more than a small product.
@@ -229,6 +237,12 @@ int32_t minifloat_round_with_feedback(int32_t isa, const struct minifloat_round_
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     return kIsas[isa].round_with_feedback(*args);
+}
+
+int32_t minifloat_gram(int32_t isa, const struct minifloat_gram_args* args) {
+    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
+    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
+    return kIsas[isa].gram(*args);
 }
 
 int64_t minifloat_packed_bytes(const struct minifloat_pack_args* args) {

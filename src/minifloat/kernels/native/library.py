@@ -71,6 +71,10 @@ class Library:
         """Round the columns of a weight, each with the errors of the columns before it."""
         _check(self._cdll.minifloat_round_with_feedback(self._index, ctypes.byref(args)))
 
+    def gram(self, args: structs.GramArgs) -> None:
+        """Add the product of a transposed matrix and a matrix."""
+        _check(self._cdll.minifloat_gram(self._index, ctypes.byref(args)))
+
     def packed_bytes(self, args: structs.PackArgs) -> int:
         """Return the size of a packed weight, or 0 if the kernels have no layout for the weight."""
         return int(self._cdll.minifloat_packed_bytes(ctypes.byref(args)))

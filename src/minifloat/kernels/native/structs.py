@@ -107,6 +107,24 @@ class RoundWithFeedbackArgs(ctypes.Structure):
     ]
 
 
+class GramArgs(ctypes.Structure):
+    """``struct minifloat_gram_args``."""
+
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("x_cols", ctypes.c_int64),
+        ("y_cols", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("y_stride", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("symmetric", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    ]
+
+
 class PackArgs(ctypes.Structure):
     """``struct minifloat_pack_args``."""
 

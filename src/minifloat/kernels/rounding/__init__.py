@@ -1,8 +1,9 @@
 """Calibrated rounding on the CPU: the passes over a weight and over activations that take nearly all of its time.
 
 `round_with_feedback` chooses the codes of a weight, GPTQ's inner loop. Plain torch takes one pass over the rest of the
-weight for each column; the native library reads feedback from the cache once for many rows. Not included: how scales,
-the order of columns and the feedback are chosen, and tensors on a GPU.
+weight for each column; the native library reads feedback from the cache once for many rows. `gram` sums the products of
+activations that Hessians and targets are made of. Not included: how scales, the order of columns and the feedback are
+chosen, and tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from minifloat.errors import KernelUnavailable, ShapeError, UnknownNameError, Un
 from minifloat.kernels.rounding import cpu, reference
 from minifloat.numerics.formats import ElementFormat
 
-__all__ = ["IMPLEMENTATIONS", "round_with_feedback"]
+__all__ = ["GRAM_DTYPES", "IMPLEMENTATIONS", "gram", "round_with_feedback"]
 
 IMPLEMENTATIONS = ("auto", "reference", "cpu")
+GRAM_DTYPES = (torch.bfloat16, torch.float32)
 
 
 def round_with_feedback(
@@ -55,12 +57,47 @@ def round_with_feedback(
         raise ValueError(f"round_with_feedback needs a signed format of at most 8 bits, got {element.name}")
     floats = {"weight": weight, "scales": scales, "feedback": feedback}
     for name, tensor in floats.items():
-        _check_tensor(name, tensor, (torch.float32,), 2)
-    _check_tensor("groups", groups, (torch.int32,), 1)
+        _check_matrix(name, tensor, (torch.float32,))
+        _check_contiguous(name, tensor)
+    _check_dtype("groups", groups, (torch.int32,))
+    _check_contiguous("groups", groups)
     _check_feedback_shapes(weight, scales, groups, feedback)
     if _runs_native("round_with_feedback", impl):
         return cpu.round_with_feedback(weight, scales, groups, feedback, element)
     return reference.round_with_feedback(weight, scales, groups, feedback, element)
+
+
+def gram(x: Tensor, y: Tensor, out: Tensor, *, impl: str = "auto") -> None:
+    """Add ``x.T @ y`` to `out`: the Gram matrix of `x` if `y` is `x`, of which half is computed and mirrored.
+
+    Products of bfloat16 are exact; sums are float32, over at most some thousand rows before they are added to `out`.
+    The bits depend on the implementation and the instruction set, not on the number of threads. With AMX, bfloat16
+    inputs and sums below 2**-126 count as zero; every other path of the native library keeps subnormal numbers.
+
+    Args:
+        x: bfloat16 or float32 ``[T, K1]``; rows are contiguous and may lie apart.
+        y: ``[T, K2]``, the dtype of `x`. If it is the memory of `x`, a symmetric `out` stays symmetric bit for bit.
+        out: float32 ``[K1, K2]``, contiguous; added to. It must not overlap `x` or `y`.
+        impl: ``"auto"`` (the native library if it is loaded, else the reference), ``"reference"`` or ``"cpu"``.
+
+    Raises:
+        KernelUnavailable: If ``impl="cpu"`` cannot run here.
+        ShapeError: If shapes do not match.
+        UnknownNameError: If there is no such `impl`.
+        UnsupportedTensorError: If a tensor has another dtype or device, or elements of a row lie apart.
+    """
+    for name, tensor, dtypes in (("x", x, GRAM_DTYPES), ("y", y, (x.dtype,)), ("out", out, (torch.float32,))):
+        _check_matrix(name, tensor, dtypes)
+    _check_contiguous("out", out)
+    if y.shape[0] != x.shape[0]:
+        raise ShapeError("y", f"expected [{x.shape[0]}, K2] for x {list(x.shape)}, got {list(y.shape)}")
+    if out.shape != (x.shape[1], y.shape[1]):
+        raise ShapeError("out", f"expected [{x.shape[1]}, {y.shape[1]}], got {list(out.shape)}")
+    same = x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
+    if _runs_native("gram", impl):
+        cpu.gram(x, y, out, same)
+    else:
+        reference.gram(x, y, out, same)
 
 
 def _runs_native(name: str, impl: str) -> bool:
@@ -78,12 +115,22 @@ def _runs_native(name: str, impl: str) -> bool:
     return impl != "reference" and not reason
 
 
-def _check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], dimensions: int) -> None:
+def _check_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in dtypes or tensor.device.type != "cpu":
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise UnsupportedTensorError(name, f"expected {expected} on the CPU, got {tensor.dtype} on {tensor.device}")
-    if tensor.ndim != dimensions:
-        raise ShapeError(name, f"expected {dimensions} dimensions, got {list(tensor.shape)}")
+
+
+def _check_matrix(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Check a matrix whose rows are contiguous."""
+    _check_dtype(name, tensor, dtypes)
+    if tensor.ndim != 2:
+        raise ShapeError(name, f"expected 2 dimensions, got {list(tensor.shape)}")
+    if tensor.numel() and tensor.stride(1) != 1 and tensor.shape[1] != 1:
+        raise UnsupportedTensorError(name, f"expected contiguous rows, got strides {list(tensor.stride())}")
+
+
+def _check_contiguous(name: str, tensor: Tensor) -> None:
     if not tensor.is_contiguous():
         raise UnsupportedTensorError(name, f"expected a contiguous tensor, got strides {list(tensor.stride())}")
 
@@ -92,7 +139,7 @@ def _check_feedback_shapes(weight: Tensor, scales: Tensor, groups: Tensor, feedb
     rows, cols = weight.shape
     if scales.shape[0] != rows:
         raise ShapeError("scales", f"expected [{rows}, G] for a weight {rows}x{cols}, got {list(scales.shape)}")
-    if groups.shape[0] != cols:
+    if list(groups.shape) != [cols]:
         raise ShapeError("groups", f"expected [{cols}] for a weight {rows}x{cols}, got {list(groups.shape)}")
     if list(feedback.shape) != [cols, cols]:
         raise ShapeError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minifloat.kernels import native, threads
+from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.native import structs
 from minifloat.numerics.formats import ElementFormat
 
@@ -43,3 +44,21 @@ def round_with_feedback(
     )
     library.round_with_feedback(args)
     return codes
+
+
+def gram(x: Tensor, y: Tensor, out: Tensor, same: bool) -> None:
+    """Implement `minifloat.kernels.rounding.gram`; with `same` the memory of `y` is that of `x`."""
+    args = structs.GramArgs(
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        out=out.data_ptr(),
+        rows=x.shape[0],
+        x_cols=x.shape[1],
+        y_cols=y.shape[1],
+        x_stride=x.stride(0),
+        y_stride=y.stride(0),
+        dtype=DTYPES[x.dtype],
+        symmetric=same,
+        threads=threads.count(),
+    )
+    native.require().gram(args)

@@ -25,3 +25,9 @@ def round_with_feedback(
         # The product is a tensor of its own: torch.addr and the like may fuse it with the addition.
         work[:, j + 1 :] += error[:, None] * feedback[j, j + 1 :]
     return codes
+
+
+def gram(x: Tensor, y: Tensor, out: Tensor, same: bool) -> None:
+    """Implement `minifloat.kernels.rounding.gram`; with `same` the memory of `y` is that of `x`."""
+    product = x.float().T @ y.float()
+    out += product.triu() + product.triu(1).T if same else product
