@@ -12,10 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from minifloat.architecture.folding import FAMILIES, FoldKind, FoldPart, FoldSite, fold_sites, why_not_fold
 from minifloat.checkpoint import TensorInfo
 from minifloat.errors import ShapeError
-from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.formats import E2M1, E4M3, E8M0
+from minifloat.numerics.granularity import GROUP_16, GROUP_32
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec
 from minifloat.numerics.tensor import quantize_tensor
 from minifloat.rounding.fold import apply_exponents, channel_classes, choose_exponents, exponent_limits
-from minifloat.rounding.fold_loss import powers_of_two, round_to_nearest
+from minifloat.rounding.fold_loss import OutputLoss, powers_of_two, round_to_nearest
 
 SIZES = {
     "hidden_size": 32,
@@ -112,15 +114,12 @@ def outlier_case(factor: float) -> tuple[list[Tensor], Tensor, Tensor]:
 def test_outlier_channels_are_folded_away(name: str, factor: float) -> None:
     weights, inputs, held_out = outlier_case(factor)
     choice = choose_exponents(weights, SCHEMES[name].weight, inputs, held_out)
-    plain = choose_exponents(*_reordered(outlier_case(1.0), name))
+    weights, inputs, held_out = outlier_case(1.0)
+    plain = choose_exponents(weights, SCHEMES[name].weight, inputs, held_out)
     assert choice.folds
     assert choice.loss_with < 0.7 * choice.loss_without
     assert choice.loss_with < 1.1 * plain.loss_without
     assert int(choice.exponents.median()) == 0
-
-
-def _reordered(case: tuple[list[Tensor], Tensor, Tensor], name: str) -> tuple:
-    return case[0], SCHEMES[name].weight, case[1], case[2]
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "fp8", "fp8-static"])
@@ -131,6 +130,29 @@ def test_inputs_without_outliers_are_left_alone(name: str) -> None:
     assert not choice.folds
     assert choice.alpha == 0.0
     assert choice.exponents.dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "factor"),
+    [
+        ("fp8-static", SCHEMES["fp8-static"].activation, 10000.0),  # E4M3 covers smaller outliers by itself
+        ("mxfp4", ActivationSpec(E2M1, GROUP_32, True, E8M0), 100.0),
+        ("nvfp4", ActivationSpec(E2M1, GROUP_16, True, E4M3), 100.0),
+    ],
+)
+def test_outliers_of_quantized_inputs_are_folded_away(weight: str, activation: ActivationSpec, factor: float) -> None:
+    weights, inputs, held_out = outlier_case(factor)
+    choice = choose_exponents(weights, SCHEMES[weight].weight, inputs, held_out, activation=activation)
+    assert choice.folds
+    assert choice.loss_with < 0.7 * choice.loss_without
+
+
+def test_the_loss_by_the_gram_matrix_is_the_loss_over_tokens() -> None:
+    weights, inputs, _ = outlier_case(32.0)
+    exponents = torch.arange(128, dtype=torch.int32) % 5 - 2
+    loss = OutputLoss(weights, SCHEMES["nvfp4"].weight, inputs, None, None)
+    assert loss.uses_gram
+    assert loss.total(exponents) == pytest.approx(float(loss.per_token(inputs, exponents)[0].sum()), rel=1e-4)
 
 
 def test_what_does_not_hold_on_held_out_inputs_is_not_accepted() -> None:
@@ -165,13 +187,23 @@ def test_query_heads_of_a_group_share_the_exponents_of_their_value_head() -> Non
     exponents = torch.arange(-4, 4, dtype=torch.int32)[classes]
     changed = apply_exponents(site, tensors, exponents)
     assert torch.equal(changed["o"], tensors["o"] * powers_of_two(exponents).bfloat16())
-    assert (
-        torch.equal(changed["v"], tensors["v"] * powers_of_two(-exponents[:4].repeat(2)).bfloat16()[:, None]) is False
-    )
-    assert torch.equal(changed["b"].float(), tensors["b"].float() * 2.0 ** -torch.arange(-4.0, 4.0))
-    weights, inputs, held_out = [tensors["o"].float()], torch.randn(64, 16), torch.randn(64, 16)
-    choice = choose_exponents(weights, SCHEMES["fp8"].weight, inputs, held_out, classes=classes)
-    assert torch.equal(choice.exponents, choice.exponents[::1])
+    rows = powers_of_two(-torch.arange(-4, 4, dtype=torch.int32))
+    assert torch.equal(changed["v"].float(), tensors["v"].float() * rows[:, None])
+    assert torch.equal(changed["b"].float(), tensors["b"].float() * rows)
+
+
+def test_the_exponents_of_a_group_are_chosen_together() -> None:
+    site, _ = value_site()
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.ones(16)
+    scale[[2, 6]] = 64.0
+    weight = torch.randn(32, 16, generator=generator) / scale
+    inputs, held_out = (torch.randn(300, 16, generator=generator) * scale for _ in range(2))
+    classes = channel_classes(site)
+    choice = choose_exponents([weight], SCHEMES["nvfp4"].weight, inputs, held_out, classes=classes)
+    heads = choice.exponents.view(2, 2, 4)
+    assert choice.folds
+    assert torch.equal(heads[:, 0], heads[:, 1])
 
 
 def test_heads_of_a_group_with_different_exponents_are_an_error() -> None:

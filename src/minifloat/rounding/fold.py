@@ -70,7 +70,7 @@ def choose_exponents(
 ) -> FoldChoice:
     """Choose the exponents of one site from a sample of its inputs.
 
-    A candidate is ``log2(a**alpha)`` rounded, with a the mean magnitude of each channel, shifted so that the median
+    A candidate is ``log2(a**alpha)`` rounded, with a the root mean square of each channel, shifted so that the median
     exponent is 0. The loss is the squared error of the outputs after rounding weights (and inputs, with `activation`)
     to nearest. The best candidate on `inputs` is accepted if, on `held_out`, it lowers the loss by `MIN_GAIN` and by
     `MIN_ERRORS` standard errors of the difference over tokens.
@@ -100,7 +100,7 @@ def choose_exponents(
     loss = OutputLoss(weights, spec, inputs, activation, shares)
     none = torch.zeros(inputs.shape[1], dtype=torch.int32)
     best, best_alpha, best_loss = none, 0.0, loss.total(none)
-    magnitude = class_means(inputs.abs().mean(0), classes)
+    magnitude = class_means(_magnitude(inputs), classes)
     for alpha in alphas:
         exponents = _limited(_exponents(magnitude, alpha), classes, limits)
         candidate = loss.total(exponents)
@@ -202,6 +202,11 @@ def _check_shapes(weights: Sequence[Tensor], inputs: Tensor, held_out: Tensor) -
     for name, x in (*((f"weights[{i}]", w) for i, w in enumerate(weights)), ("inputs", inputs), ("held_out", held_out)):
         if x.ndim != 2 or x.shape[1] != channels or x.shape[0] == 0:
             raise ShapeError(name, f"expected a matrix with rows and {channels} columns, got {tuple(x.shape)}")
+
+
+def _magnitude(inputs: Tensor) -> Tensor:
+    """Return the root mean square of each channel, float32 ``[K]``."""
+    return inputs.square().mean(0).sqrt()
 
 
 def _exponents(magnitude: Tensor, alpha: float) -> Tensor:

@@ -22,6 +22,8 @@ from minifloat.numerics.tensor import QuantizedTensor
 
 #: Rows of all weights of a site on which the loss is computed, rounded up to one block.
 MAX_ROWS = 2048
+#: Expected number of calls of `OutputLoss.total`, by which the cheaper way of computing it is picked.
+CANDIDATES = 5
 
 
 class OutputLoss:
@@ -49,8 +51,9 @@ class OutputLoss:
         self._column_amax = _column_amax(weights, groups) if spec.needs_tensor_amax else {}
         tokens, channels = inputs.shape
         rows = sum(slab.shape[0] for _, slab in self._slabs)
-        use_gram = activation is None and channels * (tokens + rows) < tokens * rows
-        self._gram = inputs.T @ inputs if use_gram else None
+        by_gram, by_tokens = channels * (tokens + CANDIDATES * rows), 2 * CANDIDATES * tokens * rows
+        self.uses_gram = activation is None and by_gram < by_tokens
+        self._gram = inputs.T @ inputs if self.uses_gram else None
 
     def total(self, exponents: Tensor) -> float:
         """Return the loss on the inputs for int32 ``[K]`` exponents, summed over tokens and sampled rows."""
@@ -81,11 +84,16 @@ class OutputLoss:
         """Return inputs divided by the scales, quantized, and multiplied back."""
         assert self.activation is not None
         scale = powers_of_two(exponents)
-        static = None
-        if not self.activation.dynamic:
-            static = float_scales(amax(self.inputs / scale, TENSOR), self.activation.element)
+        static = self._static_scale(amax(self.inputs / scale, TENSOR)) if self.activation.needs_calibration else None
         codes, grid = quantize_activation(inputs / scale, self.activation, static)
         return dequantize_activation(codes, grid, self.activation).mul_(scale)
+
+    def _static_scale(self, inputs_amax: Tensor) -> Tensor:
+        """Return the static scale, or NVFP4's divisor, of inputs with this amax."""
+        assert self.activation is not None
+        if self.activation.has_global_scale:
+            return global_divisor(inputs_amax)
+        return float_scales(inputs_amax, self.activation.element)
 
 
 def round_to_nearest(weight: Tensor, spec: WeightSpec, tensor_amax: Tensor | None = None) -> Tensor:
