@@ -24,7 +24,7 @@ struct GramInput {
     int64_t panels(int64_t width) const { return (cols + width - 1) / width; }
 };
 
-// A panel of the left or right input: `rows` rows from `row` on and `cols` columns from `col` on exist.
+// Rows and columns of an input that go into a panel, of which `rows` (none if it is negative) and `cols` exist.
 struct GramPatch {
     const uint8_t* data;  // of the first element
     int64_t stride;
@@ -34,8 +34,8 @@ struct GramPatch {
 // The panels of x (left) and y (right) of one slab, and the division of the result into blocks.
 //
 // Kernel has: kLeft and kRight, the columns of a panel; kSlabRows and kDepth, multiples of kBandRows: the rows of a
-// slab, and those that pass at a time; kBytes, of a packed element; pack_left() and pack_right(), which fill a band of a
-// panel; multiply() and transpose(); Scope, of which an object exists while a thread multiplies.
+// slab, and those that pass at a time; kBytes, of a packed element; pack_left() and pack_right(), which fill kPackRows
+// rows of a panel; multiply() and transpose(); Scope, of which an object exists while a thread multiplies.
 template <class Kernel>
 class Gram {
   public:
@@ -111,13 +111,15 @@ class Gram {
 
     // Packs a band of a slab that begins at `row` and has `count` rows; zeros fill up the band and the panels.
     void pack(int64_t row, int64_t count, int64_t band) {
-        const int64_t rows = min(kBandRows, count - band);
-        for (int64_t p = 0; p < left_panels_; ++p)
-            Kernel::pack_left(patch(x_, row + band, rows, p * Kernel::kLeft, Kernel::kLeft), x_.dtype,
-                            left_ + p * left_bytes_ + band * Kernel::kLeft * Kernel::kBytes);
-        for (int64_t p = 0; p < right_panels_; ++p)
-            Kernel::pack_right(patch(y_, row + band, rows, p * Kernel::kRight, Kernel::kRight), y_.dtype,
-                             right_ + p * right_bytes_ + band * Kernel::kRight * Kernel::kBytes);
+        for (int64_t t = band; t < band + kBandRows; t += Kernel::kPackRows) {
+            const int64_t rows = min<int64_t>(Kernel::kPackRows, count - t);
+            for (int64_t p = 0; p < left_panels_; ++p)
+                Kernel::pack_left(patch(x_, row + t, rows, p * Kernel::kLeft, Kernel::kLeft), x_.dtype,
+                                  left_ + p * left_bytes_ + t * Kernel::kLeft * Kernel::kBytes);
+            for (int64_t p = 0; p < right_panels_; ++p)
+                Kernel::pack_right(patch(y_, row + t, rows, p * Kernel::kRight, Kernel::kRight), y_.dtype,
+                                   right_ + p * right_bytes_ + t * Kernel::kRight * Kernel::kBytes);
+        }
     }
 
     // Whether all elements of a pair of panels are below the diagonal, where the transposed sums go.

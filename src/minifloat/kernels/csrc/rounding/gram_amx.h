@@ -15,6 +15,7 @@ struct GramAmx {
     static constexpr int kLeft = 2 * kTileRows;  // two tiles of x and two of y give four products
     static constexpr int kRight = 2 * kTileRows;
     static constexpr int kBytes = 2;
+    static constexpr int kPackRows = 2 * kTileRows;
     static constexpr int64_t kSlabRows = 2048;
     static constexpr int64_t kDepth = 512;  // a panel of y of 32 KiB, two thirds of the L1 cache, which x bypasses
     static constexpr int kStepBytes = 2 * kTileBytes;

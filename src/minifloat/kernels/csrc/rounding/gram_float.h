@@ -19,6 +19,8 @@ struct GramFloat {
 #endif
     static constexpr int kRight = kVectors * kWidth;
     static constexpr int kBytes = 4;
+    // Rows of a power of two of bytes share the sets of the L1 cache, which hold the lines of this number of them.
+    static constexpr int kPackRows = 8;
     static constexpr int64_t kSlabRows = 1024;
     static constexpr int64_t kDepth = 128;  // a panel of y of up to 24 KiB
 
@@ -70,7 +72,7 @@ struct GramFloat {
     template <int kPanel>
     static void pack(const GramPatch& from, int32_t dtype, uint8_t* out) {
         float* to = reinterpret_cast<float*>(out);
-        for (int64_t t = 0; t < kBandRows; ++t, to += kPanel) {
+        for (int64_t t = 0; t < kPackRows; ++t, to += kPanel) {
             const uint8_t* row = from.data + t * from.stride;
             const int valid = t < from.rows ? static_cast<int>(from.cols) : 0;
             if (dtype == MINIFLOAT_BF16) {
