@@ -6,10 +6,12 @@ do: a model that has ended a document begins another. If the tokenizer has a cha
 with the template up to the content of a user's turn instead, so that the model writes the user's message, ends the turn
 and answers.
 
-Seeds belong to sequences: sequence i depends on the seed and on i, not on how many sequences are written or decoded
-together, nor on the number of threads, as far as the kernels' sums do not. A GPU, another instruction set, and a model
-that transformers runs may round otherwise; a draw near the border of two tokens then takes the other one, and the rest
-of the sequence differs. The token file is therefore the record (`minifloat.calibration.token_file`).
+Seeds belong to sequences: sequence i depends on the seed and on i. Where the native decoder runs a dense model, it
+depends neither on the number of threads nor on which sequences are decoded beside it: the kernels sum a row the same way
+for any number of rows but one, and a companion sequence sees to it that no step has a single row. The experts of a
+mixture may get a single row in any step, and a GPU and another instruction set sum in another order. A draw near the
+border of two tokens may then take the other one, and the rest of the sequence differs. The token file is therefore the
+record (`minifloat.calibration.token_file`).
 
 Source: M. Williams and N. Aletras, "Self-calibration for Language Model Quantization and Pruning", 2024; Z. Liu et al.,
 "LLM-QAT: Data-Free Quantization Aware Training for Large Language Models", 2023 (random first token).
@@ -58,6 +60,8 @@ _TOGETHER = 64
 _WEIGHTS_SHARE = 0.8
 #: Seconds after which finished sequences are written to the file.
 _SAVE_SECONDS = 20.0
+#: Request of a sequence that is decoded beside the others and thrown away, so that no step has a single row.
+_COMPANION = "companion"
 #: Stands for the content of a user's turn when the chat template is rendered.
 _CONTENT = "OWNTEXTCONTENT"
 
@@ -114,7 +118,7 @@ def write_own_text(
     if text is None or len(text.tokens) < samples:
         with _weights(checkpoint, write_copy, file, device) as folder:
             engine = Engine(
-                folder, device=str(device), max_model_len=seq_len, max_num_seqs=max_num_seqs, prefix_cache=False
+                folder, device=str(device), max_model_len=seq_len, max_num_seqs=max_num_seqs + 1, prefix_cache=False
             )
             prompts = _Prompts.of(tokenizer, prefix, engine.info.vocab_size, seed, seq_len)
             text = _Writer(engine, prompts, settings, file, progress).write(samples, text)
@@ -261,10 +265,12 @@ class _Writer:
     ) -> None:
         self._engine, self._prompts, self._settings = engine, prompts, settings
         self._file, self._progress = file, progress
+        self._companion_ended = True
         info = engine.info
         self._weights = {"scheme": info.scheme, "dtype": info.dtype, "runner": info.runner}
-        # transformers' code decodes one sequence after the other: fewer at a time are finished, and saved, earlier.
-        self._together = 1 if info.runner == "transformers" else info.max_num_seqs
+        # transformers' code runs one sequence after the other: fewer at a time are finished, and saved, earlier.
+        self._is_batched = info.runner != "transformers"
+        self._together = info.max_num_seqs - 1 if self._is_batched else 1
 
     def write(self, samples: int, kept: WrittenText | None) -> WrittenText:
         """Return a text of `samples` sequences, of which those in `kept` are used as they are.
@@ -294,21 +300,33 @@ class _Writer:
         """Return sequences that are decoded together."""
         length = self._settings.seq_len
         tokens = {str(index): list(self._prompts.prompt(index)) for index in indices}
+        unfinished = set(tokens)
         for index in indices:
-            prompt = tuple(tokens[str(index)])
-            params = SamplingParams(
-                seed=_draw_seed(self._settings.seed, index), max_tokens=length - len(prompt), ignore_eos=True
-            )
-            self._engine.add(Request(str(index), prompt, params))
-        while self._engine.has_work:
+            self._add(str(index), index)
+        while unfinished:
+            if self._is_batched and self._companion_ended:
+                self._add(_COMPANION, 0)
+                self._companion_ended = False
             for delivery in self._engine.step():
+                name = delivery.request_id
                 if delivery.error is not None:
-                    raise DataError(f"own text: sequence {delivery.request_id}: {delivery.error}")
-                tokens[delivery.request_id] += delivery.tokens
+                    raise DataError(f"own text: sequence {name}: {delivery.error}")
+                if delivery.finish_reason is not None:
+                    unfinished.discard(name)
+                if name == _COMPANION:
+                    self._companion_ended = delivery.finish_reason is not None
+                else:
+                    tokens[name] += delivery.tokens
             if self._progress is not None:
                 done = indices.start * length + sum(map(len, tokens.values()))
                 self._progress(done, samples * length, "writing calibration text")
         return [np.array(tokens[str(index)], np.int32) for index in indices]
+
+    def _add(self, name: str, index: int) -> None:
+        """Begin a sequence with the prompt and the draws of an index."""
+        seed, length, prompt = self._settings.seed, self._settings.seq_len, self._prompts.prompt(index)
+        params = SamplingParams(seed=_draw_seed(seed, index), max_tokens=length - len(prompt), ignore_eos=True)
+        self._engine.add(Request(name, prompt, params))
 
 
 def _draw_seed(seed: int, index: int) -> int:
