@@ -7,8 +7,8 @@ with the template up to the content of a user's turn instead, so that the model 
 and answers.
 
 Seeds belong to sequences: sequence i depends on the seed and on i. Where the native decoder runs a dense model, it
-depends neither on the number of threads nor on which sequences are decoded beside it: the kernels sum a row the same way
-for any number of rows but one, and a companion sequence sees to it that no step has a single row. The experts of a
+depends neither on the number of threads nor on which sequences are decoded beside it: the kernels sum a row the same
+way for any number of rows but one, and a companion sequence sees to it that no step has a single row. The experts of a
 mixture may get a single row in any step, and a GPU and another instruction set sum in another order. A draw near the
 border of two tokens may then take the other one, and the rest of the sequence differs. The token file is therefore the
 record (`minifloat.calibration.token_file`).
