@@ -19,6 +19,7 @@
     │   ├── ShapeError                the shape does not fit the scheme
     │   └── UnsupportedTensorError    the operation does not support the dtype or the role
     ├── NotCalibratedError            calibration gave some modules too few inputs for a scale; `.modules` names them
+    ├── SingularHessianError          the inputs of a linear allow no error compensation; the message names it
     ├── SaturationError               static scales saturate more activations of held-out text than allowed
     ├── ConversionError               a checkpoint cannot be converted to another layout without loss
     ├── AlreadyQuantizedError         the source has a quantization_config already
@@ -175,6 +176,10 @@ class NotCalibratedError(MinifloatError):
         shown = ", ".join(self.modules[:_SHOWN_MODULES])
         more = len(self.modules) - _SHOWN_MODULES
         super().__init__(f"{shown}{f' and {more} more' if more > 0 else ''}: {problem}")
+
+
+class SingularHessianError(MinifloatError):
+    """The second moments of the inputs of a linear are not finite, or not positive definite with any damping."""
 
 
 class SaturationError(MinifloatError):

@@ -9,15 +9,16 @@ replaces the module's `forward` only while the module is observed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-#: Called with the expert's index, whether the input is that of the down projection, and the input ``[tokens, K]``.
-Record = Callable[[int, bool, Tensor], None]
+#: Called with the expert's index, whether the input is that of the down projection, the input ``[n, K]``, and the index
+#: of each of its tokens, int64 ``[n]``.
+Record = Callable[[int, bool, Tensor, Tensor], None]
 
 
 def watch_experts(module: Any, record: Record) -> Callable[[], None]:
@@ -37,6 +38,19 @@ def watch_experts(module: Any, record: Record) -> Callable[[], None]:
     return undo
 
 
+def routed(module: Any, top_k_index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert that tokens were routed to, with the position among the token's k experts and the token.
+
+    Args:
+        module: An experts module.
+        top_k_index: ``[tokens, k]``, the experts of each token; an index beyond the last expert stands for no expert.
+    """
+    for expert in top_k_index.flatten().bincount().nonzero().flatten().tolist():
+        if expert < module.num_experts:
+            position, token = torch.where((top_k_index == expert).T)
+            yield expert, position, token
+
+
 def _forward(module: Any, record: Record, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts that tokens were routed to.
 
@@ -52,15 +66,12 @@ def _forward(module: Any, record: Record, hidden_states: Tensor, top_k_index: Te
     """
     result = torch.zeros_like(hidden_states)
     inner = "gate_up_proj" if module.has_gate else "up_proj"
-    for expert in top_k_index.flatten().bincount().nonzero().flatten().tolist():
-        if expert >= module.num_experts:
-            continue
-        position, token = torch.where((top_k_index == expert).T)
+    for expert, position, token in routed(module, top_k_index):
         x = hidden_states[token]
-        record(expert, False, x)
+        record(expert, False, x, token)
         x = _project(module, inner, expert, x)
         x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-        record(expert, True, x)
+        record(expert, True, x, token)
         x = _project(module, "down_proj", expert, x)
         if getattr(module, "has_post_expert_norm", False):
             x = module.post_expert_norm(x)

@@ -144,7 +144,7 @@ class Observer:
     def _observe_linear(self, slot: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._observe_input(slot, args[0] if args else next(iter(kwargs.values())))
 
-    def _observe_expert(self, first: int, experts: int, expert: int, outer: bool, x: Tensor) -> None:
+    def _observe_expert(self, first: int, experts: int, expert: int, outer: bool, x: Tensor, _: Tensor) -> None:
         self._observe_input(first + expert + (experts if outer else 0), x)
 
     def _observe_input(self, slot: int, x: Tensor) -> None:

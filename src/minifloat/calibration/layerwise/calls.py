@@ -129,10 +129,23 @@ class Capture:
         return self._run(input_ids, lambda hidden: hidden.view(hidden.shape))
 
     @torch.inference_mode()
+    def logits(self, input_ids: Tensor, hidden: Tensor) -> Tensor:
+        """Return the logits ``[1, T, V]`` of the model whose last layer returns `hidden`.
+
+        Args:
+            input_ids: int64 ``[1, T]``.
+            hidden: ``[1, T, H]``.
+        """
+        result = (hidden,) if self._in_tuple else hidden
+        with _replaced_forwards(self.layers, lambda *_, **__: result):
+            output: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        return output
+
+    @torch.inference_mode()
     def _run(self, input_ids: Tensor, placeholder: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[LayerCall]]:
         """Return what `run` returns, with layers whose output is ``placeholder(hidden states)``."""
         recorder = _CallRecorder(len(self.layers), placeholder, self._in_tuple)
-        with _replaced_forwards(self.layers, recorder):
+        with _replaced_forwards(self.layers, recorder.forward):
             try:
                 self.model.base_model(input_ids=input_ids, use_cache=False)
             except _LastLayerReached:
@@ -174,12 +187,15 @@ class _CallRecorder:
 
 
 @contextmanager
-def _replaced_forwards(layers: nn.ModuleList, recorder: _CallRecorder) -> Iterator[None]:
-    """Replace the forward method of each layer. The modules stay in place, because models read their attributes."""
+def _replaced_forwards(layers: nn.ModuleList, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward method of each layer by `forward`, which gets the index of the layer first.
+
+    The modules stay in place, because models read their attributes.
+    """
     modules: list[Any] = list(layers)
     try:
         for index, module in enumerate(modules):
-            module.forward = partial(recorder.forward, index)
+            module.forward = partial(forward, index)
         yield
     finally:
         for module in modules:

@@ -51,6 +51,7 @@ class LayerStack:
         self.path = find_layers(self.model, self.sites)
         self._layers: Any = self.model.get_submodule(self.path)
         self.weights = PartialWeights(loader, self.path, max_memory)
+        self._capture: Capture | None = None
         self.model.train(False)
         for module in self.model.modules():  # buffers that the model computed itself
             for name, buffer in module._buffers.items():
@@ -74,13 +75,24 @@ class LayerStack:
         """
         calls_of_sequences = []
         with self.weights.before_layers():
-            capture = Capture(self.model, self._layers)
+            self._capture = capture = Capture(self.model, self._layers)
             capture.check(self._ids(sequences[0]))
             for number, sequence in enumerate(sequences):
                 hidden, calls = capture.run(self._ids(sequence))
                 calls_of_sequences.append(pool.keep(calls))
                 keep(number, hidden)
         return calls_of_sequences
+
+    def logits(self, sequence: Sequence[int], hidden: Tensor) -> Tensor:
+        """Return the logits ``[T, V]`` that the model gives if its layers return `hidden` for a sequence.
+
+        Args:
+            sequence: Token ids.
+            hidden: Hidden states ``[1, T, H]`` behind the last layer, in the model's dtype.
+        """
+        assert self._capture is not None  # `capture` was called
+        with self.weights.before_layers():
+            return self._capture.logits(self._ids(sequence), hidden.to(self.device))[0]
 
     def sites_of(self, index: int) -> Sites:
         """Return the sites inside one layer."""

@@ -65,19 +65,30 @@ class PartialWeights:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """Load the weights of a layer, and remove the layer from the model afterwards.
+        """Load the weights of a layer, and empty the layer afterwards.
 
         Raises:
             LayersNotSeparableError: A parameter of the layer has no tensor of its own.
         """
-        for assignment in self._by_layer[index]:
-            self._loader.place(assignment)
         layer: nn.Module = self._layers[index]
-        _require_filled(f"{self._path}.{index}", layer.named_parameters())
+        empty = [(module, dict(module._parameters), dict(module._buffers)) for module in layer.modules()]
         try:
+            self.fill(index)
+            _require_filled(f"{self._path}.{index}", layer.named_parameters())
             yield layer
         finally:
-            self._layers[index] = nn.Identity()
+            for module, parameters, buffers in empty:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
+
+    def fill(self, index: int) -> None:
+        """Read the weights of a layer from the checkpoint into its parameters, which become new tensors."""
+        for assignment in self._by_layer[index]:
+            self._loader.place(assignment)
+
+    def assignments(self, index: int) -> list[Assignment]:
+        """Return where in a layer each of its tensors goes."""
+        return self._by_layer[index]
 
     def _fill(self, path: str, placed: list[str], module: nn.Module, _: Any) -> None:
         if path in placed:
@@ -87,7 +98,17 @@ class PartialWeights:
         self._require_room(f"the part of the model before the layers ({', '.join(placed)})", self._size(needed))
         for assignment in self._by_module.get(path, ()):
             self._loader.place(assignment)
+        self._tie(path, module, placed)
         _require_filled(path, module._parameters.items())
+
+    def _tie(self, path: str, module: nn.Module, placed: list[str]) -> None:
+        """Fill the parameters of a module that the config ties to those of another module."""
+        for leaf, parameter in module._parameters.items():
+            source = self._loader.model.all_tied_weights_keys.get(f"{path}.{leaf}")
+            if parameter is not None and parameter.is_meta and source is not None:
+                owner, _, name = source.rpartition(".")
+                self._fill(owner, placed, self._loader.model.get_submodule(owner), None)
+                module._parameters[leaf] = self._loader.model.get_submodule(owner)._parameters[name]
 
     def _restore(self, path: str, empty: dict[str, nn.Parameter | None]) -> None:
         self._loader.model.get_submodule(path)._parameters.update(empty)

@@ -27,8 +27,11 @@ _LOCK = "lock"
 _STATE = "calibration.json"
 _ARGUMENTS = "arguments"
 _DRAFT = "draft"
+_REFERENCE = "reference"
+_ROWS = "rows"
+_SCRATCH = (_ARGUMENTS, _DRAFT, _REFERENCE, _ROWS)
 _OURS = re.compile(
-    rf"{_LOCK}|{_STATE}|{_ARGUMENTS}|{_DRAFT}|hidden-\d+|layer-\d+\.safetensors|\.layer-\d+\.safetensors\.\d+\.tmp"
+    rf"{_LOCK}|{_STATE}|{'|'.join(_SCRATCH)}|hidden-\d+|layer-\d+\.safetensors|\.layer-\d+\.safetensors\.\d+\.tmp"
 )
 
 
@@ -91,6 +94,16 @@ class WorkFolder(Generic[Result]):
         """The file for hidden states while they are written."""
         return self.path / _DRAFT
 
+    @property
+    def reference(self) -> Path:
+        """The file for inputs inside the current layer of the original model."""
+        return self.path / _REFERENCE
+
+    @property
+    def rows(self) -> Path:
+        """The file for inputs of the experts of the current layer."""
+        return self.path / _ROWS
+
     def hidden(self, layer: int) -> Path:
         """The file of the hidden states that enter a layer."""
         return self.path / f"hidden-{layer}"
@@ -104,7 +117,7 @@ class WorkFolder(Generic[Result]):
     def finish(self, layer: int, result: Result) -> None:
         """Record a layer as finished, and delete the hidden states that entered it."""
         self._write(result, self.results(layer))
-        self.finished.append(result)
+        self.finished.append(self._read(self.results(layer)))
         self._delete(self.hidden(layer).name)
 
     def restart(self) -> None:
@@ -129,7 +142,7 @@ class WorkFolder(Generic[Result]):
     def _resume(self, fingerprint: str) -> None:
         """Load the finished layers of earlier work with the same fingerprint; delete any other work."""
         for name in list_folder(self.path):
-            if name.startswith(".") or name in (_ARGUMENTS, _DRAFT):
+            if name.startswith(".") or name in _SCRATCH:
                 self._delete(name)
         state = self.path / _STATE
         try:

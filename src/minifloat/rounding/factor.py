@@ -1,0 +1,107 @@
+"""From a Hessian to the feedback that error-compensating rounding applies: order of columns, damping, factorization.
+
+GPTQ rounds one column at a time and moves the error to the columns that are not rounded yet. Its updates are those of
+LDLQ (QuIP, arXiv 2307.13304, theorem 6): with H = (U + I) D (U + I)' and U strictly upper triangular, column k is
+rounded at w_k + sum over j < k of (w_j - q_j) U_jk. This form needs one Cholesky factorization and no inverse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minifloat.errors import SingularHessianError
+
+#: Share of the mean diagonal that is added to the diagonal (GPTQ's ``percdamp``).
+DAMPING = 0.01
+#: Factor by which the damping grows until the factorization succeeds, and its largest value.
+_DAMPING_GROWTH, _LARGEST_DAMPING = 10.0, 10.0
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """The feedback between columns in the order in which they are rounded.
+
+    Attributes:
+        order: int64 ``[K]``, columns by falling diagonal of the Hessian.
+        matrix: float32 ``[K, K]``, strictly upper triangular: the factor of each earlier column's error.
+        damping: Share of the mean diagonal that was added to the diagonal.
+        dead: Number of columns whose input was always zero.
+    """
+
+    order: Tensor
+    matrix: Tensor
+    damping: float
+    dead: int
+
+
+def factorize(hessian: Tensor, name: str) -> Feedback:
+    """Return the feedback that a Hessian gives.
+
+    Columns with the largest diagonal are rounded first, so that their errors are compensated by all others. A column
+    whose input was always zero is rounded to nearest.
+
+    Args:
+        hessian: float32 ``[K, K]``, symmetric.
+        name: The linear, for messages.
+
+    Raises:
+        SingularHessianError: The Hessian holds NaN or Inf, or no damping makes it positive definite.
+    """
+    diagonal = hessian.diagonal().double()
+    if not bool(diagonal.isfinite().all()):
+        raise SingularHessianError(f"{name}: the second moments of its inputs are NaN or Inf")
+    order = torch.argsort(diagonal, descending=True, stable=True)
+    damped = hessian[order][:, order].double()
+    dead = damped.diagonal() <= 0
+    damped.diagonal()[dead] = 1.0
+    mean = float(damped.diagonal().mean())
+    damping, added = DAMPING, 0.0
+    while True:
+        damped.diagonal().add_((damping - added) * mean)
+        added = damping
+        with one_thread():
+            lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        if not int(failed):
+            break
+        damping *= _DAMPING_GROWTH
+        if damping > _LARGEST_DAMPING:
+            raise SingularHessianError(
+                f"{name}: the second moments of its inputs are not positive definite, even with {added:g} of the "
+                "mean diagonal added; use more calibration text, or keep this module with --method nearest"
+            )
+    upper = lower.flip(0, 1)
+    matrix = (upper / upper.diagonal()).triu_(1).float()
+    return Feedback(order, matrix, damping, int(dead.sum()))
+
+
+def regress(products: Tensor, hessian: Tensor) -> Tensor:
+    """Return ``products (H + l I)^-1`` in float32, with l one hundredth of the mean diagonal of H.
+
+    Args:
+        products: float32 ``[N, K]``, for example the drift of outputs times inputs.
+        hessian: float32 ``[K, K]``.
+    """
+    damped = hessian.double()
+    mean = float(damped.diagonal().mean())
+    damped.diagonal().add_(DAMPING * mean if mean > 0 and math.isfinite(mean) else 1.0)
+    with one_thread():
+        lower = torch.linalg.cholesky(damped)
+        solution = torch.cholesky_solve(products.double().T, lower)
+    return solution.T.float()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run linear algebra on one thread: a library's sums depend on the number of its threads, and codes must not."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,131 @@
+"""`LayerRounding`: choose the codes of the weights of one layer, stage by stage, and put them into the running model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor
+from minifloat.plan.tensor_plan import Part
+from minifloat.rounding.factor import factorize
+from minifloat.rounding.grid import Grid, error_of
+from minifloat.rounding.layer_file import Bytes
+from minifloat.rounding.methods import Inputs, Method
+from minifloat.rounding.statistics import Rows, Statistics
+
+#: Fewer held-out rows than this say too little to prefer rounding to nearest.
+_FEWEST_HELD_OUT = 16
+
+
+@dataclass
+class LayerRounding:
+    """The weights of one layer while they are rounded.
+
+    Attributes:
+        method: Chooses the codes.
+        parts: The weights to quantize, by module.
+        weights: Views of these weights in the model, by module.
+        tensors: Output tensor name -> its bytes, of the weights that are rounded.
+        rows: A row of the report for each rounded weight.
+    """
+
+    method: Method
+    parts: Mapping[str, Part]
+    weights: Mapping[str, Tensor]
+    tensors: dict[str, Bytes] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._amaxes: dict[str, float] = {}
+
+    def measure(self) -> None:
+        """Measure the amax of weights that share a scale per tensor; call it when the weights have their final form."""
+        for module, part in self.parts.items():
+            if part.scheme.weight.needs_tensor_amax:
+                amax = float(self.weights[module].abs().amax())
+                self._amaxes[part.group] = max(self._amaxes.get(part.group, 0.0), amax)
+
+    def round_to_nearest(self) -> None:
+        """Replace every weight of the model by its nearest codes, without recording them."""
+        for module, part in self.parts.items():
+            self.weights[module].copy_(self._grid(module, part).nearest.dequantize())
+
+    def round_slot(
+        self, modules: Sequence[str], statistics: Statistics, held_out: Rows | None, facts: Mapping[str, Any]
+    ) -> None:
+        """Round the weights that share an input.
+
+        Args:
+            modules: Their names; those that are not quantized are skipped.
+            statistics: Of their input.
+            held_out: float32 rows of their input in text that is in no statistic; None: there are none.
+            facts: Further entries for the report.
+
+        Raises:
+            SingularHessianError: The statistics are no base for error compensation.
+        """
+        by_spec: dict[WeightSpec, list[str]] = {}
+        for module in modules:
+            if module in self.parts:
+                by_spec.setdefault(self.parts[module].scheme.weight, []).append(module)
+        if not by_spec:
+            return
+        inputs = Inputs(statistics, factorize(statistics.hessian, modules[0]), held_out)
+        for members in by_spec.values():
+            grids = [self._grid(module, self.parts[module]) for module in members]
+            rounded = self.method.round([self.weights[module].float() for module in members], grids, inputs)
+            for module, grid, codes in zip(members, grids, rounded.codes, strict=True):
+                self._choose(module, grid, grid.with_codes(codes), held_out, {**rounded.details, **facts})
+
+    def _choose(
+        self, module: str, grid: Grid, candidate: QuantizedTensor, held_out: Rows | None, facts: Mapping[str, Any]
+    ) -> None:
+        """Take the codes of the method, or the nearest ones if those lose less on held-out text."""
+        weight = self.weights[module]
+        taken, method = candidate, self.method.name
+        row: dict[str, Any] = {"module": module, **facts}
+        if held_out is not None and len(held_out.inputs) >= _FEWEST_HELD_OUT:
+            errors = output_errors(weight.float(), [grid.nearest, candidate], held_out)
+            row |= {"nearest_error": errors[0], "method_error": errors[1]}
+            if errors[1] > errors[0]:
+                taken, method = grid.nearest, "nearest"
+        dequantized = taken.dequantize()
+        row |= {"method": method, "stats": asdict(error_of(weight.float(), taken))}
+        weight.copy_(dequantized)
+        self.rows.append(row)
+        names = self.parts[module].tensors
+        self.tensors[names.codes.name] = _bytes(taken.codes)
+        self.tensors[names.scale.name] = _bytes(taken.scale)
+        if names.global_scale is not None:
+            assert taken.global_scale is not None
+            self.tensors[names.global_scale.name] = _bytes(taken.global_scale)
+
+    def _grid(self, module: str, part: Part) -> Grid:
+        return Grid.of(self.weights[module], part.scheme.weight, self._amaxes.get(part.group))
+
+
+def output_errors(weight: Tensor, candidates: Sequence[QuantizedTensor], held_out: Rows) -> list[float]:
+    """Return the relative squared error of the outputs of each candidate on held-out inputs.
+
+    Where the linear adds to the residual stream, the error of the stream behind it counts.
+
+    Args:
+        weight: The original weight, float32 ``[N, K]``.
+        candidates: Quantized forms of it.
+        held_out: float32 rows.
+    """
+    original = held_out.reference @ weight.T
+    target = original if held_out.residual is None else original + held_out.residual
+    energy = float(original.square().sum()) or 1.0
+    return [float((target - held_out.inputs @ each.dequantize().T).square().sum()) / energy for each in candidates]
+
+
+def _bytes(tensor: Tensor) -> Bytes:
+    data: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(data)

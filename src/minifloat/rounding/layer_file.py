@@ -1,0 +1,116 @@
+"""The results of one layer in a file: the output tensors that replace those of a plain cast, and a record of how.
+
+The tensors have the names, and hold the bytes, of the output checkpoint. The record and a SHA-256 over everything are
+in the metadata of the header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minifloat.checkpoint.files import open_regular, read_exactly, written_whole
+from minifloat.checkpoint.header import encode_header, read_header, strict_json
+from minifloat.checkpoint.tensors import OutputTensor, TensorInfo
+from minifloat.errors import CheckpointError
+
+_FORMAT = "minifloat rounded layer"
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """The results of a layer, about to be written.
+
+    Attributes:
+        tensors: Output tensor name -> its bytes.
+        record: How they were made, as JSON values.
+    """
+
+    tensors: Mapping[str, Bytes]
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerFile:
+    """The results of a layer in a file.
+
+    Attributes:
+        path: The file.
+        record: How the tensors were made, as JSON values.
+    """
+
+    path: Path
+    record: Mapping[str, Any]
+    _tensors: Mapping[str, TensorInfo] = field(repr=False)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the output tensors in the file."""
+        return frozenset(self._tensors)
+
+    def read(self, name: str) -> Bytes:
+        """Return the bytes of an output tensor.
+
+        Raises:
+            StorageError: The system refused to read.
+        """
+        info = self._tensors[name]
+        data = np.empty(info.nbytes, np.uint8)
+        descriptor, _ = open_regular(self.path)
+        try:
+            read_exactly(descriptor, memoryview(data), info.offset, self.path)
+        finally:
+            os.close(descriptor)
+        return data
+
+
+def write_layer(result: LayerResult | LayerFile, path: Path) -> None:
+    """Write the results of a layer in one step.
+
+    Raises:
+        StorageError: The system refused to write.
+    """
+    assert isinstance(result, LayerResult)
+    content = json.dumps(result.record)
+    outputs = [OutputTensor(name, "U8", (data.nbytes,)) for name, data in result.tensors.items()]
+    digest = _digest(content, result.tensors)
+    header, spans = encode_header(outputs, {"format": _FORMAT, "content": content, "sha256": digest})
+    with written_whole(path) as file:
+        file.write(header)
+        for name in spans:  # in the order of their offsets
+            file.write(memoryview(result.tensors[name]))
+
+
+def read_layer(path: Path) -> LayerFile:
+    """Return the results in a file, after checking their digest.
+
+    Raises:
+        CheckpointError: The file is damaged.
+        StorageError: The system refused to read.
+    """
+    header, _ = read_header(path)
+    metadata = header.metadata
+    if metadata.get("format") != _FORMAT or "content" not in metadata:
+        raise CheckpointError(path, "not the results of a rounded layer")
+    file = LayerFile(path, strict_json(metadata["content"]), {info.name: info for info in header.tensors})
+    if _digest(metadata["content"], {name: file.read(name) for name in sorted(file.names)}) != metadata.get("sha256"):
+        raise CheckpointError(path, "its digest does not match its content")
+    return file
+
+
+def _digest(content: str, tensors: Mapping[str, Bytes]) -> str:
+    digest = hashlib.sha256(content.encode())
+    for name in sorted(tensors):
+        digest.update(name.encode() + b"\0")
+        digest.update(memoryview(tensors[name]))
+    return digest.hexdigest()

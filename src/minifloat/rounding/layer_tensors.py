@@ -1,0 +1,49 @@
+"""The tensors of one layer by their names in the checkpoint, as views of the parameters of a transformers model.
+
+A change of a view changes the model. Experts are stacked in the model and mostly single in the checkpoint, so that a
+tensor of the checkpoint is a slice of a parameter. A tensor that transformers converts in another way has no view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from minifloat.checkpoint import TensorInfo
+from minifloat.plan.tensor_plan import Part
+from minifloat.runtime.names import Assignment
+
+
+def layer_tensors(
+    model: nn.Module, assignments: Iterable[Assignment], infos: Mapping[str, TensorInfo]
+) -> dict[str, Tensor]:
+    """Return the views of a layer's tensors by name in the checkpoint.
+
+    Args:
+        model: The model, with the weights of the layer.
+        assignments: Where the tensors of the layer are in it.
+        infos: The tensors of the checkpoint.
+    """
+    views: dict[str, Tensor] = {}
+    for assignment in assignments:
+        owner_path, _, leaf = assignment.target.rpartition(".")
+        parameter = getattr(model.get_submodule(owner_path), leaf)
+        if assignment.converter is None:
+            views[assignment.sources[0]] = parameter.data
+            continue
+        for expert, sources in enumerate(assignment.expert_parts() or ()):
+            matrix, first = parameter.data[expert], 0
+            rows = sum(infos[source].shape[0] for source in sources)
+            matrix = matrix if matrix.shape[0] == rows else matrix.T
+            for source in sources:
+                stop = first + infos[source].shape[0]
+                views[source], first = matrix[first:stop], stop
+    return views
+
+
+def part_view(tensor: Tensor, part: Part) -> Tensor:
+    """Return the weight ``[N, K]`` of a part, as a view of its source tensor."""
+    if tensor.ndim > 2:
+        tensor = tensor[part.matrix].T if part.transposed else tensor[part.matrix]
+    return tensor[part.first_row : part.first_row + part.shape[0]]

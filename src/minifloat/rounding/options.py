@@ -1,0 +1,33 @@
+"""The options of calibrated rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minifloat.rounding.methods import METHODS, Method
+
+DEFAULT_METHOD = "match"
+
+
+@dataclass(frozen=True)
+class RoundingOptions:
+    """How codes are chosen with data.
+
+    Attributes:
+        method: Chooses the codes of each stage.
+        fold: Whether to fold scales of input channels into the tensors before, where that lowers the error.
+        max_memory: Bytes of weights that may be in memory at a time; None: no limit beyond one layer.
+        device: Where layers run and statistics are computed.
+    """
+
+    method: Method = METHODS[DEFAULT_METHOD]
+    fold: bool = True
+    max_memory: int | None = None
+    device: str | torch.device = "cpu"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what determines the result, as JSON values."""
+        return {"method": self.method.name, "fold": self.fold}

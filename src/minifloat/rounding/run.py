@@ -1,0 +1,108 @@
+"""`round_checkpoint`: choose the codes of all weights of a plan with calibration text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minifloat.calibration.data import CalibrationSet
+from minifloat.calibration.layerwise.calls import LayersNotSeparableError
+from minifloat.calibration.layerwise.layer_stack import LayerStack, run_fingerprint
+from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.calibration.model import CalibrationModel
+from minifloat.calibration.options import RunOptions
+from minifloat.calibration.whole import check_data
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.progress import Progress
+from minifloat.errors import UsageError
+from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.rounding.layer_file import Bytes, LayerFile, LayerResult, read_layer, write_layer
+from minifloat.rounding.options import RoundingOptions
+from minifloat.rounding.walk import RoundingWalk
+
+
+@dataclass(frozen=True)
+class RoundedModel:
+    """The output tensors that rounding made, on disk, and the record of how.
+
+    Attributes:
+        files: A file per layer, and one of the comparison on held-out text.
+    """
+
+    files: Sequence[LayerFile]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_file_of", {name: file for file in self.files for name in file.names})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def read(self, name: str) -> Bytes:
+        """Return the bytes of an output tensor."""
+        return self._by_name[name].read(name)
+
+    @property
+    def weights(self) -> dict[str, Mapping[str, Any]]:
+        """How each weight was rounded, by module."""
+        return {row["module"]: row for file in self.files for row in file.record.get("weights", ())}
+
+    @property
+    def held_out(self) -> Mapping[str, Any]:
+        """The divergence from the original model on held-out text."""
+        found: Mapping[str, Any] = self.files[-1].record["held_out"]
+        return found
+
+    @property
+    def _by_name(self) -> Mapping[str, LayerFile]:
+        found: Mapping[str, LayerFile] = getattr(self, "_file_of")  # noqa: B009
+        return found
+
+
+@contextmanager
+def round_checkpoint(
+    checkpoint: Checkpoint,
+    plan: QuantizationPlan,
+    kept: CalibrationSet,
+    held_out: CalibrationSet,
+    options: RoundingOptions,
+    work_dir: Path,
+    progress: Progress | None = None,
+) -> Iterator[RoundedModel]:
+    """Choose the codes of all weights of a plan; the files stay until the block is left without an error.
+
+    Args:
+        checkpoint: The original model.
+        plan: What each weight is quantized to.
+        kept: The text that statistics come from.
+        held_out: Other text, on which errors are measured.
+        options: Method, folding, device.
+        work_dir: Where finished layers are kept, so that the same call continues after an interruption.
+        progress: Called after each sequence of each pass over a layer.
+
+    Raises:
+        UsageError: The layers of this model cannot be run one at a time, or one is larger than the memory allowed.
+        DataError: A token id is beyond the vocabulary.
+        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
+        SingularHessianError: The inputs of a linear allow no error compensation.
+        StorageError: The system refused to read or write.
+    """
+    model = CalibrationModel(checkpoint, RunOptions(device=options.device))
+    loader = model.loader()
+    for data in (kept, held_out):
+        check_data(data, loader.model.config.get_text_config().vocab_size)
+    try:
+        stack = LayerStack(model, loader, options.max_memory)
+        facts = {**options.to_dict(), "modules": {name: scheme.name for name, scheme in plan.modules.items()}}
+        both = CalibrationSet((*kept.sequences, *held_out.sequences))
+        fingerprint = run_fingerprint(loader, both, facts, len(kept.sequences))
+        with WorkFolder[LayerFile | LayerResult](work_dir, fingerprint, read_layer, write_layer) as folder:
+            walk = RoundingWalk(stack, plan, kept, held_out, options, progress)
+            yield RoundedModel(walk.run(folder))
+            folder.remove()
+    except LayersNotSeparableError as error:
+        raise UsageError(
+            f"{checkpoint.path}: its layers cannot be run one at a time, because {error}; --method nearest needs no data"
+        ) from error

@@ -1,0 +1,144 @@
+"""Statistics of the inputs of a linear: what the methods that choose codes need to know about the calibration text.
+
+`Accumulator` adds up products of inputs chunk by chunk, so that memory does not grow with the text. `Sample` keeps some
+inputs of text that no statistic saw, on which errors are measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from minifloat.kernels.rounding import gram
+from torch import Tensor
+
+#: Rows that are multiplied together: enough for the product to run at full speed.
+CHUNK_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Inputs of a linear, token by token.
+
+    Attributes:
+        inputs: X ``[T, K]``, the inputs in the quantized model.
+        reference: Xf ``[T, K]``, the inputs of the same tokens in the original model.
+        residual: Rf - R ``[T, H]``, the error of the residual stream that the linear adds to, as a share of what the
+            stream counts; None where the linear does not add to it.
+    """
+
+    inputs: Tensor
+    reference: Tensor
+    residual: Tensor | None = None
+
+    def pick(self, rows: Tensor | slice) -> Rows:
+        """Return some of the rows."""
+        return Rows(self.inputs[rows], self.reference[rows], None if self.residual is None else self.residual[rows])
+
+    def float(self) -> Rows:
+        """Return the rows as float32."""
+        residual = None if self.residual is None else self.residual.float()
+        return Rows(self.inputs.float(), self.reference.float(), residual)
+
+
+def join(parts: list[Rows]) -> Rows:
+    """Return the rows of all parts, which must not be empty."""
+    residuals = [part.residual for part in parts if part.residual is not None]
+    return Rows(
+        torch.cat([part.inputs for part in parts]),
+        torch.cat([part.reference for part in parts]),
+        torch.cat(residuals) if residuals else None,
+    )
+
+
+@dataclass
+class Statistics:
+    """Second moments of the inputs of a linear, over calibration text.
+
+    Attributes:
+        hessian: float32 ``[K, K]``, X'X / tokens.
+        drift: float32 ``[K, K]``, (Xf - X)'X / tokens; None: the inputs are those of the original model.
+        residual: float32 ``[H, K]``, (Rf - R)'X / tokens; None: the linear does not add to the residual stream, or the
+            inputs are those of the original model.
+        tokens: Number of tokens.
+    """
+
+    hessian: Tensor
+    drift: Tensor | None = None
+    residual: Tensor | None = None
+    tokens: int = 0
+
+
+class Accumulator:
+    """Adds up the products that make `Statistics`, in float32.
+
+    Args:
+        width: K.
+        drift: Whether the inputs differ from those of the original model.
+        residual_width: H, where the linear adds to the residual stream; None: it does not.
+    """
+
+    def __init__(self, width: int, *, drift: bool = False, residual_width: int | None = None) -> None:
+        self._hessian = torch.zeros(width, width)
+        self._drift = torch.zeros(width, width) if drift else None
+        self._residual = None if residual_width is None else torch.zeros(residual_width, width)
+        self._pending: list[Rows] = []
+        self._pending_rows = 0
+        self.tokens = 0
+
+    def add(self, rows: Rows) -> None:
+        """Add some tokens."""
+        self._pending.append(rows)
+        self._pending_rows += len(rows.inputs)
+        self.tokens += len(rows.inputs)
+        if self._pending_rows >= CHUNK_ROWS:
+            self._multiply()
+
+    def finish(self) -> Statistics:
+        """Return the means over all tokens; the accumulator is used up."""
+        self._multiply()
+        for total in (self._hessian, self._drift, self._residual):
+            if total is not None:
+                total.div_(max(self.tokens, 1))
+        return Statistics(self._hessian, self._drift, self._residual, self.tokens)
+
+    def _multiply(self) -> None:
+        if not self._pending:
+            return
+        rows = join(self._pending)
+        self._pending, self._pending_rows = [], 0
+        inputs = rows.inputs
+        gram(inputs, inputs, self._hessian)
+        if self._drift is not None:
+            gram(_difference(rows.reference, inputs), inputs, self._drift)
+        if self._residual is not None and rows.residual is not None:
+            gram(rows.residual.to(inputs.dtype), inputs, self._residual)
+
+
+class Sample:
+    """Some rows of inputs, kept to measure errors on.
+
+    Args:
+        limit: Largest number of rows.
+        parts: Number of calls of `add` to spread them over.
+    """
+
+    def __init__(self, limit: int, parts: int) -> None:
+        self._per_part = max(limit // max(parts, 1), 1)
+        self._kept: list[Rows] = []
+
+    def add(self, rows: Rows) -> None:
+        """Keep some of the rows, spread evenly."""
+        count = len(rows.inputs)
+        if count:
+            kept = rows.pick(torch.arange(0, count, max(-(-count // self._per_part), 1)))
+            self._kept.append(kept.float())
+
+    def rows(self) -> Rows | None:
+        """Return the kept rows as float32; None if there are none."""
+        return join(self._kept) if self._kept else None
+
+
+def _difference(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left - right``, computed in float32 and rounded once to their dtype."""
+    return (left.float() - right.float()).to(right.dtype)

@@ -1,0 +1,319 @@
+"""The walk that rounds a model layer by layer with calibration text, with one layer in memory at a time.
+
+Each layer runs over all sequences in two streams of hidden states: through the original layers, and through the layers
+as they are quantized so far. For each stage of a layer (`minifloat.rounding.stages`) the walk collects the inputs of
+both streams, chooses the codes of the weights that read them, and puts the quantized weights into the layer before the
+next stage runs. A third stream, of the held-out sequences alone, goes through layers that are rounded to nearest: at
+the end the report says what the method gains.
+
+Hidden states are on disk. A finished layer is a file of codes, so that a killed run continues after it with the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minifloat.calibration.data import CalibrationSet
+from minifloat.calibration.layerwise.calls import LayerCall
+from minifloat.calibration.layerwise.layer_stack import LayerStack
+from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
+from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.checkpoint.progress import Progress
+from minifloat.plan.tensor_plan import Part, QuantizationPlan
+from minifloat.rounding.divergence import Divergence, measure_divergence
+from minifloat.rounding.layer import LayerRounding
+from minifloat.rounding.layer_file import LayerFile, LayerResult
+from minifloat.rounding.layer_tensors import layer_tensors, part_view
+from minifloat.rounding.options import RoundingOptions
+from minifloat.rounding.slots import SlotRows, slot_statistics
+from minifloat.rounding.stages import Stage, find_stages
+from minifloat.rounding.statistics import Accumulator, Sample
+from minifloat.rounding.stored_readings import StoredReadings
+from minifloat.rounding.taps import LayerTaps, Reading, pair
+
+#: Rows of held-out text on which the errors of a stage are measured.
+_HELD_OUT_ROWS = 512
+
+
+@dataclass
+class _Streams:
+    """Where the hidden states of each sequence are in their file, by stream.
+
+    Attributes:
+        original: Of every sequence.
+        quantized: Of the sequences that the method or the final comparison needs.
+        nearest: Of held-out sequences.
+    """
+
+    original: dict[int, StoredTensor] = field(default_factory=dict)
+    quantized: dict[int, StoredTensor] = field(default_factory=dict)
+    nearest: dict[int, StoredTensor] = field(default_factory=dict)
+
+
+class RoundingWalk:
+    """One run over all layers.
+
+    Args:
+        stack: The layers of the model.
+        plan: What each weight is quantized to.
+        kept: The sequences that statistics come from.
+        held_out: Sequences that errors are measured on.
+        options: Method, folding, device.
+        progress: Called after each sequence of each pass over a layer.
+    """
+
+    def __init__(
+        self,
+        stack: LayerStack,
+        plan: QuantizationPlan,
+        kept: CalibrationSet,
+        held_out: CalibrationSet,
+        options: RoundingOptions,
+        progress: Progress | None = None,
+    ) -> None:
+        self.stack, self.options, self.progress = stack, options, progress
+        self.sequences = (*kept.sequences, *held_out.sequences)
+        self.first_held_out = len(kept.sequences)
+        self.infos = {tensor.source.name: tensor.source for tensor in plan.tensors}
+        self.parts: dict[str, tuple[str, Part]] = {
+            part.module: (tensor.source.name, part) for tensor in plan.tensors for part in tensor.parts
+        }
+        self._passes = 0
+
+    def run(self, folder: WorkFolder[LayerFile | LayerResult]) -> list[LayerFile]:
+        """Round all layers that the folder does not have yet, and return the files of all, and of the comparison.
+
+        Raises:
+            LayersNotSeparableError: The model's layers cannot be run one at a time.
+            NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
+            SingularHessianError: The inputs of a linear allow no error compensation.
+            StorageError: The system refused to read or write.
+        """
+        if len(folder.finished) <= len(self.stack):
+            with TensorFile(folder.arguments) as file:
+                pool = ArgumentPool(file, self.stack.device)
+                streams, calls_of_sequences = self._start(folder, pool)
+                for index in range(len(folder.finished), len(self.stack)):
+                    calls = [calls_of_layers[index] for calls_of_layers in calls_of_sequences]
+                    layer = _LayerWalk(self, index, folder, streams, calls, pool)
+                    folder.finish(index, layer.run())
+                folder.finish(len(self.stack), LayerResult({}, {"held_out": self._compare(folder, streams).to_dict()}))
+        return [result for result in folder.finished if isinstance(result, LayerFile)]
+
+    def _start(
+        self, folder: WorkFolder[LayerFile | LayerResult], pool: ArgumentPool
+    ) -> tuple[_Streams, list[tuple[LayerCall, ...]]]:
+        """Return the places of all hidden states, and the calls of all layers; write the inputs of layer 0."""
+        resumed = folder.hidden(len(folder.finished)).exists()
+        if not resumed:
+            folder.restart()
+        streams, first = _Streams(), []
+        with TensorFile(folder.draft) as draft:
+
+            def keep(number: int, hidden: Tensor) -> None:
+                first.append((hidden.shape, hidden.dtype))
+                for stream, chosen in (
+                    (streams.original, True),
+                    (streams.quantized, self.options.method.follows_quantized or number >= self.first_held_out),
+                    (streams.nearest, number >= self.first_held_out),
+                ):
+                    if chosen:
+                        self._end = (location := StoredTensor(self._end, hidden.shape, hidden.dtype)).end
+                        stream[number] = location
+                        if not resumed:
+                            draft.write(location, hidden)
+
+            self._end = 0
+            calls = self.stack.capture(self.sequences, pool, keep)
+            if not resumed:
+                draft.sync()
+                folder.keep_draft(0)
+        return streams, calls
+
+    def _compare(self, folder: WorkFolder[LayerFile | LayerResult], streams: _Streams) -> Divergence:
+        """Return how far the quantized model is from the original one on held-out text."""
+        with TensorFile(folder.hidden(len(self.stack))) as hidden:
+
+            def logits(stream: dict[int, StoredTensor], number: int) -> Tensor:
+                return self.stack.logits(self.sequences[number], hidden.read(stream[number])).float()
+
+            return measure_divergence(
+                (
+                    logits(streams.original, number),
+                    logits(streams.nearest, number),
+                    logits(streams.quantized, number),
+                )
+                for number in streams.nearest
+            )
+
+    def report(self, index: int, what: str, stages: int) -> None:
+        """Report that one sequence went through a part of a layer."""
+        self._passes += 1
+        if self.progress is not None:
+            passes = (stages + 2) * len(self.sequences)
+            done = index * passes + min(self._passes, passes)
+            self.progress(done, passes * len(self.stack), f"layer {index + 1} of {len(self.stack)}, {what}")
+
+    def start_layer(self) -> None:
+        """Count the passes of the next layer from zero."""
+        self._passes = 0
+
+
+class _LayerWalk:
+    """The walk through one layer."""
+
+    def __init__(
+        self,
+        walk: RoundingWalk,
+        index: int,
+        folder: WorkFolder[LayerFile | LayerResult],
+        streams: _Streams,
+        calls: Sequence[LayerCall],
+        pool: ArgumentPool,
+    ) -> None:
+        self.walk, self.index, self.folder, self.streams, self.calls, self.pool = (
+            walk,
+            index,
+            folder,
+            streams,
+            calls,
+            pool,
+        )
+        self.stack = walk.stack
+        self.sites = self.stack.sites_of(index)
+        self.prefix = f"{self.stack.path}.{index}"
+
+    @torch.inference_mode()
+    def run(self) -> LayerResult:
+        """Round the layer, write the hidden states behind it, and return its codes."""
+        self.walk.start_layer()
+        with ExitStack() as stack:
+            with torch.inference_mode(False):  # parameters as in the whole model
+                layer = stack.enter_context(self.stack.weights.layer(self.index))
+            self.layer = layer
+            self.hidden = stack.enter_context(TensorFile(self.folder.hidden(self.index)))
+            self.draft = stack.enter_context(TensorFile(self.folder.draft))
+            self.reference = StoredReadings(stack.enter_context(TensorFile(self.folder.reference)))
+            self.rows = stack.enter_context(TensorFile(self.folder.rows))
+            first = min(self.streams.original)
+            self.stages = find_stages(
+                self.stack.model,
+                self.prefix,
+                layer,
+                self.sites,
+                self._call(first),
+                self._hidden(self.streams.original, first),
+            )
+            self.taps = LayerTaps(self.stack.model, layer, self.stages)
+            self._run_original()
+            self._run_nearest()
+            rounding = self._rounding()
+            rounding.measure()
+            for number, stage in enumerate(self.stages):
+                self._round_stage(number, stage, rounding)
+            self._run_quantized()
+            self.draft.sync()
+            self.folder.keep_draft(self.index + 1)
+        return LayerResult(rounding.tensors, {"weights": rounding.rows})
+
+    def _rounding(self) -> LayerRounding:
+        """Return the weights of the layer that are to be rounded, with views of them in the model."""
+        views = layer_tensors(self.stack.model, self.stack.weights.assignments(self.index), self.walk.infos)
+        modules = {module for stage in self.stages for slot in stage.slots for module in slot}
+        parts, weights = {}, {}
+        for module in sorted(modules & self.walk.parts.keys()):
+            source, part = self.walk.parts[module]
+            if source in views:
+                parts[module], weights[module] = part, part_view(views[source], part)
+        return LayerRounding(self.walk.options.method, parts, weights)
+
+    def _run_original(self) -> None:
+        """Run the original layer over every sequence, and keep the inputs of its stages on disk."""
+        for number in self.streams.original:
+            output, readings = self.taps.read_all(self._call(number), self._hidden(self.streams.original, number))
+            self.draft.write(self.streams.original[number], output)
+            self.reference.keep(number, readings)
+            self.walk.report(self.index, "original", len(self.stages))
+
+    def _run_nearest(self) -> None:
+        """Run the layer, rounded to nearest, over the held-out sequences; then restore its weights."""
+        rounding = self._rounding()
+        rounding.measure()
+        rounding.round_to_nearest()
+        for number, location in self.streams.nearest.items():
+            self.draft.write(location, self._call(number).run(self.layer, self._hidden(self.streams.nearest, number)))
+        with torch.inference_mode(False):
+            self.stack.weights.fill(self.index)
+
+    def _run_quantized(self) -> None:
+        """Run the quantized layer over the sequences of its stream."""
+        for number, location in self.streams.quantized.items():
+            self.draft.write(location, self._call(number).run(self.layer, self._hidden(self.streams.quantized, number)))
+            self.walk.report(self.index, "quantized", len(self.stages))
+
+    def _round_stage(self, number: int, stage: Stage, rounding: LayerRounding) -> None:
+        """Collect the inputs of a stage, and round the weights that read them."""
+        if not any(module in rounding.parts for slot in stage.slots for module in slot):
+            return
+        if stage.outer is None:
+            self._round_dense(number, stage, rounding)
+        else:
+            self._round_experts(number, stage, rounding)
+
+    def _round_dense(self, number: int, stage: Stage, rounding: LayerRounding) -> None:
+        follows = self.walk.options.method.follows_quantized
+        residual_width = None
+        if follows and stage.residual is not None:
+            residual_width = self.streams.original[0].shape[-1]
+        accumulator = Accumulator(stage.width, drift=follows, residual_width=residual_width)
+        held_out = Sample(_HELD_OUT_ROWS, len(self.streams.nearest))
+        for sequence, rows in self._rows(number, stage):
+            (held_out if sequence >= self.walk.first_held_out else accumulator).add(rows)
+        statistics = accumulator.finish()
+        rounding.round_slot(stage.slots[0], statistics, held_out.rows(), {"tokens": statistics.tokens})
+
+    def _round_experts(self, number: int, stage: Stage, rounding: LayerRounding) -> None:
+        follows = self.walk.options.method.follows_quantized
+        held_out = [Sample(_HELD_OUT_ROWS, len(self.streams.nearest)) for _ in stage.slots]
+        slots = SlotRows(self.rows, len(stage.slots))
+        for sequence, (rows, experts) in self._paired(number, stage):
+            assert experts is not None
+            if sequence < self.walk.first_held_out:
+                slots.keep(rows, experts)
+                continue
+            for expert in experts.unique().tolist():
+                held_out[expert].add(rows.pick(experts == expert))
+        for slot, statistics, facts in slot_statistics(slots, stage.width, drift=follows):
+            rounding.round_slot(stage.slots[slot], statistics, held_out[slot].rows(), facts)
+
+    def _rows(self, number: int, stage: Stage) -> Iterator[tuple[int, Any]]:
+        for sequence, (rows, _) in self._paired(number, stage):
+            yield sequence, rows
+
+    def _paired(self, number: int, stage: Stage) -> Iterator[tuple[int, Any]]:
+        """Yield for each sequence the inputs of a stage in both models, and the expert of each row."""
+        for sequence in self.streams.original:
+            original = self.reference.read(sequence, number)
+            if self.walk.options.method.follows_quantized:
+                hidden = self._hidden(self.streams.quantized, sequence)
+                quantized = self.taps.read(stage, self._call(sequence), hidden)
+            elif stage.outer is False:
+                routing = self.reference.read(sequence, number + 1)  # of the down projections: the same rows
+                quantized = Reading(original.inputs[routing.tokens], routing.slots, routing.tokens)
+            else:
+                quantized = original
+            yield sequence, pair(original, quantized, stage, sequence)
+            self.walk.report(self.index, stage.name, len(self.stages))
+
+    def _call(self, sequence: int) -> LayerCall:
+        return self.pool.restore(self.calls[sequence])
+
+    def _hidden(self, stream: dict[int, StoredTensor], sequence: int) -> Tensor:
+        return self.hidden.read(stream[sequence]).to(self.stack.device)
