@@ -42,7 +42,9 @@ def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Diver
         logits: For each sequence the logits ``[T, V]`` of the original model, of the model rounded to nearest, and of
             the model rounded by the method.
     """
-    tokens, nearest, method = [], [], []
+    tokens: list[int] = []
+    nearest: list[float] = []
+    method: list[float] = []
     for original, *others in logits:
         base = original.log_softmax(-1)
         for candidate, means in zip(others, (nearest, method), strict=True):

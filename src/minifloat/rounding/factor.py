@@ -76,7 +76,7 @@ def factorize(hessian: Tensor, name: str) -> Feedback:
                 "mean diagonal added; use more calibration text, or keep this module with --method nearest"
             )
     upper = lower.flip(0, 1)
-    matrix = (upper / upper.diagonal()).triu_(1).float()
+    matrix = (upper / upper.diagonal()).triu_(1).float().contiguous()
     return Feedback(order, matrix, damping, int(dead.sum()))
 
 

@@ -1,4 +1,4 @@
-"""`LayerRounding`: choose the codes of the weights of one layer, stage by stage, and put them into the running model."""
+"""`LayerRounding`: choose the codes of the weights of one layer, and put them into the running model."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minifloat.checkpoint.files import open_regular, read_exactly, written_whole
+from minifloat.checkpoint.files import byte_view, open_regular, read_exactly, written_whole
 from minifloat.checkpoint.header import encode_header, read_header, strict_json
 from minifloat.checkpoint.tensors import OutputTensor, TensorInfo
 from minifloat.errors import CheckpointError
@@ -68,7 +68,7 @@ class LayerFile:
         data = np.empty(info.nbytes, np.uint8)
         descriptor, _ = open_regular(self.path)
         try:
-            read_exactly(descriptor, memoryview(data), info.offset, self.path)
+            read_exactly(descriptor, byte_view(data), info.offset, self.path)
         finally:
             os.close(descriptor)
         return data
@@ -88,7 +88,7 @@ def write_layer(result: LayerResult | LayerFile, path: Path) -> None:
     with written_whole(path) as file:
         file.write(header)
         for name in spans:  # in the order of their offsets
-            file.write(memoryview(result.tensors[name]))
+            file.write(byte_view(result.tensors[name]))
 
 
 def read_layer(path: Path) -> LayerFile:
@@ -112,5 +112,5 @@ def _digest(content: str, tensors: Mapping[str, Bytes]) -> str:
     digest = hashlib.sha256(content.encode())
     for name in sorted(tensors):
         digest.update(name.encode() + b"\0")
-        digest.update(memoryview(tensors[name]))
+        digest.update(byte_view(tensors[name]))
     return digest.hexdigest()

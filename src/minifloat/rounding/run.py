@@ -104,5 +104,5 @@ def round_checkpoint(
             folder.remove()
     except LayersNotSeparableError as error:
         raise UsageError(
-            f"{checkpoint.path}: its layers cannot be run one at a time, because {error}; --method nearest needs no data"
+            f"{checkpoint.path}: its layers cannot be run one at a time, because {error}; quantize it without data"
         ) from error

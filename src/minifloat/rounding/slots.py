@@ -37,7 +37,7 @@ class SlotRows:
             rows: Inputs, ordered by expert.
             experts: int64, the expert of each row.
         """
-        names, counts = experts.unique_consecutive(return_counts=True)
+        names, counts = torch.unique_consecutive(experts, return_counts=True)
         first = 0
         for expert, count in zip(names.tolist(), counts.tolist(), strict=True):
             part = rows.pick(slice(first, first + count))

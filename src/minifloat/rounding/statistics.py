@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from minifloat.kernels.rounding import gram
 from torch import Tensor
+
+from minifloat.kernels.rounding import gram
 
 #: Rows that are multiplied together: enough for the product to run at full speed.
 CHUNK_ROWS = 4096

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -93,10 +93,8 @@ class LayerTaps:
                 stack.callback(module.register_forward_hook(_stop).remove)
             else:
                 stack.enter_context(_routing_only(module, found))
-            try:
+            with suppress(_Reached):
                 call.run(self.layer, hidden)
-            except _Reached:
-                pass
         if stage.outer:
             return _join(outer, stage.width, hidden)
         if stage.residual is not None:
@@ -128,8 +126,10 @@ def pair(original: Reading, quantized: Reading, stage: Stage, sequence: int) -> 
         assert quantized.tokens is not None
         reference = reference[quantized.tokens]
     elif stage.outer:
-        assert quantized.slots is not None and quantized.tokens is not None
-        assert original.slots is not None and original.tokens is not None
+        assert quantized.slots is not None
+        assert quantized.tokens is not None
+        assert original.slots is not None
+        assert original.tokens is not None
         keys = quantized.slots * _MOST_TOKENS + quantized.tokens
         known = original.slots * _MOST_TOKENS + original.tokens
         order = known.argsort()

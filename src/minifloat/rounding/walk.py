@@ -114,23 +114,22 @@ class RoundingWalk:
         resumed = folder.hidden(len(folder.finished)).exists()
         if not resumed:
             folder.restart()
-        streams, first = _Streams(), []
+        streams, end = _Streams(), 0
         with TensorFile(folder.draft) as draft:
 
             def keep(number: int, hidden: Tensor) -> None:
-                first.append((hidden.shape, hidden.dtype))
+                nonlocal end
                 for stream, chosen in (
                     (streams.original, True),
                     (streams.quantized, self.options.method.follows_quantized or number >= self.first_held_out),
                     (streams.nearest, number >= self.first_held_out),
                 ):
                     if chosen:
-                        self._end = (location := StoredTensor(self._end, hidden.shape, hidden.dtype)).end
-                        stream[number] = location
+                        stream[number] = location = StoredTensor(end, hidden.shape, hidden.dtype)
+                        end = location.end
                         if not resumed:
                             draft.write(location, hidden)
 
-            self._end = 0
             calls = self.stack.capture(self.sequences, pool, keep)
             if not resumed:
                 draft.sync()

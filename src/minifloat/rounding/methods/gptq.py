@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from minifloat.kernels.rounding import round_with_feedback
 from torch import Tensor
 
+from minifloat.kernels.rounding import round_with_feedback
 from minifloat.rounding.factor import Feedback
 from minifloat.rounding.grid import Grid
 from minifloat.rounding.methods.protocol import Inputs, Rounded
@@ -48,5 +48,5 @@ def compensate(target: Tensor, grids: Sequence[Grid], feedback: Feedback) -> lis
     inverse[order] = torch.arange(len(order))
     scales = torch.cat([grid.row_scales() for grid in grids])
     groups = grids[0].column_groups()[order]
-    codes = round_with_feedback(target[:, order], scales, groups, feedback.matrix, grids[0].spec.element)
-    return list(codes[:, inverse].split([grid.nearest.shape[0] for grid in grids]))
+    codes = round_with_feedback(target[:, order].contiguous(), scales, groups, feedback.matrix, grids[0].spec.element)
+    return list(torch.split(codes[:, inverse], [grid.nearest.shape[0] for grid in grids]))
