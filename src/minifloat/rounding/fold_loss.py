@@ -21,7 +21,7 @@ from minifloat.numerics.scheme import ActivationSpec, WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 
 #: Rows of all weights of a site on which the loss is computed, rounded up to one block.
-MAX_ROWS = 2048
+MAX_ROWS = 512
 #: Expected number of calls of `OutputLoss.total`, by which the cheaper way of computing it is picked.
 CANDIDATES = 5
 
