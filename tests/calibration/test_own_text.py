@@ -22,7 +22,7 @@ from minifloat.calibration.session import TextOptions, collect, load_texts
 from minifloat.calibration.token_file import read_token_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.commands.main import main
-from minifloat.errors import AlreadyQuantizedError, DataError, StatsError, UnknownNameError, UsageError
+from minifloat.errors import AlreadyQuantizedError, CheckpointError, DataError, StatsError, UnknownNameError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.runtime.tokenizer import load_tokenizer
 
@@ -365,3 +365,15 @@ def test_calibrate_keeps_the_text_beside_the_statistics(llama_folder: Path, tmp_
     text = read_token_file(tmp_path / "a.self.safetensors")
     assert text is not None
     assert np.array_equal(text.tokens, np.array(write(llama_folder, samples=4, seq_len=8).sequences))
+
+
+def test_a_model_without_a_tokenizer_writes_its_text(copy: Path, tmp_path: Path) -> None:
+    for path in copy.glob("tokenizer*"):
+        path.unlink()
+    with Checkpoint.open(copy) as checkpoint:
+        loaded = load_texts(checkpoint, "self", TextOptions(samples=8, seq_len=12))
+        with pytest.raises(CheckpointError, match="tokenizer"):
+            load_texts(checkpoint, ["self", tmp_path], TextOptions(samples=8, seq_len=12))
+    assert {sequence[0] for sequence in loaded.sequences} == {BOS}
+    assert not {sequence[1] for sequence in loaded.sequences} & {BOS, EOS}
+    assert {len(sequence) for sequence in loaded.sequences} == {12}

@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["DEFAULT_SAMPLES", "DEFAULT_SEQ_LEN", "END_OF_TEXT", "OWN_TEXT", "CalibrationSet", "OwnText", "Source"]
-__all__ += ["SourceLike", "as_source", "describe_sequences", "fingerprint", "interleave", "load_calibration_data"]
+__all__ += [
+    "SourceLike",
+    "as_source",
+    "as_sources",
+    "describe_sequences",
+    "fingerprint",
+    "interleave",
+    "load_calibration_data",
+]
 
 DEFAULT_SAMPLES = 512
 DEFAULT_SEQ_LEN = 512
@@ -136,8 +144,7 @@ def load_calibration_data(
         UnknownNameError: A source has an unknown option.
         StorageError: The system refused to read.
     """
-    source_list = [sources] if isinstance(sources, (str, os.PathLike, Source)) else list(sources)
-    parsed = [as_source(source) for source in source_list]
+    parsed = as_sources(sources)
     prefix = sequence_prefix(tokenizer)
     if not parsed:
         raise DataError("no text to calibrate on: give at least one source")
@@ -161,6 +168,11 @@ def load_calibration_data(
     mixed = interleave(drawn)
     settings = {"seq_len": seq_len, "packing": packing, "seed": seed, "tokenizer": fingerprint(tokenizer)}
     return CalibrationSet(mixed, {"sources": records, **describe_sequences(mixed), **settings})
+
+
+def as_sources(sources: SourceLike | Sequence[SourceLike]) -> list[Source]:
+    """Return one or several sources as a list of `Source`."""
+    return [as_source(one) for one in ([sources] if isinstance(sources, (str, os.PathLike, Source)) else sources)]
 
 
 def as_source(source: SourceLike) -> Source:

@@ -118,7 +118,12 @@ def write_own_text(
     if text is None or len(text.tokens) < samples:
         with _weights(checkpoint, write_copy, file, device) as folder:
             engine = Engine(
-                folder, device=str(device), max_model_len=seq_len, max_num_seqs=max_num_seqs + 1, prefix_cache=False
+                folder,
+                device=str(device),
+                max_model_len=seq_len,
+                max_num_seqs=max_num_seqs + 1,
+                prefix_cache=False,
+                tokenizer=tokenizer,
             )
             prompts = _Prompts.of(tokenizer, prefix, engine.info.vocab_size, seed, seq_len)
             text = _Writer(engine, prompts, settings, file, progress).write(samples, text)

@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from minifloat.calibration.calibrate import calibrate_opened
 from minifloat.calibration.data import (
     DEFAULT_SAMPLES,
     DEFAULT_SEQ_LEN,
+    OWN_TEXT,
     CalibrationSet,
+    Source,
     SourceLike,
+    as_sources,
     load_calibration_data,
 )
 from minifloat.calibration.model import CalibrationModel
@@ -31,7 +35,8 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DestinationError, UsageError
 from minifloat.hub import model_folder
-from minifloat.runtime.tokenizer import load_tokenizer
+from minifloat.runtime.config import plain_config, read_generation_config
+from minifloat.runtime.tokenizer import has_tokenizer, load_tokenizer, token_id_tokenizer
 
 DEFAULT_HELD_OUT = 0.1
 
@@ -152,7 +157,7 @@ def load_texts(
         AlreadyQuantizedError: The model is quantized, and the source ``self`` is given.
         UsageError: The model does not fit into memory for ``self``, and there is no `write_copy`.
     """
-    tokenizer = load_tokenizer(checkpoint.path)
+    tokenizer = _tokenizer(checkpoint, sources)
 
     def own_text(samples: int) -> CalibrationSet:
         return write_own_text(
@@ -176,6 +181,13 @@ def load_texts(
         packing=text.packing,
         own_text=own_text,
     )
+
+
+def _tokenizer(checkpoint: Checkpoint, sources: SourceLike | Sequence[SourceLike]) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model, or a stand-in if it has none and writes all of the text itself."""
+    if has_tokenizer(checkpoint.path) or as_sources(sources) != [Source(OWN_TEXT)]:
+        return load_tokenizer(checkpoint.path)
+    return token_id_tokenizer(plain_config(checkpoint).get_text_config(), read_generation_config(checkpoint))
 
 
 def collect(

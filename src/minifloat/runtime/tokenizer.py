@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
+from pathlib import Path
+from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from minifloat.checkpoint.files import list_folder
 from minifloat.errors import CheckpointError
+
+#: Name patterns of files that only a folder with a tokenizer has.
+_FILES = ("tokenizer*", "tekken.json", "spiece.model", "sentencepiece*.model", "*.tiktoken", "vocab*", "merges.txt")
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
@@ -22,3 +31,33 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     except Exception as error:  # tokenizers raises bare Exception for a tokenizer.json that it cannot use
         raise CheckpointError(os.fspath(path), f"transformers cannot load a tokenizer from it: {error}") from error
     return tokenizer
+
+
+def has_tokenizer(path: str | os.PathLike[str]) -> bool:
+    """Return whether a model folder has any file of a tokenizer, whether or not it can be loaded."""
+    names = list_folder(Path(path))
+    return any(fnmatch.fnmatchcase(name.lower(), pattern) for name in names for pattern in _FILES)
+
+
+def token_id_tokenizer(*configs: Any) -> PreTrainedTokenizerBase:
+    """Return a tokenizer for a model that has none: the text of a token is its id.
+
+    Texts begin with BOS if a config names one.
+
+    Args:
+        configs: transformers' config of the text model, then others that may name BOS, EOS and the padding token; the
+            first that names one counts.
+    """
+    vocabulary = {str(token): token for token in range(configs[0].vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
+    special: dict[str, str] = {}
+    for name in ("bos_token", "eos_token", "pad_token"):
+        for token in (getattr(config, f"{name}_id", None) for config in configs):
+            first = token[0] if isinstance(token, list) and token else token
+            if isinstance(first, int) and str(first) in vocabulary:
+                special.setdefault(name, str(first))
+    bos = special.get("bos_token")
+    if bos is not None:
+        tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, int(bos))])
+    made: PreTrainedTokenizerBase = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)  # type: ignore[no-untyped-call]
+    return made

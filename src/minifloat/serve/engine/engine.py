@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from typing import Any, Literal, overload
 
+from transformers import PreTrainedTokenizerBase
+
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.hub import model_folder
 from minifloat.runtime.devices import current, device_named
@@ -63,11 +65,12 @@ class Engine:
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
         observer: Receives reports of steps, tokens and requests.
         revision: Revision of a model of the hub, as in `minifloat.hub.model_folder`.
+        tokenizer: The tokenizer to use; None: that of the folder.
 
     Attributes:
         info: Name, formats and sizes of the model.
         config: transformers' config of the model.
-        tokenizer: The tokenizer of the folder.
+        tokenizer: The tokenizer that was given, or that of the folder.
         generation_defaults: Sampling parameters of generation_config.json, by the names of `SamplingParams`.
 
     Raises:
@@ -94,6 +97,7 @@ class Engine:
         impl: str = "auto",
         observer: EngineListener | None = None,
         revision: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         options = EngineOptions(
             dtype=dtype,
@@ -115,7 +119,7 @@ class Engine:
                 f"max_num_batched_tokens: expected more than max_num_seqs, {max_num_seqs}; got {max_num_batched_tokens}"
             )
         folder = model_folder(path, revision=revision)
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
         with returned_when_freed(), current(self._device):
             opened = open_model(folder, options)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner
