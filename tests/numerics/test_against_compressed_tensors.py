@@ -29,7 +29,7 @@ FP8_ARGS: dict[Granularity, dict[str, Any]] = {
 MX_ARGS = {"strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
 NVFP4_ARGS = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn}
 MXFP4_EVEN = WeightSpec(E2M1, GROUP_32, E8M0, ScaleRule.EVEN)
-NVFP4 = WeightSpec(E2M1, GROUP_16, E4M3)
+NVFP4 = WeightSpec(E2M1, GROUP_16, E4M3, ScaleRule.AMAX)
 
 
 def weights(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -43,7 +43,7 @@ def test_the_default_scheme_is_fp8_block() -> None:
         ("fp8-dynamic", WeightSpec(E4M3, CHANNEL, FLOAT32, ScaleRule.AMAX)),
         ("mxfp8", WeightSpec(E4M3, GROUP_32, E8M0, ScaleRule.RCEIL)),
         ("mxfp4", WeightSpec(E2M1, GROUP_32, E8M0, ScaleRule.SEARCH)),
-        ("nvfp4", WeightSpec(E2M1, GROUP_16, E4M3, ScaleRule.AMAX)),
+        ("nvfp4", WeightSpec(E2M1, GROUP_16, E4M3, ScaleRule.SEARCH)),
     ],
 )
 def test_every_scheme_stores_weights_in_its_format(name: str, weight: WeightSpec) -> None:

@@ -151,7 +151,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme(
             "nvfp4",
             "E2M1 with an E4M3 scale per 16 elements and a float32 scale per tensor",
-            WeightSpec(E2M1, GROUP_16, E4M3),
+            WeightSpec(E2M1, GROUP_16, E4M3, ScaleRule.SEARCH),
         ),
     )
 }

@@ -36,6 +36,7 @@ SPECS = {name: scheme.weight for name, scheme in SCHEMES.items()} | {
     "e2m1-tensor": WeightSpec(E2M1, TENSOR),
     "e2m1-block": WeightSpec(E2M1, BLOCK_128),
     "e4m3-wide-blocks": WeightSpec(E4M3, block_granularity(3, 2048)),
+    "nvfp4-amax": WeightSpec(E2M1, GROUP_16, E4M3),
     "nvfp4-channel": WeightSpec(E2M1, CHANNEL, E4M3),
     "nvfp4-one-block": WeightSpec(E2M1, TENSOR, E4M3),
     "e8m0-tensor": WeightSpec(E4M3, TENSOR, E8M0, ScaleRule.RCEIL),
@@ -201,7 +202,7 @@ def test_the_statistics_neither_overflow_nor_underflow(name: str, factor: float)
     assert_matches_reference(gaussian((40, 200), torch.float32) * factor, SPECS[name])
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "search-16", "E4M3-search"])
+@pytest.mark.parametrize("name", ["mxfp4", "search-16", "E4M3-search", "nvfp4"])
 def test_the_search_decides_as_the_oracle_between_equally_good_scales(name: str) -> None:
     """Between two blocks with different choices lies one where the sums differ by their rounding, so by their order."""
     spec = SPECS[name]

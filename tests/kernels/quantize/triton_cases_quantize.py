@@ -23,6 +23,7 @@ SPECS = {name: scheme.weight for name, scheme in SCHEMES.items()} | {
     "e4m3-group-128": WeightSpec(E4M3, GROUP_128),
     "e2m1-tensor": WeightSpec(E2M1, TENSOR),
     "e2m1-block": WeightSpec(E2M1, BLOCK_128),
+    "nvfp4-amax": WeightSpec(E2M1, GROUP_16, E4M3),
     "nvfp4-channel": WeightSpec(E2M1, CHANNEL, E4M3),
     "nvfp4-one-block": WeightSpec(E2M1, TENSOR, E4M3),
     "search-16": WeightSpec(E2M1, GROUP_16, E8M0, ScaleRule.SEARCH),
@@ -129,7 +130,7 @@ def test_the_ends_of_float32(name: str, factor: float) -> None:
     assert_matches(gaussian((17, 200)) * factor, SPECS[name])
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "search-16", "E4M3-search"])
+@pytest.mark.parametrize("name", ["mxfp4", "search-16", "E4M3-search", "nvfp4"])
 def test_the_search_between_equally_good_scales(name: str) -> None:
     """Between two blocks with different choices lies one where the sums differ by their rounding, so by their order."""
     spec = SPECS[name]

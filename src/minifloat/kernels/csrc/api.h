@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 8
+#define MINIFLOAT_ABI_VERSION 9
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -35,6 +35,7 @@ enum minifloat_scaling {
     MINIFLOAT_SCALE_EVEN = 3,
     MINIFLOAT_SCALE_RCEIL = 4,
     MINIFLOAT_SCALE_SEARCH = 5,
+    MINIFLOAT_SCALE_CODED_SEARCH = 6,  // CODED, then a search of the codes around it; blocks of 1x16
 };
 
 // The properties of a signed format of at most 8 bits that rounding needs; numerics/formats.py defines them.
@@ -52,9 +53,9 @@ struct minifloat_quantize_rows_args {
     int32_t dtype;                   // minifloat_dtype
     int32_t scaling;                 // minifloat_scaling
     struct minifloat_format element;
-    struct minifloat_format scale;  // only of MINIFLOAT_SCALE_CODED
-    float divisor;                  // only of MINIFLOAT_SCALE_CODED
-    float zero_scale;               // scale of a block of zeros, of FLOAT32 and CODED
+    struct minifloat_format scale;  // only of CODED and CODED_SEARCH
+    float divisor;                  // only of CODED and CODED_SEARCH
+    float zero_scale;               // scale of a block of zeros, of FLOAT32, CODED and CODED_SEARCH
     int32_t one_scale;              // not 0: every element is scaled by `tensor_amax`, the grid is [1, 1]
     float tensor_amax;
     uint8_t* codes;  // [rows, cols], or [rows, cols / 2] where element.bits == 4 (low nibble = even column)

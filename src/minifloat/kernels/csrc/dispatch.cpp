@@ -123,12 +123,14 @@ bool valid(const minifloat_quantize_rows_args& a) {
     const bool whole_row = a.one_scale || a.block_cols >= a.cols;
     if (a.rows < 0 || a.cols < 1 || a.block_rows < 1 || a.block_cols < 1 || !known_dtype(a.dtype)) return false;
     if (!whole_row && a.block_cols % lanes != 0) return false;
-    if (a.scaling < MINIFLOAT_SCALE_FLOAT32 || a.scaling > MINIFLOAT_SCALE_SEARCH) return false;
+    if (a.scaling < MINIFLOAT_SCALE_FLOAT32 || a.scaling > MINIFLOAT_SCALE_CODED_SEARCH) return false;
     if (!known_format(a.element)) return false;
-    if (a.scaling == MINIFLOAT_SCALE_CODED && !known_format(a.scale)) return false;
+    const bool coded_search = a.scaling == MINIFLOAT_SCALE_CODED_SEARCH;
+    if ((a.scaling == MINIFLOAT_SCALE_CODED || coded_search) && !known_format(a.scale)) return false;
     if (a.element.bits == 4 && a.cols % 2 != 0) return false;
-    const bool searchable = a.block_rows == 1 && (a.block_cols == lanes || a.block_cols == 2 * lanes) && !a.one_scale;
-    return a.scaling != MINIFLOAT_SCALE_SEARCH || searchable;
+    const bool groups = a.block_rows == 1 && !a.one_scale;
+    if (coded_search) return groups && a.block_cols == lanes;
+    return a.scaling != MINIFLOAT_SCALE_SEARCH || (groups && (a.block_cols == lanes || a.block_cols == 2 * lanes));
 }
 
 bool valid(const minifloat_round_inputs_args& a) {

@@ -30,6 +30,7 @@ _SCALINGS = {
     (E8M0, ScaleRule.EVEN): 3,
     (E8M0, ScaleRule.RCEIL): 4,
     (E8M0, ScaleRule.SEARCH): 5,
+    (E4M3, ScaleRule.SEARCH): 6,
 }
 
 #: Elements that the library always handles together (``kLanes``): the width of blocks must be a multiple of it.
@@ -49,8 +50,9 @@ def why_not(spec: WeightSpec | None) -> str:
     rows, cols = spec.granularity.rows, spec.granularity.cols
     if (spec.scale, spec.rule) not in _SCALINGS:
         return f"no {spec.scale.name} scales by the rule {spec.rule.value}"
-    if spec.rule is ScaleRule.SEARCH and (rows != 1 or cols not in (_LANES, 2 * _LANES)):
-        return f"the search covers groups of {_LANES} and {2 * _LANES}, not {spec.granularity}"
+    searched = (_LANES,) if spec.scale is E4M3 else (_LANES, 2 * _LANES)
+    if spec.rule is ScaleRule.SEARCH and (rows != 1 or cols not in searched):
+        return f"the search covers groups of {' and '.join(map(str, searched))}, not {spec.granularity}"
     if cols is not None and cols % _LANES:
         return f"blocks must be a multiple of {_LANES} wide, not {spec.granularity}"
     return ""

@@ -2,7 +2,7 @@
 //
 // The slab is cut into panels, one row of blocks high. A panel is read once for amax and once for the codes, the second
 // time from L1 or L2; its rows are converted and cast in chunks of columns that fit L1.
-#include "search.h"
+#include "search_codes.h"
 
 namespace MINIFLOAT_ISA {
 namespace {
@@ -27,7 +27,7 @@ template <class Source>
 class Slab {
   public:
     explicit Slab(minifloat_quantize_rows_args& args) : a_(args), element_(args.element) {
-        searches_ = a_.scaling == MINIFLOAT_SCALE_SEARCH;
+        searches_ = a_.scaling == MINIFLOAT_SCALE_SEARCH || a_.scaling == MINIFLOAT_SCALE_CODED_SEARCH;
         padding_ = searches_ ? static_cast<int>(a_.block_cols) : kLanes;
         const bool whole_row = a_.one_scale || (a_.block_cols >= a_.cols && !searches_);
         block_rows_ = a_.one_scale ? 1 : a_.block_rows;
@@ -90,8 +90,12 @@ class Slab {
         s.amax[0] = measured;
         if (!searches_) return;
         load(p, p.row_begin, p.col_begin);
-        if (padding_ == kLanes) search_scales<1>(scratch_.w, blocks, element_, s);
-        if (padding_ == 2 * kLanes) search_scales<2>(scratch_.w, blocks, element_, s);
+        if (a_.scaling == MINIFLOAT_SCALE_CODED_SEARCH)
+            search_codes(scratch_.w, blocks, a_, element_, s);
+        else if (padding_ == kLanes)
+            search_scales<1>(scratch_.w, blocks, element_, s);
+        else if (padding_ == 2 * kLanes)
+            search_scales<2>(scratch_.w, blocks, element_, s);
     }
 
     // A chunk of columns as float32, padded with zeros; returns their number without padding.
@@ -135,7 +139,7 @@ class Slab {
         const int64_t first = (col - p.col_begin) / block_cols_;
         const float* scales = scratch_.blocks.scale + first;
         const float* inverses = scratch_.blocks.inverse + first;
-        const bool power_of_two = a_.scaling >= MINIFLOAT_SCALE_FLOOR;
+        const bool power_of_two = a_.scaling >= MINIFLOAT_SCALE_FLOOR && a_.scaling <= MINIFLOAT_SCALE_SEARCH;
         const auto cast_chunk = power_of_two ? (clips ? encode_chunk<true, true> : encode_chunk<true, false>)
                                              : (clips ? encode_chunk<false, true> : encode_chunk<false, false>);
         cast_chunk(scratch_.w, count, step, scales, inverses, unit, element_, scratch_.codes, sums_);

@@ -71,11 +71,11 @@ inline void e8m0_scales(BlockScales& s, int blocks, int scaling, const Format& e
     }
 }
 
-// SEARCH starts from FLOOR and refines it with the elements (search.h).
+// SEARCH starts from FLOOR (search.h) and CODED_SEARCH from CODED (search_codes.h); the elements refine both.
 inline void choose_scales(BlockScales& s, int blocks, const minifloat_quantize_rows_args& a, const Format& element) {
     if (a.scaling == MINIFLOAT_SCALE_FLOAT32)
         float32_scales(s, blocks, a);
-    else if (a.scaling == MINIFLOAT_SCALE_CODED)
+    else if (a.scaling == MINIFLOAT_SCALE_CODED || a.scaling == MINIFLOAT_SCALE_CODED_SEARCH)
         coded_scales(s, blocks, a);
     else
         e8m0_scales(s, blocks, a.scaling, element);

@@ -25,6 +25,7 @@ from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import TENSOR
+from minifloat.numerics.scale import NVFP4_SEARCH_OFFSETS
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
 #: The dtypes that the kernels read: bfloat16 as int16 with the same bits.
@@ -37,6 +38,7 @@ _SCALINGS = {
     (E8M0, ScaleRule.EVEN): blocks.EVEN,
     (E8M0, ScaleRule.RCEIL): blocks.RCEIL,
     (E8M0, ScaleRule.SEARCH): blocks.SEARCH,
+    (E4M3, ScaleRule.SEARCH): blocks.CODED_SEARCH,
 }
 
 #: Elements that a program holds at a time.
@@ -164,6 +166,8 @@ def kernel_arguments(spec: WeightSpec, dtype: torch.dtype, cols: int) -> dict[st
         "ELEMENT_SIGN": element.bits - 1,
         **constants(element, "ELEMENT"),
         **constants(coded, "SCALE"),
+        "LAST_SCALE": coded.max_code,
+        "SCALE_OFFSETS": NVFP4_SEARCH_OFFSETS,
     }
 
 

@@ -35,6 +35,7 @@ FLOOR: Any = tl.constexpr(2)
 EVEN: Any = tl.constexpr(3)
 RCEIL: Any = tl.constexpr(4)
 SEARCH: Any = tl.constexpr(5)
+CODED_SEARCH: Any = tl.constexpr(6)
 
 _MANTISSA: Any = tl.constexpr(FLOAT32.mantissa_bits)
 _ONE: Any = tl.constexpr(1)  # the interpreter cannot shift a plain number by a constexpr
@@ -98,6 +99,66 @@ def _search(
 
 
 @triton.jit
+def _try_code(
+    x,
+    first,
+    best_code,
+    best_error,
+    OFFSET: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    SCALE_MANTISSA: tl.constexpr,
+    SCALE_BIAS: tl.constexpr,
+    LAST_CODE: tl.constexpr,
+):
+    """Return the better of the best code so far and ``first + OFFSET``, and its error."""
+    code = tl.minimum(tl.maximum(first + OFFSET, 1), LAST_CODE)
+    value = decode_magnitude(code, SCALE_MANTISSA, SCALE_BIAS)
+    inverse = tl.div_rn(tl.full(value.shape, 1.0, tl.float32), value)
+    error = _block_error(x * inverse[:, None], 1.0, BLOCKS, LEVELS, MANTISSA, BIAS, MAX) * (value * value)
+    better = error < best_error
+    return tl.where(better, code, best_code), tl.where(better, error, best_error)
+
+
+@triton.jit
+def _search_codes(
+    x,
+    first,
+    BLOCKS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    MAX: tl.constexpr,
+    SCALE_MANTISSA: tl.constexpr,
+    SCALE_BIAS: tl.constexpr,
+    LAST_CODE: tl.constexpr,
+    OFFSETS: tl.constexpr,
+):
+    """Compute `scale.search_nvfp4_scales`."""
+    code, error = first, tl.full(first.shape, float("inf"), tl.float32)
+    for index in tl.static_range(len(OFFSETS)):
+        code, error = _try_code(
+            x,
+            first,
+            code,
+            error,
+            OFFSETS[index],
+            BLOCKS,
+            LEVELS,
+            MANTISSA,
+            BIAS,
+            MAX,
+            SCALE_MANTISSA,
+            SCALE_BIAS,
+            LAST_CODE,
+        )
+    return code
+
+
+@triton.jit
 def _e8m0(amax, SCALING: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr):
     """Compute `scale.e8m0_scales`."""
     if SCALING == FLOOR:
@@ -143,6 +204,8 @@ def quantize_blocks(
     SCALE_MANTISSA: tl.constexpr,
     SCALE_BIAS: tl.constexpr,
     SCALE_MAX: tl.constexpr,
+    LAST_SCALE: tl.constexpr,
+    SCALE_OFFSETS: tl.constexpr,
 ):
     """Quantize ``BLOCKS`` blocks of a slab.
 
@@ -166,7 +229,7 @@ def quantize_blocks(
         BLOCK_ROWS: Rows of a block.
         BLOCK_COLS: Columns of a block, a power of two; 0 for all columns.
         BLOCKS: Blocks per program.
-        CHUNK: Elements of a block that are loaded together; the whole block for SEARCH.
+        CHUNK: Elements of a block that are loaded together; the whole block for SEARCH and CODED_SEARCH.
         LEVELS: log2 of CHUNK.
         LARGEST: The largest value of the element format, a float.
         LIMIT: Magnitudes above this limit count as saturated.
@@ -178,6 +241,8 @@ def quantize_blocks(
         SCALE_MANTISSA: `triton_cast.constants` of the format of coded scales.
         SCALE_BIAS: `triton_cast.constants` of the format of coded scales.
         SCALE_MAX: `triton_cast.constants` of the format of coded scales.
+        LAST_SCALE: The code of the largest finite coded scale.
+        SCALE_OFFSETS: CODED_SEARCH: the codes to try, relative to that of amax, in order (`NVFP4_SEARCH_OFFSETS`).
     """
     index = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     element = tl.arange(0, CHUNK)
@@ -210,10 +275,26 @@ def quantize_blocks(
     if SCALING == FLOAT_SCALES:
         scale = float_scales(amax, LARGEST)
         stored = scale
-    elif SCALING == CODED_SCALES:
+    elif SCALING == CODED_SCALES or SCALING == CODED_SEARCH:  # noqa: SIM109 (Triton has no `in`)
         unrounded = divisor * tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
         rounded = encode_magnitude(bits_of(unrounded) & MAGNITUDE, SCALE_MANTISSA, SCALE_BIAS, SCALE_MAX)
         stored = tl.where(amax == 0.0, ZERO_SCALE, tl.maximum(rounded, 1))
+        if SCALING == CODED_SEARCH:
+            bits = load_bits(w_ptr, row * cols + col, inside & (col < cols), BF16)
+            x = float_of(tl.where((bits & MAGNITUDE) < INF_BITS, bits, 0)) * divisor
+            stored = _search_codes(
+                x,
+                stored,
+                BLOCKS,
+                LEVELS,
+                ELEMENT_MANTISSA,
+                ELEMENT_BIAS,
+                ELEMENT_MAX,
+                SCALE_MANTISSA,
+                SCALE_BIAS,
+                LAST_SCALE,
+                SCALE_OFFSETS,
+            )
         scale = tl.div_rn(
             decode_magnitude(stored, SCALE_MANTISSA, SCALE_BIAS), tl.zeros([BLOCKS], tl.float32) + divisor
         )
