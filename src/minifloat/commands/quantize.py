@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES
 
 if TYPE_CHECKING:
     from minifloat.checkpoint.progress import Progress
+    from minifloat.quantize.rounded import DataOptions
     from minifloat.quantize.static_scales import Calibration
 
 
@@ -35,6 +36,7 @@ class QuantizeParams(WritingParams):
         model: Checkpoint to quantize.
         out: Destination folder.
         sources: Text to calibrate with now (``--calibration``).
+        data: Text to choose codes with.
     """
 
     model: str
@@ -46,8 +48,11 @@ class QuantizeParams(WritingParams):
     exclude: tuple[str, ...]
     stats: Path | None
     sources: tuple[str, ...]
-    calibration_samples: int
-    calibration_seq_len: int
+    data: tuple[str, ...]
+    method: str | None
+    no_fold: bool
+    calibration_samples: int | None
+    calibration_seq_len: int | None
     rule: str
     max_saturation: float | None
     kv_cache: str | None
@@ -74,9 +79,18 @@ def _scheme_help() -> str:
 )
 @click.option("--stats", type=FOLDER, help="File of activation statistics that `calibrate` wrote.")
 @click.option("--calibration", "sources", multiple=True, metavar="DATA", help="Calibrate now on this text; repeatable.")
-@click.option("--calibration-samples", default=512, show_default=True, type=COUNT, help="Sequences to calibrate with.")
 @click.option(
-    "--calibration-seq-len", default=512, show_default=True, type=click.IntRange(min=2), help="Tokens per sequence."
+    "--data", multiple=True, metavar="DATA", help="Choose codes with this text, or with text of the model: self."
+)
+@click.option(
+    "--method", metavar="NAME", help="How codes are chosen: nearest, gptq or match.  [default: match with --data]"
+)
+@click.option("--no-fold", is_flag=True, help="With --data: fold no scales of input channels into norms and linears.")
+@click.option(
+    "--calibration-samples", type=COUNT, help="Sequences of text.  [default: 512; 284 with --data, 28 of them held out]"
+)
+@click.option(
+    "--calibration-seq-len", type=click.IntRange(min=2), help="Tokens per sequence.  [default: 512; 256 with --data]"
 )
 @click.option("--rule", default="max", show_default=True, help="How statistics become static scales.")
 @click.option("--max-saturation", type=click.FloatRange(0, 1), help="Largest fraction of held-out inputs to saturate.")
@@ -107,6 +121,8 @@ def quantize(params: QuantizeParams) -> None:
             workers=params.workers,
             overwrite=params.overwrite,
             calibration=_calibration(params, progress),
+            data=_data(params),
+            method=None if params.data else params.method,
             kv_cache=params.kv_cache is not None,
             target=params.target,
             device=params.device,
@@ -128,6 +144,7 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
         return None
     if params.stats is not None and params.sources:
         raise UsageError("--stats and --calibration both give activation statistics; give one of them")
+    from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN
     from minifloat.calibration.options import RunOptions
     from minifloat.calibration.rules import HistogramRule, parse_rule
     from minifloat.calibration.session import Collected, TextOptions, collect
@@ -140,9 +157,31 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
         collected = collect(
             params.model,
             params.sources,
-            TextOptions(samples=params.calibration_samples, seq_len=params.calibration_seq_len),
+            TextOptions(
+                samples=params.calibration_samples or DEFAULT_SAMPLES,
+                seq_len=params.calibration_seq_len or DEFAULT_SEQ_LEN,
+            ),
             RunOptions(histogram=isinstance(rule, HistogramRule)),
             progress=progress,
             revision=params.revision,
         )
     return Calibration(collected.stats, rule, collected.held_out, params.max_saturation)
+
+
+def _data(params: QuantizeParams) -> DataOptions | None:
+    """Return the text and the method of ``--data``; None without it."""
+    if not params.data:
+        if params.no_fold:
+            raise UsageError("--no-fold needs --data: without it nothing is folded")
+        return None
+    from minifloat.quantize.rounded import DEFAULT_TEXT, DataOptions
+    from minifloat.rounding.methods import get_method
+    from minifloat.rounding.options import DEFAULT_METHOD, RoundingOptions
+
+    text = replace(
+        DEFAULT_TEXT,
+        samples=params.calibration_samples or DEFAULT_TEXT.samples,
+        seq_len=params.calibration_seq_len or DEFAULT_TEXT.seq_len,
+    )
+    method = get_method(params.method or DEFAULT_METHOD)
+    return DataOptions(params.data, text, RoundingOptions(method, fold=not params.no_fold, device=params.device))

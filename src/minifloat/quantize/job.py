@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from minifloat._version import __version__
+from minifloat.calibration.data import SourceLike
 from minifloat.check import require_loadable
 from minifloat.check.subject import Subject
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, OutputTensor, TensorInfo
@@ -44,12 +46,22 @@ from minifloat.layouts import compressed_tensors, get_writer
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import make_plan
-from minifloat.plan.tensor_plan import QuantizationPlan, TensorPlan
+from minifloat.plan.tensor_plan import Part, QuantizationPlan, TensorPlan
 from minifloat.quantize.card import model_card
 from minifloat.quantize.provenance import describe_recipe, provenance, quantize_options
 from minifloat.quantize.report import QuantizeReport, TensorReport
+from minifloat.quantize.rounded import DataOptions, RoundedOutput, rounded_output
 from minifloat.quantize.static_scales import Calibration, apply_calibration
-from minifloat.quantize.stream import Caster, copy_digest, copy_tensor, part_amax, part_digest, quantize_part
+from minifloat.quantize.stream import (
+    Caster,
+    copy_digest,
+    copy_tensor,
+    part_amax,
+    part_digest,
+    quantize_part,
+    write_rounded_copy,
+    write_rounded_part,
+)
 
 
 def quantize_checkpoint(
@@ -62,6 +74,8 @@ def quantize_checkpoint(
     workers: int | None = None,
     overwrite: bool = False,
     calibration: Calibration | None = None,
+    data: DataOptions | SourceLike | Sequence[SourceLike] | None = None,
+    method: str | None = None,
     kv_cache: bool = False,
     target: str | None = None,
     device: str = "cpu",
@@ -81,6 +95,9 @@ def quantize_checkpoint(
         workers: Threads; by default one per core that this process may use, at most 8.
         overwrite: Replace an existing destination, at the end.
         calibration: Activation statistics, and the rule that turns them into static scales.
+        data: Text that codes are chosen with: files, folders, data sets, or ``"self"`` for text that the model itself
+            writes; or `DataOptions` with all options. None: every weight is rounded to nearest.
+        method: A name of `minifloat.rounding.methods.METHODS`; by default ``"match"`` with data.
         kv_cache: Write scales of an FP8 KV cache; needs `calibration`.
         target: Where the output is to run, as in ``"vllm:h100:tp4"``; a checkpoint that would not load is an error.
         device: Where weights are cast: "cpu", "cuda" or "cuda:N". The output is the same, bit for bit; the sums of
@@ -98,6 +115,8 @@ def quantize_checkpoint(
         CheckpointError: The source is damaged, or is no checkpoint.
         HubError: The hub has no such source, refuses it, or cannot be reached.
         TensorError: A tensor cannot be quantized; it is named and nothing is left behind.
+        DataError: The text of `data` is missing, too short, or does not fit the model.
+        SingularHessianError: The inputs of a linear allow no error compensation.
         NotCalibratedError: The statistics lack a module that needs a static scale.
         SaturationError: More held-out activations would saturate than `calibration.max_saturation` allows.
         KernelUnavailable: This machine lacks `device`, or what `impl` needs.
@@ -109,6 +128,7 @@ def quantize_checkpoint(
     parsed_overrides = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
     caster = Caster.of(device, impl)
     threads = processors.workers(workers)
+    data_options = DataOptions.of(data, method)
     if base_model is not None and not is_hub_id(base_model):
         raise UsageError(f"base_model: expected the id of a model of the hub, ORG/NAME, got {base_model!r}")
     with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
@@ -118,17 +138,23 @@ def quantize_checkpoint(
         plan, activations, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
         if target is not None:
             notes = (*notes, *require_loadable(checkpoint, plan, target))
-        recipe = describe_recipe(plan, calibration)
-        with CheckpointWriter(
-            destination,
-            fingerprint=fingerprint(checkpoint, recipe, _constants(plan)),
-            total_bytes=plan.output_bytes,
-            overwrite=overwrite,
-        ) as writer:
+        with (
+            _rounding(checkpoint, plan, data_options, Path(destination), progress) as rounded,
+            CheckpointWriter(
+                destination,
+                fingerprint=fingerprint(
+                    checkpoint,
+                    recipe := describe_recipe(plan, calibration, None if rounded is None else rounded.recipe),
+                    _constants(plan),
+                ),
+                total_bytes=plan.output_bytes,
+                overwrite=overwrite,
+            ) as writer,
+        ):
             with worker_pool(threads, writer) as pool:
                 metadata = {"format": "pt", "minifloat": __version__, "scale_rule": plan.scheme.weight.rule.value}
                 shards = dict(plan.by_shard())
-                job = QuantizeJob(checkpoint, writer, pool, shards, metadata, progress, plan, caster)
+                job = QuantizeJob(checkpoint, writer, pool, shards, metadata, progress, plan, caster, rounded)
                 tensors = tuple(TensorReport.from_dict(entry) for entry in job.run())
             report = QuantizeReport(
                 source=str(source),
@@ -137,13 +163,30 @@ def quantize_checkpoint(
                 provenance=provenance(checkpoint, "quantize", quantize_options(recipe), tensors),
                 tensors=tensors,
                 activations=activations,
-                notes=(*notes, *restart_notes(writer)),
+                notes=(*notes, *(() if rounded is None else rounded.notes), *restart_notes(writer)),
+                rounding=None if rounded is None else rounded.to_dict(),
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
             )
             _write_small_files(checkpoint, plan, writer, report, base_model)
             writer.commit()
     return report
+
+
+@contextmanager
+def _rounding(
+    checkpoint: Checkpoint,
+    plan: QuantizationPlan,
+    data: DataOptions | None,
+    destination: Path,
+    progress: Progress | None,
+) -> Iterator[RoundedOutput | None]:
+    """Yield the codes that the method of `data` chose; None without data."""
+    if data is None:
+        yield None
+        return
+    with rounded_output(checkpoint, plan, data, destination, progress) as rounded:
+        yield rounded
 
 
 def _constants(plan: QuantizationPlan) -> list[tuple[str, float]]:
@@ -179,11 +222,13 @@ class QuantizeJob(RewriteJob[TensorPlan]):
     Attributes:
         plan: The plan of the output.
         caster: Implementation and device that cast the weights.
+        rounded: The output tensors that were made with data; None: there are none.
         amaxes: Amax of each group of weights that share a scale and that has a member in an unfinished shard.
     """
 
     plan: QuantizationPlan
     caster: Caster
+    rounded: RoundedOutput | None = None
     amaxes: dict[str, float] = field(default_factory=dict, init=False)
 
     def sources(self, item: TensorPlan) -> Sequence[TensorInfo]:
@@ -206,13 +251,17 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         for constant in item.constants:
             shard.write(constant.tensor.name, np.float32(constant.value).reshape(1))
         if not item.parts:
+            if self.rounded is not None and item.source.name in self.rounded.model:
+                return [self.pool.submit(write_rounded_copy, self.checkpoint, item.source, shard, self.rounded.model)]
             return [self.pool.submit(copy_tensor, self.checkpoint, item.source, shard, self.caster)]
-        return [
-            self.pool.submit(
-                quantize_part, self.checkpoint, item.source, part, self.amaxes.get(part.group), shard, self.caster
-            )
-            for part in item.parts
-        ]
+        return [self._submit_part(item.source, part, shard) for part in item.parts]
+
+    def _submit_part(self, source: TensorInfo, part: Part, shard: ShardWriter) -> Future[Any]:
+        """Hand one weight to the pool: its codes that were chosen with data, or its cast."""
+        if self.rounded is not None and part.tensors.codes.name in self.rounded.model:
+            return self.pool.submit(write_rounded_part, self.checkpoint, source, part, shard, self.rounded.model)
+        amax = self.amaxes.get(part.group)
+        return self.pool.submit(quantize_part, self.checkpoint, source, part, amax, shard, self.caster)
 
     def entries(self, item: TensorPlan, results: list[Any]) -> list[dict[str, Any]]:
         """Return a row for each weight, or one for the copy."""
@@ -236,6 +285,9 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         groups = [part.group for item in items for part in item.parts]
         return {"amax": {group: self.amaxes[group] for group in groups if group in self.amaxes}}
 
+    def _is_rounded(self, part: Part) -> bool:
+        return self.rounded is not None and part.tensors.codes.name in self.rounded.model
+
     def _measure_amaxes(self) -> dict[str, float]:
         unfinished = {
             part.group
@@ -248,7 +300,7 @@ class QuantizeJob(RewriteJob[TensorPlan]):
             (part.group, self.pool.submit(part_amax, self.checkpoint, tensor.source, part, self.caster))
             for tensor in self.plan.tensors
             for part in tensor.parts
-            if part.scheme.weight.needs_tensor_amax and part.group in unfinished
+            if part.scheme.weight.needs_tensor_amax and part.group in unfinished and not self._is_rounded(part)
         ]
         amaxes: dict[str, float] = {}
         for group, future in futures:

@@ -24,7 +24,9 @@ class _TensorEntry(Protocol):
     def source_digest(self) -> str: ...
 
 
-def describe_recipe(plan: QuantizationPlan, calibration: Calibration | None) -> dict[str, Any]:
+def describe_recipe(
+    plan: QuantizationPlan, calibration: Calibration | None, rounding: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the arguments that determine the output of `quantize`, as JSON values."""
     weight = plan.scheme.weight
     return {
@@ -37,6 +39,7 @@ def describe_recipe(plan: QuantizationPlan, calibration: Calibration | None) -> 
         "scale": weight.scale.name,
         "scale_rule": weight.rule.value,
         "overrides": [str(override) for override in plan.overrides],
+        **({} if rounding is None else {"rounding": rounding}),
     }
 
 
@@ -45,8 +48,13 @@ def quantize_options(recipe: dict[str, Any]) -> str:
     overrides = "".join(f" --override '{override}'" for override in recipe["overrides"])
     layout = "" if recipe["layout"] == compressed_tensors.NAME else f" --layout {recipe['layout']}"
     calibration = "" if recipe["calibration"] is None else f" --stats STATS --rule {recipe['calibration']['rule']}"
+    rounding = recipe.get("rounding")
+    data = ""
+    if rounding is not None:
+        sources = "".join(f" --data {source['name']}" for source in rounding["data"].get("sources", ()))
+        data = f" --method {rounding['method']}{sources}{'' if rounding['fold'] else ' --no-fold'}"
     kv_cache = " --kv-cache fp8" if recipe["kv_cache"] else ""
-    return f"--scheme {recipe['scheme']}{layout}{overrides}{calibration}{kv_cache}"
+    return f"--scheme {recipe['scheme']}{layout}{overrides}{calibration}{data}{kv_cache}"
 
 
 def provenance(

@@ -81,6 +81,7 @@ class QuantizeReport:
         tensors: One entry per tensor, in the source's order.
         activations: Static scales of inputs and of the KV cache, with their saturation on held-out text.
         notes: Sentences for the user.
+        rounding: Method, text and errors where codes were chosen with data, as JSON values; None without data.
         seconds: Wall time of this run.
         resumed_shards: Shards that an earlier, interrupted run had finished.
     """
@@ -92,6 +93,7 @@ class QuantizeReport:
     tensors: tuple[TensorReport, ...]
     activations: tuple[ActivationReport, ...] = ()
     notes: tuple[str, ...] = ()
+    rounding: dict[str, Any] | None = None
     seconds: float = field(default=0.0, compare=False)
     resumed_shards: int = field(default=0, compare=False)
 
@@ -126,6 +128,7 @@ class QuantizeReport:
             "total": asdict(self.total) | {"sqnr_db": finite_or_none(self.total.sqnr_db)},
             "tensors": [_with_sqnr(tensor) for tensor in self.tensors],
             "activations": [activation.to_dict() for activation in self.activations],
+            **({} if self.rounding is None else {"rounding": self.rounding}),
         }
 
 

@@ -28,6 +28,7 @@ from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.scheme import Scheme
 from minifloat.plan.tensor_plan import Part
+from minifloat.rounding.rounded_model import RoundedModel
 
 #: Bytes of source that a thread holds at a time: small enough for its L2 cache, large enough to hide system calls.
 SLAB_BYTES = 2 << 20
@@ -212,6 +213,21 @@ def quantize_part(
     if part.tensors.global_scale is not None:
         shard.write(part.tensors.global_scale.name, scalar_global_divisor(amax or 0.0).reshape(1))
     return stats, name_digest(hasher)
+
+
+def write_rounded_part(
+    checkpoint: Checkpoint, info: TensorInfo, part: Part, shard: ShardWriter, rounded: RoundedModel
+) -> tuple[CastStats, str]:
+    """Write the codes and scales of a weight that were chosen with data, and return what `quantize_part` returns."""
+    for output in part.tensors.all:
+        shard.write(output.name, rounded.read(output.name))
+    return CastStats(**rounded.weights[part.module]["stats"]), part_digest(checkpoint, info, part)
+
+
+def write_rounded_copy(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, rounded: RoundedModel) -> str:
+    """Write a tensor that stays in 16 bits with the scales that were folded into it, and return its source's digest."""
+    shard.write(info.name, rounded.read(info.name))
+    return copy_digest(checkpoint, info)
 
 
 def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, caster: Caster = CPU) -> str:

@@ -31,3 +31,6 @@ class RoundingOptions:
     def to_dict(self) -> dict[str, Any]:
         """Return what determines the result, as JSON values."""
         return {"method": self.method.name, "fold": self.fold}
+
+
+DEFAULT_ROUNDING = RoundingOptions()

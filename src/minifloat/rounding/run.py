@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.calls import LayersNotSeparableError
@@ -19,46 +17,10 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
 from minifloat.plan.tensor_plan import QuantizationPlan
-from minifloat.rounding.layer_file import Bytes, LayerFile, LayerResult, read_layer, write_layer
+from minifloat.rounding.layer_file import LayerFile, LayerResult, read_layer, write_layer
 from minifloat.rounding.options import RoundingOptions
+from minifloat.rounding.rounded_model import RoundedModel
 from minifloat.rounding.walk import RoundingWalk
-
-
-@dataclass(frozen=True)
-class RoundedModel:
-    """The output tensors that rounding made, on disk, and the record of how.
-
-    Attributes:
-        files: A file per layer, and one of the comparison on held-out text.
-    """
-
-    files: Sequence[LayerFile]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_file_of", {name: file for file in self.files for name in file.names})
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._by_name
-
-    def read(self, name: str) -> Bytes:
-        """Return the bytes of an output tensor."""
-        return self._by_name[name].read(name)
-
-    @property
-    def weights(self) -> dict[str, Mapping[str, Any]]:
-        """How each weight was rounded, by module."""
-        return {row["module"]: row for file in self.files for row in file.record.get("weights", ())}
-
-    @property
-    def held_out(self) -> Mapping[str, Any]:
-        """The divergence from the original model on held-out text."""
-        found: Mapping[str, Any] = self.files[-1].record["held_out"]
-        return found
-
-    @property
-    def _by_name(self) -> Mapping[str, LayerFile]:
-        found: Mapping[str, LayerFile] = getattr(self, "_file_of")  # noqa: B009
-        return found
 
 
 @contextmanager

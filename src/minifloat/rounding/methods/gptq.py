@@ -25,6 +25,7 @@ class Gptq:
 
     name = "gptq"
     summary = "error compensation under the inputs of the original model (GPTQ)"
+    needs_data = True
     follows_quantized = False
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: Inputs) -> Rounded:

@@ -34,6 +34,7 @@ class Match:
 
     name = "match"
     summary = "error compensation that matches the outputs of the original layers, layer by layer"
+    needs_data = True
     follows_quantized = True
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: Inputs) -> Rounded:

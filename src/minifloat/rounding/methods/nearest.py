@@ -15,6 +15,7 @@ class Nearest:
 
     name = "nearest"
     summary = "each weight to its nearest code; needs no data"
+    needs_data = False
     follows_quantized = False
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: Inputs) -> Rounded:

@@ -53,6 +53,10 @@ class Method(Protocol):
         """One line for `--help` and reports."""
 
     @property
+    def needs_data(self) -> bool:
+        """Whether it chooses codes with the inputs of the weights."""
+
+    @property
     def follows_quantized(self) -> bool:
         """Whether the inputs are those that the layers quantized before give, beside the original ones."""
 

@@ -1,0 +1,172 @@
+"""The codes of a checkpoint that are chosen with data: from the options of `quantize` to the run of `rounding`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minifloat.calibration.data import CalibrationSet, Source, SourceLike
+from minifloat.calibration.session import TextOptions, load_texts
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.progress import Progress
+from minifloat.errors import DataError, UsageError
+from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.rounding.methods import get_method
+from minifloat.rounding.options import DEFAULT_ROUNDING, RoundingOptions
+from minifloat.rounding.rounded_model import RoundedModel
+from minifloat.rounding.run import round_checkpoint
+
+#: Suffix of the folder beside the destination in which finished layers are kept.
+WORK_SUFFIX = ".minifloat-rounding"
+#: Text that rounding takes by default: 64 Ki tokens, and a tenth more that is held out.
+DEFAULT_TEXT = TextOptions(samples=284, seq_len=256, held_out=0.1)
+#: Fewer tokens than this per input channel determine the statistics of a linear badly.
+_TOKENS_PER_CHANNEL = 4
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Text, and how codes are chosen with it.
+
+    Attributes:
+        sources: Files, folders or data sets, or ``"self"`` for text that the model itself writes.
+        text: How text becomes sequences. The held-out part must not be empty.
+        rounding: Method, folding, device.
+    """
+
+    sources: Sequence[SourceLike]
+    text: TextOptions = DEFAULT_TEXT
+    rounding: RoundingOptions = DEFAULT_ROUNDING
+
+    @classmethod
+    def of(cls, data: DataOptions | SourceLike | Sequence[SourceLike] | None, method: str | None) -> DataOptions | None:
+        """Return the options that the arguments `data` and `method` of `quantize_checkpoint` stand for.
+
+        Raises:
+            UnknownNameError: There is no such method.
+            UsageError: The method needs data and there is none, or `data` names a method itself.
+        """
+        chosen = None if method is None else get_method(method)
+        if isinstance(data, DataOptions):
+            if chosen is not None:
+                raise UsageError("give the method either in `data` or as `method`, not in both")
+            return data
+        if data is None or (not isinstance(data, str | os.PathLike | Source) and not data):
+            if chosen is not None and chosen.needs_data:
+                raise UsageError(
+                    f"the method {chosen.name} needs text: give --data FILE, or --data self for text that the model "
+                    "writes itself"
+                )
+            return None
+        sources = [data] if isinstance(data, str | os.PathLike | Source) else list(data)
+        return cls(sources, rounding=DEFAULT_ROUNDING if chosen is None else RoundingOptions(method=chosen))
+
+
+@dataclass(frozen=True)
+class RoundedOutput:
+    """The output tensors that were made with data.
+
+    Attributes:
+        model: The tensors, and how they were made.
+        recipe: The method, the text and the options, as JSON values.
+        notes: Sentences for the user.
+    """
+
+    model: RoundedModel
+    recipe: dict[str, Any]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return method, text and errors as JSON values."""
+        weights = [{key: value for key, value in row.items() if key != "stats"} for row in self.model.weights.values()]
+        return {**self.recipe, "held_out": self.model.held_out, "folds": self.model.folds, "weights": weights}
+
+
+@contextmanager
+def rounded_output(
+    checkpoint: Checkpoint,
+    plan: QuantizationPlan,
+    data: DataOptions,
+    destination: Path,
+    progress: Progress | None,
+) -> Iterator[RoundedOutput]:
+    """Choose the codes of a plan with data; the work is kept if the block is left with an error.
+
+    Args:
+        checkpoint: The source.
+        plan: What each weight is quantized to.
+        data: Text and method.
+        destination: The output folder; finished layers, and the text that the model wrote, are kept beside it.
+        progress: Called as work completes.
+
+    Raises:
+        DataError: The text is missing, too short, or does not fit the model.
+        UsageError: The layers of this model cannot be run one at a time.
+        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
+        SingularHessianError: The inputs of a linear allow no error compensation.
+    """
+    destination = destination.absolute()
+    texts = load_texts(
+        checkpoint,
+        data.sources,
+        data.text,
+        own_text_file=destination.with_name(f"{checkpoint.path.name}.self-text.safetensors"),
+        device=data.rounding.device,
+        progress=progress,
+    )
+    kept, held_out = _split(texts, data.text, plan)
+    work_dir = destination.with_name(destination.name + WORK_SUFFIX)
+    with round_checkpoint(checkpoint, plan, kept, held_out, data.rounding, work_dir, progress) as model:
+        recipe = {**data.rounding.to_dict(), "data": dict(texts.record), "tokens": kept.tokens}
+        yield RoundedOutput(model, recipe, _notes(model, plan, data))
+
+
+def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> tuple[CalibrationSet, CalibrationSet]:
+    """Return the text for statistics, and the held-out text.
+
+    Raises:
+        DataError: There is too little text for the widest linear, or none to hold out.
+    """
+    if not text.held_out:
+        raise DataError("a method that chooses codes with data needs held-out text to be judged on")
+    kept, held_out = texts.held_out(text.held_out)
+    widest = max((part.shape[1] for tensor in plan.tensors for part in tensor.parts), default=0)
+    needed = _TOKENS_PER_CHANNEL * widest
+    if kept.tokens < needed:
+        raise DataError(
+            f"{kept.tokens:,} tokens of calibration text are too few for linears with {widest:,} input channels: "
+            f"give at least {needed:,} (--samples, --seq-len, or more text)"
+        )
+    return kept, held_out
+
+
+def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tuple[str, ...]:
+    """Return what the user must know: the gain, weights that were not rounded with data, and text that is far off."""
+    found, name = model.held_out, data.rounding.method.name
+    nearest, method = found["nearest"], found["method"]
+    notes = [
+        f"KL from the original model on {found['tokens']:,} held-out tokens: {method:.4f} nats with {name}, "
+        f"{nearest:.4f} rounded to nearest."
+    ]
+    missed = [module for module in plan.modules if module not in model.weights]
+    if missed:
+        notes.append(
+            f"{len(missed)} of {len(plan.modules)} weights were rounded to nearest, because the text does not reach "
+            f"them layer by layer: {', '.join(missed[:3])}{' ...' if len(missed) > 3 else ''}."
+        )
+    kept = [row["module"] for row in model.weights.values() if row["method"] != name]
+    if kept:
+        notes.append(
+            f"{len(kept)} weights keep rounding to nearest, which loses less on held-out text: {', '.join(kept[:3])}"
+            f"{' ...' if len(kept) > 3 else ''}."
+        )
+    if method > nearest:
+        notes.append(
+            f"WARNING: {name} is worse than rounding to nearest on held-out text ({method:.4f} against {nearest:.4f}); "
+            "give more text, or text of the kind that the model will see."
+        )
+    return tuple(notes)
