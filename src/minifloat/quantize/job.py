@@ -15,12 +15,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minifloat._version import __version__
-from minifloat.calibration.data import SourceLike
 from minifloat.check import require_loadable
 from minifloat.check.subject import Subject
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, OutputTensor, TensorInfo
@@ -50,7 +49,6 @@ from minifloat.plan.tensor_plan import Part, QuantizationPlan, TensorPlan
 from minifloat.quantize.card import model_card
 from minifloat.quantize.provenance import describe_recipe, provenance, quantize_options
 from minifloat.quantize.report import QuantizeReport, TensorReport
-from minifloat.quantize.rounded import DataOptions, RoundedOutput, rounded_output
 from minifloat.quantize.static_scales import Calibration, apply_calibration
 from minifloat.quantize.stream import (
     Caster,
@@ -62,6 +60,13 @@ from minifloat.quantize.stream import (
     write_rounded_copy,
     write_rounded_part,
 )
+
+if TYPE_CHECKING:  # these import torch, which only a run with data needs
+    from minifloat.calibration.data import SourceLike
+    from minifloat.quantize.rounded import DataOptions, RoundedOutput
+
+#: The method of a run without data.
+_WITHOUT_DATA = "nearest"
 
 
 def quantize_checkpoint(
@@ -128,7 +133,7 @@ def quantize_checkpoint(
     parsed_overrides = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
     caster = Caster.of(device, impl)
     threads = processors.workers(workers)
-    data_options = DataOptions.of(data, method)
+    data_options = _data_options(data, method)
     if base_model is not None and not is_hub_id(base_model):
         raise UsageError(f"base_model: expected the id of a model of the hub, ORG/NAME, got {base_model!r}")
     with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
@@ -185,8 +190,21 @@ def _rounding(
     if data is None:
         yield None
         return
+    from minifloat.quantize.rounded import rounded_output
+
     with rounded_output(checkpoint, plan, data, destination, progress) as rounded:
         yield rounded
+
+
+def _data_options(
+    data: DataOptions | SourceLike | Sequence[SourceLike] | None, method: str | None
+) -> DataOptions | None:
+    """Return the options that `data` and `method` stand for; None, without importing torch, if there is no data."""
+    if data is None and method in (None, _WITHOUT_DATA):
+        return None
+    from minifloat.quantize.rounded import DataOptions
+
+    return DataOptions.of(data, method)
 
 
 def _constants(plan: QuantizationPlan) -> list[tuple[str, float]]:
