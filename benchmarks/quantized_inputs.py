@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minifloat.kernels import native, threads
 from minifloat.kernels.inputs import round_inputs
+from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec
 
 INPUTS = 8
@@ -33,7 +34,7 @@ def main(m: str, k: int, dtype: str, rounds: int, seconds: float) -> None:
     """Print nanoseconds per element for every kind of input that schemes declare."""
     click.echo(f"{native.isa()}, {threads.count()} threads, torch {torch.__version__}, {dtype}, K={k}, ns per element")
     click.echo(f"{'':<14} {'M':>5} {'copy':>8} {'torch':>8} {'ours':>8} {'x torch':>8}")
-    specs = {name: scheme.activation for name, scheme in SCHEMES.items() if scheme.activation is not None}
+    specs = {n: s.activation for n, s in SCHEMES.items() if s.activation is not None and s.activation.scale is FLOAT32}
     with torch.inference_mode():
         for rows in (int(number) for number in m.split(",")):
             inputs = [torch.randn(rows, k).to(DTYPES[dtype]) for _ in range(INPUTS)]

@@ -13,9 +13,9 @@ from minifloat.check.loading_rule import Case, LoadVerdict, apply_rules
 from minifloat.check.rules import RULES
 from minifloat.check.subject import Kind, Subject, Weight, kind_of
 from minifloat.check.target import ENGINES, Target
-from minifloat.numerics.formats import E2M1, E4M3
-from minifloat.numerics.granularity import GROUP_16, TENSOR, block_granularity
-from minifloat.numerics.scheme import SCHEMES, ActivationSpec, KVSpec, Scheme, WeightSpec, weight_only
+from minifloat.numerics.formats import E4M3
+from minifloat.numerics.granularity import TENSOR, block_granularity
+from minifloat.numerics.scheme import SCHEMES, KVSpec, Scheme, WeightSpec, weight_only
 from minifloat.plan.hardware import ENGINE_HARDWARE
 
 #: One layer of a model whose sizes suit every scheme on one process, and 128x128 blocks on two.
@@ -32,7 +32,7 @@ EXPERTS = {"gate_proj": (768, 1024), "up_proj": (768, 1024), "down_proj": (1024,
 CONFIG = {"hidden_act": "silu", "rope_parameters": {"rope_type": "default"}}
 FP8_KV = KVSpec(E4M3, TENSOR)
 BLOCKS_32 = Scheme("blocks of 32", "", WeightSpec(E4M3, block_granularity(32, 32)))
-NVFP4_W4A4 = replace(SCHEMES["nvfp4"], activation=ActivationSpec(E2M1, GROUP_16, dynamic=True, scale=E4M3))
+NVFP4_W4A4 = SCHEMES["nvfp4-w4a4"]
 
 
 def subject(scheme: str | Scheme, layout: str | None = "compressed-tensors", **facts: Any) -> Subject:
@@ -113,6 +113,9 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
     "vllm-ampere-weight-only": ((subject("fp8-dynamic"), "vllm:a100"), (subject("fp8-dynamic"), "vllm:l40s")),
     "vllm-b200-mxfp4-inputs": ((subject("mxfp4"), "vllm:b200"), (subject("mxfp4"), "vllm:h200")),
     "vllm-b200-mxfp8-inputs": ((subject("mxfp8"), "vllm:b200"), (subject("mxfp8"), "vllm:h200")),
+    "vllm-b200-w4a8": ((subject("mxfp4-w4a8"), "vllm:b200"), (subject("mxfp4-w4a4"), "vllm:b200")),
+    "vllm-mx-before-blackwell": ((subject("mxfp8-w8a8"), "vllm:h100"), (subject("mxfp8-w8a8"), "vllm:b200")),
+    "sglang-mxfp4-inputs": ((subject("mxfp4-w4a4"), "sglang:h100"), (subject("mxfp4"), "sglang:h100")),
     "nvfp4-before-blackwell": ((subject(NVFP4_W4A4), "vllm:h100"), (subject(NVFP4_W4A4), "vllm:b200")),
     "vllm-mi300-nvfp4": ((subject("nvfp4"), "vllm:mi300"), (subject("nvfp4"), "vllm:a100")),
     "vllm-mi300-emulated": ((subject("mxfp4"), "vllm:mi300"), (subject("fp8-block"), "vllm:mi300")),
@@ -266,13 +269,12 @@ def test_blocks_of_copied_key_value_heads_are_checked_per_head() -> None:
 
 @pytest.mark.parametrize("hardware", ENGINE_HARDWARE)
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-@pytest.mark.parametrize("scheme", [*SCHEMES, "nvfp4-w4a4"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_is_refused_or_has_a_named_kernel_on_every_machine(
     scheme: str, engine: str, hardware: str
 ) -> None:
     """Either a rule refuses it, or the kernel is named."""
-    chosen = NVFP4_W4A4 if scheme == "nvfp4-w4a4" else SCHEMES[scheme]
-    report = judge("model", None, Case(subject(chosen), Target.of(engine, hardware)))
+    report = judge("model", None, Case(subject(scheme), Target.of(engine, hardware)))
     assert report.verdict is not LoadVerdict.UNKNOWN
     assert bool(report.failures) != bool(report.kernels)
 
@@ -315,6 +317,10 @@ def test_every_scheme_has_its_kind() -> None:
         "mxfp8": Kind.MXFP8,
         "mxfp4": Kind.MXFP4,
         "nvfp4": Kind.NVFP4,
+        "mxfp8-w8a8": Kind.MXFP8_W8A8,
+        "mxfp4-w4a8": Kind.MXFP4_W4A8,
+        "mxfp4-w4a4": Kind.MXFP4_W4A4,
+        "nvfp4-w4a4": Kind.NVFP4_W4A4,
     }
     assert kind_of(STATIC_WEIGHTS.weight, STATIC_WEIGHTS.activation) is Kind.FP8_WEIGHT_ONLY
     assert kind_of(BLOCKS_32.weight, None) is Kind.OTHER

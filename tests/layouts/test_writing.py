@@ -33,6 +33,8 @@ TENSORS = {
         ("m.weight_global_scale", "F32", (1,)),
     ],
 }
+WITH_SMALL_INPUTS = ["mxfp8-w8a8", "mxfp4-w4a8", "mxfp4-w4a4", "nvfp4-w4a4"]
+TENSORS |= {name: TENSORS[name.partition("-")[0]] for name in WITH_SMALL_INPUTS}
 
 #: Format, weight strategy and input strategy by scheme.
 CONFIGS = {
@@ -43,6 +45,16 @@ CONFIGS = {
     "mxfp8": ("mxfp8-quantized", "group", None),
     "mxfp4": ("mxfp4-pack-quantized", "group", None),
     "nvfp4": ("nvfp4-pack-quantized", "tensor_group", None),
+    "mxfp8-w8a8": ("mxfp8-quantized", "group", "group"),
+    "mxfp4-w4a8": ("mxfp4-pack-quantized", "group", "group"),
+    "mxfp4-w4a4": ("mxfp4-pack-quantized", "group", "group"),
+    "nvfp4-w4a4": ("nvfp4-pack-quantized", "tensor_group", "tensor_group"),
+}
+#: Presets of compressed-tensors with the same weights and inputs.
+PRESETS = {"mxfp8": "MXFP8A16", "mxfp4": "MXFP4A16", "nvfp4": "NVFP4A16"} | {
+    "mxfp8-w8a8": "MXFP8",
+    "mxfp4-w4a4": "MXFP4",
+    "nvfp4-w4a4": "NVFP4",
 }
 
 
@@ -76,6 +88,25 @@ def test_the_config_equals_the_dump_of_compressed_tensors(scheme: str) -> None:
     ours = config["config_groups"]["group_0"]
     for part in ("weights", "input_activations"):
         assert _without_none(ours[part]) == _without_none(dumped[part])
+
+
+@pytest.mark.parametrize(("scheme", "preset"), PRESETS.items())
+def test_the_config_of_mx_and_nvfp4_is_that_of_the_preset_of_compressed_tensors(scheme: str, preset: str) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    config = get_writer("compressed-tensors").quantization_config({"m": SCHEMES[scheme]}, ["lm_head"])
+    ours, theirs = config["config_groups"]["group_0"], quantization.preset_name_to_scheme(preset, ["Linear"])
+    for part in ("weights", "input_activations"):
+        expected = getattr(theirs, part)
+        dumped = None if expected is None else expected.model_dump(exclude={"observer", "observer_kwargs", "zp_dtype"})
+        assert _without_none(ours[part]) == _without_none(dumped)
+
+
+def test_the_inputs_of_mxfp4_w4a8_are_those_of_the_preset_mxfp8() -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    config = get_writer("compressed-tensors").quantization_config({"m": SCHEMES["mxfp4-w4a8"]}, ["lm_head"])
+    expected = quantization.preset_name_to_scheme("MXFP8", ["Linear"]).input_activations
+    dumped = expected.model_dump(exclude={"observer", "observer_kwargs", "zp_dtype"})
+    assert _without_none(config["config_groups"]["group_0"]["input_activations"]) == _without_none(dumped)
 
 
 def _without_none(arguments: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from minifloat.numerics.scheme import (
 )
 
 NAMES = ["fp8-block", "fp8", "fp8-static", "fp8-dynamic", "mxfp8", "mxfp4", "nvfp4"]
+NAMES += ["mxfp8-w8a8", "mxfp4-w4a8", "mxfp4-w4a4", "nvfp4-w4a4"]
 each_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=list(SCHEMES))
 
 
@@ -60,10 +61,24 @@ def test_every_scheme_stores_weights_in_its_format(name: str, weight: WeightSpec
         ("mxfp8", None),
         ("mxfp4", None),
         ("nvfp4", None),
+        ("mxfp8-w8a8", ActivationSpec(E4M3, GROUP_32, dynamic=True, scale=E8M0)),
+        ("mxfp4-w4a8", ActivationSpec(E4M3, GROUP_32, dynamic=True, scale=E8M0)),
+        ("mxfp4-w4a4", ActivationSpec(E2M1, GROUP_32, dynamic=True, scale=E8M0)),
+        ("nvfp4-w4a4", ActivationSpec(E2M1, GROUP_16, dynamic=True, scale=E4M3)),
     ],
 )
 def test_every_scheme_declares_its_activation_format(name: str, activation: ActivationSpec | None) -> None:
     assert SCHEMES[name].activation == activation
+
+
+@pytest.mark.parametrize("name", ["mxfp8-w8a8", "mxfp4-w4a8", "mxfp4-w4a4", "nvfp4-w4a4"])
+def test_schemes_of_small_inputs_store_weights_as_the_weight_only_scheme_does(name: str) -> None:
+    assert SCHEMES[name].weight is SCHEMES[name.partition("-")[0]].weight
+
+
+def test_only_static_inputs_and_those_of_nvfp4_need_calibration() -> None:
+    declared = {name: scheme.activation for name, scheme in SCHEMES.items() if scheme.activation is not None}
+    assert [name for name, spec in declared.items() if spec.needs_calibration] == ["fp8-static", "nvfp4-w4a4"]
 
 
 @each_scheme
@@ -100,8 +115,9 @@ def test_bits_per_weight_of_an_empty_matrix_are_those_of_the_element() -> None:
 
 
 def test_only_nvfp4_has_a_global_scale_and_only_it_and_per_tensor_schemes_need_the_tensor_amax() -> None:
-    assert [name for name, scheme in SCHEMES.items() if scheme.weight.has_global_scale] == ["nvfp4"]
-    assert [name for name, scheme in SCHEMES.items() if scheme.weight.needs_tensor_amax] == ["fp8-static", "nvfp4"]
+    assert [name for name, scheme in SCHEMES.items() if scheme.weight.has_global_scale] == ["nvfp4", "nvfp4-w4a4"]
+    needy = [name for name, scheme in SCHEMES.items() if scheme.weight.needs_tensor_amax]
+    assert needy == ["fp8-static", "nvfp4", "nvfp4-w4a4"]
 
 
 def test_an_unknown_scheme_lists_the_valid_ones() -> None:

@@ -53,7 +53,9 @@ def test_weight_bytes_of_a_70b_llama_agree_with_arithmetic_by_hand(llama_70b: Pa
         "mxfp8": _LINEARS + _LINEARS // 32 + kept,
         "mxfp4": _LINEARS // 2 + _LINEARS // 32 + kept,  # 40.6 GB
         "nvfp4": _LINEARS // 2 + _LINEARS // 16 + 4 * 80 * 7 + kept,
+        "nvfp4-w4a4": _LINEARS // 2 + _LINEARS // 16 + (4 + 4) * 80 * 7 + kept,
     }
+    expected |= {"mxfp8-w8a8": expected["mxfp8"], "mxfp4-w4a8": expected["mxfp4"], "mxfp4-w4a4": expected["mxfp4"]}
     assert {scheme_plan.scheme: scheme_plan.weights for scheme_plan in plan.schemes} == expected
     assert [round(expected[name] / 1e9, 1) for name in ("bf16", "fp8-block", "mxfp4")] == [141.1, 72.7, 40.6]
     assert round(_LINEARS / 1e9, 1) == 68.5
@@ -62,9 +64,34 @@ def test_weight_bytes_of_a_70b_llama_agree_with_arithmetic_by_hand(llama_70b: Pa
 
 def test_one_h100_holds_70b_in_four_bits_only(llama_70b: Path) -> None:
     plan = plan_model(llama_70b, hardware="h100", context=4096)
-    assert [scheme_plan.scheme for scheme_plan in plan.schemes if scheme_plan.fits] == ["mxfp4", "nvfp4"]
+    fitting = [scheme_plan.scheme for scheme_plan in plan.schemes if scheme_plan.fits]
+    assert fitting == ["mxfp4", "nvfp4", "mxfp4-w4a8", "mxfp4-w4a4", "nvfp4-w4a4"]
     assert plan.fastest is not None
     assert plan.fastest.scheme == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "hardware", "arithmetic"),
+    [
+        ("mxfp8-w8a8", "h100", "BF16"),
+        ("mxfp8-w8a8", "b200", "E4M3"),
+        ("mxfp4-w4a8", "b200", "E4M3"),
+        ("mxfp4-w4a4", "b200", "E2M1"),
+        ("mxfp4-w4a4", "mi355x", "E2M1"),
+        ("nvfp4-w4a4", "b200", "E2M1"),
+        ("nvfp4-w4a4", "mi355x", "BF16"),
+        ("mxfp4", "b200", "BF16"),
+    ],
+)
+def test_small_inputs_are_multiplied_where_the_machine_has_their_format(
+    llama_70b: Path, scheme: str, hardware: str, arithmetic: str
+) -> None:
+    assert scheme_of(plan_model(llama_70b, scheme, hardware), scheme).arithmetic == arithmetic
+
+
+def test_the_command_for_nvfp4_inputs_calibrates(llama_70b: Path) -> None:
+    commands = scheme_of(plan_model(llama_70b, "nvfp4-w4a4", "b200"), "nvfp4-w4a4").commands
+    assert "--scheme nvfp4-w4a4 --calibration TEXT" in commands[0]
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(llama_70b: Path) -> None:
@@ -225,7 +252,7 @@ def test_a_scheme_that_cannot_hold_the_model_is_refused_by_name(
 ) -> None:
     source = make_model(tmp_path / "model", "llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=1)
     plan = plan_model(source, hardware="h100")
-    assert set(plan.refused) == {"mxfp8", "mxfp4"}
+    assert set(plan.refused) == {"mxfp8", "mxfp4", "mxfp8-w8a8", "mxfp4-w4a8", "mxfp4-w4a4"}
     assert "multiple of 32" in plan.refused["mxfp4"]
     with pytest.raises(ShapeError, match="multiple of 32"):
         plan_model(source, "mxfp4", "h100")

@@ -13,11 +13,14 @@ from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
+from minifloat.convert import convert_checkpoint
 from minifloat.errors import NotCalibratedError, SaturationError, StatsError, UsageError
 from minifloat.layouts import describe
-from minifloat.numerics.formats import E4M3
+from minifloat.numerics.divisor import scalar_global_divisor
+from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.histogram import count_magnitudes
+from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.static_scales import Calibration
 
@@ -63,6 +66,56 @@ def test_fused_layers_get_one_shared_input_scale(make_checkpoint: Make, tmp_path
             members = [f"{layer}.self_attn.{letter}_proj" for letter in family]
             expected = np.float32(max(stats.inputs[name].max for name in members)) / np.float32(E4M3.max)
             assert all(written[name].tolist() == [expected] for name in members)
+
+
+@pytest.mark.parametrize("rule", ["max", "mse"])
+def test_fused_layers_share_the_divisor_of_nvfp4_inputs_which_comes_from_the_largest_amax(
+    make_checkpoint: Make, tmp_path: Path, rule: str
+) -> None:
+    source = make_checkpoint()
+    stats = stats_of(source)
+    report = quantize_checkpoint(source, tmp_path / "out", "nvfp4-w4a4", calibration=calibration(stats, rule))
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        weights = describe(checkpoint).weights
+        written = {name: checkpoint.read(f"{name}.input_global_scale").view(np.float32) for name in weights}
+    assert len(written) == 14
+    for layer in ("model.layers.0", "model.layers.1"):
+        for family in ("qkv", "o"):
+            members = [f"{layer}.self_attn.{letter}_proj" for letter in family]
+            expected = scalar_global_divisor(max(stats.inputs[name].max for name in members))
+            assert all(written[name].tolist() == [expected] for name in members)
+    for activation in report.activations:
+        assert activation.scale * E2M1.max == pytest.approx(activation.amax, rel=1e-6)
+        assert activation.amax == pytest.approx(E4M3.max * E2M1.max / float(written[activation.module][0]), rel=1e-6)
+    assert len(report.notes) == (rule != "max")
+    assert all("assumes one scale" in note for note in report.notes)
+
+
+def test_a_conversion_to_modelopt_stores_the_factor_in_place_of_the_divisor(
+    make_checkpoint: Make, tmp_path: Path
+) -> None:
+    source, out, other = make_checkpoint(), tmp_path / "out", tmp_path / "modelopt"
+    quantize_checkpoint(source, out, "nvfp4-w4a4", calibration=calibration(stats_of(source)))
+    convert_checkpoint(out, other, "modelopt", allow_rounding=True)
+    name = "model.layers.0.mlp.down_proj"
+    with Checkpoint.open(out) as ours, Checkpoint.open(other) as theirs:
+        divisor = ours.read(f"{name}.input_global_scale").view(np.float32)[0]
+        assert theirs.read(f"{name}.input_scale").view(np.float32).item() == np.float32(1) / divisor
+        assert describe(theirs).weights[name].activation == SCHEMES["nvfp4-w4a4"].activation
+        assert describe(ours).weights[name].input_scale == f"{name}.input_global_scale"
+
+
+def test_nvfp4_inputs_without_calibration_are_written_weight_only_with_a_note(
+    make_checkpoint: Make, tmp_path: Path
+) -> None:
+    report = quantize_checkpoint(make_checkpoint(), tmp_path / "out", "nvfp4-w4a4")
+    group = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"][
+        "group_0"
+    ]
+    assert group["input_activations"] is None
+    assert group["format"] == "nvfp4-pack-quantized"
+    assert "14 weights" in report.notes[0]
+    assert "(W4A16)" in report.notes[0]
 
 
 def test_the_config_declares_static_activations(make_checkpoint: Make, tmp_path: Path) -> None:
@@ -181,6 +234,20 @@ def test_saturation_on_held_out_text_is_reported_and_limited(make_checkpoint: Ma
         )
     calm = calibration(stats, held_out=stats_of(source, largest=1.0, seed=2), max_saturation=0.001)
     assert quantize_checkpoint(source, tmp_path / "calm", "fp8-static", calibration=calm).activations
+
+
+def test_nvfp4_inputs_saturate_only_above_the_amax_of_calibration(make_checkpoint: Make, tmp_path: Path) -> None:
+    source = make_checkpoint()
+    stats = stats_of(source, largest=2.0)
+    for largest, seed in ((1.0, 2), (8.0, 1)):
+        held_out = stats_of(source, largest=largest, seed=seed)
+        report = quantize_checkpoint(
+            source, tmp_path / str(seed), "nvfp4-w4a4", calibration=calibration(stats, held_out=held_out)
+        )
+        saturated = [activation.saturated or 0.0 for activation in report.activations]
+        assert len(saturated) == 14
+        assert max(saturated) == 0 if largest < 2 else min(saturated) > 0.5
+        assert all(activation.flushed is None for activation in report.activations)
 
 
 def test_a_limit_without_held_out_text_is_refused(make_checkpoint: Make, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.check.loading_rule import Case, Condition
-from minifloat.check.subject import Kind, Weight
+from minifloat.check.subject import MXFP4_KINDS, Kind, Weight
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
 from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.granularity import BLOCK_128
@@ -215,7 +215,7 @@ def head_size_not_in(case: Case, *, sizes: Collection[int]) -> Iterator[str]:
 def fused_experts(case: Case) -> Iterator[str]:
     """Experts as gpt-oss stores them."""
     if case.subject.layout == gpt_oss.NAME:
-        yield from named(case.weights(Kind.MXFP4))
+        yield from named(case.weights(*MXFP4_KINDS))
 
 
 def several_gpus(case: Case) -> Iterator[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from minifloat.check.loading_rule import Case
 from minifloat.check.rules.machines import BEFORE_BLACKWELL, CPUS, NVIDIA
-from minifloat.check.subject import Kind
+from minifloat.check.subject import MXFP4_KINDS, MXFP8_KINDS, Kind
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss
 
 
@@ -59,19 +59,19 @@ KERNELS: tuple[EngineKernel, ...] = (
     EngineKernel("vllm", ("b200",), (Kind.FP8_DYNAMIC,), "CutlassFP8ScaledMMLinearKernel", _FP8_INPUTS),
     EngineKernel("vllm", (*_HOPPER, "b200"), (Kind.FP8_BLOCK,), "DeepGemmFp8BlockScaledMMKernel", _FP8_INPUTS),
     EngineKernel("vllm", NVIDIA, (Kind.FP8_WEIGHT_ONLY,), "Humming, else MarlinFP8ScaledMMLinearKernel", _WEIGHT_ONLY),
-    EngineKernel("vllm", ("a100", "l40s"), (Kind.MXFP4,), "MarlinMxFp4LinearKernel", _WEIGHT_ONLY),
-    EngineKernel("vllm", _HOPPER, (Kind.MXFP4,), "Humming, else MarlinMxFp4LinearKernel", _WEIGHT_ONLY),
-    EngineKernel("vllm", ("b200",), (Kind.MXFP4,), "FlashInferMxFp4LinearKernel", "MXFP4 inputs"),
-    EngineKernel("vllm", ("a100", "l40s"), (Kind.MXFP8,), "MarlinMxfp8LinearKernel", _WEIGHT_ONLY),
-    EngineKernel("vllm", _HOPPER, (Kind.MXFP8,), "Humming, else MarlinMxfp8LinearKernel", _WEIGHT_ONLY),
-    EngineKernel("vllm", ("b200",), (Kind.MXFP8,), "FlashInferCutedslMxfp8LinearKernel", "MXFP8 inputs"),
+    EngineKernel("vllm", ("a100", "l40s"), MXFP4_KINDS, "MarlinMxFp4LinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", _HOPPER, MXFP4_KINDS, "Humming, else MarlinMxFp4LinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", ("b200",), MXFP4_KINDS, "FlashInferMxFp4LinearKernel", "MXFP4 inputs"),
+    EngineKernel("vllm", ("a100", "l40s"), MXFP8_KINDS, "MarlinMxfp8LinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", _HOPPER, MXFP8_KINDS, "Humming, else MarlinMxfp8LinearKernel", _WEIGHT_ONLY),
+    EngineKernel("vllm", ("b200",), MXFP8_KINDS, "FlashInferCutedslMxfp8LinearKernel", "MXFP8 inputs"),
     EngineKernel("vllm", ("a100", "l40s"), (Kind.NVFP4, Kind.NVFP4_W4A4), "MarlinNvFp4LinearKernel", _WEIGHT_ONLY),
     EngineKernel("vllm", _HOPPER, (Kind.NVFP4, Kind.NVFP4_W4A4), "Humming, else MarlinNvFp4LinearKernel", _WEIGHT_ONLY),
     EngineKernel("vllm", ("b200",), (Kind.NVFP4,), "FlashInferCuteDslNvFp4W4A16LinearKernel", _WEIGHT_ONLY),
     EngineKernel("vllm", ("b200",), (Kind.NVFP4_W4A4,), "FlashInferCuteDslNvFp4LinearKernel", "NVFP4 inputs"),
     EngineKernel("vllm", ("mi300",), (Kind.FP8_BLOCK,), "AITER, else TritonFp8BlockScaledMMKernel", _FP8_INPUTS),
     EngineKernel("vllm", ("mi300",), _W8A8, "AITER, else ROCmFP8ScaledMMLinearKernel or torch._scaled_mm", _FP8_INPUTS),
-    EngineKernel("vllm", ("mi300",), (Kind.MXFP4, Kind.MXFP8, Kind.NVFP4_W4A4), "Emulation*LinearKernel", _DECODED),
+    EngineKernel("vllm", ("mi300",), (*MXFP4_KINDS, *MXFP8_KINDS, Kind.NVFP4_W4A4), "Emulation*LinearKernel", _DECODED),
     EngineKernel("vllm", ("cpu",), (Kind.MXFP4,), "the CPU's fused experts", _WEIGHT_ONLY, layout=_GPT_OSS),
     EngineKernel("sglang", ("a100",), _W8A8, "CompressedTensorsW8A16Fp8", _WEIGHT_ONLY, layout=_CT),
     EngineKernel("sglang", _ADA_UP, (*_W8A8, Kind.FP8_BLOCK), "CompressedTensorsW8A8Fp8", _FP8_INPUTS, layout=_CT),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from minifloat.architecture.groups import fused_group
 from minifloat.check.conditions import named
 from minifloat.check.loading_rule import Case
-from minifloat.check.subject import Kind, Weight
+from minifloat.check.subject import MXFP4_KINDS, MXFP8_KINDS, Kind, Weight
 from minifloat.numerics.granularity import BLOCK_128
 
 #: Linears whose columns tensor parallelism divides among GPUs; of all other linears it divides the rows.
@@ -103,7 +103,7 @@ def broken_expert_blocks(case: Case) -> Iterator[str]:
 
 def broken_groups(case: Case) -> Iterator[str]:
     """Groups of 32 or 16 columns that two GPUs would share."""
-    for weight in case.weights(Kind.MXFP4, Kind.MXFP8, Kind.NVFP4, Kind.NVFP4_W4A4):
+    for weight in case.weights(*MXFP4_KINDS, *MXFP8_KINDS, Kind.NVFP4, Kind.NVFP4_W4A4):
         if weight.spec is None or case.tp == 1 or not is_row_parallel(weight):
             continue
         group = weight.spec.granularity.cols or 1

@@ -32,19 +32,29 @@ class Kind(enum.Enum):
     FP8_DYNAMIC = "FP8 per channel or tensor, inputs per token"
     FP8_BLOCK = "FP8 in 128x128 blocks"
     FP8_WEIGHT_ONLY = "FP8 weight-only"
-    MXFP8 = "MXFP8"
-    MXFP4 = "MXFP4"
+    MXFP8 = "MXFP8 weight-only"
+    MXFP8_W8A8 = "MXFP8 with MXFP8 inputs"
+    MXFP4 = "MXFP4 weight-only"
+    MXFP4_W4A4 = "MXFP4 with MXFP4 inputs"
+    MXFP4_W4A8 = "MXFP4 with FP8 inputs"
     NVFP4 = "NVFP4 weight-only"
     NVFP4_W4A4 = "NVFP4 with NVFP4 inputs"
     OTHER = "another mixture of formats"
 
 
+#: Kinds with MX weights, whatever their inputs.
+MXFP8_KINDS = (Kind.MXFP8, Kind.MXFP8_W8A8)
+MXFP4_KINDS = (Kind.MXFP4, Kind.MXFP4_W4A4, Kind.MXFP4_W4A8)
+
+
 def kind_of(spec: WeightSpec, activation: ActivationSpec | None) -> Kind:
     """Return the kind of a quantized weight."""
     if (spec.element, spec.scale, spec.granularity) == (E4M3, E8M0, GROUP_32):
-        return Kind.MXFP8
+        return Kind.MXFP8 if activation is None else Kind.MXFP8_W8A8
     if (spec.element, spec.scale, spec.granularity) == (E2M1, E8M0, GROUP_32):
-        return Kind.MXFP4
+        if activation is None:
+            return Kind.MXFP4
+        return Kind.MXFP4_W4A4 if activation.element is E2M1 else Kind.MXFP4_W4A8
     if (spec.element, spec.scale, spec.granularity) == (E2M1, E4M3, GROUP_16):
         return Kind.NVFP4 if activation is None else Kind.NVFP4_W4A4
     if (spec.element, spec.scale) != (E4M3, FLOAT32):

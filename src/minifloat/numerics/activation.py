@@ -45,11 +45,7 @@ _E8M0_NAN = E8M0.max_code + 1
 
 def describe_activation(spec: ActivationSpec) -> str:
     """Return the spec in words, for example ``"E4M3 per token (dynamic)"``."""
-    scales = "" if spec.scale is FLOAT32 else f", {spec.scale.name} scales"
-    kind = "dynamic" if spec.dynamic else "static"
-    if spec.has_global_scale:
-        kind += " under a static global scale"
-    return f"{spec.element.name} per {spec.granularity}{scales} ({kind})"
+    return str(spec)
 
 
 def can_quantize(spec: ActivationSpec, weight: WeightSpec) -> bool:

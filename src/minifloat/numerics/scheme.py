@@ -83,6 +83,14 @@ class ActivationSpec:
         """Whether a server needs a static scale from calibration: that of the input, or the one above block scales."""
         return not self.dynamic or self.has_global_scale
 
+    def __str__(self) -> str:
+        """Return the spec in words, for example ``"E4M3 per token (dynamic)"``."""
+        scales = "" if self.scale is FLOAT32 else f", {self.scale.name} scales"
+        kind = "dynamic" if self.dynamic else "static"
+        if self.has_global_scale:
+            kind += " under a static global scale"
+        return f"{self.element.name} per {self.granularity}{scales} ({kind})"
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -152,6 +160,35 @@ SCHEMES: dict[str, Scheme] = {
             "nvfp4",
             "E2M1 with an E4M3 scale per 16 elements and a float32 scale per tensor",
             WeightSpec(E2M1, GROUP_16, E4M3, ScaleRule.SEARCH),
+        ),
+    )
+}
+SCHEMES |= {
+    scheme.name: scheme
+    for scheme in (
+        Scheme(
+            "mxfp8-w8a8",
+            "mxfp8, activations MXFP8 at run time (W8A8)",
+            SCHEMES["mxfp8"].weight,
+            ActivationSpec(E4M3, GROUP_32, dynamic=True, scale=E8M0),
+        ),
+        Scheme(
+            "mxfp4-w4a8",
+            "mxfp4, activations MXFP8 at run time (W4A8)",
+            SCHEMES["mxfp4"].weight,
+            ActivationSpec(E4M3, GROUP_32, dynamic=True, scale=E8M0),
+        ),
+        Scheme(
+            "mxfp4-w4a4",
+            "mxfp4, activations MXFP4 at run time (W4A4)",
+            SCHEMES["mxfp4"].weight,
+            ActivationSpec(E2M1, GROUP_32, dynamic=True, scale=E8M0),
+        ),
+        Scheme(
+            "nvfp4-w4a4",
+            "nvfp4, activations NVFP4 under calibrated scales (W4A4)",
+            SCHEMES["nvfp4"].weight,
+            ActivationSpec(E2M1, GROUP_16, dynamic=True, scale=E4M3),
         ),
     )
 }

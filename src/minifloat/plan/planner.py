@@ -264,7 +264,7 @@ def _commands(model: str, candidate: _Candidate, memory: DeviceMemory, request: 
     served, scheme = shlex.quote(model), candidate.scheme
     if scheme is not None and candidate.needs_quantize:
         served = "OUT"
-        static = scheme.activation is not None and not scheme.activation.dynamic
+        static = scheme.activation is not None and scheme.activation.needs_calibration
         options = (" --calibration TEXT" if static or fp8_cache else "") + (" --kv-cache fp8" if fp8_cache else "")
         commands.append(f"minifloat quantize {shlex.quote(model)} {served} --scheme {scheme.name}{options}")
     if request.hardware.name == CPU:
@@ -294,7 +294,7 @@ def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) ->
     four_bit = any(s.weight.element is E2M1 for s in schemes)
     if four_bit and E2M1 in hardware.peaks:
         notes.append(
-            f"{hardware.name} multiplies FP4 too. These schemes leave inputs in BF16, and are planned so; "
+            f"{hardware.name} multiplies FP4 too. Weight-only schemes leave inputs in BF16, and are planned so; "
             "vLLM rounds the inputs of mxfp4 to FP4 there, unless --linear-backend marlin forbids it."
         )
     if request.shape.experts:

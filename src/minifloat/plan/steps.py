@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from minifloat.numerics.formats import BFLOAT16, ElementFormat
+from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, FLOAT32, ElementFormat
 from minifloat.numerics.scheme import Scheme
 from minifloat.plan.cache import attention_operations, cache_bytes, prefill_operations
 from minifloat.plan.hardware import Hardware
@@ -21,11 +21,19 @@ def arithmetic(scheme: Scheme | None, hardware: Hardware) -> ElementFormat:
 
     Where inputs are not quantized, or the hardware does not multiply their format, a weight-only kernel decodes the
     weights and multiplies in BF16. Some engines choose a weight-only kernel even where the hardware could multiply in
-    FP8.
+    FP8. MX formats are multiplied by machines that multiply FP4, E2M1 with E4M3 at the rate of E4M3; NVFP4 by those of
+    NVIDIA only.
+
+    Source: PTX ISA, `tcgen05.mma` with kinds mxf8f6f4 and mxf4nvf4; AMD CDNA 4 ISA, `V_MFMA_SCALE_F32_*_F8F6F4`.
     """
-    if scheme is None or scheme.activation is None or scheme.activation.element not in hardware.peaks:
+    inputs = None if scheme is None else scheme.activation
+    if scheme is None or inputs is None or inputs.element not in hardware.peaks:
         return BFLOAT16
-    return scheme.activation.element if scheme.activation.element is scheme.weight.element else BFLOAT16
+    if inputs.scale is FLOAT32:
+        return inputs.element if inputs.element is scheme.weight.element else BFLOAT16
+    if E2M1 not in hardware.peaks or (inputs.scale is E4M3 and hardware.generation.vendor != "nvidia"):
+        return BFLOAT16
+    return inputs.element
 
 
 def decode_cost(

@@ -134,7 +134,7 @@ class QuantizationPlan:
         """Return the plan with scales from calibration as constants.
 
         Args:
-            inputs: Module of `static_modules` -> scale of its input.
+            inputs: Module of `static_modules` -> scale of its input, as the layout stores it.
             kv: How the KV cache is quantized, or None.
             kv_scales: Module of `attention_modules` -> scales of its keys and values; empty without `kv`.
 

@@ -47,6 +47,7 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport, subject: Subject,
         f"{report.source_bytes:,} bytes of weights became {report.output_bytes:,} ({ratio:.2f}x smaller).",
         f"Elements {recipe['element']}, scales {recipe['scale']} per {recipe['granularity']}, "
         f"rule `{recipe['scale_rule']}`, layout `{recipe['layout']}`.",
+        f"Inputs of the linears: {' and '.join(recipe['inputs']) or 'in 16 bits'}.",
         *report.notes,
         "",
         deployment_section(engines, MODEL),

@@ -38,6 +38,7 @@ def describe_recipe(
         "granularity": str(weight.granularity),
         "scale": weight.scale.name,
         "scale_rule": weight.rule.value,
+        "inputs": sorted({str(scheme.activation) for scheme in plan.modules.values() if scheme.activation is not None}),
         "overrides": [str(override) for override in plan.overrides],
         **({} if rounding is None else {"rounding": rounding}),
     }

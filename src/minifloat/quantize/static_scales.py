@@ -10,12 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from minifloat.calibration.rules import Rule, history_rule
 from minifloat.calibration.scales import KVScales, StaticScales, activation_scales, kv_scales, saturation
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import SaturationError, UsageError
-from minifloat.numerics.formats import E4M3
+from minifloat.numerics.divisor import scalar_global_divisor
+from minifloat.numerics.formats import E2M1, E4M3, ElementFormat
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import KVSpec, weight_only
 from minifloat.plan.tensor_plan import QuantizationPlan
@@ -28,13 +31,16 @@ KV_FP8 = KVSpec(E4M3, TENSOR)
 class ActivationReport:
     """The static scale of the inputs of a linear, or of keys or values.
 
+    NVFP4 computes block scales of inputs at run time, under a static divisor: `scale` is then the largest block scale.
+
     Attributes:
         module: Name of the linear, or of the attention with ``.k`` or ``.v``.
         amax: The activation that the largest value of the format represents.
         scale: float32 factor from a code's value to the activation.
         tokens: Tokens of calibration text that the module processed; None for keys and values.
         saturated: Fraction of held-out elements that would saturate; None without held-out text.
-        flushed: Fraction of held-out elements that would become zero; None without held-out text.
+        flushed: Fraction of held-out elements that would become zero; None without held-out text, and for NVFP4, where
+            it depends on the block.
         note: Why the scale comes from another module; empty where it is the module's own.
     """
 
@@ -106,15 +112,53 @@ def apply_calibration(
             raise UsageError("an FP8 KV cache needs calibrated scales: give --calibration DATA or --stats FILE")
         return _weight_only(plan), (), _weight_only_notes(plan)
     calibration.stats.check_model(checkpoint)
-    inputs = activation_scales(calibration.stats, calibration.rule, modules=plan.static_modules)
+    static, nested = _static_modules(plan)
+    inputs = activation_scales(calibration.stats, calibration.rule, modules=static)
+    rule, rule_note = _nested_rule(calibration.rule) if nested else (calibration.rule, ())
+    under_divisor = activation_scales(calibration.stats, rule, modules=nested)
     kv_rule, kv_note = _kv_rule(calibration.rule) if kv_cache else (calibration.rule, ())
     caches = kv_scales(calibration.stats, kv_rule, modules=plan.attention_modules) if kv_cache else {}
-    reports = (*_input_reports(inputs, calibration), *_kv_reports(caches))
+    divisors = {module: scalar_global_divisor(amax) for module, amax in under_divisor.amax.items()}
+    reports = (
+        *_input_reports(inputs, calibration, inputs.scales, E4M3),
+        *_input_reports(under_divisor, calibration, {m: _top_scale(value) for m, value in divisors.items()}, E2M1),
+        *_kv_reports(caches),
+    )
     _check_saturation(reports, calibration.max_saturation)
     scales = {module: float(scale) for module, scale in inputs.scales.items()}
+    scales |= {module: float(divisor) for module, divisor in divisors.items()}
     kv_pairs = {module: (float(pair.k), float(pair.v)) for module, pair in caches.items()}
-    notes = (*kv_note, *(f"{module}: {reason}." for module, reason in inputs.fallbacks.items()))
+    fallbacks = {**inputs.fallbacks, **under_divisor.fallbacks}
+    notes = (*rule_note, *kv_note, *(f"{module}: {reason}." for module, reason in fallbacks.items()))
     return plan.with_scales(scales, KV_FP8 if kv_cache else None, kv_pairs), reports, notes
+
+
+def _static_modules(plan: QuantizationPlan) -> tuple[list[str], list[str]]:
+    """Return the modules that need the static scale of their input, and those that need a divisor (NVFP4)."""
+    static: list[str] = []
+    nested: list[str] = []
+    schemes = plan.modules
+    for module in plan.static_modules:
+        activation = schemes[module].activation
+        (nested if activation is not None and activation.has_global_scale else static).append(module)
+    return static, nested
+
+
+def _top_scale(divisor: np.float32) -> np.float32:
+    """Return the largest block scale under a divisor."""
+    return np.float32(E4M3.max) / divisor
+
+
+def _nested_rule(rule: Rule) -> tuple[Rule, tuple[str, ...]]:
+    """Return the rule for the divisors of NVFP4 inputs, and a note if it is not the rule for static scales.
+
+    A rule that weighs clipping against rounding by a histogram assumes one scale for all elements, which NVFP4 does not
+    have.
+    """
+    nested_rule = history_rule(rule)
+    if nested_rule is rule:
+        return rule, ()
+    return nested_rule, (f"Divisors of NVFP4 inputs are made by the rule {nested_rule}: {rule} assumes one scale.",)
 
 
 def _kv_rule(rule: Rule) -> tuple[Rule, tuple[str, ...]]:
@@ -144,18 +188,23 @@ def _weight_only(plan: QuantizationPlan) -> QuantizationPlan:
 def _weight_only_notes(plan: QuantizationPlan) -> tuple[str, ...]:
     if not plan.static_modules:
         return ()
+    modules = plan.modules
+    kinds = sorted({f"W{modules[module].weight.element.bits}A16" for module in plan.static_modules})
     return (
         f"{len(plan.static_modules)} weights have a scheme with static activation scales, but no calibration was "
-        "given: no activation scales are written and servers run these weights weight-only (W8A16).",
+        f"given: no activation scales are written and servers run these weights weight-only ({', '.join(kinds)}).",
     )
 
 
-def _input_reports(inputs: StaticScales, calibration: Calibration) -> list[ActivationReport]:
+def _input_reports(
+    inputs: StaticScales, calibration: Calibration, scales: Mapping[str, np.float32], element: ElementFormat
+) -> list[ActivationReport]:
+    """Return a report per module; `scales` are those of the elements, for NVFP4 of the block with the amax."""
     held_out = {} if calibration.held_out is None else calibration.held_out.inputs
     reports = []
-    for module, scale in inputs.scales.items():
+    for module, scale in scales.items():
         stats = held_out.get(module)
-        lost = None if stats is None else saturation(stats, float(scale))
+        lost = None if stats is None else saturation(stats, float(scale), element)
         reports.append(
             ActivationReport(
                 module=module,
@@ -163,7 +212,7 @@ def _input_reports(inputs: StaticScales, calibration: Calibration) -> list[Activ
                 scale=float(scale),
                 tokens=calibration.stats.inputs[module].total_tokens,
                 saturated=None if lost is None else lost.saturated,
-                flushed=None if lost is None else lost.flushed,
+                flushed=None if lost is None or element is E2M1 else lost.flushed,
                 note=inputs.fallbacks.get(module, ""),
             )
         )

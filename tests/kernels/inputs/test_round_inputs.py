@@ -11,7 +11,7 @@ from minifloat.kernels import native
 from minifloat.kernels.inputs import cpu, reference, round_inputs
 from minifloat.kernels.linear import linear
 from minifloat.kernels.pack import pack
-from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.formats import E2M1, E4M3, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, GROUP_128, TENSOR
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec
 from minifloat.numerics.tensor import quantize_tensor
@@ -19,7 +19,7 @@ from minifloat.numerics.tensor import quantize_tensor
 SPECS = {
     name: scheme.activation
     for name, scheme in SCHEMES.items()
-    if scheme.activation and scheme.activation.element is E4M3
+    if scheme.activation and scheme.activation.scale is FLOAT32
 } | {"tensor": ActivationSpec(E4M3, TENSOR, dynamic=True)}
 specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 needs_library = pytest.mark.skipif(native.load() is None, reason=native.why_unavailable())

@@ -28,7 +28,9 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def options(scheme: str) -> tuple[ActivationSpec, torch.Tensor | None]:
     activation = SCHEMES[scheme].activation
     assert activation is not None
-    return activation, None if activation.dynamic else torch.tensor(3.0 / 448)
+    if activation.has_global_scale:
+        return activation, torch.tensor(2688 / 4.5)
+    return activation, torch.tensor(3.0 / 448) if activation.needs_calibration else None
 
 
 def exact(x: torch.Tensor, weight: QuantizedTensor, scheme: str) -> torch.Tensor:
@@ -58,7 +60,8 @@ def test_a_16_bit_result_is_rounded_once_after_the_bias(scheme: str, dtype: torc
     assert result.dtype == dtype
     assert torch.equal(result, in_float32.to(dtype))
     without_bias = linear(x, weight, activation=activation, input_scale=scale)
-    assert not torch.equal(result, without_bias + bias)  # which rounds twice
+    if scheme != "mxfp4-w4a4":  # whose products have so few bits that 16 bits may hold them exactly
+        assert not torch.equal(result, without_bias + bias)  # which rounds twice
 
 
 def test_the_result_is_that_of_the_fp8_product_of_torch() -> None:

@@ -15,7 +15,7 @@ from minifloat.check.rules.shared import (
     SGLANG_SCHEMES,
     USE_BLOCK,
 )
-from minifloat.check.subject import Kind
+from minifloat.check.subject import MXFP4_KINDS, MXFP8_KINDS, Kind
 from minifloat.layouts import compressed_tensors
 
 RULES: tuple[LoadingRule, ...] = (
@@ -35,7 +35,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="sglang-mxfp8",
         hardware=GPUS,
         verdict=LoadVerdict.REFUSED,
-        condition=kinds(Kind.MXFP8, layout=compressed_tensors.NAME),
+        condition=kinds(*MXFP8_KINDS, layout=compressed_tensors.NAME),
         problem="MXFP8 is not read from compressed-tensors, only as SGLang's own quant_method mxfp8",
         cure=USE_BLOCK,
         source=f"{SGLANG_SCHEMES}: _get_scheme_from_parts has no 8-bit groups",
@@ -44,9 +44,18 @@ RULES: tuple[LoadingRule, ...] = (
         name="sglang-mxfp4-experts",
         hardware=GPUS,
         verdict=LoadVerdict.UNKNOWN,
-        condition=kinds(Kind.MXFP4, layout=compressed_tensors.NAME, experts=True),
+        condition=kinds(*MXFP4_KINDS, layout=compressed_tensors.NAME, experts=True),
         problem="it is not known how SGLang loads MXFP4 experts in compressed-tensors",
         cure="try it with a small model",
+        source="not read",
+    ),
+    LoadingRule(
+        name="sglang-mxfp4-inputs",
+        hardware=GPUS,
+        verdict=LoadVerdict.UNKNOWN,
+        condition=kinds(Kind.MXFP4_W4A4, Kind.MXFP4_W4A8, layout=compressed_tensors.NAME, experts=False),
+        problem="it is not known how SGLang loads MXFP4 linears with quantized inputs",
+        cure="try it with a small model, or quantize with --scheme mxfp4",
         source="not read",
     ),
     LoadingRule(

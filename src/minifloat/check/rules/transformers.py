@@ -74,7 +74,7 @@ RULES: tuple[LoadingRule, ...] = (
         hardware=ALL,
         verdict=LoadVerdict.REFUSED,
         condition=lambda case: conditions.ragged_inputs(case) if case.subject.layout == compressed_tensors.NAME else (),
-        problem="it loads, and the first forward pass fails: inputs do not fill groups of 128",
+        problem="it loads, and the first forward pass fails: inputs do not fill their groups",
         cure="keep these modules with --exclude, or use --scheme fp8-dynamic",
         source="compressed-tensors: quantization/lifecycle/forward.py splits inputs into whole groups",
         confirmed_with=_TRANSFORMERS_CPU,

@@ -11,7 +11,7 @@ from minifloat.check import conditions
 from minifloat.check.conditions import kinds
 from minifloat.check.loading_rule import LoadingRule, LoadVerdict
 from minifloat.check.rules import vllm_parallel
-from minifloat.check.rules.machines import ALL, BEFORE_ADA, BLACKWELL, CPUS, FNUZ, WITHOUT_AMX
+from minifloat.check.rules.machines import ALL, BEFORE_ADA, BEFORE_BLACKWELL, BLACKWELL, CPUS, FNUZ, WITHOUT_AMX
 from minifloat.check.rules.shared import (
     EXPERTS_WEIGHT_ONLY_FP8,
     HEAD_UNQUANTIZED,
@@ -20,7 +20,7 @@ from minifloat.check.rules.shared import (
     VLLM_CPU,
     VLLM_KERNEL_LISTS,
 )
-from minifloat.check.subject import Kind
+from minifloat.check.subject import MXFP4_KINDS, MXFP8_KINDS, Kind
 from minifloat.layouts import compressed_tensors, fp8, modelopt
 
 _SCHEME_CHOICE = "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
@@ -98,7 +98,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="vllm-cpu-small-formats",
         hardware=CPUS,
         verdict=LoadVerdict.REFUSED,
-        condition=kinds(Kind.MXFP8, Kind.NVFP4, Kind.NVFP4_W4A4),
+        condition=kinds(*MXFP8_KINDS, Kind.NVFP4, Kind.NVFP4_W4A4),
         problem="vLLM has no kernel for this format on a CPU",
         cure=_ON_CPU,
         source=(
@@ -111,7 +111,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="vllm-cpu-mxfp4",
         hardware=CPUS,
         verdict=LoadVerdict.REFUSED,
-        condition=kinds(Kind.MXFP4, layout=compressed_tensors.NAME),
+        condition=kinds(*MXFP4_KINDS, layout=compressed_tensors.NAME),
         problem="MXFP4 linears have no kernel on a CPU (gpt-oss' fused experts have one)",
         cure=_ON_CPU,
         source=f"{VLLM_KERNEL_LISTS}: _POSSIBLE_MXFP4_KERNELS has no CPU",
@@ -172,6 +172,23 @@ RULES: tuple[LoadingRule, ...] = (
         cure="start vLLM with --linear-backend marlin",
         source=f"{_SCHEME_CHOICE} does not look at input_activations; mxfp8/flashinfer.py",
     ),
+    LoadingRule(
+        name="vllm-b200-w4a8",
+        hardware=BLACKWELL,
+        verdict=LoadVerdict.DEGRADED,
+        condition=kinds(Kind.MXFP4_W4A8, layout=compressed_tensors.NAME, experts=False),
+        problem="MXFP4 linears run as W4A4 on sm_100: inputs are rounded to 4 bits, where the checkpoint declares 8",
+        cure="compare the model with --scheme mxfp4-w4a4, or start vLLM with --linear-backend marlin",
+        source=f"{_SCHEME_CHOICE} does not look at input_activations; mxfp4/flashinfer.py (vllm issue 56770)",
+    ),
+    LoadingRule(
+        name="vllm-mx-before-blackwell",
+        hardware=BEFORE_BLACKWELL,
+        verdict=LoadVerdict.DEGRADED,
+        condition=kinds(Kind.MXFP8_W8A8, Kind.MXFP4_W4A4, Kind.MXFP4_W4A8, layout=compressed_tensors.NAME),
+        problem="no MX arithmetic before Blackwell: it runs weight-only (Marlin), and inputs stay in 16 bits",
+        source=f"{VLLM_KERNEL_LISTS}: _POSSIBLE_MXFP4_KERNELS and _POSSIBLE_MXFP8_KERNELS; Marlin is what is left",
+    ),
     NVFP4_BEFORE_BLACKWELL,
     LoadingRule(
         name="vllm-mi300-nvfp4",
@@ -186,7 +203,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="vllm-mi300-emulated",
         hardware=FNUZ,
         verdict=LoadVerdict.DEGRADED,
-        condition=kinds(Kind.MXFP8, Kind.MXFP4, Kind.NVFP4_W4A4, experts=False),
+        condition=kinds(*MXFP8_KINDS, *MXFP4_KINDS, Kind.NVFP4_W4A4, experts=False),
         problem=(
             "gfx94x does not multiply this format: weights are decoded to BF16, at load or in every step, and nothing "
             "is faster"
@@ -255,7 +272,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="vllm-modelopt-mxfp4",
         hardware=ALL,
         verdict=LoadVerdict.REFUSED,
-        condition=kinds(Kind.MXFP4, layout=modelopt.NAME),
+        condition=kinds(*MXFP4_KINDS, layout=modelopt.NAME),
         problem="vLLM knows no quant_algo mxfp4 of ModelOpt",
         cure="quantize the original with minifloat quantize --scheme mxfp4",
         source="quantization/modelopt.py: LINEAR_ALGOS",
