@@ -290,6 +290,13 @@ def test_inputs_with_implied_scales_of_weights_with_e8m0_scales_are_not_supporte
     assert not can_quantize(PER_GROUP, WeightSpec(E4M3, BLOCK_128, E8M0))
 
 
+def test_inputs_of_the_preset_mxfp4xfp8_have_float_scales_beside_weights_with_e8m0_scales() -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    inputs = quantization.preset_name_to_scheme("MXFP4XFP8", ["Linear"]).input_activations
+    assert (inputs.num_bits, inputs.group_size, inputs.scale_dtype) == (8, 128, None)
+    assert can_quantize(PER_GROUP, SCHEMES["mxfp4"].weight)
+
+
 def test_a_spec_is_described_by_element_granularity_and_kind() -> None:
     assert describe_activation(PER_TOKEN) == "E4M3 per token (dynamic)"
     assert describe_activation(STATIC) == "E4M3 per tensor (static)"
