@@ -30,7 +30,7 @@ class Feedback:
     Attributes:
         order: int64 ``[K]``, columns by falling diagonal of the Hessian.
         matrix: float32 ``[K, K]``, strictly upper triangular: the factor of each earlier column's error.
-        damping: Share of the mean diagonal that was added to the diagonal.
+        damping: Share of the mean diagonal, over columns that are not dead, that was added to the diagonal.
         dead: Number of columns whose input was always zero.
     """
 
@@ -59,8 +59,8 @@ def factorize(hessian: Tensor, name: str) -> Feedback:
     order = torch.argsort(diagonal, descending=True, stable=True)
     damped = hessian[order][:, order].double()
     dead = damped.diagonal() <= 0
-    damped.diagonal()[dead] = 1.0
-    mean = float(damped.diagonal().mean())
+    mean = float(damped.diagonal()[~dead].mean()) if not bool(dead.all()) else 1.0
+    damped.diagonal()[dead] = mean  # any positive value: no other column exchanges errors with a dead one
     damping, added = DAMPING, 0.0
     while True:
         damped.diagonal().add_((damping - added) * mean)
