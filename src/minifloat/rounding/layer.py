@@ -100,11 +100,11 @@ class LayerRounding:
         weight.copy_(dequantized)
         self.rows.append(row)
         names = self.parts[module].tensors
-        self.tensors[names.codes.name] = _bytes(taken.codes)
-        self.tensors[names.scale.name] = _bytes(taken.scale)
+        self.tensors[names.codes.name] = tensor_bytes(taken.codes)
+        self.tensors[names.scale.name] = tensor_bytes(taken.scale)
         if names.global_scale is not None:
             assert taken.global_scale is not None
-            self.tensors[names.global_scale.name] = _bytes(taken.global_scale)
+            self.tensors[names.global_scale.name] = tensor_bytes(taken.global_scale)
 
     def _grid(self, module: str, part: Part) -> Grid:
         return Grid.of(self.weights[module], part.scheme.weight, self._amaxes.get(part.group))
@@ -126,6 +126,7 @@ def output_errors(weight: Tensor, candidates: Sequence[QuantizedTensor], held_ou
     return [float((target - held_out.inputs @ each.dequantize().T).square().sum()) / energy for each in candidates]
 
 
-def _bytes(tensor: Tensor) -> Bytes:
+def tensor_bytes(tensor: Tensor) -> Bytes:
+    """Return the bytes of a tensor on the CPU."""
     data: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return np.ascontiguousarray(data)

@@ -61,7 +61,7 @@ def round_checkpoint(
         both = CalibrationSet((*kept.sequences, *held_out.sequences))
         fingerprint = run_fingerprint(loader, both, facts, len(kept.sequences))
         with WorkFolder[LayerFile | LayerResult](work_dir, fingerprint, read_layer, write_layer) as folder:
-            walk = RoundingWalk(stack, plan, kept, held_out, options, progress)
+            walk = RoundingWalk(stack, plan, kept, held_out, options, checkpoint.config, progress)
             yield RoundedModel(walk.run(folder))
             folder.remove()
     except LayersNotSeparableError as error:

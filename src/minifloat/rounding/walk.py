@@ -12,7 +12,7 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +28,10 @@ from minifloat.calibration.layerwise.work_folder import WorkFolder
 from minifloat.checkpoint.progress import Progress
 from minifloat.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.rounding.divergence import Divergence, measure_divergence
-from minifloat.rounding.layer import LayerRounding
+from minifloat.rounding.fold_sample import FoldSample
+from minifloat.rounding.layer import LayerRounding, tensor_bytes
 from minifloat.rounding.layer_file import LayerFile, LayerResult
+from minifloat.rounding.layer_fold import LayerFold
 from minifloat.rounding.layer_tensors import layer_tensors, part_view
 from minifloat.rounding.options import RoundingOptions
 from minifloat.rounding.slots import SlotRows, slot_statistics
@@ -66,6 +68,7 @@ class RoundingWalk:
         kept: The sequences that statistics come from.
         held_out: Sequences that errors are measured on.
         options: Method, folding, device.
+        config: Content of config.json.
         progress: Called after each sequence of each pass over a layer.
     """
 
@@ -76,16 +79,23 @@ class RoundingWalk:
         kept: CalibrationSet,
         held_out: CalibrationSet,
         options: RoundingOptions,
+        config: Mapping[str, Any],
         progress: Progress | None = None,
     ) -> None:
         self.stack, self.options, self.progress = stack, options, progress
         self.sequences = (*kept.sequences, *held_out.sequences)
         self.first_held_out = len(kept.sequences)
         self.infos = {tensor.source.name: tensor.source for tensor in plan.tensors}
+        self._quantized = {tensor.source.name for tensor in plan.tensors if tensor.parts}
         self.parts: dict[str, tuple[str, Part]] = {
             part.module: (tensor.source.name, part) for tensor in plan.tensors for part in tensor.parts
         }
+        self.config = config
         self._passes = 0
+
+    def is_quantized(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint is quantized, whole or in parts."""
+        return name in self._quantized
 
     def run(self, folder: WorkFolder[LayerFile | LayerResult]) -> list[LayerFile]:
         """Round all layers that the folder does not have yet, and return the files of all, and of the comparison.
@@ -214,17 +224,23 @@ class _LayerWalk:
             self._run_original()
             self._run_nearest()
             rounding = self._rounding()
+            self.fold = self._fold()
             rounding.measure()
             for number, stage in enumerate(self.stages):
                 self._round_stage(number, stage, rounding)
             self._run_quantized()
             self.draft.sync()
             self.folder.keep_draft(self.index + 1)
-        return LayerResult(rounding.tensors, {"weights": rounding.rows})
+        folded = {
+            name: tensor_bytes(self.fold.views[name])
+            for name in sorted(self.fold.changed)
+            if not self.walk.is_quantized(name)
+        }
+        return LayerResult({**rounding.tensors, **folded}, {"weights": rounding.rows, "folds": self.fold.records})
 
     def _rounding(self) -> LayerRounding:
         """Return the weights of the layer that are to be rounded, with views of them in the model."""
-        views = layer_tensors(self.stack.model, self.stack.weights.assignments(self.index), self.walk.infos)
+        views = self._views()
         modules = {module for stage in self.stages for slot in stage.slots for module in slot}
         parts, weights = {}, {}
         for module in sorted(modules & self.walk.parts.keys()):
@@ -232,6 +248,21 @@ class _LayerWalk:
             if source in views:
                 parts[module], weights[module] = part, part_view(views[source], part)
         return LayerRounding(self.walk.options.method, parts, weights)
+
+    def _views(self) -> dict[str, Tensor]:
+        """Return the layer's tensors in the model, by name in the checkpoint."""
+        return layer_tensors(self.stack.model, self.stack.weights.assignments(self.index), self.walk.infos)
+
+    def _fold(self) -> LayerFold:
+        """Fold scales of input channels, if the options say so, and return what was folded."""
+        views = self._views()
+        marker = f".{self.index}."
+        name = next(iter(views), "")
+        prefix = name[: name.index(marker)] + marker[:-1] if marker in name else ""
+        fold = LayerFold(prefix, self.walk.infos, self.walk.config, self.stages, self.walk.parts, views)
+        if self.walk.options.fold and prefix:
+            fold.run(FoldSample(self.reference, self.stages, self.walk.first_held_out, len(self.walk.sequences)))
+        return fold
 
     def _run_original(self) -> None:
         """Run the original layer over every sequence, and keep the inputs of its stages on disk."""
@@ -299,7 +330,7 @@ class _LayerWalk:
     def _paired(self, number: int, stage: Stage) -> Iterator[tuple[int, Any]]:
         """Yield for each sequence the inputs of a stage in both models, and the expert of each row."""
         for sequence in self.streams.original:
-            original = self.reference.read(sequence, number)
+            original = self.fold.scaled(number, self.reference.read(sequence, number))
             if self.walk.options.method.follows_quantized:
                 hidden = self._hidden(self.streams.quantized, sequence)
                 quantized = self.taps.read(stage, self._call(sequence), hidden)
