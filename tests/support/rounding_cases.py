@@ -2,8 +2,52 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from minifloat.calibration.data import CalibrationSet
+from minifloat.calibration.layerwise.calls import LayerCall
+from minifloat.calibration.layerwise.layer_stack import LayerStack
+from minifloat.calibration.layerwise.storage import ArgumentPool, TensorFile
+from minifloat.calibration.model import CalibrationModel
+from minifloat.calibration.options import RunOptions
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.progress import Progress
+from minifloat.layouts import compressed_tensors, get_writer
+from minifloat.numerics.scheme import Scheme, get_scheme
+from minifloat.plan.quantization import make_plan
+from minifloat.rounding.methods import get_method
+from minifloat.rounding.options import RoundingOptions
+from minifloat.rounding.run import round_checkpoint
+from minifloat.rounding.stages import Stage, find_stages
+
+#: Sizes of the small models. A model type takes from them what its config has.
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 288,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def correlated_inputs(tokens: int, width: int, seed: int = 1) -> Tensor:
@@ -17,3 +61,114 @@ def correlated_inputs(tokens: int, width: int, seed: int = 1) -> Tensor:
 def hessian_of(inputs: Tensor) -> Tensor:
     """The mean of products X'X / tokens, computed in float64."""
     return (inputs.double().T @ inputs.double() / len(inputs)).float()
+
+
+def write_model(folder: Path, model_type: str, **config: Any) -> Path:
+    """Write a small model with random weights, biases and norms, and embeddings that lie near few directions.
+
+    Args:
+        folder: Where to.
+        model_type: Of transformers' configs.
+        **config: Changes of `SIZES`; None leaves a size out.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = {name: value for name, value in (SIZES | config).items() if value is not None or name == "pad_token_id"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator) * (0.15 if weight.ndim > 1 else 0.1)
+        weight.data = noise + ("norm" in name and name.endswith("weight"))
+    embeddings = model.get_input_embeddings().weight
+    directions = torch.randn(8, embeddings.shape[1], generator=generator)
+    near = torch.randn(len(embeddings), 8, generator=generator) @ directions * 8**-0.5
+    embeddings.data = near + 0.1 * torch.randn(embeddings.shape, generator=generator)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def make_text(sequences: int, length: int = 48, seed: int = 0, tokens: range = range(3, 288)) -> CalibrationSet:
+    """Sequences of random tokens; their lengths differ by a few tokens."""
+    draw = random.Random(seed)
+    lengths = [length + draw.randrange(-5, 6) for _ in range(sequences)]
+    return CalibrationSet(tuple(tuple(draw.choice(tokens) for _ in range(each)) for each in lengths))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The result of `round`: what `RoundedModel` holds, in memory.
+
+    Attributes:
+        tensors: Output tensor name -> its bytes.
+        weights: How each weight was rounded, by module.
+        held_out: The divergence on held-out text.
+    """
+
+    tensors: dict[str, bytes]
+    weights: dict[str, Any]
+    held_out: dict[str, Any]
+
+
+def round_model(
+    folder: Path,
+    work: Path,
+    kept: CalibrationSet,
+    held_out: CalibrationSet,
+    scheme: str | Scheme = "mxfp4",
+    method: str = "match",
+    *,
+    layout: str = compressed_tensors.NAME,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Rounding:
+    """Round a checkpoint, without folding unless asked for."""
+    chosen = get_scheme(scheme) if isinstance(scheme, str) else scheme
+    given = RoundingOptions(method=get_method(method), **{"fold": False, **options})
+    with Checkpoint.open(folder) as checkpoint:
+        plan = make_plan(checkpoint, chosen, get_writer(layout))
+        with round_checkpoint(checkpoint, plan, kept, held_out, given, work, progress) as rounded:
+            tensors = {name: rounded.read(name).tobytes() for file in rounded.files for name in file.names}
+            return Rounding(tensors, dict(rounded.weights), dict(rounded.held_out))
+
+
+@dataclass(frozen=True)
+class OpenLayer:
+    """A layer with its weights, and what it is called with.
+
+    Attributes:
+        stack: All layers of the model.
+        layer: The layer.
+        stages: Its stages.
+        calls: The arguments for each sequence.
+        hidden: The hidden states ``[1, T, H]`` that enter it, for each sequence.
+    """
+
+    stack: LayerStack
+    layer: nn.Module
+    stages: list[Stage]
+    calls: list[LayerCall]
+    hidden: list[Tensor]
+
+
+@contextmanager
+def open_layer(folder: Path, file: Path, text: CalibrationSet, index: int = 0) -> Iterator[OpenLayer]:
+    """Run a model up to a layer, and open the layer.
+
+    Args:
+        folder: The checkpoint.
+        file: For arguments of layers.
+        text: The sequences that run.
+        index: The layer.
+    """
+    with Checkpoint.open(folder) as checkpoint, TensorFile(file) as arguments, torch.no_grad():
+        model = CalibrationModel(checkpoint, RunOptions())
+        stack = LayerStack(model, model.loader(), None)
+        hidden: list[Tensor] = []
+        pool = ArgumentPool(arguments, stack.device)
+        calls = stack.capture(text.sequences, pool, lambda _, states: hidden.append(states.clone()))
+        for earlier in range(index):
+            with stack.weights.layer(earlier) as layer:
+                hidden = [call[earlier].run(layer, x) for call, x in zip(calls, hidden, strict=True)]
+        own = [call[index] for call in calls]
+        with stack.weights.layer(index) as layer:
+            prefix = f"{stack.path}.{index}"
+            stages = find_stages(stack.model, prefix, layer, stack.sites_of(index), own[0], hidden[0])
+            yield OpenLayer(stack, layer, stages, own, hidden)
