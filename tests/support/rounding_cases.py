@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,12 +64,13 @@ def hessian_of(inputs: Tensor) -> Tensor:
     return (inputs.double().T @ inputs.double() / len(inputs)).float()
 
 
-def write_model(folder: Path, model_type: str, **config: Any) -> Path:
+def write_model(folder: Path, model_type: str, *, fused: bool = False, **config: Any) -> Path:
     """Write a small model with random weights, biases and norms, and embeddings that lie near few directions.
 
     Args:
         folder: Where to.
         model_type: Of transformers' configs.
+        fused: Write the parameters as the model holds them, with the experts of a layer in one tensor.
         **config: Changes of `SIZES`; None leaves a size out.
     """
     generator = torch.Generator().manual_seed(0)
@@ -82,6 +84,8 @@ def write_model(folder: Path, model_type: str, **config: Any) -> Path:
     near = torch.randn(len(embeddings), 8, generator=generator) @ directions * 8**-0.5
     embeddings.data = near + 0.1 * torch.randn(embeddings.shape, generator=generator)
     model.to(torch.bfloat16).save_pretrained(folder)
+    if fused:
+        save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -125,7 +129,8 @@ def round_model(
     with Checkpoint.open(folder) as checkpoint:
         plan = make_plan(checkpoint, chosen, get_writer(layout))
         with round_checkpoint(checkpoint, plan, kept, held_out, given, work, progress) as rounded:
-            tensors = {name: rounded.read(name).tobytes() for file in rounded.files for name in file.names}
+            names = [tensor.name for row in plan.tensors for tensor in row.outputs if tensor.name in rounded]
+            tensors = {name: rounded.read(name).tobytes() for name in names}
             return Rounding(tensors, dict(rounded.weights), dict(rounded.held_out))
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,10 @@ def read_layer(path: Path) -> LayerFile:
     metadata = header.metadata
     if metadata.get("format") != _FORMAT or "content" not in metadata:
         raise CheckpointError(path, "not the results of a rounded layer")
-    file = LayerFile(path, strict_json(metadata["content"]), {info.name: info for info in header.tensors})
-    if _digest(metadata["content"], {name: file.read(name) for name in sorted(file.names)}) != metadata.get("sha256"):
+    file = LayerFile(path, {}, {info.name: info for info in header.tensors})
+    if _digest(metadata["content"], {name: file.read(name) for name in file.names}) != metadata.get("sha256"):
         raise CheckpointError(path, "its digest does not match its content")
-    return file
+    return replace(file, record=strict_json(metadata["content"]))
 
 
 def _digest(content: str, tensors: Mapping[str, Bytes]) -> str:
