@@ -57,7 +57,8 @@ def round_checkpoint(
         check_data(data, loader.model.config.get_text_config().vocab_size)
     try:
         stack = LayerStack(model, loader, options.max_memory)
-        facts = {**options.to_dict(), "modules": {name: scheme.name for name, scheme in plan.modules.items()}}
+        schemes = {name: repr(scheme) for name, scheme in plan.modules.items()}
+        facts = {**options.to_dict(), "layout": plan.layout.name, "modules": schemes}
         both = CalibrationSet((*kept.sequences, *held_out.sequences))
         fingerprint = run_fingerprint(loader, both, facts, len(kept.sequences))
         with WorkFolder[LayerFile | LayerResult](work_dir, fingerprint, read_layer, write_layer) as folder:
