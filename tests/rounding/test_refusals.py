@@ -28,9 +28,11 @@ def set_value(folder: Path, tensor: str, row: int, value: float) -> None:
 @pytest.mark.parametrize(
     ("tensor", "module"),
     [
-        ("model.layers.1.mlp.up_proj.weight", r"model\.layers\.1\.mlp\.(up|down)_proj"),
+        ("model.layers.1.mlp.up_proj.weight", r"model\.layers\.1\.mlp\.up_proj\.weight"),
+        ("model.layers.1.mlp.down_proj.weight", r"model\.layers\.1\.mlp\.down_proj\.weight"),
+        ("model.norm.weight", r"logits: .* on held-out sequence 0"),
         ("model.layers.1.input_layernorm.weight", r"model\.layers\.1\.self_attn\.q_proj"),
-        ("model.layers.0.self_attn.v_proj.weight", r"model\.layers\.0\.self_attn\.(v|o)_proj"),
+        ("model.layers.0.self_attn.v_proj.weight", r"model\.layers\.0\.self_attn\.v_proj\.weight"),
     ],
 )
 def test_nan_and_inf_in_a_weight_are_refused_with_the_module(

@@ -176,6 +176,12 @@ def test_experts_with_few_tokens_take_a_part_of_their_hessian_from_all_experts(t
         assert any("hessian_share" not in row for row in routed.values())
 
 
+def test_one_sequence_of_held_out_text_is_enough(llama: Path, tmp_path: Path) -> None:
+    rounding = round_model(llama, tmp_path / "work", make_text(1), make_text(1, seed=1), method="match")
+    assert rounding.held_out["method"] > 0
+    assert rounding.held_out["method_error"] is None
+
+
 def test_progress_rises_to_the_total(llama: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     round_model(llama, tmp_path / "work", make_text(3), make_text(2), progress=lambda *step: seen.append(step))

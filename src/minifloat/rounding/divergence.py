@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minifloat.errors import NonFiniteError
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -19,15 +21,15 @@ class Divergence:
         tokens: Number of tokens.
         nearest: KL(original || rounded to nearest), in nats per token.
         method: KL(original || rounded by the method), in nats per token.
-        nearest_error: Standard error of `nearest`, from the means of the sequences.
+        nearest_error: Standard error of `nearest`, from the means of the sequences; None: there is only one.
         method_error: Standard error of `method`, likewise.
     """
 
     tokens: int
     nearest: float
     method: float
-    nearest_error: float
-    method_error: float
+    nearest_error: float | None
+    method_error: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
@@ -41,6 +43,9 @@ def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Diver
     Args:
         logits: For each sequence the logits ``[T, V]`` of the original model, of the model rounded to nearest, and of
             the model rounded by the method.
+
+    Raises:
+        NonFiniteError: Logits hold NaN or Inf.
     """
     tokens: list[int] = []
     nearest: list[float] = []
@@ -50,6 +55,8 @@ def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Diver
         for candidate, means in zip(others, (nearest, method), strict=True):
             kl = torch.nn.functional.kl_div(candidate.log_softmax(-1), base, reduction="none", log_target=True)
             means.append(float(kl.sum(-1).double().mean()))
+            if not math.isfinite(means[-1]):
+                raise NonFiniteError("logits", f"they are NaN or Inf on held-out sequence {len(tokens)}")
         tokens.append(len(original))
     return _divergence(tokens, nearest, method)
 
@@ -60,9 +67,9 @@ def _divergence(tokens: list[int], nearest: list[float], method: list[float]) ->
     def mean(values: list[float]) -> float:
         return sum(value * count for value, count in zip(values, tokens, strict=True)) / max(total, 1)
 
-    def error(values: list[float]) -> float:
+    def error(values: list[float]) -> float | None:
         if len(values) < 2:
-            return math.inf
+            return None
         center = mean(values)
         return math.sqrt(sum((value - center) ** 2 for value in values) / (len(values) - 1) / len(values))
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minifloat.errors import NonFiniteError
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.plan.tensor_plan import Part
@@ -45,8 +46,14 @@ class LayerRounding:
         self._amaxes: dict[str, float] = {}
 
     def measure(self) -> None:
-        """Measure the amax of weights that share a scale per tensor; call it when the weights have their final form."""
+        """Measure the amax of weights that share a scale per tensor; call it when the weights have their final form.
+
+        Raises:
+            NonFiniteError: A weight holds NaN or Inf.
+        """
         for module, part in self.parts.items():
+            if not bool(self.weights[module].isfinite().all()):
+                raise NonFiniteError(f"{module}.weight", "it holds NaN or Inf; the checkpoint is damaged")
             if part.scheme.weight.needs_tensor_amax:
                 amax = float(self.weights[module].abs().amax())
                 self._amaxes[part.group] = max(self._amaxes.get(part.group, 0.0), amax)
