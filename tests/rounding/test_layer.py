@@ -91,6 +91,21 @@ def test_weights_of_one_group_share_the_scale_of_the_largest() -> None:
     assert alone.tensors["q_proj.weight_global_scale"].tobytes() != shared
 
 
+def test_the_report_names_columns_without_input_and_a_larger_damping() -> None:
+    layer = layer_of({"q_proj": make_weight(), "o_proj": make_weight(), "v_proj": make_weight()})
+    hessian = torch.eye(WIDTH)
+    layer.round_slot(["q_proj"], Statistics(hessian), None, {})
+    hessian[5, 5] = 0.0
+    layer.round_slot(["o_proj"], Statistics(hessian), None, {})
+    hessian[:2, :2] = torch.tensor([[1.0, 1.05], [1.05, 1.0]])
+    layer.round_slot(["v_proj"], Statistics(hessian), None, {})
+    usual, dead, damped = layer.rows
+    assert usual.keys().isdisjoint({"damping", "dead_columns"})
+    assert dead["dead_columns"] == damped["dead_columns"] == 1
+    assert "damping" not in dead
+    assert damped["damping"] == pytest.approx(0.1)
+
+
 def test_weights_that_are_not_quantized_are_left_as_they_are() -> None:
     layer = layer_of({"q_proj": make_weight()})
     layer.round_slot(["gate"], Statistics(torch.eye(WIDTH)), None, {})

@@ -14,7 +14,7 @@ from minifloat.errors import NonFiniteError
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.plan.tensor_plan import Part
-from minifloat.rounding.factor import factorize
+from minifloat.rounding.factor import DAMPING, Feedback, factorize
 from minifloat.rounding.grid import Grid, error_of
 from minifloat.rounding.layer_file import Bytes
 from minifloat.rounding.methods import Inputs, Method
@@ -84,6 +84,7 @@ class LayerRounding:
         if not by_spec:
             return
         inputs = Inputs(statistics, factorize(statistics.hessian, modules[0]), held_out)
+        facts = {**facts, **_unusual(inputs.feedback)}
         for members in by_spec.values():
             grids = [self._grid(module, self.parts[module]) for module in members]
             rounded = self.method.round([self.weights[module].float() for module in members], grids, inputs)
@@ -115,6 +116,12 @@ class LayerRounding:
 
     def _grid(self, module: str, part: Part) -> Grid:
         return Grid.of(self.weights[module], part.scheme.weight, self._amaxes.get(part.group))
+
+
+def _unusual(feedback: Feedback) -> dict[str, Any]:
+    """Return what the report says of a Hessian that is singular or has columns without input."""
+    facts: dict[str, Any] = {"damping": feedback.damping} if feedback.damping > DAMPING else {}
+    return facts | ({"dead_columns": feedback.dead} if feedback.dead else {})
 
 
 def output_errors(weight: Tensor, candidates: Sequence[QuantizedTensor], held_out: Rows) -> list[float]:
