@@ -255,7 +255,7 @@ def test_files_that_hold_something_else_or_are_damaged_are_refused(llama_folder:
 def test_a_copy_writes_the_text_where_memory_is_short(
     llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_text, "_available_memory", lambda _: 1000)
+    monkeypatch.setattr(own_text, "available_memory", lambda _: 1000)
     with pytest.raises(UsageError, match="1,000 bytes of memory are available"):
         write(llama_folder)
     copies: list[Path] = []

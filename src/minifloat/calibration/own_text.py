@@ -34,12 +34,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from minifloat.calibration.data import OWN_TEXT, CalibrationSet, describe_sequences, fingerprint
 from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.memory import available_memory
 from minifloat.calibration.packing import sequence_prefix
 from minifloat.calibration.readers import first_line
 from minifloat.calibration.token_file import TextSettings, WrittenText, read_token_file, write_token_file
@@ -161,7 +161,7 @@ def _weights(
     checkpoint: Checkpoint, write_copy: WriteCopy | None, file: Path | None, device: str | torch.device
 ) -> Iterator[Path]:
     """Yield the folder of the weights that write the text: the model's, or those of a copy if memory is short."""
-    nbytes, available = sum(info.nbytes for info in checkpoint.tensors.values()), _available_memory(device)
+    nbytes, available = sum(info.nbytes for info in checkpoint.tensors.values()), available_memory(device)
     if nbytes <= available * _WEIGHTS_SHARE:
         yield checkpoint.path
         return
@@ -175,11 +175,6 @@ def _weights(
         copy = Path(scratch) / "copy"
         write_copy(copy)
         yield copy
-
-
-def _available_memory(device: str | torch.device) -> int:
-    place = torch.device(device)
-    return int(torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else psutil.virtual_memory().available)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _scheme_help() -> str:
     "--data", multiple=True, metavar="DATA", help="Choose codes with this text, or with text of the model: self."
 )
 @click.option(
-    "--method", metavar="NAME", help="How codes are chosen: nearest, gptq or match.  [default: match with --data]"
+    "--method", metavar="NAME", help="How codes are chosen: nearest, gptq, match or tune.  [default: match with --data]"
 )
 @click.option("--no-fold", is_flag=True, help="With --data: fold no scales of input channels into norms and linears.")
 @click.option(

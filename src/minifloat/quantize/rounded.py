@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +83,9 @@ class RoundedOutput:
     def to_dict(self) -> dict[str, Any]:
         """Return method, text and errors as JSON values."""
         weights = [{key: value for key, value in row.items() if key != "stats"} for row in self.model.weights.values()]
-        return {**self.recipe, "held_out": self.model.held_out, "folds": self.model.folds, "weights": weights}
+        tuned = {} if self.model.tuning is None else {"tuned": self.model.tuning}
+        rest = {"held_out": self.model.held_out, "folds": self.model.folds, "weights": weights}
+        return {**self.recipe, **tuned, **rest}
 
 
 @contextmanager
@@ -152,6 +154,8 @@ def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tu
         f"KL from the original model on {found['tokens']:,} held-out tokens: {method:.4f} nats with {name}, "
         f"{nearest:.4f} rounded to nearest."
     ]
+    if model.tuning is not None:
+        notes.append(_tuning_note(model.tuning))
     missed = [module for module in plan.modules if module not in model.weights]
     if missed:
         notes.append(
@@ -170,3 +174,15 @@ def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tu
             "give more text, or text of the kind that the model will see."
         )
     return tuple(notes)
+
+
+def _tuning_note(tuned: Mapping[str, Any]) -> str:
+    """Return what tuning did."""
+    if tuned["best_step"] == 0:
+        return f"Tuning kept the state before its first step: no later one of {tuned['steps']} steps was better."
+    stopped = f" Tuning ended early: {tuned['stopped']}." if tuned["stopped"] else ""
+    return (
+        f"Tuning: KL {tuned['before']:.4f} -> {tuned['after']:.4f} nats on held-out text with the state after step "
+        f"{tuned['best_step']} of {tuned['steps']}, which differs from match in {tuned['changed']:.1%} of the "
+        f"codes.{stopped}"
+    )

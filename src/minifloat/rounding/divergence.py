@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,42 @@ class Divergence:
         return asdict(self)
 
 
+@dataclass
+class KLMeans:
+    """KL per token, as means over sequences.
+
+    Attributes:
+        tokens: Tokens of each sequence.
+        means: Mean of each sequence.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+
+    def add(self, divergences: Tensor) -> None:
+        """Add sequences of one length, ``[B, T]``."""
+        self.tokens += [divergences.shape[1]] * divergences.shape[0]
+        self.means += divergences.double().mean(1).tolist()
+
+    @property
+    def mean(self) -> float:
+        """The mean over all tokens."""
+        return sum(value * count for value, count in zip(self.means, self.tokens, strict=True)) / max(self.total, 1)
+
+    @property
+    def error(self) -> float | None:
+        """The standard error of `mean`, from the means of the sequences; None if there is one sequence."""
+        if len(self.means) < 2:
+            return None
+        center = self.mean
+        return math.sqrt(sum((value - center) ** 2 for value in self.means) / (len(self.means) - 1) / len(self.means))
+
+    @property
+    def total(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(self.tokens)
+
+
 @torch.inference_mode()
 def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Divergence:
     """Return the divergence over some sequences.
@@ -47,30 +83,12 @@ def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Diver
     Raises:
         NonFiniteError: Logits hold NaN or Inf.
     """
-    tokens: list[int] = []
-    nearest: list[float] = []
-    method: list[float] = []
+    nearest, method = KLMeans(), KLMeans()
     for original, *others in logits:
         base = original.log_softmax(-1)
         for candidate, means in zip(others, (nearest, method), strict=True):
             kl = torch.nn.functional.kl_div(candidate.log_softmax(-1), base, reduction="none", log_target=True)
-            means.append(float(kl.sum(-1).double().mean()))
-            if not math.isfinite(means[-1]):
-                raise NonFiniteError("logits", f"they are NaN or Inf on held-out sequence {len(tokens)}")
-        tokens.append(len(original))
-    return _divergence(tokens, nearest, method)
-
-
-def _divergence(tokens: list[int], nearest: list[float], method: list[float]) -> Divergence:
-    total = sum(tokens)
-
-    def mean(values: list[float]) -> float:
-        return sum(value * count for value, count in zip(values, tokens, strict=True)) / max(total, 1)
-
-    def error(values: list[float]) -> float | None:
-        if len(values) < 2:
-            return None
-        center = mean(values)
-        return math.sqrt(sum((value - center) ** 2 for value in values) / (len(values) - 1) / len(values))
-
-    return Divergence(total, mean(nearest), mean(method), error(nearest), error(method))
+            means.add(kl.sum(-1)[None])
+            if not math.isfinite(means.means[-1]):
+                raise NonFiniteError("logits", f"they are NaN or Inf on held-out sequence {len(means.means) - 1}")
+    return Divergence(nearest.total, nearest.mean, method.mean, nearest.error, method.error)

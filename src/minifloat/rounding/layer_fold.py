@@ -18,6 +18,7 @@ from minifloat.checkpoint import TensorInfo
 from minifloat.plan.tensor_plan import Part
 from minifloat.rounding.fold import apply_exponents, channel_classes, choose_exponents, exponent_limits
 from minifloat.rounding.fold_loss import powers_of_two
+from minifloat.rounding.fold_record import exponents_name
 from minifloat.rounding.layer_tensors import part_view
 from minifloat.rounding.stages import Stage
 from minifloat.rounding.taps import Reading
@@ -45,6 +46,7 @@ class LayerFold:
         views: The tensors of the layer in the model, by name in the checkpoint.
         records: A row of the report for each site.
         changed: Names of the tensors that a fold changed.
+        exponents: The exponents of each site that was folded, int8 ``[K]``, by the name of their entry in the file.
     """
 
     prefix: str
@@ -55,6 +57,7 @@ class LayerFold:
     views: Mapping[str, Tensor]
     records: list[dict[str, Any]] = field(default_factory=list)
     changed: set[str] = field(default_factory=set)
+    exponents: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._exponents: dict[tuple[int, int], Tensor] = {}
@@ -148,6 +151,7 @@ class LayerFold:
         for place in places:
             stage_slot = place if self.stages[place[0]].outer else (place[0], 0)
             self._exponents[stage_slot] = choice.exponents
+        self.exponents[exponents_name(site)] = choice.exponents.to(torch.int8)
 
     def _judged(self, modules: Sequence[str]) -> list[str]:
         """Return the modules whose weights judge a fold: all, or those of some experts."""

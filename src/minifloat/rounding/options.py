@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from minifloat.rounding.methods import METHODS, Method
+from minifloat.rounding.tune.options import DEFAULT_TUNING, TuneOptions
 
 DEFAULT_METHOD = "match"
 
@@ -21,16 +22,19 @@ class RoundingOptions:
         fold: Whether to fold scales of input channels into the tensors before, where that lowers the error.
         max_memory: Bytes of weights that may be in memory at a time; None: no limit beyond one layer.
         device: Where layers run and statistics are computed.
+        tuning: Steps and rates of a method that trains.
     """
 
     method: Method = METHODS[DEFAULT_METHOD]
     fold: bool = True
     max_memory: int | None = None
     device: str | torch.device = "cpu"
+    tuning: TuneOptions = DEFAULT_TUNING
 
     def to_dict(self) -> dict[str, Any]:
         """Return what determines the result, as JSON values."""
-        return {"method": self.method.name, "fold": self.fold}
+        tuning = {"tuning": self.tuning.to_dict()} if self.method.trains else {}
+        return {"method": self.method.name, "fold": self.fold, **tuning}
 
 
 DEFAULT_ROUNDING = RoundingOptions()

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from minifloat.numerics.formats import FLOAT32
+from minifloat.numerics.tensor import QuantizedTensor
+from minifloat.plan.tensor_plan import Part
 from minifloat.rounding.layer_file import Bytes, LayerFile
 
 
@@ -12,15 +17,19 @@ class RoundedModel:
     """The output tensors that rounding made, on disk.
 
     Args:
-        files: A file per layer, and one of the comparison on held-out text.
+        files: A file per layer, one of the comparison on held-out text, and one of the tuning, if there was one. Later
+            files count where two have the same tensor or weight.
 
     Attributes:
+        files: The files.
         weights: How each weight was rounded, by module.
         folds: The scales that were folded, layer by layer.
         held_out: The divergence from the original model on held-out text.
+        tuning: What tuning did; None: the model was not tuned.
     """
 
     def __init__(self, files: Sequence[LayerFile]) -> None:
+        self.files = tuple(files)
         self._by_name = {name: file for file in files for name in file.names}
         records = [file.record for file in files]
         self.weights: dict[str, Mapping[str, Any]] = {
@@ -28,6 +37,7 @@ class RoundedModel:
         }
         self.folds: list[Mapping[str, Any]] = [row for record in records for row in record.get("folds", ())]
         self.held_out: Mapping[str, Any] = records[-1]["held_out"]
+        self.tuning: Mapping[str, Any] | None = records[-1].get("tuning")
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
@@ -39,3 +49,21 @@ class RoundedModel:
             StorageError: The system refused to read.
         """
         return self._by_name[name].read(name)
+
+    def quantized(self, part: Part) -> QuantizedTensor:
+        """Return a weight that was rounded with data.
+
+        Raises:
+            StorageError: The system refused to read.
+        """
+        spec, names = part.scheme.weight, part.tensors
+        rows, cols = part.shape
+        scale_dtype = torch.float32 if spec.scale is FLOAT32 else torch.uint8
+        codes = torch.from_numpy(self.read(names.codes.name)).reshape(rows, cols * spec.element.bits // 8)
+        scale = torch.from_numpy(self.read(names.scale.name)).view(scale_dtype)
+        divisor = None
+        if names.global_scale is not None:
+            divisor = torch.from_numpy(self.read(names.global_scale.name)).view(torch.float32).reshape(())
+        return QuantizedTensor(
+            spec, part.shape, codes, scale.reshape(spec.granularity.scale_shape(part.shape)), divisor
+        )

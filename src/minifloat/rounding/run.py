@@ -20,6 +20,8 @@ from minifloat.plan.tensor_plan import QuantizationPlan
 from minifloat.rounding.layer_file import LayerFile, LayerResult, read_layer, write_layer
 from minifloat.rounding.options import RoundingOptions
 from minifloat.rounding.rounded_model import RoundedModel
+from minifloat.rounding.tune.cost import require_memory, tune_cost
+from minifloat.rounding.tune.run import tune
 from minifloat.rounding.walk import RoundingWalk
 
 
@@ -45,7 +47,8 @@ def round_checkpoint(
         progress: Called after each sequence of each pass over a layer.
 
     Raises:
-        UsageError: The layers of this model cannot be run one at a time, or one is larger than the memory allowed.
+        UsageError: The layers of this model cannot be run one at a time, or one is larger than the memory allowed; or
+            the method trains and the memory is too small for that.
         DataError: A token id is beyond the vocabulary.
         NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
         SingularHessianError: The inputs of a linear allow no error compensation.
@@ -55,6 +58,9 @@ def round_checkpoint(
     loader = model.loader()
     for data in (kept, held_out):
         check_data(data, loader.model.config.get_text_config().vocab_size)
+    if options.method.trains:
+        longest = max(map(len, (*kept.sequences, *held_out.sequences)))
+        require_memory(tune_cost(checkpoint, plan, loader.model.dtype, longest), options.device, options.max_memory)
     try:
         stack = LayerStack(model, loader, options.max_memory)
         schemes = {name: repr(scheme) for name, scheme in plan.modules.items()}
@@ -63,7 +69,12 @@ def round_checkpoint(
         fingerprint = run_fingerprint(loader, both, facts, len(kept.sequences))
         with WorkFolder[LayerFile | LayerResult](work_dir, fingerprint, read_layer, write_layer) as folder:
             walk = RoundingWalk(stack, plan, kept, held_out, options, checkpoint.config, progress)
-            yield RoundedModel(walk.run(folder))
+            files = walk.run(folder)
+            if options.method.trains and len(files) == len(stack) + 1:
+                tuned = tune(model, plan, RoundedModel(files), kept, held_out, options.tuning, progress)
+                folder.finish(len(files), tuned)
+                files = [file for file in folder.finished if isinstance(file, LayerFile)]
+            yield RoundedModel(files)
             folder.remove()
     except LayersNotSeparableError as error:
         raise UsageError(

@@ -236,7 +236,10 @@ class _LayerWalk:
             for name in sorted(self.fold.changed)
             if not self.walk.is_quantized(name)
         }
-        return LayerResult({**rounding.tensors, **folded}, {"weights": rounding.rows, "folds": self.fold.records})
+        exponents = {name: tensor_bytes(tensor) for name, tensor in self.fold.exponents.items()}
+        return LayerResult(
+            {**rounding.tensors, **folded, **exponents}, {"weights": rounding.rows, "folds": self.fold.records}
+        )
 
     def _rounding(self) -> LayerRounding:
         """Return the weights of the layer that are to be rounded, with views of them in the model."""

@@ -7,10 +7,11 @@ from minifloat.rounding.methods.gptq import Gptq
 from minifloat.rounding.methods.match import Match
 from minifloat.rounding.methods.nearest import Nearest
 from minifloat.rounding.methods.protocol import Inputs, Method, Rounded
+from minifloat.rounding.methods.tune import Tune
 
-__all__ = ["METHODS", "Gptq", "Inputs", "Match", "Method", "Nearest", "Rounded", "get_method"]
+__all__ = ["METHODS", "Gptq", "Inputs", "Match", "Method", "Nearest", "Rounded", "Tune", "get_method"]
 
-METHODS: dict[str, Method] = {method.name: method for method in (Nearest(), Gptq(), Match())}
+METHODS: dict[str, Method] = {method.name: method for method in (Nearest(), Gptq(), Match(), Tune())}
 
 
 def get_method(name: str) -> Method:

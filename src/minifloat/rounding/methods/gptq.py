@@ -27,6 +27,7 @@ class Gptq:
     summary = "error compensation under the inputs of the original model (GPTQ)"
     needs_data = True
     follows_quantized = False
+    trains = False
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: Inputs) -> Rounded:
         """Return codes whose joint error of outputs is small."""

@@ -36,6 +36,7 @@ class Match:
     summary = "error compensation that matches the outputs of the original layers, layer by layer"
     needs_data = True
     follows_quantized = True
+    trains = False
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: Inputs) -> Rounded:
         """Return codes whose outputs on the inputs of the quantized model match the original outputs."""

@@ -17,6 +17,7 @@ class Nearest:
     summary = "each weight to its nearest code; needs no data"
     needs_data = False
     follows_quantized = False
+    trains = False
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: Inputs) -> Rounded:
         """Return the nearest codes."""

@@ -60,6 +60,10 @@ class Method(Protocol):
     def follows_quantized(self) -> bool:
         """Whether the inputs are those that the layers quantized before give, beside the original ones."""
 
+    @property
+    def trains(self) -> bool:
+        """Whether codes and norms are trained on the logits of the original model after the last layer."""
+
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: Inputs) -> Rounded:
         """Return the codes of each weight.
 
