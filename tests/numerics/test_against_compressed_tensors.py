@@ -12,7 +12,8 @@ from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E2M1, E4M3, E8M0
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR, Granularity
 from minifloat.numerics.pack import pack_nibbles
-from minifloat.numerics.scale import choose_scales, effective_scale, expand, global_divisor
+from minifloat.numerics.scale import choose_scales, effective_scale
+from minifloat.numerics.scale_rules import expand, global_divisor
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
 REASON = "compressed-tensors is not installed"

@@ -11,7 +11,7 @@ import torch
 
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import FLOAT32
-from minifloat.numerics.scale import global_divisor
+from minifloat.numerics.scale_rules import global_divisor
 
 EDGES = [
     0.0,

@@ -35,7 +35,7 @@ from minifloat.errors import UnsupportedTensorError
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import GROUP_16, GROUP_32, TENSOR
-from minifloat.numerics.scale import amax, e8m0_scales, expand, float_scales
+from minifloat.numerics.scale_rules import amax, e8m0_scales, expand, float_scales
 from minifloat.numerics.scheme import ActivationSpec, ScaleRule, WeightSpec
 
 #: Code of E4M3's machine epsilon, the scale of a block whose scale would be zero.

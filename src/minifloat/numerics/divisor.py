@@ -1,7 +1,7 @@
 """The global divisor of NVFP4 as one float32 number, without torch.
 
-`minifloat.numerics.scale.global_divisor`, the reference, computes the same number as a torch tensor; a test requires
-the same bits from both.
+`minifloat.numerics.scale_rules.global_divisor`, the reference, computes the same number as a torch tensor; a test
+requires the same bits from both.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from minifloat.kernels.quantize import quantize_rows
 from minifloat.numerics.activation import dequantize_activation, quantize_activation
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.granularity import TENSOR
-from minifloat.numerics.scale import amax, float_scales, global_divisor
+from minifloat.numerics.scale_rules import amax, float_scales, global_divisor
 from minifloat.numerics.scheme import ActivationSpec, WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 

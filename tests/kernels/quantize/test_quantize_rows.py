@@ -219,6 +219,18 @@ def test_the_search_decides_as_the_oracle_between_equally_good_scales(name: str)
         assert_matches_reference(torch.lerp(left, right, t), spec)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1.125, 1.5, 1.875])
+def test_the_search_of_nvfp4_measures_midpoints_and_their_neighbours_as_the_oracle(scale: float) -> None:
+    """The quarters up to 8 and one ulp to either side, in blocks with scale codes from the smallest to the largest."""
+    quarters = torch.arange(1, 33) / 4
+    infinity = torch.tensor(torch.inf)
+    near = torch.cat((quarters, torch.nextafter(quarters, infinity), torch.nextafter(quarters, -infinity))) * scale
+    order = torch.randperm(near.numel(), generator=torch.Generator().manual_seed(0))
+    w = torch.cat([near[order] * 2.0**-exponent for exponent in range(20)]).view(40, -1)
+    assert_matches_reference(w, SPECS["nvfp4"])
+    assert_matches_reference(w, SPECS["nvfp4"], tensor_amax=4.0)
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_zeros_and_outliers_match_the_oracle(name: str) -> None:
     zeros = torch.zeros(130, 260, dtype=torch.bfloat16)

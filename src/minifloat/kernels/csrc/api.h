@@ -27,7 +27,8 @@ enum minifloat_status {
 // Little-endian source elements.
 enum minifloat_dtype { MINIFLOAT_BF16 = 0, MINIFLOAT_F16 = 1, MINIFLOAT_F32 = 2 };
 
-// How the amax of a block becomes its scale; the semantics are those of minifloat/numerics/scale.py.
+// How the amax of a block becomes its scale; the semantics are those of minifloat/numerics/scale_rules.py
+// and scale_search.py.
 enum minifloat_scaling {
     MINIFLOAT_SCALE_FLOAT32 = 0,  // amax / element.max
     MINIFLOAT_SCALE_CODED = 1,    // divisor * (amax / element.max), rounded to `scale` (NVFP4)

@@ -27,8 +27,8 @@ from minifloat.kernels.triton_cast import (
 )
 from minifloat.numerics.formats import FLOAT32, ElementFormat
 from minifloat.numerics.granularity import TENSOR
-from minifloat.numerics.scale import amax
-from minifloat.numerics.scale import float_scales as scales_of
+from minifloat.numerics.scale_rules import amax
+from minifloat.numerics.scale_rules import float_scales as scales_of
 from minifloat.numerics.scheme import ActivationSpec
 
 #: Elements that a program holds at a time: for small groups, and at most.

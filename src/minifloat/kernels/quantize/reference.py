@@ -15,7 +15,8 @@ from minifloat.kernels.quantize.slab import Slab
 from minifloat.numerics.cast import encode
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.pack import pack_nibbles
-from minifloat.numerics.scale import cast_stats, choose_scales, effective_scale, expand
+from minifloat.numerics.scale import cast_stats, choose_scales, effective_scale
+from minifloat.numerics.scale_rules import expand
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

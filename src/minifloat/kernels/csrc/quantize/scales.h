@@ -1,4 +1,4 @@
-// Computes the scales of blocks from their amax, with the operations of numerics/scale.py.
+// Computes the scales of blocks from their amax, with the operations of numerics/scale_rules.py.
 #pragma once
 
 #include "encode.h"

@@ -5,7 +5,8 @@
 
 namespace MINIFLOAT_ISA {
 
-// Exponents relative to FLOOR: SEARCH_OFFSETS of numerics/scale.py, in its order, because the first of equal sums wins.
+// Exponents relative to FLOOR: SEARCH_OFFSETS of numerics/scale_search.py, in its order, because the first of equal sums
+// wins.
 //
 // Offset -2 needs no trial: it never has the smallest sum. Let y be the elements divided by the FLOOR scale, so that
 // the largest has magnitude a, 4 <= a < 8 for E2M1. Under -2 the largest value is 1.5, so the element of magnitude a

@@ -2,8 +2,8 @@
 
 A program handles whole blocks: many small ones (groups of 16 or 32), or one block in chunks (128x128, a row), which it
 reads twice, the second time from the cache. For any block shape, it holds a matrix ``[BLOCKS, CHUNK]``. The operations
-that determine bits are those of `triton_cast` and of `numerics/scale.py`, in the same order. Sums of squares are
-float64, one pair per program, so that the order of programs does not change them.
+that determine bits are those of `triton_cast`, `numerics/scale_rules.py` and `numerics/scale_search.py`, in the same
+order. Sums of squares are float64, one pair per program, so that the order of programs does not change them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _E8M0_BIAS: Any = tl.constexpr(E8M0.bias)
 
 @triton.jit
 def _sum_halves(x, BLOCKS: tl.constexpr, LEVELS: tl.constexpr):
-    """Sum ``[BLOCKS, 2**LEVELS]`` by the tree of `scale._block_error`: the upper half is added to the lower."""
+    """Sum ``[BLOCKS, 2**LEVELS]`` by the tree of `scale_search._block_error`: the upper half is added to the lower."""
     for level in tl.static_range(LEVELS):
         halves = tl.reshape(x, [BLOCKS, 2, _ONE << (LEVELS - 1 - level)])
         low, high = tl.split(tl.permute(halves, (0, 2, 1)))
@@ -71,7 +71,7 @@ def _block_error(
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """Compute `scale._block_error`; dividing by a power of two is multiplying by its inverse."""
+    """Compute `scale_search._block_error`; dividing by a power of two is multiplying by its inverse."""
     INVERSE: tl.constexpr = 1.0 / STEP
     d = y - _round(y * INVERSE, MANTISSA, BIAS, MAX) * STEP
     return _sum_halves(d * d, BLOCKS, LEVELS)
@@ -88,7 +88,7 @@ def _search(
     BIAS: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """Compute `scale.search_e8m0_scales` with the offsets in the order of `SEARCH_OFFSETS`: 0, 1, -1."""
+    """Compute `scale_search.search_e8m0_scales` with the offsets in the order of `SEARCH_OFFSETS`: 0, 1, -1."""
     floor = tl.maximum((bits_of(amax) >> _MANTISSA) - EMAX, 0)
     y = w * decode_e8m0(-(floor - 2 * _E8M0_BIAS))[:, None]  # in the interpreter a constexpr cannot stand first
     error = _block_error(y, 1.0, BLOCKS, LEVELS, MANTISSA, BIAS, MAX)
@@ -137,7 +137,7 @@ def _search_codes(
     LAST_CODE: tl.constexpr,
     OFFSETS: tl.constexpr,
 ):
-    """Compute `scale.search_nvfp4_scales`."""
+    """Compute `scale_search.search_nvfp4_scales`."""
     code, error = first, tl.full(first.shape, float("inf"), tl.float32)
     for index in tl.static_range(len(OFFSETS)):
         code, error = _try_code(
@@ -160,7 +160,7 @@ def _search_codes(
 
 @triton.jit
 def _e8m0(amax, SCALING: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr):
-    """Compute `scale.e8m0_scales`."""
+    """Compute `scale_rules.e8m0_scales`."""
     if SCALING == FLOOR:
         code = (bits_of(amax) >> _MANTISSA) - EMAX
     elif SCALING == EVEN:
