@@ -47,7 +47,7 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, one thread, BF16 {shape_of(data)}")
     print(f"native library: {native.isa()}{native.why_unavailable() and ', ' + native.why_unavailable()}")
     print("\nG elements/s; copy: np.copyto of the BF16 bytes\n")
-    print(f"{'':12}" + "".join(f"{name:>10}" for name in names))
+    print(f"{'':12}" + "".join(f"{name:>12}" for name in names))
     for scheme in [*options.schemes, "amax"]:
         few = data[: REFERENCE_ROWS * COLUMNS * BYTES_PER_WEIGHT]
         runs: list[Run] = [
@@ -58,7 +58,7 @@ def main() -> None:
             runs += [(data, bound(library.with_isa(isa), operation(scheme, data, "cpu"))) for isa in library.isas]
         seconds = best_of([run for _, run in runs], options.rounds)
         rates = [len(source) / BYTES_PER_WEIGHT / s / 1e9 for (source, _), s in zip(runs, seconds, strict=True)]
-        print(f"{scheme:12}" + "".join(f"{rate:10.3g}" for rate in rates), flush=True)
+        print(f"{scheme:12}" + "".join(f"{rate:12.3g}" for rate in rates), flush=True)
 
 
 def shape_of(data: Bytes) -> tuple[int, int]:
