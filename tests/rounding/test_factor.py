@@ -100,9 +100,9 @@ def test_regress_is_the_ridge_regression_in_float64() -> None:
     ridge = (DAMPING * hessian.diagonal().mean()).sqrt()
     rows = torch.cat([inputs / 300**0.5, ridge * torch.eye(48)])
     expected = torch.linalg.lstsq(rows, torch.cat([outputs / 300**0.5, torch.zeros(48, 7)])).solution.T
-    found = regress((outputs.T @ inputs / 300).float(), hessian.float())
+    found = regress((outputs.T @ inputs / 300).float(), factorize(hessian.float(), "q_proj"))
     torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_regress_on_inputs_that_are_always_zero_is_zero() -> None:
-    assert not regress(torch.zeros(3, 4), torch.zeros(4, 4)).any()
+    assert not regress(torch.zeros(3, 4), factorize(torch.zeros(4, 4), "q_proj")).any()

@@ -7,8 +7,8 @@ rounded at w_k + sum over j < k of (w_j - q_j) U_jk. This form needs one Cholesk
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import SingularHessianError
+from minifloat.kernels.rounding import gram
 
 #: Share of the mean diagonal that is added to the diagonal (GPTQ's ``percdamp``).
 DAMPING = 0.01
@@ -30,12 +31,14 @@ class Feedback:
     Attributes:
         order: int64 ``[K]``, columns by falling diagonal of the Hessian.
         matrix: float32 ``[K, K]``, strictly upper triangular: the factor of each earlier column's error.
+        lower: float32 ``[K, K]``, the Cholesky factor of the damped Hessian with its columns in reversed order.
         damping: Share of the mean diagonal, over columns that are not dead, that was added to the diagonal.
         dead: Number of columns whose input was always zero.
     """
 
     order: Tensor
     matrix: Tensor
+    lower: Tensor
     damping: float
     dead: int
 
@@ -57,16 +60,17 @@ def factorize(hessian: Tensor, name: str) -> Feedback:
     if not bool(diagonal.isfinite().all()):
         raise SingularHessianError(f"{name}: the second moments of its inputs are NaN or Inf")
     order = torch.argsort(diagonal, descending=True, stable=True)
-    damped = hessian[order][:, order].double()
-    dead = damped.diagonal() <= 0
-    mean = float(damped.diagonal()[~dead].mean()) if not bool(dead.all()) else 1.0
+    last_first = order.flip(0)
+    dead = diagonal[last_first] <= 0
+    mean = float(diagonal[last_first][~dead].mean()) if not bool(dead.all()) else 1.0
+    damped = hessian[last_first][:, last_first].double()
     damped.diagonal()[dead] = mean  # any positive value: no other column exchanges errors with a dead one
     damping, added = DAMPING, 0.0
     while True:
         damped.diagonal().add_((damping - added) * mean)
         added = damping
         with one_thread():
-            lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+            lower, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
             break
         damping *= _DAMPING_GROWTH
@@ -75,25 +79,33 @@ def factorize(hessian: Tensor, name: str) -> Feedback:
                 f"{name}: the second moments of its inputs are not positive definite, even with {added:g} of the "
                 "mean diagonal added; use more calibration text, or keep this module with --method nearest"
             )
-    upper = lower.flip(0, 1)
-    matrix = (upper / upper.diagonal()).triu_(1).float().contiguous()
-    return Feedback(order, matrix, damping, int(dead.sum()))
+    del damped
+    matrix = (lower / lower.diagonal()).tril_(-1).float().flip(0, 1).contiguous()
+    return Feedback(order, matrix, lower.float(), damping, int(dead.sum()))
 
 
-def regress(products: Tensor, hessian: Tensor) -> Tensor:
-    """Return ``products (H + l I)^-1`` in float32, with l one hundredth of the mean diagonal of H.
+def regress(products: Tensor, feedback: Feedback) -> Tensor:
+    """Return ``products (H + l I)^-1`` in float32, with the damping l of the factorization of H.
 
     Args:
         products: float32 ``[N, K]``, for example the drift of outputs times inputs.
-        hessian: float32 ``[K, K]``.
+        feedback: The factorization of H.
     """
-    damped = hessian.double()
-    mean = float(damped.diagonal().mean())
-    damped.diagonal().add_(DAMPING * mean if mean > 0 and math.isfinite(mean) else 1.0)
-    with one_thread():
-        lower = torch.linalg.cholesky(damped)
-        solution = torch.cholesky_solve(products.double().T, lower)
-    return solution.T.float()
+    last_first = feedback.order.flip(0)
+    halves = products[:, last_first].T.chunk(2, dim=1)  # always two, so that threads do not change any sum
+    with one_thread(), ThreadPoolExecutor(2) as pool:
+        solutions = pool.map(lambda half: torch.cholesky_solve(half.contiguous(), feedback.lower), halves)
+        solution = torch.cat(list(solutions), dim=1).T
+    result = torch.empty_like(products)
+    result[:, last_first] = solution
+    return result
+
+
+def times(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of two float32 matrices ``[M, K]`` and ``[K, N]``, the same bits for any number of threads."""
+    product = left.new_zeros(left.shape[0], right.shape[1])
+    gram(left.T.contiguous(), right, product)
+    return product
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from minifloat.errors import NonFiniteError
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.plan.tensor_plan import Part
-from minifloat.rounding.factor import DAMPING, Feedback, factorize
+from minifloat.rounding.factor import DAMPING, Feedback, factorize, times
 from minifloat.rounding.grid import Grid, error_of
 from minifloat.rounding.layer_file import Bytes
 from minifloat.rounding.methods import Inputs, Method
@@ -134,10 +134,12 @@ def output_errors(weight: Tensor, candidates: Sequence[QuantizedTensor], held_ou
         candidates: Quantized forms of it.
         held_out: float32 rows.
     """
-    original = held_out.reference @ weight.T
+    inputs = held_out.inputs
+    original = times(held_out.reference, weight.T.contiguous())
     target = original if held_out.residual is None else original + held_out.residual
     energy = float(original.square().sum()) or 1.0
-    return [float((target - held_out.inputs @ each.dequantize().T).square().sum()) / energy for each in candidates]
+    outputs = (times(inputs, candidate.dequantize().T.contiguous()) for candidate in candidates)
+    return [float((target - output).square().sum()) / energy for output in outputs]
 
 
 def tensor_bytes(tensor: Tensor) -> Bytes:

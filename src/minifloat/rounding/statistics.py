@@ -111,7 +111,7 @@ class Accumulator:
         inputs = rows.inputs
         gram(inputs, inputs, self._hessian)
         if self._drift is not None:
-            gram(_difference(rows.reference, inputs), inputs, self._drift)
+            gram(rows.reference - inputs, inputs, self._drift)
         if self._residual is not None and rows.residual is not None:
             gram(rows.residual.to(inputs.dtype), inputs, self._residual)
 
@@ -138,8 +138,3 @@ class Sample:
     def rows(self) -> Rows | None:
         """Return the kept rows as float32; None if there are none."""
         return join(self._kept) if self._kept else None
-
-
-def _difference(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left - right``, computed in float32 and rounded once to their dtype."""
-    return (left.float() - right.float()).to(right.dtype)

@@ -140,9 +140,9 @@ def pair(original: Reading, quantized: Reading, stage: Stage, sequence: int) -> 
         reference[same] = original.inputs[row[same]]
     residual = None
     if stage.residual is not None and original.residual is not None and quantized.residual is not None:
-        residual = (original.residual.float() - quantized.residual.float()) / stage.residual.factor
+        residual = (original.residual - quantized.residual) / stage.residual.factor
     for tensor in (inputs, reference):
-        if not bool(tensor.isfinite().all()):
+        if not bool(tensor.sum(dtype=torch.float32).isfinite()):
             raise NonFiniteError(stage.slots[0][0], f"its input holds NaN or Inf in sequence {sequence}")
     return Rows(inputs, reference, residual), quantized.slots
 

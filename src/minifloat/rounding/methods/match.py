@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minifloat.rounding.factor import one_thread, regress
+from minifloat.rounding.factor import regress, times
 from minifloat.rounding.grid import Grid
 from minifloat.rounding.methods.gptq import compensate
 from minifloat.rounding.methods.protocol import Inputs, Rounded
@@ -41,8 +41,7 @@ class Match:
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: Inputs) -> Rounded:
         """Return codes whose outputs on the inputs of the quantized model match the original outputs."""
         weight = torch.cat(list(weights))
-        with one_thread():
-            target, details = matched(weight, inputs)
+        target, details = matched(weight, inputs)
         return Rounded(compensate(target, grids, inputs.feedback), details)
 
 
@@ -56,12 +55,12 @@ def matched(weight: Tensor, inputs: Inputs) -> tuple[Tensor, dict[str, float]]:
     statistics, held_out = inputs.statistics, inputs.held_out
     target, details = weight, {}
     if statistics.drift is not None:
-        step = regress(weight @ statistics.drift, statistics.hessian)
-        error = None if held_out is None else (held_out.reference - held_out.inputs) @ weight.T
+        step = regress(times(weight, statistics.drift), inputs.feedback)
+        error = None if held_out is None else times(held_out.reference - held_out.inputs, weight.T.contiguous())
         details["drift_factor"] = _factor(step, error, held_out, statistics.tokens)
         target = target + details["drift_factor"] * step
     if statistics.residual is not None:
-        step = regress(statistics.residual, statistics.hessian)
+        step = regress(statistics.residual, inputs.feedback)
         error = None if held_out is None else held_out.residual
         details["residual_factor"] = RESIDUAL_SHARE * _factor(step, error, held_out, statistics.tokens)
         target = target + details["residual_factor"] * step
@@ -80,7 +79,7 @@ def _factor(step: Tensor, error: Tensor | None, held_out: Rows | None, tokens: i
     if error is None or held_out is None:
         columns = step.shape[1]
         return tokens / (tokens + TOKENS_PER_COLUMN * columns)
-    change = held_out.inputs @ step.T
+    change = times(held_out.inputs, step.T.contiguous())
     energy = float(change.square().sum())
     return min(max(float((error * change).sum()) / energy, 0.0), 1.0) if energy > 0 else 0.0
 
