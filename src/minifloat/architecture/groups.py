@@ -32,3 +32,11 @@ def expert_group(module: str) -> str | None:
     """
     match = _EXPERT.match(module)
     return match["parent"] if match else None
+
+
+def serving_group(module: str) -> str:
+    """Return the name of the group of modules that servers run as one and that must share a scheme.
+
+    It is the block of a routed expert, else the group of fused linears, else the module itself.
+    """
+    return expert_group(module) or fused_group(module)

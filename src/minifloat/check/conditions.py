@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from minifloat.architecture.groups import expert_group, fused_group
+from minifloat.architecture.groups import serving_group
 from minifloat.check.loading_rule import Case, Condition
 from minifloat.check.subject import MXFP4_KINDS, Kind, Weight
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
@@ -58,7 +58,7 @@ def mixed_fused(case: Case) -> Iterator[str]:
     """Parts of one fused layer, or experts of one layer, that are quantized differently."""
     groups: dict[str, list[Weight]] = {}
     for weight in case.subject.weights:
-        groups.setdefault(expert_group(weight.module) or fused_group(weight.module), []).append(weight)
+        groups.setdefault(serving_group(weight.module), []).append(weight)
     for name, members in groups.items():
         module_by_kind = {(weight.spec and weight.kind): layer_pattern(weight.module) for weight in members}
         if len(module_by_kind) > 1:

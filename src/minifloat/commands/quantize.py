@@ -12,8 +12,10 @@ from minifloat.commands.options import (
     COUNT,
     FOLDER,
     MODEL,
+    POSITIVE,
     WritingParams,
     device_option,
+    parse_size,
     pass_params,
     print_json,
     revision_option,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from minifloat.checkpoint.progress import Progress
     from minifloat.quantize.rounded import DataOptions
     from minifloat.quantize.static_scales import Calibration
+    from minifloat.rounding.budget.target import Budget
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class QuantizeParams(WritingParams):
     model: str
     out: Path
     revision: str | None
-    scheme: str
+    scheme: str | None
     layout: str
     override: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -51,6 +54,9 @@ class QuantizeParams(WritingParams):
     data: tuple[str, ...]
     method: str | None
     no_fold: bool
+    target_bits: float | None
+    target_bytes: str | None
+    max_kl: float | None
     calibration_samples: int | None
     calibration_seq_len: int | None
     rule: str
@@ -69,7 +75,11 @@ def _scheme_help() -> str:
 @click.argument("model", type=MODEL)
 @click.argument("out", type=FOLDER)
 @revision_option()
-@click.option("--scheme", default=DEFAULT_SCHEME, show_default=True, metavar="NAME", help="What to quantize to.")
+@click.option(
+    "--scheme",
+    metavar="NAME",
+    help=f"What to quantize to; with a budget the cheapest format.  [default: {DEFAULT_SCHEME}; mxfp4 with a budget]",
+)
 @click.option(
     "--layout", default="compressed-tensors", show_default=True, help="compressed-tensors, or fp8 (DeepSeek)."
 )
@@ -85,6 +95,11 @@ def _scheme_help() -> str:
 @click.option(
     "--method", metavar="NAME", help="How codes are chosen: nearest, gptq, match or tune.  [default: match with --data]"
 )
+@click.option(
+    "--target-bits", type=POSITIVE, metavar="BITS", help="Mix formats within these bits per weight; needs --data."
+)
+@click.option("--target-bytes", metavar="SIZE", help="Mix formats within these bytes of all tensors, e.g. 5GB.")
+@click.option("--max-kl", type=POSITIVE, metavar="NATS", help="Mix formats within this KL from MODEL on held-out text.")
 @click.option("--no-fold", is_flag=True, help="With --data: fold no scales of input channels into norms and linears.")
 @click.option(
     "--calibration-samples", type=COUNT, help="Sequences of text.  [default: 512; 284 with --data, 28 of them held out]"
@@ -123,6 +138,7 @@ def quantize(params: QuantizeParams) -> None:
             calibration=_calibration(params, progress),
             data=_data(params),
             method=None if params.data else params.method,
+            budget=_budget(params),
             kv_cache=params.kv_cache is not None,
             target=params.target,
             device=params.device,
@@ -166,6 +182,16 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
             revision=params.revision,
         )
     return Calibration(collected.stats, rule, collected.held_out, params.max_saturation)
+
+
+def _budget(params: QuantizeParams) -> Budget | None:
+    """Return the budget of ``--target-bits``, ``--target-bytes`` or ``--max-kl``; None without them."""
+    if params.target_bits is None and params.target_bytes is None and params.max_kl is None:
+        return None
+    from minifloat.rounding.budget.target import Budget
+
+    nbytes = None if params.target_bytes is None else parse_size(params.target_bytes)
+    return Budget(bits=params.target_bits, nbytes=nbytes, max_kl=params.max_kl)
 
 
 def _data(params: QuantizeParams) -> DataOptions | None:

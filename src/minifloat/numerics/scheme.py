@@ -50,6 +50,10 @@ class WeightSpec:
         """Whether the amax of the whole tensor is needed before its first block can be cast."""
         return self.has_global_scale or self.granularity == TENSOR
 
+    def divides(self, shape: tuple[int, int]) -> bool:
+        """Return whether the groups of a scale fill the rows of a matrix of `shape` ``(N, K)``; 2-D blocks may not."""
+        return self.granularity.rows != 1 or shape[1] % self.granularity.block(shape)[1] == 0
+
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Return the bits per element of a matrix of `shape` ``(N, K)``, including scales."""
         grid = self.granularity.scale_shape(shape)

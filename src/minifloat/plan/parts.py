@@ -66,7 +66,7 @@ def make_part(
     _, block_cols = scheme.weight.granularity.block(shape)
     if rows == 0 or cols == 0:
         raise ShapeError(info.name, f"an empty weight {rows}x{cols}; keep it with --exclude")
-    if scheme.weight.granularity.rows == 1 and cols % block_cols:
+    if not scheme.weight.divides(shape):
         raise ShapeError(
             info.name,
             f"{scheme.name} needs a multiple of {block_cols} columns, found {cols}; keep these weights with "

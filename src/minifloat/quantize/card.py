@@ -17,6 +17,8 @@ from minifloat.report.card import metadata_head, read_card, read_metadata
 
 #: Name of the model in the card's commands until `push` knows its id.
 MODEL = "MODEL"
+#: The chart of a budget, a file beside the weights.
+BUDGET_CHART = "budget.svg"
 _WORST_SHOWN = 10
 _CARRIED_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
@@ -58,6 +60,7 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport, subject: Subject,
         f"minifloat {provenance['minifloat']}, from weights with the content hash",
         f"`{provenance['source_digest']}`; `minifloat.json` has that of each tensor.",
         "",
+        *_budget_section(report),
         "## Error of the weights",
         "",
         f"All quantized weights together: SQNR {total.sqnr_db:.2f} dB, {total.saturated_fraction:.2e} saturated, "
@@ -75,6 +78,30 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport, subject: Subject,
         *(_row(tensor) for tensor in worst(report.tensors, _WORST_SHOWN)),
     ]
     return metadata_head(_metadata(checkpoint, recipe, base, tags)) + "\n" + "\n".join(lines) + "\n"
+
+
+def _budget_section(report: QuantizeReport) -> list[str]:
+    """Return what a budget chose: bits, KL divergence, formats; nothing where none was given."""
+    budget = (report.rounding or {}).get("budget")
+    if budget is None:
+        return []
+    formats = Counter(group["format"] for group in budget["groups"])
+    return [
+        "## Formats within the budget",
+        "",
+        f"![KL divergence against bits per weight]({BUDGET_CHART})",
+        "",
+        "| run | bits per weight | KL predicted | KL measured |",
+        "|---|---|---|---|",
+        *(
+            f"| {number} | {run['bits']:.3f} | {run['predicted']:.4f} | {run['kl']:.4f} |"
+            for number, run in enumerate(budget["measured"], 1)
+        ),
+        "",
+        f"Groups of weights by format: {', '.join(f'{name} {count}' for name, count in formats.most_common())}. Run 1 "
+        "has the cheapest format everywhere; `minifloat.json` has the damage of each group.",
+        "",
+    ]
 
 
 def _metadata(checkpoint: Checkpoint, recipe: dict[str, Any], base: str | None, engines: list[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,7 @@ from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import make_plan
 from minifloat.plan.tensor_plan import Part, QuantizationPlan, TensorPlan
-from minifloat.quantize.card import model_card
+from minifloat.quantize.card import BUDGET_CHART, model_card
 from minifloat.quantize.provenance import describe_recipe, provenance, quantize_options
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.static_scales import Calibration, apply_calibration
@@ -64,6 +64,9 @@ from minifloat.quantize.stream import (
 if TYPE_CHECKING:  # these import torch, which only a run with data needs
     from minifloat.calibration.data import SourceLike
     from minifloat.quantize.rounded import DataOptions, RoundedOutput
+    from minifloat.rounding.budget.formats import Planner
+    from minifloat.rounding.budget.search import WithinBudget
+    from minifloat.rounding.budget.target import Budget
 
 #: The method of a run without data.
 _WITHOUT_DATA = "nearest"
@@ -72,7 +75,7 @@ _WITHOUT_DATA = "nearest"
 def quantize_checkpoint(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    scheme: str | Scheme = DEFAULT_SCHEME,
+    scheme: str | Scheme | None = None,
     *,
     layout: str = compressed_tensors.NAME,
     overrides: Sequence[str | Override] = (),
@@ -81,6 +84,7 @@ def quantize_checkpoint(
     calibration: Calibration | None = None,
     data: DataOptions | SourceLike | Sequence[SourceLike] | None = None,
     method: str | None = None,
+    budget: Budget | None = None,
     kv_cache: bool = False,
     target: str | None = None,
     device: str = "cpu",
@@ -94,7 +98,8 @@ def quantize_checkpoint(
     Args:
         source: A folder or a model of the hub: Hugging Face layout, safetensors, BF16 / F16 / F32 weights.
         destination: A folder that does not exist yet, in one that does.
-        scheme: A name of `SCHEMES`, or a `Scheme`.
+        scheme: A name of `SCHEMES`, or a `Scheme`; by default ``"fp8-block"``. With `budget` the cheapest format of the
+            mixture, by default the cheapest weight-only scheme that the model allows.
         layout: A name of `layouts.WRITERS`.
         overrides: ``REGEX=SCHEME`` or ``REGEX=bf16``; the last override that matches a module decides.
         workers: Threads; by default one per core that this process may use, at most 8.
@@ -103,6 +108,8 @@ def quantize_checkpoint(
         data: Text that codes are chosen with: files, folders, data sets, or ``"self"`` for text that the model itself
             writes; or `DataOptions` with all options. None: every weight is rounded to nearest.
         method: A name of `minifloat.rounding.methods.METHODS`; by default ``"match"`` with data.
+        budget: Bits, bytes or KL divergence within which the formats of fused groups of weights are chosen; needs
+            `data`. `overrides` keep the format of the modules that they match.
         kv_cache: Write scales of an FP8 KV cache; needs `calibration`.
         target: Where the output is to run, as in ``"vllm:h100:tp4"``; a checkpoint that would not load is an error.
         device: Where weights are cast: "cpu", "cuda" or "cuda:N". The output is the same, bit for bit; the sums of
@@ -129,33 +136,63 @@ def quantize_checkpoint(
     """
     started = time.perf_counter()
     chosen_scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
+    if budget is None:
+        chosen_scheme = chosen_scheme or get_scheme(DEFAULT_SCHEME)
     writer_layout = get_writer(layout)
     parsed_overrides = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
     caster = Caster.of(device, impl)
     threads = processors.workers(workers)
     data_options = _data_options(data, method)
+    if budget is not None and data_options is None:
+        raise UsageError(
+            f"a budget of {budget} chooses formats by the damage that text shows: give --data FILE, or --data self for "
+            "text that the model writes itself"
+        )
     if base_model is not None and not is_hub_id(base_model):
         raise UsageError(f"base_model: expected the id of a model of the hub, ORG/NAME, got {base_model!r}")
     with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
-        plan = make_plan(checkpoint, chosen_scheme, writer_layout, parsed_overrides)
-        caster.require(dict.fromkeys([plan.scheme, *plan.modules.values()]))
-        plan, activations, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
-        if target is not None:
-            notes = (*notes, *require_loadable(checkpoint, plan, target))
-        with (
-            _rounding(checkpoint, plan, data_options, Path(destination), progress) as rounded,
-            CheckpointWriter(
-                destination,
-                fingerprint=fingerprint(
-                    checkpoint,
-                    recipe := describe_recipe(plan, calibration, None if rounded is None else rounded.recipe),
-                    _constants(plan),
-                ),
-                total_bytes=plan.output_bytes,
-                overwrite=overwrite,
-            ) as writer,
-        ):
+
+        def planner(scheme: Scheme, overrides: Sequence[Override]) -> QuantizationPlan:
+            return make_plan(checkpoint, scheme, writer_layout, overrides)
+
+        with ExitStack() as stack:
+            rounded = None
+            if budget is not None and data_options is not None:
+                rounded = stack.enter_context(
+                    _within_budget(
+                        checkpoint,
+                        planner,
+                        chosen_scheme,
+                        parsed_overrides,
+                        budget,
+                        data_options,
+                        Path(destination),
+                        target,
+                        progress,
+                    )
+                )
+                chosen_scheme, parsed_overrides = rounded.scheme, rounded.overrides
+            assert chosen_scheme is not None
+            plan = planner(chosen_scheme, parsed_overrides)
+            caster.require(dict.fromkeys([plan.scheme, *plan.modules.values()]))
+            plan, activations, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
+            if target is not None:
+                notes = (*notes, *require_loadable(checkpoint, plan, target))
+            if rounded is None:
+                rounded = stack.enter_context(_rounding(checkpoint, plan, data_options, Path(destination), progress))
+            writer = stack.enter_context(
+                CheckpointWriter(
+                    destination,
+                    fingerprint=fingerprint(
+                        checkpoint,
+                        recipe := describe_recipe(plan, calibration, None if rounded is None else rounded.recipe),
+                        _constants(plan),
+                    ),
+                    total_bytes=plan.output_bytes,
+                    overwrite=overwrite,
+                )
+            )
             with worker_pool(threads, writer) as pool:
                 metadata = {"format": "pt", "minifloat": __version__, "scale_rule": plan.scheme.weight.rule.value}
                 shards = dict(plan.by_shard())
@@ -174,8 +211,38 @@ def quantize_checkpoint(
                 resumed_shards=job.resumed,
             )
             _write_small_files(checkpoint, plan, writer, report, base_model)
+            if rounded is not None and rounded.within is not None:
+                _write_budget_chart(writer, rounded.within)
             writer.commit()
     return report
+
+
+@contextmanager
+def _within_budget(
+    checkpoint: Checkpoint,
+    planner: Planner,
+    scheme: Scheme | None,
+    overrides: Sequence[Override],
+    budget: Budget,
+    data: DataOptions,
+    destination: Path,
+    target: str | None,
+    progress: Progress | None,
+) -> Iterator[RoundedOutput]:
+    """Yield the formats and codes that the method of `data` chose within a budget."""
+    from minifloat.quantize.rounded import budgeted_output
+
+    with budgeted_output(
+        checkpoint, planner, scheme, overrides, budget, data, destination, target, progress
+    ) as rounded:
+        yield rounded
+
+
+def _write_budget_chart(writer: CheckpointWriter, within: WithinBudget) -> None:
+    """Write the chart of KL divergence against bits, which the model card shows."""
+    from minifloat.rounding.budget.chart import budget_chart
+
+    writer.write_file(BUDGET_CHART, budget_chart(within).encode())
 
 
 @contextmanager

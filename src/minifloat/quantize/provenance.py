@@ -54,8 +54,18 @@ def quantize_options(recipe: dict[str, Any]) -> str:
     if rounding is not None:
         sources = "".join(f" --data {source['name']}" for source in rounding["data"].get("sources", ()))
         data = f" --method {rounding['method']}{sources}{'' if rounding['fold'] else ' --no-fold'}"
+        data += _text_options(rounding["data"])
     kv_cache = " --kv-cache fp8" if recipe["kv_cache"] else ""
     return f"--scheme {recipe['scheme']}{layout}{overrides}{calibration}{data}{kv_cache}"
+
+
+def _text_options(data: dict[str, Any]) -> str:
+    """Return the options for the amount of text, where it is not the default."""
+    from minifloat.quantize.rounded import DEFAULT_TEXT
+
+    samples, seq_len = data.get("sequences", DEFAULT_TEXT.samples), data.get("seq_len", DEFAULT_TEXT.seq_len)
+    options = "" if samples == DEFAULT_TEXT.samples else f" --calibration-samples {samples}"
+    return options + ("" if seq_len == DEFAULT_TEXT.seq_len else f" --calibration-seq-len {seq_len}")
 
 
 def provenance(

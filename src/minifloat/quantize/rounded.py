@@ -14,7 +14,12 @@ from minifloat.calibration.session import TextOptions, load_texts
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, UsageError
+from minifloat.numerics.scheme import Scheme
+from minifloat.plan.overrides import Override
 from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.rounding.budget.formats import Planner, find_formats
+from minifloat.rounding.budget.search import WithinBudget, require_feasible, round_within_budget
+from minifloat.rounding.budget.target import Budget
 from minifloat.rounding.methods import get_method
 from minifloat.rounding.options import DEFAULT_ROUNDING, RoundingOptions
 from minifloat.rounding.rounded_model import RoundedModel
@@ -74,18 +79,33 @@ class RoundedOutput:
         model: The tensors, and how they were made.
         recipe: The method, the text and the options, as JSON values.
         notes: Sentences for the user.
+        within: How the formats were chosen, if a budget was given.
     """
 
     model: RoundedModel
     recipe: dict[str, Any]
     notes: tuple[str, ...]
+    within: WithinBudget | None = None
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of most weights, as a budget chose it."""
+        assert self.within is not None
+        return self.within.plan.scheme
+
+    @property
+    def overrides(self) -> list[Override]:
+        """The overrides for all other weights, as a budget chose them."""
+        assert self.within is not None
+        return list(self.within.plan.overrides)
 
     def to_dict(self) -> dict[str, Any]:
         """Return method, text and errors as JSON values."""
         weights = [{key: value for key, value in row.items() if key != "stats"} for row in self.model.weights.values()]
         tuned = {} if self.model.tuning is None else {"tuned": self.model.tuning}
+        budget = {} if self.within is None else {"budget": self.within.to_dict()}
         rest = {"held_out": self.model.held_out, "folds": self.model.folds, "weights": weights}
-        return {**self.recipe, **tuned, **rest}
+        return {**self.recipe, **budget, **tuned, **rest}
 
 
 @contextmanager
@@ -111,20 +131,89 @@ def rounded_output(
         NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
         SingularHessianError: The inputs of a linear allow no error compensation.
     """
-    destination = destination.absolute()
+    kept, held_out, record = _texts(checkpoint, plan, data, destination, progress)
+    work_dir = _beside(destination, WORK_SUFFIX)
+    with round_checkpoint(checkpoint, plan, kept, held_out, data.rounding, work_dir, progress) as model:
+        yield RoundedOutput(model, _recipe(data, record, kept), _notes(model, plan, data))
+
+
+@contextmanager
+def budgeted_output(
+    checkpoint: Checkpoint,
+    planner: Planner,
+    scheme: Scheme | None,
+    overrides: Sequence[Override],
+    budget: Budget,
+    data: DataOptions,
+    destination: Path,
+    target: str | None,
+    progress: Progress | None,
+) -> Iterator[RoundedOutput]:
+    """Choose formats within a budget, and codes in them; the work is kept if the block is left with an error.
+
+    Args:
+        checkpoint: The source.
+        planner: Makes the plan of a scheme with overrides.
+        scheme: The cheapest format; None: the cheapest that suits the model and the engines.
+        overrides: Modules whose format is fixed.
+        budget: The budget.
+        data: Text and method.
+        destination: The output folder; finished layers, and the text that the model wrote, are kept beside it.
+        target: Where the output is to run; None: in minifloat, transformers and vLLM.
+        progress: Called as work completes.
+
+    Raises:
+        UsageError: The budget cannot be met (the message names the nearest), or no format suits the model.
+        DataError: The text is missing, too short, or does not fit the model.
+        NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
+        SingularHessianError: The inputs of a linear allow no error compensation.
+    """
+    formats = find_formats(checkpoint, planner, scheme, overrides, target)
+    require_feasible(budget, formats.groups)
+    plan = planner(formats.scheme, overrides)
+    kept, held_out, record = _texts(checkpoint, plan, data, destination, progress)
+    with round_within_budget(
+        checkpoint,
+        planner,
+        budget,
+        formats,
+        overrides,
+        kept,
+        held_out,
+        data.rounding,
+        _beside(destination, WORK_SUFFIX),
+        progress,
+    ) as within:
+        notes = (*within.notes(), *_notes(within.model, within.plan, data))
+        yield RoundedOutput(within.model, _recipe(data, record, kept), notes, within)
+
+
+def _beside(destination: Path, suffix: str) -> Path:
+    """Return the path beside the output folder that has its name and a suffix."""
+    return destination.absolute().with_name(destination.absolute().name + suffix)
+
+
+def _recipe(data: DataOptions, record: dict[str, Any], kept: CalibrationSet) -> dict[str, Any]:
+    return {**data.rounding.to_dict(), "data": record, "tokens": kept.tokens}
+
+
+def _texts(
+    checkpoint: Checkpoint, plan: QuantizationPlan, data: DataOptions, destination: Path, progress: Progress | None
+) -> tuple[CalibrationSet, CalibrationSet, dict[str, Any]]:
+    """Return the text for statistics, the held-out text, and the record of both.
+
+    Raises:
+        DataError: The text is missing, too short, or does not fit the model.
+    """
     texts = load_texts(
         checkpoint,
         data.sources,
         data.text,
-        own_text_file=destination.with_name(f"{checkpoint.path.name}.self-text.safetensors"),
+        own_text_file=destination.absolute().with_name(f"{checkpoint.path.name}.self-text.safetensors"),
         device=data.rounding.device,
         progress=progress,
     )
-    kept, held_out = _split(texts, data.text, plan)
-    work_dir = destination.with_name(destination.name + WORK_SUFFIX)
-    with round_checkpoint(checkpoint, plan, kept, held_out, data.rounding, work_dir, progress) as model:
-        recipe = {**data.rounding.to_dict(), "data": dict(texts.record), "tokens": kept.tokens}
-        yield RoundedOutput(model, recipe, _notes(model, plan, data))
+    return *_split(texts, data.text, plan), dict(texts.record)
 
 
 def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> tuple[CalibrationSet, CalibrationSet]:

@@ -85,10 +85,14 @@ def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Diver
     """
     nearest, method = KLMeans(), KLMeans()
     for original, *others in logits:
-        base = original.log_softmax(-1)
         for candidate, means in zip(others, (nearest, method), strict=True):
-            kl = torch.nn.functional.kl_div(candidate.log_softmax(-1), base, reduction="none", log_target=True)
-            means.add(kl.sum(-1)[None])
+            means.add(token_kl(original, candidate)[None])
             if not math.isfinite(means.means[-1]):
                 raise NonFiniteError("logits", f"they are NaN or Inf on held-out sequence {len(means.means) - 1}")
     return Divergence(nearest.total, nearest.mean, method.mean, nearest.error, method.error)
+
+
+def token_kl(original: Tensor, candidate: Tensor) -> Tensor:
+    """Return KL(original || candidate) in nats of each token, ``[T]``, from logits ``[T, V]``."""
+    base, other = original.float().log_softmax(-1), candidate.float().log_softmax(-1)
+    return torch.nn.functional.kl_div(other, base, reduction="none", log_target=True).sum(-1)

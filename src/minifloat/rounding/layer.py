@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import NonFiniteError
-from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.scheme import Scheme, WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.plan.tensor_plan import Part
 from minifloat.rounding.factor import DAMPING, Feedback, factorize, times
@@ -32,15 +32,19 @@ class LayerRounding:
         method: Chooses the codes.
         parts: The weights to quantize, by module.
         weights: Views of these weights in the model, by module.
+        compared: Formats whose errors of outputs the report compares; the original weights are kept with them.
         tensors: Output tensor name -> its bytes, of the weights that are rounded.
         rows: A row of the report for each rounded weight.
+        originals: The original weights by module, where formats are compared.
     """
 
     method: Method
     parts: Mapping[str, Part]
     weights: Mapping[str, Tensor]
+    compared: Sequence[Scheme] = ()
     tensors: dict[str, Bytes] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    originals: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._amaxes: dict[str, float] = {}
@@ -54,7 +58,7 @@ class LayerRounding:
         for module, part in self.parts.items():
             if not bool(self.weights[module].isfinite().all()):
                 raise NonFiniteError(f"{module}.weight", "it holds NaN or Inf; the checkpoint is damaged")
-            if part.scheme.weight.needs_tensor_amax:
+            if any(scheme.weight.needs_tensor_amax for scheme in (part.scheme, *self.compared)):
                 amax = float(self.weights[module].abs().amax())
                 self._amaxes[part.group] = max(self._amaxes.get(part.group, 0.0), amax)
 
@@ -105,6 +109,9 @@ class LayerRounding:
                 taken, method = grid.nearest, "nearest"
         dequantized = taken.dequantize()
         row |= {"method": method, "stats": asdict(error_of(weight.float(), taken))}
+        if self.compared:
+            row["format_errors"] = self._format_errors(module, held_out)
+            self.originals[module] = weight.clone()
         weight.copy_(dequantized)
         self.rows.append(row)
         names = self.parts[module].tensors
@@ -113,6 +120,25 @@ class LayerRounding:
         if names.global_scale is not None:
             assert taken.global_scale is not None
             self.tensors[names.global_scale.name] = tensor_bytes(taken.global_scale)
+
+    def _format_errors(self, module: str, held_out: Rows | None) -> dict[str, float]:
+        """Return the relative squared error of the outputs by name of a format, rounded to nearest.
+
+        Without enough held-out inputs it is the error of the weight.
+        """
+        weight, part = self.weights[module], self.parts[module]
+        outputs, inputs = weight.float(), None
+        if held_out is not None and len(held_out.inputs) >= _FEWEST_HELD_OUT:
+            inputs = held_out.inputs.T
+            outputs = outputs @ inputs
+        energy = float(outputs.square().sum()) or 1.0
+        errors = {}
+        for scheme in self.compared:
+            if scheme.weight.divides(part.shape):
+                nearest = Grid.of(weight, scheme.weight, self._amaxes.get(part.group)).nearest.dequantize()
+                error = outputs - (nearest if inputs is None else nearest @ inputs)
+                errors[scheme.name] = float(error.square().sum()) / energy
+        return errors
 
     def _grid(self, module: str, part: Part) -> Grid:
         return Grid.of(self.weights[module], part.scheme.weight, self._amaxes.get(part.group))

@@ -26,6 +26,8 @@ class RoundedModel:
         folds: The scales that were folded, layer by layer.
         held_out: The divergence from the original model on held-out text.
         tuning: What tuning did; None: the model was not tuned.
+        damage: KL divergences that each group of weights makes, as `damage.DamageStreams` measures them; empty unless
+            that was asked for.
     """
 
     def __init__(self, files: Sequence[LayerFile]) -> None:
@@ -38,6 +40,7 @@ class RoundedModel:
         self.folds: list[Mapping[str, Any]] = [row for record in records for row in record.get("folds", ())]
         self.held_out: Mapping[str, Any] = records[-1]["held_out"]
         self.tuning: Mapping[str, Any] | None = records[-1].get("tuning")
+        self.damage: Mapping[str, Any] = next((record["damage"] for record in records if "damage" in record), {})
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name

@@ -17,6 +17,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import UsageError
 from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.rounding.damage import GroupsToMeasure
 from minifloat.rounding.layer_file import LayerFile, LayerResult, read_layer, write_layer
 from minifloat.rounding.options import RoundingOptions
 from minifloat.rounding.rounded_model import RoundedModel
@@ -34,6 +35,7 @@ def round_checkpoint(
     options: RoundingOptions,
     work_dir: Path,
     progress: Progress | None = None,
+    groups: GroupsToMeasure | None = None,
 ) -> Iterator[RoundedModel]:
     """Choose the codes of all weights of a plan; the files stay until the block is left without an error.
 
@@ -45,6 +47,7 @@ def round_checkpoint(
         options: Method, folding, device.
         work_dir: Where finished layers are kept, so that the same call continues after an interruption.
         progress: Called after each sequence of each pass over a layer.
+        groups: Groups of weights whose damage is measured too.
 
     Raises:
         UsageError: The layers of this model cannot be run one at a time, or one is larger than the memory allowed; or
@@ -65,10 +68,12 @@ def round_checkpoint(
         stack = LayerStack(model, loader, options.max_memory)
         schemes = {name: repr(scheme) for name, scheme in plan.modules.items()}
         facts = {**options.to_dict(), "layout": plan.layout.name, "modules": schemes}
+        if groups is not None:
+            facts["groups"] = groups.to_dict()
         both = CalibrationSet((*kept.sequences, *held_out.sequences))
         fingerprint = run_fingerprint(loader, both, facts, len(kept.sequences))
         with WorkFolder[LayerFile | LayerResult](work_dir, fingerprint, read_layer, write_layer) as folder:
-            walk = RoundingWalk(stack, plan, kept, held_out, options, checkpoint.config, progress)
+            walk = RoundingWalk(stack, plan, kept, held_out, options, checkpoint.config, progress, groups)
             files = walk.run(folder)
             if options.method.trains and len(files) == len(stack) + 1:
                 tuned = tune(model, plan, RoundedModel(files), kept, held_out, options.tuning, progress)

@@ -12,7 +12,7 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, 
 from minifloat.calibration.layerwise.work_folder import WorkFolder
 from minifloat.checkpoint.progress import Progress
 from minifloat.plan.tensor_plan import Part, QuantizationPlan
+from minifloat.rounding.damage import DamageStreams, GroupsToMeasure, Places
 from minifloat.rounding.divergence import Divergence, measure_divergence
 from minifloat.rounding.fold_sample import FoldSample
 from minifloat.rounding.layer import LayerRounding, tensor_bytes
@@ -70,6 +71,7 @@ class RoundingWalk:
         options: Method, folding, device.
         config: Content of config.json.
         progress: Called after each sequence of each pass over a layer.
+        groups: Groups of weights whose damage is measured too.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class RoundingWalk:
         options: RoundingOptions,
         config: Mapping[str, Any],
         progress: Progress | None = None,
+        groups: GroupsToMeasure | None = None,
     ) -> None:
+        self.damage = None if groups is None else DamageStreams(groups)
         self.stack, self.options, self.progress = stack, options, progress
         self.sequences = (*kept.sequences, *held_out.sequences)
         self.first_held_out = len(kept.sequences)
@@ -114,7 +118,10 @@ class RoundingWalk:
                     calls = [calls_of_layers[index] for calls_of_layers in calls_of_sequences]
                     layer = _LayerWalk(self, index, folder, streams, calls, pool)
                     folder.finish(index, layer.run())
-                folder.finish(len(self.stack), LayerResult({}, {"held_out": self._compare(folder, streams).to_dict()}))
+                record: dict[str, Any] = {"held_out": self._compare(folder, streams).to_dict()}
+                if self.damage is not None:
+                    record["damage"] = self._measure_damage(folder, streams, self.damage)
+                folder.finish(len(self.stack), LayerResult({}, record))
         return [result for result in folder.finished if isinstance(result, LayerFile)]
 
     def _start(
@@ -125,6 +132,9 @@ class RoundingWalk:
         if not resumed:
             folder.restart()
         streams, end = _Streams(), 0
+        if self.damage is not None:
+            records = [result.record for result in folder.finished]
+            self.damage.started = [group for record in records for group in record.get("groups", ())]
         with TensorFile(folder.draft) as draft:
 
             def keep(number: int, hidden: Tensor) -> None:
@@ -139,6 +149,8 @@ class RoundingWalk:
                         end = location.end
                         if not resumed:
                             draft.write(location, hidden)
+                if self.damage is not None and number >= self.first_held_out:
+                    end = self.damage.place(number, hidden, end)
 
             calls = self.stack.capture(self.sequences, pool, keep)
             if not resumed:
@@ -161,6 +173,17 @@ class RoundingWalk:
                 )
                 for number in streams.nearest
             )
+
+    def _measure_damage(
+        self, folder: WorkFolder[LayerFile | LayerResult], streams: _Streams, damage: DamageStreams
+    ) -> dict[str, Any]:
+        """Return the KL divergences that the damage of each group makes."""
+        with TensorFile(folder.hidden(len(self.stack))) as hidden:
+
+            def logits_of(sequence: Sequence[int], places: Iterable[StoredTensor]) -> Iterator[Tensor]:
+                return self.stack.logits_of(sequence, map(hidden.read, places))
+
+            return damage.measure(self.sequences, streams.original, streams.quantized, logits_of)
 
     def report(self, index: int, what: str, stages: int) -> None:
         """Report that one sequence went through a part of a layer."""
@@ -229,6 +252,7 @@ class _LayerWalk:
             for number, stage in enumerate(self.stages):
                 self._round_stage(number, stage, rounding)
             self._run_quantized()
+            groups = self._run_damaged(rounding)
             self.draft.sync()
             self.folder.keep_draft(self.index + 1)
         folded = {
@@ -237,9 +261,8 @@ class _LayerWalk:
             if not self.walk.is_quantized(name)
         }
         exponents = {name: tensor_bytes(tensor) for name, tensor in self.fold.exponents.items()}
-        return LayerResult(
-            {**rounding.tensors, **folded, **exponents}, {"weights": rounding.rows, "folds": self.fold.records}
-        )
+        record = {"weights": rounding.rows, "folds": self.fold.records, "groups": groups}
+        return LayerResult({**rounding.tensors, **folded, **exponents}, record)
 
     def _rounding(self) -> LayerRounding:
         """Return the weights of the layer that are to be rounded, with views of them in the model."""
@@ -250,7 +273,8 @@ class _LayerWalk:
             source, part = self.walk.parts[module]
             if source in views:
                 parts[module], weights[module] = part, part_view(views[source], part)
-        return LayerRounding(self.walk.options.method, parts, weights)
+        schemes = () if self.walk.damage is None else self.walk.damage.request.schemes
+        return LayerRounding(self.walk.options.method, parts, weights, schemes)
 
     def _views(self) -> dict[str, Tensor]:
         """Return the layer's tensors in the model, by name in the checkpoint."""
@@ -274,6 +298,8 @@ class _LayerWalk:
             self.draft.write(self.streams.original[number], output)
             self.reference.keep(number, readings)
             self.walk.report(self.index, "original", len(self.stages))
+        if self.walk.damage is not None:
+            self.walk.damage.run_original(self._run_stream)
 
     def _run_nearest(self) -> None:
         """Run the layer, rounded to nearest, over the held-out sequences; then restore its weights."""
@@ -290,6 +316,19 @@ class _LayerWalk:
         for number, location in self.streams.quantized.items():
             self.draft.write(location, self._call(number).run(self.layer, self._hidden(self.streams.quantized, number)))
             self.walk.report(self.index, "quantized", len(self.stages))
+
+    def _run_damaged(self, rounding: LayerRounding) -> list[str]:
+        """Run the streams that measure damage, and return the groups whose streams begin in this layer."""
+        if self.walk.damage is None:
+            return []
+        return self.walk.damage.run_quantized(
+            self._run_stream, rounding.weights, rounding.originals, self.streams.original, self.streams.quantized
+        )
+
+    def _run_stream(self, source: Places, destination: Places) -> None:
+        """Run the layer over the hidden states at `source`, for the sequences of `destination`."""
+        for number, location in destination.items():
+            self.draft.write(location, self._call(number).run(self.layer, self._hidden(source, number)))
 
     def _round_stage(self, number: int, stage: Stage, rounding: LayerRounding) -> None:
         """Collect the inputs of a stage, and round the weights that read them."""
@@ -348,5 +387,5 @@ class _LayerWalk:
     def _call(self, sequence: int) -> LayerCall:
         return self.pool.restore(self.calls[sequence])
 
-    def _hidden(self, stream: dict[int, StoredTensor], sequence: int) -> Tensor:
+    def _hidden(self, stream: Places, sequence: int) -> Tensor:
         return self.hidden.read(stream[sequence]).to(self.stack.device)

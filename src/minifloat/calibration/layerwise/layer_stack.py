@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,13 @@ class LayerStack:
         assert self._capture is not None  # `capture` was called
         with self.weights.before_layers():
             return self._capture.logits(self._ids(sequence), hidden.to(self.device))[0]
+
+    def logits_of(self, sequence: Sequence[int], states: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield what `logits` returns for each of several hidden states of one sequence; the head is read once."""
+        assert self._capture is not None  # `capture` was called
+        with self.weights.before_layers():
+            for hidden in states:
+                yield self._capture.logits(self._ids(sequence), hidden.to(self.device))[0]
 
     def sites_of(self, index: int) -> Sites:
         """Return the sites inside one layer."""

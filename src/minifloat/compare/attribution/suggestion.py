@@ -15,14 +15,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from minifloat.architecture.groups import expert_group, fused_group
+from minifloat.architecture.groups import serving_group
 from minifloat.architecture.roles import Role, is_matrix, role_of
 from minifloat.compare.attribution.budget import TimeBudget
 from minifloat.compare.attribution.differences import Difference
 from minifloat.compare.attribution.mixture import Distance, Mixtures
-from minifloat.compare.attribution.overrides import override_patterns
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
+from minifloat.plan.override_patterns import override_patterns
 from minifloat.plan.overrides import Override
 from minifloat.runtime.names import assign
 
@@ -126,7 +126,7 @@ class KeepableGroups:
             location = difference.locations[0].name
             names = tuple(map(_module, sources.get(location) or sources.get(f"{location}.weight") or ()))
             if names and difference.is_quantization(baseline.model, candidate.model):
-                grouped[expert_group(names[0]) or fused_group(names[0])].append((difference, names))
+                grouped[serving_group(names[0])].append((difference, names))
         groups = [
             ModuleGroup(
                 tuple(difference for difference, _ in members),

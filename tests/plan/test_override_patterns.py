@@ -9,9 +9,9 @@ import pytest
 
 from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.checkpoint import Checkpoint
-from minifloat.compare.attribution.overrides import override_patterns
 from minifloat.layouts import get_writer
 from minifloat.numerics.scheme import get_scheme
+from minifloat.plan.override_patterns import override_patterns
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import make_plan
 
