@@ -18,7 +18,7 @@ from torch import Tensor
 from minifloat.numerics.cast import decode, encode
 from minifloat.numerics.formats import ElementFormat
 from minifloat.numerics.pack import pack_nibbles, unpack_nibbles
-from minifloat.numerics.scale import expand
+from minifloat.numerics.scale_rules import expand
 from minifloat.numerics.tensor import QuantizedTensor
 
 #: Share of a cell that a latent may start in: at the edge, a change by one rounding error would change the code.
