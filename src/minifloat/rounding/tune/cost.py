@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from minifloat.calibration.memory import available_memory
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.plan.tensor_plan import QuantizationPlan
+
+_LOG = logging.getLogger(__name__)
 
 #: Logits that one forward pass may compute; more sequences of a step run one after the other.
 LOGITS_PER_PASS = 1 << 25
@@ -68,6 +71,7 @@ def require_memory(cost: TuneCost, device: str | torch.device, max_memory: int |
         UsageError: More bytes are needed than are available, or than `max_memory`.
     """
     available = available_memory(device)
+    _LOG.info("tuning trains %s weights in %s bytes of memory on %s", f"{cost.weights:,}", f"{cost.nbytes:,}", device)
     limit = available if max_memory is None else min(available, max_memory)
     if cost.nbytes > limit:
         raise UsageError(

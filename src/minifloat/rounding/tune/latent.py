@@ -90,9 +90,10 @@ class LatentWeight:
         with torch.no_grad():
             return decode(self.codes(), self.start.spec.element).mul_(self._factors())
 
-    def gradient(self, values: Tensor, of_weight: Tensor) -> Tensor:
-        """Return the gradient of the latents, float32 ``[N, K]``, from that of the weight in any dtype."""
-        return of_weight.float() * self._factors() * (values.detach().abs() <= self.top)
+    def set_gradient(self, of_weight: Tensor) -> None:
+        """Set the gradient of the latents from that of the weight, ``[N, K]`` in any dtype."""
+        values = self.values.detach()
+        self.values.grad = (of_weight.float() * self._factors()).mul_(values.abs() <= self.top)
 
     def clamp(self) -> None:
         """Move latents beyond the outermost cells back to their edge, where gradients pass."""

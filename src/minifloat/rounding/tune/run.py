@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -18,8 +17,6 @@ from minifloat.rounding.rounded_model import RoundedModel
 from minifloat.rounding.tune.options import TuneOptions
 from minifloat.rounding.tune.student import Student
 from minifloat.rounding.tune.train import Trainer, Training
-
-_LOG = logging.getLogger(__name__)
 
 
 def tune(
@@ -56,7 +53,6 @@ def tune(
 
     student = Student(model, plan, rounded)
     trained = sum(latent.values.numel() for latent in student.latents.values())
-    _LOG.info("tuning %s weights for %s steps of %s sequences", f"{trained:,}", options.steps, options.batch)
     training = Trainer(student, kept, held_out, options, report).run()
     parts = {part.module: part for tensor in plan.tensors for part in tensor.parts}
     tensors: dict[str, Bytes] = {name: tensor_bytes(norm) for name, norm in training.best.norms.items()}

@@ -48,25 +48,17 @@ class _Composition:
         views = assignment_views(self.assignment, parameter, self.infos)
         return [part_view(views[source], part) for source, part in self.parts]
 
-
-class _Compose(torch.autograd.Function):
-    """Rounds latents and puts their weights into a parameter; gradients pass through the rounding."""
-
-    @staticmethod
-    def forward(ctx: Any, composition: _Composition, *values: Tensor) -> Tensor:
-        ctx.composition = composition
-        ctx.save_for_backward(*values)
-        parameter = composition.base.clone()
-        for view, latent in zip(composition.views(parameter), composition.latents, strict=True):
+    def parameter(self) -> Tensor:
+        """Return the parameter with the weights of the current codes."""
+        parameter = self.base.clone()
+        for view, latent in zip(self.views(parameter), self.latents, strict=True):
             view.copy_(latent.weight())
         return parameter
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        composition: _Composition = ctx.composition
-        views = composition.views(gradients[0])
-        pairs = zip(composition.latents, ctx.saved_tensors, views, strict=True)
-        return (None, *(latent.gradient(values, view) for latent, values, view in pairs))
+    def set_gradients(self, of_parameter: Tensor) -> None:
+        """Set the gradients of the latents from that of the parameter; they pass through the rounding."""
+        for view, latent in zip(self.views(of_parameter), self.latents, strict=True):
+            latent.set_gradient(view)
 
 
 class Student:
@@ -135,16 +127,32 @@ class Student:
         elif copies:
             self._constants[assignment.target] = base
 
-    def logits(self, ids: Tensor) -> Tensor:
-        """Return the logits ``[B, T, V]`` of the current state for token ids ``[B, T]``."""
-        changed = dict(self._constants)
-        for composition in self._compositions:
-            values = [latent.values for latent in composition.latents]
-            changed[composition.assignment.target] = _Compose.apply(composition, *values)  # type: ignore[no-untyped-call]
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the parameters of the current state that differ from the model's, by name in the model.
+
+        They require gradients, which `set_gradients` hands on. Any number of passes may use them.
+        """
+        changed = {each.assignment.target: each.parameter().requires_grad_(True) for each in self._compositions}
         for name, (target, dtype) in self._norm_targets.items():
-            changed[target] = self._stored_norm(name).to(dtype)
+            changed[target] = self._stored_norm(name).to(dtype).requires_grad_(True)
+        return self._constants | changed
+
+    def set_gradients(self, parameters: Mapping[str, Tensor]) -> None:
+        """Set the gradients of latents and norms from those of `parameters`; one that has none counts as zero.
+
+        A parameter has none if no pass used it: an expert layer that the model skips.
+        """
+        for composition in self._compositions:
+            parameter = parameters[composition.assignment.target]
+            composition.set_gradients(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for name, (target, _) in self._norm_targets.items():
+            gradient = parameters[target].grad
+            self.norms[name].grad = None if gradient is None else gradient.float()
+
+    def logits(self, ids: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits ``[B, T, V]`` with the given parameters for token ids ``[B, T]``."""
         kwargs = {"input_ids": ids, "use_cache": False}
-        output: Any = torch.func.functional_call(self.model, changed, (), kwargs, tie_weights=False)
+        output: Any = torch.func.functional_call(self.model, dict(parameters), (), kwargs, tie_weights=False)
         logits: Tensor = output.logits
         return logits
 
@@ -155,11 +163,11 @@ class Student:
             return logits
 
     def stored_norms(self) -> dict[str, Tensor]:
-        """Return the current norms by name, on the CPU, in the dtype in which the checkpoint stores them."""
-        return {name: self._stored_norm(name).detach().cpu() for name in self.norms}
+        """Return a copy of the current norms by name, on the CPU, in the dtype in which the checkpoint stores them."""
+        return {name: self._stored_norm(name).cpu().clone() for name in self.norms}
 
     def _stored_norm(self, name: str) -> Tensor:
-        return self.norms[name].to(TORCH_DTYPES[self._infos[name].dtype])
+        return self.norms[name].detach().to(TORCH_DTYPES[self._infos[name].dtype])
 
     def _is_norm(self, assignment: Assignment, parameter: Tensor) -> bool:
         """Return whether a parameter is the weight of a norm that is a tensor of the checkpoint."""

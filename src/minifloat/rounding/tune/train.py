@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,8 @@ class Trainer:
 
     def run(self) -> Training:
         """Train, and return the best state."""
-        self.report(0, "measuring the divergence before tuning")
+        weights = sum(latent.values.numel() for latent in self.student.latents.values())
+        self.report(0, f"tuning {weights:,} weights in {self.options.steps} steps, measuring the KL before")
         first = self.measure()
         best, history, stopped = Best(0, first), [(0, first.mean)], ""
         started = time.perf_counter()
@@ -118,10 +119,10 @@ class Trainer:
 
     def measure(self) -> KLMeans:
         """Return the divergence of the current state on held-out text."""
-        means = KLMeans()
+        means, parameters = KLMeans(), self.student.parameters()
         with torch.no_grad():
             for ids in self._passes(self.held_out):
-                means.add(self._divergences(ids))
+                means.add(self._divergences(ids, parameters))
         return means
 
     def _step(self, step: int, batch: Sequence[Sequence[int]]) -> float:
@@ -129,25 +130,27 @@ class Trainer:
         factor = _rate_factor(step, self.options.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = group["rate"] * factor
-        tokens, total = sum(map(len, batch)), 0.0
-        self._optimizer.zero_grad()
+        tokens, total, parameters = sum(map(len, batch)), 0.0, self.student.parameters()
         for ids in self._passes(batch):
-            loss = self._divergences(ids).sum() / tokens
+            loss = self._divergences(ids, parameters).sum() / tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
+        self.student.set_gradients(parameters)
         gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"]]
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
         if not (finite and math.isfinite(total)):
             return math.nan
+        del parameters
         self._optimizer.step()
+        self._optimizer.zero_grad()
         for latent in self.student.latents.values():
             latent.clamp()
         return total
 
-    def _divergences(self, ids: Tensor) -> Tensor:
+    def _divergences(self, ids: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """Return KL(original || student) of each token, float32 ``[B, T]``."""
         original = self.student.original_logits(ids).float().log_softmax(-1)
-        student = self.student.logits(ids).float().log_softmax(-1)
+        student = self.student.logits(ids, parameters).float().log_softmax(-1)
         return torch.nn.functional.kl_div(student, original, reduction="none", log_target=True).sum(-1)
 
     def _passes(self, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
