@@ -29,6 +29,25 @@ def test_help_lists_the_commands_in_the_order_of_use() -> None:
     assert positions == sorted(positions)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target-bits", "5"], "a budget of 5 bits per weight chooses formats by the damage that text shows"),
+        (["--target-bytes", "5GB"], "a budget of 5,000,000,000 bytes"),
+        (["--max-kl", "0.02"], "a budget of a KL divergence of 0.02"),
+        (["--target-bits", "5", "--max-kl", "0.02"], "got --target-bits and --max-kl"),
+        (["--target-bytes", "five"], "expected a size"),
+    ],
+    ids=str,
+)
+def test_a_budget_without_data_and_two_budgets_are_refused(
+    llama_folder: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    result = run("quantize", llama_folder, tmp_path / "out", *options)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
 def test_help_of_quantize_lists_the_schemes() -> None:
     output = run("quantize", "--help").output
     for name in ("fp8-block", "fp8-static", "mxfp4", "nvfp4"):
