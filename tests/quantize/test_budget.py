@@ -20,6 +20,9 @@ from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.report import QuantizeReport
 from minifloat.quantize.rounded import DataOptions
 from minifloat.rounding.budget.target import Budget
+from minifloat.rounding.methods import METHODS
+from minifloat.rounding.options import RoundingOptions
+from minifloat.rounding.tune.options import TuneOptions
 
 MakeModel = Callable[..., Path]
 TEXT = TextOptions(samples=24, seq_len=32, held_out=0.25)
@@ -157,3 +160,13 @@ def test_experts_get_formats_that_engines_load(family: str, make_model: MakeMode
     assert "fp8" not in experts  # vLLM loads FP8 experts only with quantized inputs
     for target in ("vllm:h100", "transformers:cpu", "minifloat:cpu"):
         assert check_checkpoint(tmp_path / "out", target).failures == ()
+
+
+@pytest.mark.parametrize("budget", [Budget(bits=6.0), Budget(max_kl=50.0)], ids=str)
+def test_a_method_that_trains_does_so_in_the_mixture(llama: Path, text: Path, tmp_path: Path, budget: Budget) -> None:
+    rounding = RoundingOptions(method=METHODS["tune"], tuning=TuneOptions(steps=2))
+    options = DataOptions([text], TEXT, rounding)
+    report = quantize_checkpoint(llama, tmp_path / "out", data=options, budget=budget)
+    assert report.rounding is not None
+    assert report.rounding["tuned"]
+    assert len(report.rounding["budget"]["measured"]) == 2
