@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 #: Called with the expert's index, whether the input is that of the down projection, the input ``[n, K]``, and the index
-#: of each of its tokens, int64 ``[n]``.
-Record = Callable[[int, bool, Tensor, Tensor], None]
+#: of each of its tokens, int64 ``[n]``. Returns the input to compute with instead, or None.
+Record = Callable[[int, bool, Tensor, Tensor], Tensor | None]
 
 
 def watch_experts(module: Any, record: Record) -> Callable[[], None]:
@@ -68,16 +68,20 @@ def _forward(module: Any, record: Record, hidden_states: Tensor, top_k_index: Te
     inner = "gate_up_proj" if module.has_gate else "up_proj"
     for expert, position, token in routed(module, top_k_index):
         x = hidden_states[token]
-        record(expert, False, x, token)
+        x = _replaced(record(expert, False, x, token), x)
         x = _project(module, inner, expert, x)
         x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-        record(expert, True, x, token)
+        x = _replaced(record(expert, True, x, token), x)
         x = _project(module, "down_proj", expert, x)
         if getattr(module, "has_post_expert_norm", False):
             x = module.post_expert_norm(x)
         weighted = x * top_k_weights[token, position, None]
         result.index_add_(0, token, weighted.to(result.dtype))
     return result
+
+
+def _replaced(replacement: Tensor | None, x: Tensor) -> Tensor:
+    return x if replacement is None else replacement
 
 
 def _project(module: nn.Module, name: str, expert: int, x: Tensor) -> Tensor:

@@ -72,6 +72,11 @@ class LayerFold:
             if source in self.views:
                 self._modules.setdefault((source, part.matrix), []).append(module)
 
+    @property
+    def by_slot(self) -> Mapping[tuple[int, int], Tensor]:
+        """The exponents by stage and slot; experts that share their input have one entry, slot 0."""
+        return self._exponents
+
     def run(self, sample: SampleInputs) -> None:
         """Fold at every site where that lowers the error on held-out text."""
         reason = why_not_fold(self.prefix, self.infos, self.config)

@@ -48,6 +48,7 @@ class Stage:
         path: The module whose input the stage reads: the first linear, or the experts module.
         slots: For each input (one, or one per expert) the names of its linears in the checkpoint.
         width: K.
+        paths: The modules of all linears; empty for experts.
         outer: For experts, whether these are the down projections; None: the stage is no experts module.
         residual: Of a stage of one linear that adds to the residual stream; None for other stages.
     """
@@ -55,6 +56,7 @@ class Stage:
     path: str
     slots: tuple[tuple[str, ...], ...]
     width: int
+    paths: tuple[str, ...] = ()
     outer: bool | None = None
     residual: Residual | None = None
 
@@ -110,9 +112,9 @@ def find_stages(
             names = linears[event.path].names
             if key in stages:
                 earlier = stages[key]
-                stages[key] = replace(earlier, slots=((*earlier.slots[0], *names),))
+                stages[key] = replace(earlier, slots=((*earlier.slots[0], *names),), paths=(*earlier.paths, event.path))
             else:
-                stages[key] = Stage(event.path, (names,), linears[event.path].width)
+                stages[key] = Stage(event.path, (names,), linears[event.path].width, (event.path,))
     residuals = dict(_residuals([*events, _Event("", output)], hidden))
     return [
         replace(stage, residual=residuals.get(stage.path))

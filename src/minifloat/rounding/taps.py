@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifloat.calibration.experts import routed, watch_experts
+from minifloat.calibration.experts import Record, routed, watch_experts
 from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.errors import NonFiniteError
 from minifloat.rounding.stages import Stage, first_tensor
@@ -36,6 +36,9 @@ class Reading:
     residual: Tensor | None = None
 
 
+#: Called with the number of the stage of an expert's down projection, and the arguments of a `Record`.
+QuantizeExpert = Callable[[int, int, bool, Tensor, Tensor], Tensor]
+
 #: More tokens than any sequence has: the key of a row is its expert times this, plus its token.
 _MOST_TOKENS = 1 << 32
 
@@ -51,10 +54,14 @@ class LayerTaps:
         model: The model that the paths of `stages` lead into.
         layer: The layer, with its weights.
         stages: The stages of the layer.
+
+    Attributes:
+        quantize_expert: Rounds the inputs of experts in the quantized model; None: they are not rounded.
     """
 
     def __init__(self, model: nn.Module, layer: nn.Module, stages: Sequence[Stage]) -> None:
         self.model, self.layer, self.stages = model, layer, stages
+        self.quantize_expert: QuantizeExpert | None = None
 
     def read_all(self, call: LayerCall, hidden: Tensor) -> tuple[Tensor, list[Reading]]:
         """Return the output of the layer, and the inputs of all of its stages; of inner experts the whole module's."""
@@ -69,7 +76,7 @@ class LayerTaps:
                     stack.callback(hook.remove)
                 if stage.outer:
                     rows = outer.setdefault(stage.path, [])
-                    stack.callback(watch_experts(module, partial(_keep_outer, rows)))
+                    stack.callback(watch_experts(module, partial(_keep_outer, rows, None)))
             output = call.run(self.layer, hidden)
         for index, stage in enumerate(self.stages):
             if stage.outer:
@@ -89,10 +96,10 @@ class LayerTaps:
                 hook = module.register_forward_pre_hook(partial(_keep_and_stop, found), with_kwargs=True)
                 stack.callback(hook.remove)
             elif stage.outer:
-                stack.callback(watch_experts(module, partial(_keep_outer, outer)))
+                stack.callback(watch_experts(module, partial(_keep_outer, outer, self._rounding(stage))))
                 stack.callback(module.register_forward_hook(_stop).remove)
             else:
-                stack.enter_context(_routing_only(module, found))
+                stack.enter_context(_routing_only(module, found, self._rounding(stage)))
             with suppress(_Reached):
                 call.run(self.layer, hidden)
         if stage.outer:
@@ -100,6 +107,12 @@ class LayerTaps:
         if stage.residual is not None:
             return Reading(found[0].inputs, residual=streams[stage.residual.path])
         return found[0]
+
+    def _rounding(self, stage: Stage) -> Record | None:
+        """Return what rounds the inputs of the experts of a stage; None if they are not rounded."""
+        if self.quantize_expert is None:
+            return None
+        return partial(self.quantize_expert, self.stages.index(stage) + (not stage.outer))
 
     def _read_residuals(self, stack: ExitStack, stages: Sequence[Stage], hidden: Tensor) -> Mapping[str, Tensor]:
         """Return a mapping that holds the residual stream of each stage once the layer has run."""
@@ -166,9 +179,18 @@ def _keep_stream(streams: dict[str, Tensor], path: str, _: nn.Module, args: Any,
     streams[path] = tensor.reshape(-1, tensor.shape[-1])
 
 
-def _keep_outer(rows: list[tuple[int, Tensor, Tensor]], expert: int, outer: bool, x: Tensor, tokens: Tensor) -> None:
+def _keep_outer(
+    rows: list[tuple[int, Tensor, Tensor]],
+    quantize: Record | None,
+    expert: int,
+    outer: bool,
+    x: Tensor,
+    tokens: Tensor,
+) -> Tensor | None:
+    replaced = None if quantize is None else quantize(expert, outer, x, tokens)
     if outer:
-        rows.append((expert, tokens, x))
+        rows.append((expert, tokens, x if replaced is None else replaced))
+    return replaced
 
 
 def _stop(*_: Any) -> None:
@@ -176,15 +198,16 @@ def _stop(*_: Any) -> None:
 
 
 @contextmanager
-def _routing_only(module: Any, found: dict[int, Reading]) -> Iterator[None]:
+def _routing_only(module: Any, found: dict[int, Reading], quantize: Record | None) -> Iterator[None]:
     """Replace the forward method of an experts module by one that keeps each expert's inputs and stops."""
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, *_: Any) -> Tensor:
-        found[0] = _join(
-            [(expert, token, hidden_states[token]) for expert, _, token in routed(module, top_k_index)],
-            hidden_states.shape[-1],
-            hidden_states,
-        )
+        rows: list[tuple[int, Tensor, Tensor]] = []
+        for expert, _, token in routed(module, top_k_index):
+            x = hidden_states[token]
+            replaced = None if quantize is None else quantize(expert, False, x, token)
+            rows.append((expert, token, x if replaced is None else replaced))
+        found[0] = _join(rows, hidden_states.shape[-1], hidden_states)
         raise _Reached
 
     former = module.__dict__.get("forward")

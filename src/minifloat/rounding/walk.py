@@ -30,6 +30,7 @@ from minifloat.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.rounding.damage import DamageStreams, GroupsToMeasure, Places
 from minifloat.rounding.divergence import Divergence, measure_divergence
 from minifloat.rounding.fold_sample import FoldSample
+from minifloat.rounding.inputs import LayerInputs
 from minifloat.rounding.layer import LayerRounding, tensor_bytes
 from minifloat.rounding.layer_file import LayerFile, LayerResult
 from minifloat.rounding.layer_fold import LayerFold
@@ -244,15 +245,7 @@ class _LayerWalk:
                 self._hidden(self.streams.original, first),
             )
             self.taps = LayerTaps(self.stack.model, layer, self.stages)
-            self._run_original()
-            self._run_nearest()
-            rounding = self._rounding()
-            self.fold = self._fold()
-            rounding.measure()
-            for number, stage in enumerate(self.stages):
-                self._round_stage(number, stage, rounding)
-            self._run_quantized()
-            groups = self._run_damaged(rounding)
+            rounding = self._round()
             self.draft.sync()
             self.folder.keep_draft(self.index + 1)
         folded = {
@@ -261,8 +254,32 @@ class _LayerWalk:
             if not self.walk.is_quantized(name)
         }
         exponents = {name: tensor_bytes(tensor) for name, tensor in self.fold.exponents.items()}
-        record = {"weights": rounding.rows, "folds": self.fold.records, "groups": groups}
+        record = {
+            "weights": rounding.rows,
+            "folds": self.fold.records,
+            "groups": self.groups,
+            "inputs": self.inputs.rows(),
+        }
         return LayerResult({**rounding.tensors, **folded, **exponents}, record)
+
+    def _round(self) -> LayerRounding:
+        """Run all passes over the layer, and return its rounded weights."""
+        rounding = self._rounding()
+        self.inputs = LayerInputs(self.stack.model, self.stages, rounding.parts)
+        self._run_original()
+        with self.inputs.applied():
+            self._run_nearest(rounding)
+        rounding = self._rounding()  # with views of the restored weights
+        self.fold = self._fold()
+        self.inputs.fold(self.fold.by_slot)
+        rounding.measure()
+        self.taps.quantize_expert = self.inputs.quantize_expert
+        with self.inputs.applied():
+            for number, stage in enumerate(self.stages):
+                self._round_stage(number, stage, rounding)
+            self._run_quantized()
+            self.groups = self._run_damaged(rounding)
+        return rounding
 
     def _rounding(self) -> LayerRounding:
         """Return the weights of the layer that are to be rounded, with views of them in the model."""
@@ -297,13 +314,16 @@ class _LayerWalk:
             output, readings = self.taps.read_all(self._call(number), self._hidden(self.streams.original, number))
             self.draft.write(self.streams.original[number], output)
             self.reference.keep(number, readings)
+            if number < self.walk.first_held_out:
+                for stage, reading in enumerate(readings):
+                    inner = self.stages[stage].outer is False
+                    self.inputs.observe(stage, reading, readings[stage + 1] if inner else None)
             self.walk.report(self.index, "original", len(self.stages))
         if self.walk.damage is not None:
             self.walk.damage.run_original(self._run_stream)
 
-    def _run_nearest(self) -> None:
+    def _run_nearest(self, rounding: LayerRounding) -> None:
         """Run the layer, rounded to nearest, over the held-out sequences; then restore its weights."""
-        rounding = self._rounding()
         rounding.measure()
         rounding.round_to_nearest()
         for number, location in self.streams.nearest.items():
