@@ -86,7 +86,7 @@ def test_values_inside_a_cell_round_to_its_value_and_values_outside_do_not(eleme
     assert table.top == pytest.approx(float(upper.max()))
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "fp8-dynamic", "fp8-block"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "fp8", "fp8-block"])
 def test_latents_start_with_the_codes_of_the_method(scheme: str) -> None:
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     other = weight.float() + 0.2 * torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
@@ -113,7 +113,7 @@ def test_gradients_pass_through_the_rounding_in_units_of_the_scale_but_not_beyon
     assert latent.values[0, :2].tolist() == [7.0, -7.0]
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "fp8-dynamic"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "fp8"])
 def test_the_divergence_falls_and_only_codes_and_norms_change(llama: Path, tmp_path: Path, scheme: str) -> None:
     kept, options = even_text(48), TuneOptions(steps=30, batch=16, rate=0.003, every=10)
     with student(llama, tmp_path / "work", scheme, method="nearest") as (start, plan, rounded):

@@ -227,6 +227,19 @@ class CheckpointWriter:
         for folder in (*folders, output):
             sync_folder(folder)
 
+    @staticmethod
+    def check_destination(destination: str | os.PathLike[str], *, overwrite: bool) -> None:
+        """Refuse a destination that a writer would refuse; call it before work that takes long.
+
+        Raises:
+            DestinationError: If the destination exists and `overwrite` is False, or its parent does not exist.
+        """
+        path = Path(destination).absolute()
+        if path.name in ("", "..") or not path.parent.is_dir():
+            raise DestinationError(f"{destination}: the folder to create it in does not exist; create that one first")
+        if os.path.lexists(path) and not overwrite and not path.with_name(path.name + WORK_SUFFIX).exists():
+            raise DestinationError(f"{path}: exists already; choose another name or use --overwrite")
+
     def _claim(self) -> None:
         """Take the lock, undo or finish the commit of a killed run, and check the destination."""
         if os.path.lexists(self.work):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +142,7 @@ def quantize_checkpoint(
     parsed_overrides = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
     caster = Caster.of(device, impl)
     threads = processors.workers(workers)
-    data_options = _data_options(data, method)
+    data_options = _data_options(data, method, calibration, kv_cache=kv_cache)
     if budget is not None and data_options is None:
         raise UsageError(
             f"a budget of {budget} chooses formats by the damage that text shows: give --data FILE, or --data self for "
@@ -152,6 +152,7 @@ def quantize_checkpoint(
         raise UsageError(f"base_model: expected the id of a model of the hub, ORG/NAME, got {base_model!r}")
     with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
         refuse_inside(checkpoint.path, Path(destination))
+        CheckpointWriter.check_destination(destination, overwrite=overwrite)
 
         def planner(scheme: Scheme, overrides: Sequence[Override]) -> QuantizationPlan:
             return make_plan(checkpoint, scheme, writer_layout, overrides)
@@ -176,11 +177,13 @@ def quantize_checkpoint(
             assert chosen_scheme is not None
             plan = planner(chosen_scheme, parsed_overrides)
             caster.require(dict.fromkeys([plan.scheme, *plan.modules.values()]))
+            if rounded is None:
+                rounded = stack.enter_context(_rounding(checkpoint, plan, data_options, Path(destination), progress))
+            if rounded is not None:
+                calibration = rounded.calibration(checkpoint)
             plan, activations, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
             if target is not None:
                 notes = (*notes, *require_loadable(checkpoint, plan, target))
-            if rounded is None:
-                rounded = stack.enter_context(_rounding(checkpoint, plan, data_options, Path(destination), progress))
             writer = stack.enter_context(
                 CheckpointWriter(
                     destination,
@@ -264,14 +267,29 @@ def _rounding(
 
 
 def _data_options(
-    data: DataOptions | SourceLike | Sequence[SourceLike] | None, method: str | None
+    data: DataOptions | SourceLike | Sequence[SourceLike] | None,
+    method: str | None,
+    calibration: Calibration | None,
+    *,
+    kv_cache: bool,
 ) -> DataOptions | None:
-    """Return the options that `data` and `method` stand for; None, without importing torch, if there is no data."""
+    """Return the options that `data` and `method` stand for; None, without importing torch, if there is no data.
+
+    Raises:
+        UsageError: There are activation statistics beside the data.
+    """
     if data is None and method in (None, _WITHOUT_DATA):
         return None
     from minifloat.quantize.rounded import DataOptions
 
-    return DataOptions.of(data, method)
+    options = DataOptions.of(data, method)
+    if options is None:
+        return None
+    if calibration is not None:
+        raise UsageError(
+            "static scales come from --data too, after scales are folded; leave --calibration and --stats out"
+        )
+    return replace(options, rounding=replace(options.rounding, kv_cache=kv_cache))
 
 
 def _constants(plan: QuantizationPlan) -> list[tuple[str, float]]:

@@ -9,14 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from minifloat.calibration.data import CalibrationSet, Source, SourceLike
+from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.rules import DEFAULT_RULE
 from minifloat.calibration.session import TextOptions, load_texts
+from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, UsageError
 from minifloat.numerics.scheme import Scheme
 from minifloat.plan.overrides import Override
 from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.quantize.static_scales import Calibration
 from minifloat.rounding.budget.formats import Planner, find_formats
 from minifloat.rounding.budget.search import WithinBudget, require_feasible, round_within_budget
 from minifloat.rounding.budget.target import Budget
@@ -98,6 +104,27 @@ class RoundedOutput:
         """The overrides for all other weights, as a budget chose them."""
         assert self.within is not None
         return list(self.within.plan.overrides)
+
+    def calibration(self, checkpoint: Checkpoint) -> Calibration | None:
+        """Return the ranges of inputs, keys and values as calibration by the rule ``max``; None if none were recorded.
+
+        The whole text counts as one sequence.
+        """
+        if not self.model.inputs and not self.model.kv:
+            return None
+        inputs = {
+            row["module"]: ModuleStats(
+                np.array([row["amax"] if row["tokens"] else 0.0], np.float32), np.array([row["tokens"]], np.int64)
+            )
+            for row in self.model.inputs
+        }
+        kv = {
+            row["module"]: KVStats(np.array([row["k"]], np.float32), np.array([row["v"]], np.float32))
+            for row in self.model.kv
+        }
+        tokens = int(self.recipe["tokens"])
+        stats = ActivationStats(ModelIdentity.of(checkpoint), 1, tokens, self.recipe["data"], inputs, kv)
+        return Calibration(stats, DEFAULT_RULE)
 
     def to_dict(self) -> dict[str, Any]:
         """Return method, text and errors as JSON values."""

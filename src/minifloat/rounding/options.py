@@ -20,6 +20,7 @@ class RoundingOptions:
     Attributes:
         method: Chooses the codes of each stage.
         fold: Whether to fold scales of input channels into the tensors before, where that lowers the error.
+        kv_cache: Whether to record the ranges of keys and values, for the scales of an FP8 KV cache.
         max_memory: Bytes of weights that may be in memory at a time; None: no limit beyond one layer.
         device: Where layers run and statistics are computed.
         tuning: Steps and rates of a method that trains.
@@ -27,6 +28,7 @@ class RoundingOptions:
 
     method: Method = METHODS[DEFAULT_METHOD]
     fold: bool = True
+    kv_cache: bool = False
     max_memory: int | None = None
     device: str | torch.device = "cpu"
     tuning: TuneOptions = DEFAULT_TUNING
@@ -34,7 +36,7 @@ class RoundingOptions:
     def to_dict(self) -> dict[str, Any]:
         """Return what determines the result, as JSON values."""
         tuning = {"tuning": self.tuning.to_dict()} if self.method.trains else {}
-        return {"method": self.method.name, "fold": self.fold, **tuning}
+        return {"method": self.method.name, "fold": self.fold, "kv_cache": self.kv_cache, **tuning}
 
 
 DEFAULT_ROUNDING = RoundingOptions()

@@ -203,7 +203,7 @@ def _routing_only(module: Any, found: dict[int, Reading], quantize: Record | Non
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, *_: Any) -> Tensor:
         rows: list[tuple[int, Tensor, Tensor]] = []
-        for expert, _, token in routed(module, top_k_index):
+        for expert, _position, token in routed(module, top_k_index):
             x = hidden_states[token]
             replaced = None if quantize is None else quantize(expert, False, x, token)
             rows.append((expert, token, x if replaced is None else replaced))

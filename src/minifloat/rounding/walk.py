@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minifloat.calibration.attention import KVTap
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.calibration.layerwise.layer_stack import LayerStack
 from minifloat.calibration.layerwise.storage import ArgumentPool, StoredTensor, TensorFile
 from minifloat.calibration.layerwise.work_folder import WorkFolder
+from minifloat.calibration.measure import head_amax
 from minifloat.checkpoint.progress import Progress
 from minifloat.plan.tensor_plan import Part, QuantizationPlan
 from minifloat.rounding.damage import DamageStreams, GroupsToMeasure, Places
@@ -102,6 +104,10 @@ class RoundingWalk:
         """Return whether a tensor of the checkpoint is quantized, whole or in parts."""
         return name in self._quantized
 
+    def _runs_quantized(self, number: int) -> bool:
+        """Return whether a sequence runs through the quantized layers."""
+        return self.options.method.follows_quantized or self.options.kv_cache or number >= self.first_held_out
+
     def run(self, folder: WorkFolder[LayerFile | LayerResult]) -> list[LayerFile]:
         """Round all layers that the folder does not have yet, and return the files of all, and of the comparison.
 
@@ -142,7 +148,7 @@ class RoundingWalk:
                 nonlocal end
                 for stream, chosen in (
                     (streams.original, True),
-                    (streams.quantized, self.options.method.follows_quantized or number >= self.first_held_out),
+                    (streams.quantized, self._runs_quantized(number)),
                     (streams.nearest, number >= self.first_held_out),
                 ):
                     if chosen:
@@ -222,6 +228,7 @@ class _LayerWalk:
         self.stack = walk.stack
         self.sites = self.stack.sites_of(index)
         self.prefix = f"{self.stack.path}.{index}"
+        self.kv: dict[str, tuple[Tensor, Tensor]] = {}
 
     @torch.inference_mode()
     def run(self) -> LayerResult:
@@ -259,6 +266,7 @@ class _LayerWalk:
             "folds": self.fold.records,
             "groups": self.groups,
             "inputs": self.inputs.rows(),
+            "kv": [{"module": name, "k": k.tolist(), "v": v.tolist()} for name, (k, v) in self.kv.items()],
         }
         return LayerResult({**rounding.tensors, **folded, **exponents}, record)
 
@@ -332,10 +340,22 @@ class _LayerWalk:
             self.stack.weights.fill(self.index)
 
     def _run_quantized(self) -> None:
-        """Run the quantized layer over the sequences of its stream."""
-        for number, location in self.streams.quantized.items():
-            self.draft.write(location, self._call(number).run(self.layer, self._hidden(self.streams.quantized, number)))
-            self.walk.report(self.index, "quantized", len(self.stages))
+        """Run the quantized layer over the sequences of its stream, and record the ranges of K and V if asked to."""
+        with ExitStack() as stack:
+            if self.walk.options.kv_cache:
+                stack.enter_context(KVTap(self.stack.model, self._observe_kv))
+            for number, location in self.streams.quantized.items():
+                hidden = self._hidden(self.streams.quantized, number)
+                self.draft.write(location, self._call(number).run(self.layer, hidden))
+                self.walk.report(self.index, "quantized", len(self.stages))
+
+    def _observe_kv(self, path: str, key: Tensor, value: Tensor) -> None:
+        """Record the largest key and value of each head."""
+        name = self.sites.attention_name(path)
+        k, v = head_amax(key).cpu(), head_amax(value).cpu()
+        if name in self.kv:
+            k, v = torch.maximum(k, self.kv[name][0]), torch.maximum(v, self.kv[name][1])
+        self.kv[name] = k, v
 
     def _run_damaged(self, rounding: LayerRounding) -> list[str]:
         """Run the streams that measure damage, and return the groups whose streams begin in this layer."""
