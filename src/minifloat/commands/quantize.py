@@ -59,6 +59,7 @@ class QuantizeParams(WritingParams):
     max_kl: float | None
     calibration_samples: int | None
     calibration_seq_len: int | None
+    calibration_seed: int
     rule: str
     max_saturation: float | None
     kv_cache: str | None
@@ -107,6 +108,7 @@ def _scheme_help() -> str:
 @click.option(
     "--calibration-seq-len", type=click.IntRange(min=2), help="Tokens per sequence.  [default: 512; 256 with --data]"
 )
+@click.option("--calibration-seed", default=0, show_default=True, type=int, help="Choice of documents, and of self.")
 @click.option("--rule", default="max", show_default=True, help="How statistics become static scales.")
 @click.option("--max-saturation", type=click.FloatRange(0, 1), help="Largest fraction of held-out inputs to saturate.")
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
@@ -160,10 +162,16 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
         return None
     if params.stats is not None and params.sources:
         raise UsageError("--stats and --calibration both give activation statistics; give one of them")
+    if params.data:
+        option = "--calibration" if params.stats is None else "--stats"
+        raise UsageError(
+            f"{option}: with --data, static scales come from that text, after scales are folded; leave it out"
+        )
     from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN
     from minifloat.calibration.options import RunOptions
     from minifloat.calibration.rules import HistogramRule, parse_rule
-    from minifloat.calibration.session import Collected, TextOptions, collect
+    from minifloat.calibration.session import Collected, TextOptions, collect, own_text_path
+    from minifloat.quantize.job import quantize_checkpoint
     from minifloat.quantize.static_scales import Calibration
 
     rule = parse_rule(params.rule)
@@ -176,8 +184,11 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
             TextOptions(
                 samples=params.calibration_samples or DEFAULT_SAMPLES,
                 seq_len=params.calibration_seq_len or DEFAULT_SEQ_LEN,
+                seed=params.calibration_seed,
             ),
             RunOptions(histogram=isinstance(rule, HistogramRule)),
+            own_text_file=own_text_path(params.out.absolute()),
+            write_copy=lambda folder: quantize_checkpoint(params.model, folder, "fp8", revision=params.revision),
             progress=progress,
             revision=params.revision,
         )
@@ -208,6 +219,7 @@ def _data(params: QuantizeParams) -> DataOptions | None:
         DEFAULT_TEXT,
         samples=params.calibration_samples or DEFAULT_TEXT.samples,
         seq_len=params.calibration_seq_len or DEFAULT_TEXT.seq_len,
+        seed=params.calibration_seed,
     )
     method = get_method(params.method or DEFAULT_METHOD)
     return DataOptions(params.data, text, RoundingOptions(method, fold=not params.no_fold, device=params.device))

@@ -13,6 +13,7 @@ from minifloat.check.subject import Subject
 from minifloat.checkpoint import Checkpoint
 from minifloat.hub import model_name, origin_of
 from minifloat.quantize.report import QuantizeReport, TensorReport, worst
+from minifloat.quantize.rounding_summary import summary_rows
 from minifloat.report.card import metadata_head, read_card, read_metadata
 
 #: Name of the model in the card's commands until `push` knows its id.
@@ -61,6 +62,7 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport, subject: Subject,
         f"`{provenance['source_digest']}`; `minifloat.json` has that of each tensor.",
         "",
         *_budget_section(report),
+        *_rounding_section(report),
         "## Error of the weights",
         "",
         f"All quantized weights together: SQNR {total.sqnr_db:.2f} dB, {total.saturated_fraction:.2e} saturated, "
@@ -100,6 +102,33 @@ def _budget_section(report: QuantizeReport) -> list[str]:
         "",
         f"Groups of weights by format: {', '.join(f'{name} {count}' for name, count in formats.most_common())}. Run 1 "
         "has the cheapest format everywhere; `minifloat.json` has the damage of each group.",
+        "",
+    ]
+
+
+def _rounding_section(report: QuantizeReport) -> list[str]:
+    """Return the lines on how codes were chosen with data; none without data."""
+    rounding = report.rounding
+    if rounding is None:
+        return []
+    folded = [
+        "Before that, powers of two that scale the input channels of some linears were folded into the norms and",
+        "weights in front of them. The function of the unquantized model is unchanged. Norms and weights differ from",
+        "the original's; the errors below are those of the codes against the folded weights.",
+        "",
+    ]
+    return [
+        "## Rounding",
+        "",
+        "The codes were chosen with calibration text. KL is the divergence from the original model in nats per token,",
+        "on a part of the text that is in no statistic.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {label.strip()} | {text} |" for label, text in summary_rows(rounding)),
+        "",
+        *(folded if any(row["folded"] for row in rounding["folds"]) else []),
+        'The command under "Made with" repeats the run; `minifloat.json` has each weight under `rounding`.',
         "",
     ]
 

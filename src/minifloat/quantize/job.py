@@ -369,7 +369,8 @@ class QuantizeJob(RewriteJob[TensorPlan]):
     def entries(self, item: TensorPlan, results: list[Any]) -> list[dict[str, Any]]:
         """Return a row for each weight, or one for the copy."""
         if not item.parts:
-            return [TensorReport.copied(item, results[0]).to_dict()]
+            changed = self.rounded is not None and item.source.name in self.rounded.model
+            return [TensorReport.copied(item, results[0], changed=changed).to_dict()]
         return [
             TensorReport.quantized(item, part, stats, digest).to_dict()
             for part, (stats, digest) in zip(item.parts, results, strict=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from minifloat._version import __version__
@@ -52,11 +53,29 @@ def quantize_options(recipe: dict[str, Any]) -> str:
     rounding = recipe.get("rounding")
     data = ""
     if rounding is not None:
-        sources = "".join(f" --data {source['name']}" for source in rounding["data"].get("sources", ()))
+        sources = "".join(f" --data {_source_option(source)}" for source in rounding["data"].get("sources", ()))
         data = f" --method {rounding['method']}{sources}{'' if rounding['fold'] else ' --no-fold'}"
         data += _text_options(rounding["data"])
     kv_cache = " --kv-cache fp8" if recipe["kv_cache"] else ""
     return f"--scheme {recipe['scheme']}{layout}{overrides}{calibration}{data}{kv_cache}"
+
+
+def _source_option(source: Mapping[str, Any]) -> str:
+    """Return the argument of ``--data`` that names a source, from its record, quoted for a shell."""
+    named = {key: source.get(key) for key in ("column", "config", "split")}
+    if "," in (named["column"] or ""):  # several tables with columns of their own: those that are found by default
+        named["column"] = None
+    if source.get("weight", 1.0) != 1.0:
+        named["weight"] = f"{source['weight']:g}"
+    options = ",".join(
+        f"{key}={value}" for key, value in named.items() if value is not None and value != _DEFAULTS[key]
+    )
+    mark = f"#{options}" if options or "#" in source["name"] else ""
+    return shlex.quote(source["name"] + mark)
+
+
+#: Options of a source that need no mention.
+_DEFAULTS = {"column": "text", "config": None, "split": "train", "weight": None}
 
 
 def _text_options(data: dict[str, Any]) -> str:
@@ -65,7 +84,9 @@ def _text_options(data: dict[str, Any]) -> str:
 
     samples, seq_len = data.get("sequences", DEFAULT_TEXT.samples), data.get("seq_len", DEFAULT_TEXT.seq_len)
     options = "" if samples == DEFAULT_TEXT.samples else f" --calibration-samples {samples}"
-    return options + ("" if seq_len == DEFAULT_TEXT.seq_len else f" --calibration-seq-len {seq_len}")
+    options += "" if seq_len == DEFAULT_TEXT.seq_len else f" --calibration-seq-len {seq_len}"
+    seed = data.get("seed", DEFAULT_TEXT.seed)
+    return options + ("" if seed == DEFAULT_TEXT.seed else f" --calibration-seed {seed}")
 
 
 def provenance(

@@ -15,6 +15,10 @@ from minifloat.quantize.static_scales import ActivationReport
 SCHEMA_VERSION = 1
 
 
+#: Says of a copy that it has other values than the source.
+CHANGED = "changed by rounding"
+
+
 @dataclass(frozen=True)
 class TensorReport:
     """One source tensor, or one weight of a tensor that was split.
@@ -22,7 +26,7 @@ class TensorReport:
     Attributes:
         name: Tensor of the source; where it was split, module of the output.
         action: ``"quantized"`` or ``"copied"``.
-        detail: Name of the scheme, or why it was copied.
+        detail: Name of the scheme, or why it was copied; with data also whether folded scales or tuning changed it.
         shape: Shape of the weight.
         source_bytes: Bytes in the source.
         output_bytes: Bytes in the output, scales included.
@@ -40,11 +44,12 @@ class TensorReport:
     stats: CastStats | None = None
 
     @classmethod
-    def copied(cls, plan: TensorPlan, digest: str) -> TensorReport:
-        """Return the report of a tensor that was copied."""
+    def copied(cls, plan: TensorPlan, digest: str, *, changed: bool = False) -> TensorReport:
+        """Return the report of a tensor that was copied; `changed`: by folded scales or by tuning."""
         info = plan.source
         output_bytes = sum(tensor.nbytes for tensor in plan.outputs)
-        return cls(info.name, "copied", plan.reason, info.shape, info.nbytes, output_bytes, digest)
+        detail = f"{plan.reason}, {CHANGED}" if changed else plan.reason
+        return cls(info.name, "copied", detail, info.shape, info.nbytes, output_bytes, digest)
 
     @classmethod
     def quantized(cls, plan: TensorPlan, part: Part, stats: CastStats, digest: str) -> TensorReport:

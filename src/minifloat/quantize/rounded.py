@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from minifloat.errors import DataError, UsageError
 from minifloat.numerics.scheme import Scheme
 from minifloat.plan.overrides import Override
 from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.quantize.source_gain import SourceGain, source_gains, source_warnings
 from minifloat.quantize.static_scales import Calibration
 from minifloat.rounding.budget.formats import Planner, find_formats
 from minifloat.rounding.budget.search import WithinBudget, require_feasible, round_within_budget
@@ -86,12 +87,14 @@ class RoundedOutput:
         recipe: The method, the text and the options, as JSON values.
         notes: Sentences for the user.
         within: How the formats were chosen, if a budget was given.
+        by_source: The divergence on the held-out text of each source, if there are several.
     """
 
     model: RoundedModel
     recipe: dict[str, Any]
     notes: tuple[str, ...]
     within: WithinBudget | None = None
+    by_source: tuple[SourceGain, ...] = ()
 
     @property
     def scheme(self) -> Scheme:
@@ -131,7 +134,11 @@ class RoundedOutput:
         weights = [{key: value for key, value in row.items() if key != "stats"} for row in self.model.weights.values()]
         tuned = {} if self.model.tuning is None else {"tuned": self.model.tuning}
         budget = {} if self.within is None else {"budget": self.within.to_dict()}
-        rest = {"held_out": self.model.held_out, "folds": self.model.folds, "weights": weights}
+        held_out = {
+            **self.model.held_out,
+            **({"by_source": [asdict(g) for g in self.by_source]} if self.by_source else {}),
+        }
+        rest = {"held_out": held_out, "folds": self.model.folds, "weights": weights}
         return {**self.recipe, **budget, **tuned, **rest}
 
 
@@ -161,7 +168,9 @@ def rounded_output(
     kept, held_out, record = _texts(checkpoint, plan, data, destination, progress)
     work_dir = _beside(destination, WORK_SUFFIX)
     with round_checkpoint(checkpoint, plan, kept, held_out, data.rounding, work_dir, progress) as model:
-        yield RoundedOutput(model, _recipe(data, record, kept), _notes(model, plan, data))
+        gains = source_gains(record, held_out, data.text.held_out, model.held_out)
+        notes = (*_notes(model, plan, data), *source_warnings(gains, data.rounding.method.name))
+        yield RoundedOutput(model, _recipe(data, record, kept), notes, by_source=gains)
 
 
 @contextmanager
@@ -211,8 +220,10 @@ def budgeted_output(
         _beside(destination, WORK_SUFFIX),
         progress,
     ) as within:
-        notes = (*within.notes(), *_notes(within.model, within.plan, data))
-        yield RoundedOutput(within.model, _recipe(data, record, kept), notes, within)
+        gains = source_gains(record, held_out, data.text.held_out, within.model.held_out)
+        warnings = source_warnings(gains, data.rounding.method.name)
+        notes = (*within.notes(), *_notes(within.model, within.plan, data), *warnings)
+        yield RoundedOutput(within.model, _recipe(data, record, kept), notes, within, gains)
 
 
 def _beside(destination: Path, suffix: str) -> Path:
@@ -237,10 +248,18 @@ def _texts(
         data.sources,
         data.text,
         own_text_file=destination.absolute().with_name(f"{checkpoint.path.name}.self-text.safetensors"),
+        write_copy=lambda folder: _write_copy(checkpoint, folder),
         device=data.rounding.device,
         progress=progress,
     )
     return *_split(texts, data.text, plan), dict(texts.record)
+
+
+def _write_copy(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write a copy of a model with half of its bytes, which writes text where memory is short."""
+    from minifloat.quantize.job import quantize_checkpoint  # imports this module for a run with data
+
+    quantize_checkpoint(checkpoint.path, folder, "fp8")
 
 
 def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> tuple[CalibrationSet, CalibrationSet]:
@@ -257,7 +276,7 @@ def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> 
     if kept.tokens < needed:
         raise DataError(
             f"{kept.tokens:,} tokens of calibration text are too few for linears with {widest:,} input channels: "
-            f"give at least {needed:,} (--samples, --seq-len, or more text)"
+            f"give at least {needed:,} (--calibration-samples, --calibration-seq-len, or more text)"
         )
     return kept, held_out
 
@@ -266,10 +285,7 @@ def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tu
     """Return what the user must know: the gain, weights that were not rounded with data, and text that is far off."""
     found, name = model.held_out, data.rounding.method.name
     nearest, method = found["nearest"], found["method"]
-    notes = [
-        f"KL from the original model on {found['tokens']:,} held-out tokens: {method:.4f} nats with {name}, "
-        f"{nearest:.4f} rounded to nearest."
-    ]
+    notes = []
     if model.tuning is not None:
         notes.append(_tuning_note(model.tuning))
     missed = [module for module in plan.modules if module not in model.weights]

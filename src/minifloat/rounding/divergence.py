@@ -23,6 +23,8 @@ class Divergence:
         method: KL(original || rounded by the method), in nats per token.
         nearest_error: Standard error of `nearest`, from the means of the sequences; None: there is only one.
         method_error: Standard error of `method`, likewise.
+        nearest_by_sequence: KL of rounding to nearest on each held-out sequence.
+        method_by_sequence: KL of the method on each held-out sequence.
     """
 
     tokens: int
@@ -30,10 +32,16 @@ class Divergence:
     method: float
     nearest_error: float | None
     method_error: float | None
+    nearest_by_sequence: tuple[float, ...] = ()
+    method_by_sequence: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
-        return asdict(self)
+        sequences = {
+            "nearest_by_sequence": [*self.nearest_by_sequence],
+            "method_by_sequence": [*self.method_by_sequence],
+        }
+        return asdict(self) | sequences
 
 
 @dataclass
@@ -89,7 +97,8 @@ def measure_divergence(logits: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Diver
             means.add(token_kl(original, candidate)[None])
             if not math.isfinite(means.means[-1]):
                 raise NonFiniteError("logits", f"they are NaN or Inf on held-out sequence {len(means.means) - 1}")
-    return Divergence(nearest.total, nearest.mean, method.mean, nearest.error, method.error)
+    by_sequence = (tuple(nearest.means), tuple(method.means))
+    return Divergence(nearest.total, nearest.mean, method.mean, nearest.error, method.error, *by_sequence)
 
 
 def token_kl(original: Tensor, candidate: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from minifloat.commands.display.console import make_console, make_table, print_outcome, shape_text
+from minifloat.commands.display.rounding import print_rounding
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.static_scales import ActivationReport
 from minifloat.report.text import layer_pattern, size_text
@@ -34,6 +35,9 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool) -> None:
     if report.activations:
         console.print()
         console.print(_activation_table(report.activations, verbose=verbose))
+    if report.rounding is not None:
+        console.print()
+        print_rounding(console, report.rounding, verbose=verbose)
     total = report.total
     console.print(
         f"\n{len(report.tensors)} tensors: {len(report.quantized)} quantized, "

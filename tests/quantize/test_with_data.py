@@ -1,0 +1,144 @@
+"""`quantize --data` as a user sees it: report, card, the command that repeats it, and errors with their cure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from minifloat.calibration.data import CalibrationSet, interleave
+from minifloat.commands.main import main
+from minifloat.quantize.provenance import quantize_options
+from minifloat.quantize.rounding_summary import summary_rows
+from minifloat.quantize.source_gain import SourceGain, source_gains, source_warnings
+
+MakeModel = Callable[..., Path]
+TEXT = ("--calibration-samples", "60", "--calibration-seq-len", "32")
+
+
+@pytest.fixture(scope="module")
+def llama(make_llama: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("data") / "llama")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("text")
+    for name, letters in (("first.txt", "abcde"), ("second one.txt", "fghij")):
+        words = random.Random(name)
+        (folder / name).write_text(" ".join("".join(words.choices(letters, k=5)) for _ in range(400)))
+    return folder / "first.txt", folder / "second one.txt"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["quantize", *map(str, arguments)])
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.safetensors"))}
+
+
+def test_report_card_and_command_of_a_run_with_two_sources(
+    llama: Path, texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weighted = f"{texts[1]}#weight=2"
+    options = ("--scheme", "mxfp4", "--data", texts[0], "--data", weighted, "--calibration-seed", "3", "--verbose")
+    result = run(llama, tmp_path / "out", *options, *TEXT)
+    assert result.exit_code == 0, result.output
+    for word in ("held-out KL", "rounded to nearest", "folded", "weights by", "error nearest"):
+        assert word in result.output
+    report = json.loads((tmp_path / "out" / "minifloat.json").read_text())
+    rounding = report["rounding"]
+    gains = rounding["held_out"]["by_source"]
+    assert [gain["name"] for gain in gains] == [str(texts[0]), str(texts[1])]
+    assert sum(gain["tokens"] for gain in gains) == rounding["held_out"]["tokens"]
+    mean = sum(gain["tokens"] * gain["method"] for gain in gains) / rounding["held_out"]["tokens"]
+    assert mean == pytest.approx(rounding["held_out"]["method"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "## Rounding" in card
+    for _, text in summary_rows(rounding):
+        assert text in card
+    command = next(line.strip() for line in card.splitlines() if line.strip().startswith("minifloat quantize"))
+    monkeypatch.chdir(llama.parent)
+    program, verb, *arguments = shlex.split(command)
+    assert (program, verb) == ("minifloat", "quantize")
+    again = run(*(str(tmp_path / "again") if argument == "OUT" else argument for argument in arguments))
+    assert again.exit_code == 0, again.output
+    assert digests(tmp_path / "again") == digests(tmp_path / "out")
+
+
+@pytest.mark.parametrize("no_fold", [(), ("--no-fold",)])
+def test_text_of_the_model_itself_is_kept_and_the_command_names_all_options(
+    llama: Path, tmp_path: Path, no_fold: tuple[str, ...]
+) -> None:
+    result = run(llama, tmp_path / "out", "--scheme", "mxfp4", "--data", "self", "--method", "gptq", *no_fold, *TEXT)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "llama.self-text.safetensors").exists()
+    report = json.loads((tmp_path / "out" / "minifloat.json").read_text())
+    folding = " --no-fold" if no_fold else ""
+    expected = f"--scheme mxfp4 --method gptq --data self{folding} {' '.join(TEXT)}"
+    assert quantize_options(report["recipe"]) == expected
+    folded = [row["site"] for row in report["rounding"]["folds"] if row["folded"]]
+    assert not (folded and no_fold)
+    changed = [row["name"] for row in report["tensors"] if row["detail"] == "norm or bias, changed by rounding"]
+    assert sorted(changed) == sorted(site for site in folded if "norm" in site)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("were folded into the norms" in card) == bool(folded)
+
+
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        (("--method", "gptq"), ["the method gptq needs text", "--data self"]),
+        (("--no-fold",), ["--no-fold needs --data"]),
+        (("--data", "self", "--method", "gtpq"), ["gtpq", "gptq", "match", "nearest"]),
+        (("--method", "gtpq"), ["gtpq", "gptq", "match", "nearest"]),
+        (("--data", "nowhere.txt"), ["nowhere.txt"]),
+        (("--data", "self", "--calibration-samples", "4", "--calibration-seq-len", "16"), ["too few", "at least"]),
+        (
+            ("--data", "self", "--calibration", "self", *TEXT, "--scheme", "fp8-static"),
+            ["--calibration: with --data", "leave it out"],
+        ),
+        (("--data", "self", "--stats", "none.safetensors", "--calibration", "self"), ["give one of them"]),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_with_the_cure_and_status_2(
+    llama: Path, tmp_path: Path, options: tuple[str, ...], messages: list[str]
+) -> None:
+    result = run(llama, tmp_path / "out", "--scheme", "mxfp4", *options)
+    assert result.exit_code == 2, result.output
+    for message in messages:
+        assert message in result.output
+    assert len(result.output.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_each_held_out_sequence_counts_for_its_source() -> None:
+    labels = interleave([[0] * 6, [1] * 14])
+    mixed = CalibrationSet(tuple((label, label) for label in labels))
+    held_out = mixed.held_out(0.4)[1]
+    method = [float(ids[0]) for ids in held_out.sequences]
+    record = {"sources": [{"name": "a", "sequences": 6}, {"name": "b", "sequences": 14}]}
+    found = {"nearest_by_sequence": [0.5] * len(method), "method_by_sequence": method}
+    gains = source_gains(record, held_out, 0.4, found)
+    assert [(gain.name, gain.method, gain.nearest) for gain in gains] == [("a", 0.0, 0.5), ("b", 1.0, 0.5)]
+    assert sum(gain.sequences for gain in gains) == len(held_out.sequences)
+    assert source_gains({"sources": record["sources"][:1]}, held_out, 0.4, found) == ()
+
+
+def test_only_a_source_that_surely_loses_is_named() -> None:
+    gains = [
+        SourceGain("better", 4, 100, 0.05, 0.02, -0.03, 0.001),
+        SourceGain("unsure", 4, 100, 0.05, 0.06, 0.01, 0.02),
+        SourceGain("single", 1, 25, 0.05, 0.09, 0.04, None),
+        SourceGain("worse", 4, 100, 0.05, 0.09, 0.04, 0.01),
+    ]
+    (warning,) = source_warnings(gains, "match")
+    assert "worse, match is worse than rounding to nearest (0.0900 against 0.0500 nats)" in warning
