@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -236,7 +236,7 @@ def _within_budget(
     from minifloat.quantize.rounded import budgeted_output
 
     with budgeted_output(
-        checkpoint, planner, scheme, overrides, budget, data, destination, target, progress
+        checkpoint, planner, scheme, overrides, budget, data, destination, target, _copy_writer(checkpoint), progress
     ) as rounded:
         yield rounded
 
@@ -262,8 +262,13 @@ def _rounding(
         return
     from minifloat.quantize.rounded import rounded_output
 
-    with rounded_output(checkpoint, plan, data, destination, progress) as rounded:
+    with rounded_output(checkpoint, plan, data, destination, _copy_writer(checkpoint), progress) as rounded:
         yield rounded
+
+
+def _copy_writer(checkpoint: Checkpoint) -> Callable[[Path], object]:
+    """Return a function that writes a copy of a model with half of its bytes to a new folder."""
+    return lambda folder: quantize_checkpoint(checkpoint.path, folder, "fp8")
 
 
 def _data_options(

@@ -13,6 +13,7 @@ import numpy as np
 
 from minifloat.calibration.data import CalibrationSet, Source, SourceLike
 from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.own_text import WriteCopy
 from minifloat.calibration.rules import DEFAULT_RULE
 from minifloat.calibration.session import TextOptions, load_texts
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
@@ -148,6 +149,7 @@ def rounded_output(
     plan: QuantizationPlan,
     data: DataOptions,
     destination: Path,
+    write_copy: WriteCopy,
     progress: Progress | None,
 ) -> Iterator[RoundedOutput]:
     """Choose the codes of a plan with data; the work is kept if the block is left with an error.
@@ -157,6 +159,7 @@ def rounded_output(
         plan: What each weight is quantized to.
         data: Text and method.
         destination: The output folder; finished layers, and the text that the model wrote, are kept beside it.
+        write_copy: Writes a smaller copy of the model, which writes the text ``self`` where memory is short.
         progress: Called as work completes.
 
     Raises:
@@ -165,7 +168,7 @@ def rounded_output(
         NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
         SingularHessianError: The inputs of a linear allow no error compensation.
     """
-    kept, held_out, record = _texts(checkpoint, plan, data, destination, progress)
+    kept, held_out, record = _texts(checkpoint, plan, data, destination, write_copy, progress)
     work_dir = _beside(destination, WORK_SUFFIX)
     with round_checkpoint(checkpoint, plan, kept, held_out, data.rounding, work_dir, progress) as model:
         gains = source_gains(record, held_out, data.text.held_out, model.held_out)
@@ -183,6 +186,7 @@ def budgeted_output(
     data: DataOptions,
     destination: Path,
     target: str | None,
+    write_copy: WriteCopy,
     progress: Progress | None,
 ) -> Iterator[RoundedOutput]:
     """Choose formats within a budget, and codes in them; the work is kept if the block is left with an error.
@@ -196,6 +200,7 @@ def budgeted_output(
         data: Text and method.
         destination: The output folder; finished layers, and the text that the model wrote, are kept beside it.
         target: Where the output is to run; None: in minifloat, transformers and vLLM.
+        write_copy: Writes a smaller copy of the model, which writes the text ``self`` where memory is short.
         progress: Called as work completes.
 
     Raises:
@@ -207,7 +212,7 @@ def budgeted_output(
     formats = find_formats(checkpoint, planner, scheme, overrides, target)
     require_feasible(budget, formats.groups)
     plan = planner(formats.scheme, overrides)
-    kept, held_out, record = _texts(checkpoint, plan, data, destination, progress)
+    kept, held_out, record = _texts(checkpoint, plan, data, destination, write_copy, progress)
     with round_within_budget(
         checkpoint,
         planner,
@@ -236,7 +241,12 @@ def _recipe(data: DataOptions, record: dict[str, Any], kept: CalibrationSet) -> 
 
 
 def _texts(
-    checkpoint: Checkpoint, plan: QuantizationPlan, data: DataOptions, destination: Path, progress: Progress | None
+    checkpoint: Checkpoint,
+    plan: QuantizationPlan,
+    data: DataOptions,
+    destination: Path,
+    write_copy: WriteCopy,
+    progress: Progress | None,
 ) -> tuple[CalibrationSet, CalibrationSet, dict[str, Any]]:
     """Return the text for statistics, the held-out text, and the record of both.
 
@@ -248,18 +258,11 @@ def _texts(
         data.sources,
         data.text,
         own_text_file=destination.absolute().with_name(f"{checkpoint.path.name}.self-text.safetensors"),
-        write_copy=lambda folder: _write_copy(checkpoint, folder),
+        write_copy=write_copy,
         device=data.rounding.device,
         progress=progress,
     )
     return *_split(texts, data.text, plan), dict(texts.record)
-
-
-def _write_copy(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write a copy of a model with half of its bytes, which writes text where memory is short."""
-    from minifloat.quantize.job import quantize_checkpoint  # imports this module for a run with data
-
-    quantize_checkpoint(checkpoint.path, folder, "fp8")
 
 
 def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> tuple[CalibrationSet, CalibrationSet]:
