@@ -87,8 +87,9 @@ class LayerRounding:
                 by_spec.setdefault(self.parts[module].scheme.weight, []).append(module)
         if not by_spec:
             return
-        inputs = Inputs(statistics, factorize(statistics.hessian, modules[0]), held_out)
-        facts = {**facts, **_unusual(inputs.feedback)}
+        feedback = factorize(statistics.hessian, modules[0]) if self.method.needs_data else None
+        inputs = Inputs(statistics, feedback, held_out)
+        facts = {**facts, **({} if feedback is None else _unusual(feedback))}
         for members in by_spec.values():
             grids = [self._grid(module, self.parts[module]) for module in members]
             rounded = self.method.round([self.weights[module].float() for module in members], grids, inputs)

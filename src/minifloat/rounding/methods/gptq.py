@@ -31,7 +31,7 @@ class Gptq:
 
     def round(self, weights: Sequence[Tensor], grids: Sequence[Grid], inputs: Inputs) -> Rounded:
         """Return codes whose joint error of outputs is small."""
-        return Rounded(compensate(torch.cat(list(weights)), grids, inputs.feedback))
+        return Rounded(compensate(torch.cat(list(weights)), grids, inputs.required_feedback))
 
 
 def compensate(target: Tensor, grids: Sequence[Grid], feedback: Feedback) -> list[Tensor]:

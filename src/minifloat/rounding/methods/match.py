@@ -42,7 +42,7 @@ class Match:
         """Return codes whose outputs on the inputs of the quantized model match the original outputs."""
         weight = torch.cat(list(weights))
         target, details = matched(weight, inputs)
-        return Rounded(compensate(target, grids, inputs.feedback), details)
+        return Rounded(compensate(target, grids, inputs.required_feedback), details)
 
 
 def matched(weight: Tensor, inputs: Inputs) -> tuple[Tensor, dict[str, float]]:
@@ -55,12 +55,12 @@ def matched(weight: Tensor, inputs: Inputs) -> tuple[Tensor, dict[str, float]]:
     statistics, held_out = inputs.statistics, inputs.held_out
     target, details = weight, {}
     if statistics.drift is not None:
-        step = regress(times(weight, statistics.drift), inputs.feedback)
+        step = regress(times(weight, statistics.drift), inputs.required_feedback)
         error = None if held_out is None else times(held_out.reference - held_out.inputs, weight.T.contiguous())
         details["drift_factor"] = _factor(step, error, held_out, statistics.tokens)
         target = target + details["drift_factor"] * step
     if statistics.residual is not None:
-        step = regress(statistics.residual, inputs.feedback)
+        step = regress(statistics.residual, inputs.required_feedback)
         error = None if held_out is None else held_out.residual
         details["residual_factor"] = RESIDUAL_SHARE * _factor(step, error, held_out, statistics.tokens)
         target = target + details["residual_factor"] * step

@@ -19,13 +19,19 @@ class Inputs:
 
     Attributes:
         statistics: Second moments over the calibration text.
-        feedback: From the Hessian of `statistics`.
+        feedback: From the Hessian of `statistics`; None for a method that needs no data.
         held_out: float32 rows of text that is in no statistic; None: there are none.
     """
 
     statistics: Statistics
-    feedback: Feedback
+    feedback: Feedback | None
     held_out: Rows | None = None
+
+    @property
+    def required_feedback(self) -> Feedback:
+        """The feedback, for methods that need data."""
+        assert self.feedback is not None
+        return self.feedback
 
 
 @dataclass(frozen=True)
