@@ -88,7 +88,7 @@ def _scheme_help() -> str:
 @click.option(
     "--exclude", multiple=True, metavar="REGEX", help="Keep these modules: short for --override 'REGEX=bf16'."
 )
-@click.option("--stats", type=FOLDER, help="File of activation statistics that `calibrate` wrote.")
+@click.option("--stats", type=FOLDER, help="Statistics of `calibrate`; with --method gptq their Hessians.")
 @click.option("--calibration", "sources", multiple=True, metavar="DATA", help="Calibrate now on this text; repeatable.")
 @click.option(
     "--data", multiple=True, metavar="DATA", help="Choose codes with this text, or with text of the model: self."
@@ -139,7 +139,7 @@ def quantize(params: QuantizeParams) -> None:
             overwrite=params.overwrite,
             calibration=_calibration(params, progress),
             data=_data(params),
-            method=None if params.data else params.method,
+            method=None if params.data or _takes_hessians(params) else params.method,
             budget=_budget(params),
             kv_cache=params.kv_cache is not None,
             target=params.target,
@@ -156,9 +156,9 @@ def quantize(params: QuantizeParams) -> None:
 
 def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibration | None:
     """Return the activation statistics to take scales from: those of ``--stats``, or collected now; None: none."""
-    if params.stats is None and not params.sources:
+    if _takes_hessians(params) or (params.stats is None and not params.sources):
         if params.max_saturation is not None:
-            raise UsageError("--max-saturation needs --stats or --calibration")
+            raise UsageError("--max-saturation needs --stats or --calibration, and no --method")
         return None
     if params.stats is not None and params.sources:
         raise UsageError("--stats and --calibration both give activation statistics; give one of them")
@@ -205,9 +205,16 @@ def _budget(params: QuantizeParams) -> Budget | None:
     return Budget(bits=params.target_bits, nbytes=nbytes, max_kl=params.max_kl)
 
 
+def _takes_hessians(params: QuantizeParams) -> bool:
+    """Return whether codes come from the Hessians beside the file of ``--stats``."""
+    return (
+        params.stats is not None and not params.data and not params.sources and params.method not in (None, "nearest")
+    )
+
+
 def _data(params: QuantizeParams) -> DataOptions | None:
-    """Return the text and the method of ``--data``; None without it."""
-    if not params.data:
+    """Return the text of ``--data``, or the Hessians of ``--stats``, and the method; None without both."""
+    if not params.data and not _takes_hessians(params):
         if params.no_fold:
             raise UsageError("--no-fold needs --data: without it nothing is folded")
         return None
@@ -222,4 +229,9 @@ def _data(params: QuantizeParams) -> DataOptions | None:
         seed=params.calibration_seed,
     )
     method = get_method(params.method or DEFAULT_METHOD)
-    return DataOptions(params.data, text, RoundingOptions(method, fold=not params.no_fold, device=params.device))
+    rounding = RoundingOptions(method, fold=not params.no_fold, device=params.device)
+    if params.stats is not None and _takes_hessians(params):
+        from minifloat.rounding.saved import hessians_path
+
+        return DataOptions(rounding=rounding, hessians=hessians_path(params.stats))
+    return DataOptions(params.data, text, rounding)

@@ -54,8 +54,10 @@ def quantize_options(recipe: dict[str, Any]) -> str:
     data = ""
     if rounding is not None:
         sources = "".join(f" --data {_source_option(source)}" for source in rounding["data"].get("sources", ()))
-        data = f" --method {rounding['method']}{sources}{'' if rounding['fold'] else ' --no-fold'}"
-        data += _text_options(rounding["data"])
+        text = sources, _text_options(rounding["data"])
+        if rounding.get("stored_hessians"):
+            calibration, text = "", (" --stats STATS", "")
+        data = f" --method {rounding['method']}{text[0]}{'' if rounding['fold'] else ' --no-fold'}{text[1]}"
     kv_cache = " --kv-cache fp8" if recipe["kv_cache"] else ""
     return f"--scheme {recipe['scheme']}{layout}{overrides}{calibration}{data}{kv_cache}"
 

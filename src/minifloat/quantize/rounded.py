@@ -28,32 +28,36 @@ from minifloat.quantize.static_scales import Calibration
 from minifloat.rounding.budget.formats import Planner, find_formats
 from minifloat.rounding.budget.search import WithinBudget, require_feasible, round_within_budget
 from minifloat.rounding.budget.target import Budget
+from minifloat.rounding.collect import TOKENS_PER_CHANNEL
 from minifloat.rounding.methods import get_method
 from minifloat.rounding.options import DEFAULT_ROUNDING, RoundingOptions
 from minifloat.rounding.rounded_model import RoundedModel
 from minifloat.rounding.run import round_checkpoint
+from minifloat.rounding.saved import SavedHessians
+from minifloat.rounding.saved_run import require_independent, round_saved
 
 #: Suffix of the folder beside the destination in which finished layers are kept.
 WORK_SUFFIX = ".minifloat-rounding"
 #: Text that rounding takes by default: 64 Ki tokens, and a tenth more that is held out.
 DEFAULT_TEXT = TextOptions(samples=284, seq_len=256, held_out=0.1)
-#: Fewer tokens than this per input channel determine the statistics of a linear badly.
-_TOKENS_PER_CHANNEL = 4
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Text, and how codes are chosen with it.
+    """Text or stored Hessians, and how codes are chosen with them.
 
     Attributes:
         sources: Files, folders or data sets, or ``"self"`` for text that the model itself writes.
         text: How text becomes sequences. The held-out part must not be empty.
         rounding: Method, folding, device.
+        hessians: A folder that ``minifloat calibrate --hessians`` wrote, which replaces the text; needs the method
+            ``"gptq"``.
     """
 
-    sources: Sequence[SourceLike]
+    sources: Sequence[SourceLike] = ()
     text: TextOptions = DEFAULT_TEXT
     rounding: RoundingOptions = DEFAULT_ROUNDING
+    hessians: Path | None = None
 
     @classmethod
     def of(cls, data: DataOptions | SourceLike | Sequence[SourceLike] | None, method: str | None) -> DataOptions | None:
@@ -167,9 +171,19 @@ def rounded_output(
         UsageError: The layers of this model cannot be run one at a time.
         NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
         SingularHessianError: The inputs of a linear allow no error compensation.
+        StatsError: The stored Hessians are missing, damaged, or of another model.
     """
-    kept, held_out, record = _texts(checkpoint, plan, data, destination, write_copy, progress)
     work_dir = _beside(destination, WORK_SUFFIX)
+    if data.hessians is not None:
+        if data.sources:
+            raise UsageError("give text (--data) or stored Hessians (--stats), not both")
+        require_independent(data.rounding)
+        saved = SavedHessians.load(data.hessians)
+        recipe = {**data.rounding.to_dict(), "data": dict(saved.data), "tokens": saved.tokens, "stored_hessians": True}
+        with round_saved(checkpoint, plan, saved, data.rounding, work_dir, progress) as model:
+            yield RoundedOutput(model, recipe, _notes(model, plan, data))
+        return
+    kept, held_out, record = _texts(checkpoint, plan, data, destination, write_copy, progress)
     with round_checkpoint(checkpoint, plan, kept, held_out, data.rounding, work_dir, progress) as model:
         gains = source_gains(record, held_out, data.text.held_out, model.held_out)
         notes = (*_notes(model, plan, data), *source_warnings(gains, data.rounding.method.name))
@@ -209,6 +223,8 @@ def budgeted_output(
         NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
         SingularHessianError: The inputs of a linear allow no error compensation.
     """
+    if data.hessians is not None:
+        raise UsageError("a budget measures damage with text: give --data instead of --stats")
     formats = find_formats(checkpoint, planner, scheme, overrides, target)
     require_feasible(budget, formats.groups)
     plan = planner(formats.scheme, overrides)
@@ -275,7 +291,7 @@ def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> 
         raise DataError("a method that chooses codes with data needs held-out text to be judged on")
     kept, held_out = texts.held_out(text.held_out)
     widest = max((part.shape[1] for tensor in plan.tensors for part in tensor.parts), default=0)
-    needed = _TOKENS_PER_CHANNEL * widest
+    needed = TOKENS_PER_CHANNEL * widest
     if kept.tokens < needed:
         raise DataError(
             f"{kept.tokens:,} tokens of calibration text are too few for linears with {widest:,} input channels: "
@@ -287,8 +303,12 @@ def _split(texts: CalibrationSet, text: TextOptions, plan: QuantizationPlan) -> 
 def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tuple[str, ...]:
     """Return what the user must know: the gain, weights that were not rounded with data, and text that is far off."""
     found, name = model.held_out, data.rounding.method.name
-    nearest, method = found["nearest"], found["method"]
     notes = []
+    if not found:
+        notes.append(
+            f"Codes were chosen with the Hessians in {data.hessians}. The KL from the original model was not measured, "
+            "because that needs text: run `minifloat compare`."
+        )
     if model.tuning is not None:
         notes.append(_tuning_note(model.tuning))
     missed = [module for module in plan.modules if module not in model.weights]
@@ -303,10 +323,10 @@ def _notes(model: RoundedModel, plan: QuantizationPlan, data: DataOptions) -> tu
             f"{len(kept)} weights keep rounding to nearest, which loses less on held-out text: {', '.join(kept[:3])}"
             f"{' ...' if len(kept) > 3 else ''}."
         )
-    if method > nearest:
+    if found and found["method"] > found["nearest"]:
         notes.append(
-            f"WARNING: {name} is worse than rounding to nearest on held-out text ({method:.4f} against {nearest:.4f}); "
-            "give more text, or text of the kind that the model will see."
+            f"WARNING: {name} is worse than rounding to nearest on held-out text ({found['method']:.4f} against "
+            f"{found['nearest']:.4f}); give more text, or text of the kind that the model will see."
         )
     return tuple(notes)
 

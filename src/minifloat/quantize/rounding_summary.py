@@ -35,13 +35,16 @@ def _method_text(rounding: Mapping[str, Any]) -> str:
 def _data_text(rounding: Mapping[str, Any]) -> str:
     """Return the sources with their tokens, and how much of the text was held out."""
     data, found = rounding["data"], rounding["held_out"]
-    sources = ", ".join(f"{source['name']} ({source['tokens']:,} tokens)" for source in data["sources"])
-    return f"{sources}; {rounding['tokens']:,} tokens for statistics, {found['tokens']:,} held out"
+    sources = ", ".join(f"{source['name']} ({source['tokens']:,} tokens)" for source in data.get("sources", ()))
+    held_out = f"{found['tokens']:,} held out" if found else "run before, from stored Hessians"
+    return f"{sources}; {rounding['tokens']:,} tokens for statistics, {held_out}"
 
 
 def _gain_text(rounding: Mapping[str, Any]) -> str:
     """Return the divergence of the method and of rounding to nearest on held-out text."""
     found = rounding["held_out"]
+    if not found:
+        return "not measured: the codes come from stored Hessians, without text"
     nearest, method = found["nearest"], found["method"]
     ratio = f" ({method / nearest:.2f}x)" if nearest > 0 else ""
     method_text = _with_error(method, found["method_error"])

@@ -54,14 +54,14 @@ class LayerInputs:
         """
         if number not in self._specs:
             return
-        slots, inputs = reading.slots, reading.inputs
-        if routing is not None and routing.tokens is not None:
-            slots, inputs = routing.slots, inputs[routing.tokens]
-        for slot in [0] if slots is None else torch.unique(slots).tolist():
-            rows = inputs if slots is None else inputs[slots == slot]
-            largest, key = rows.abs().amax(0).float(), (number, slot)
-            self._largest[key] = torch.maximum(self._largest[key], largest) if key in self._largest else largest
-            self._tokens[key] = self._tokens.get(key, 0) + len(rows)
+        for slot, largest, tokens in largest_inputs(reading, routing):
+            self.add(number, slot, largest, tokens)
+
+    def add(self, number: int, slot: int, largest: Tensor, tokens: int) -> None:
+        """Record the largest input of each channel of a slot, float32 ``[K]``, in some tokens."""
+        key = number, slot
+        self._largest[key] = torch.maximum(self._largest[key], largest) if key in self._largest else largest
+        self._tokens[key] = self._tokens.get(key, 0) + tokens
 
     def fold(self, exponents: Mapping[tuple[int, int], Tensor]) -> None:
         """Take account of folds.
@@ -136,3 +136,18 @@ class LayerInputs:
             values = self._largest[key]
             largest.append(float((values if exponents is None else torch.ldexp(values, -exponents)).max()))
         return max(largest)
+
+
+def largest_inputs(reading: Reading, routing: Reading | None = None) -> Iterator[tuple[int, Tensor, int]]:
+    """Yield for each slot of a stage its largest input by channel, float32 ``[K]``, and its number of tokens.
+
+    Args:
+        reading: The inputs of the stage in one sequence.
+        routing: For gate and up of experts, whose reading is of the whole module: which expert saw which token.
+    """
+    slots, inputs = reading.slots, reading.inputs
+    if routing is not None and routing.tokens is not None:
+        slots, inputs = routing.slots, inputs[routing.tokens]
+    for slot in [0] if slots is None else torch.unique(slots).tolist():
+        rows = inputs if slots is None else inputs[slots == slot]
+        yield slot, rows.abs().amax(0).float(), len(rows)

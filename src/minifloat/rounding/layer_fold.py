@@ -103,6 +103,10 @@ class LayerFold:
             factors = powers_of_two(-exponents)
         return replace(reading, inputs=reading.inputs * factors.to(reading.inputs))
 
+    def exponents_of(self, number: int, slot: int) -> Tensor | None:
+        """Return the exponents by which the inputs of a stage and slot are smaller now; None: they are as before."""
+        return self._exponents.get((number, slot if self.stages[number].outer else 0))
+
     def _is_reachable(self, site: FoldSite) -> bool:
         """Return whether every tensor of a site is in the model as the checkpoint stores it."""
         return all(

@@ -26,7 +26,7 @@ class RoundedModel:
         folds: The scales that were folded, layer by layer.
         inputs: The largest input of each linear whose inputs are quantized, and the tokens that it was seen in.
         kv: The largest key and value of each head of each attention, if they were recorded.
-        held_out: The divergence from the original model on held-out text.
+        held_out: The divergence from the original model on held-out text; empty for codes from stored Hessians.
         tuning: What tuning did; None: the model was not tuned.
         damage: KL divergences that each group of weights makes, as `damage.DamageStreams` measures them; empty unless
             that was asked for.
@@ -42,7 +42,7 @@ class RoundedModel:
         self.folds: list[Mapping[str, Any]] = [row for record in records for row in record.get("folds", ())]
         self.inputs: list[Mapping[str, Any]] = [row for record in records for row in record.get("inputs", ())]
         self.kv: list[Mapping[str, Any]] = [row for record in records for row in record.get("kv", ())]
-        self.held_out: Mapping[str, Any] = records[-1]["held_out"]
+        self.held_out: Mapping[str, Any] = records[-1]["held_out"] or {}
         self.tuning: Mapping[str, Any] | None = records[-1].get("tuning")
         self.damage: Mapping[str, Any] = next((record["damage"] for record in records if "damage" in record), {})
 

@@ -7,7 +7,8 @@ drift, which so few tokens do not determine, is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,6 +64,21 @@ class SlotRows:
         return location
 
 
+def own_statistics(slots: SlotRows, width: int, *, drift: bool) -> Iterator[tuple[int, Statistics]]:
+    """Yield each expert with the statistics of the inputs that were routed to it.
+
+    Args:
+        slots: The rows of all experts.
+        width: K; an expert needs as many tokens for a drift.
+        drift: Whether the inputs differ from those of the original model.
+    """
+    for slot, tokens in enumerate(slots.tokens):
+        accumulator = Accumulator(width, drift=drift and tokens >= width)
+        for rows in slots.read(slot):
+            accumulator.add(rows)
+        yield slot, accumulator.finish()
+
+
 def slot_statistics(slots: SlotRows, width: int, *, drift: bool) -> Iterator[tuple[int, Statistics, dict[str, Any]]]:
     """Yield each expert with the statistics of its inputs, and facts for the report.
 
@@ -71,27 +87,32 @@ def slot_statistics(slots: SlotRows, width: int, *, drift: bool) -> Iterator[tup
         width: K; an expert needs as many tokens for a Hessian of its own.
         drift: Whether the inputs differ from those of the original model.
     """
-    shared: Tensor | None = None
-    for slot, tokens in enumerate(slots.tokens):
-        own_share = min(tokens / width, 1.0)
-        accumulator = Accumulator(width, drift=drift and own_share == 1.0)
-        for rows in slots.read(slot):
-            accumulator.add(rows)
-        statistics = accumulator.finish()
-        facts: dict[str, Any] = {"tokens": tokens}
-        if own_share < 1.0:
-            shared = _mean_hessian(slots, width) if shared is None else shared
-            mixed = own_share * statistics.hessian + (1.0 - own_share) * shared
-            statistics = Statistics(mixed, None, None, tokens)
-            facts["hessian_share"] = own_share
-        yield slot, statistics, facts
+    mean = cache(lambda: mean_hessian((own for _, own in own_statistics(slots, width, drift=False)), width))
+    for slot, statistics in own_statistics(slots, width, drift=drift):
+        yield slot, *filled_up(statistics, width, mean)
 
 
-def _mean_hessian(slots: SlotRows, width: int) -> Tensor:
-    """Return the mean of X'X over the tokens of all experts, float32 ``[K, K]``."""
-    accumulator = Accumulator(width)
-    for slot in range(len(slots.tokens)):
-        for rows in slots.read(slot):
-            accumulator.add(rows)
-    hessian: Tensor = accumulator.finish().hessian
-    return hessian if accumulator.tokens else torch.eye(width)
+def filled_up(statistics: Statistics, width: int, mean: Callable[[], Tensor]) -> tuple[Statistics, dict[str, Any]]:
+    """Return the statistics of an expert, filled up with the mean of all experts, and facts for the report.
+
+    Args:
+        statistics: Of the tokens that were routed to the expert.
+        width: K; an expert needs as many tokens for a Hessian of its own.
+        mean: Returns the mean of X'X over the tokens of all experts, float32 ``[K, K]``.
+    """
+    own_share = min(statistics.tokens / width, 1.0)
+    facts: dict[str, Any] = {"tokens": statistics.tokens}
+    if own_share < 1.0:
+        mixed = own_share * statistics.hessian + (1.0 - own_share) * mean()
+        statistics = Statistics(mixed, None, None, statistics.tokens)
+        facts["hessian_share"] = own_share
+    return statistics, facts
+
+
+def mean_hessian(experts: Iterable[Statistics], width: int) -> Tensor:
+    """Return the mean of X'X over the tokens of all experts, float32 ``[K, K]``; the identity without tokens."""
+    total, tokens = torch.zeros(width, width), 0
+    for own in experts:
+        total.add_(own.hessian, alpha=own.tokens)
+        tokens += own.tokens
+    return total.div_(tokens) if tokens else torch.eye(width)

@@ -15,6 +15,8 @@ from minifloat.kernels.rounding import gram
 
 #: Rows that are multiplied together: enough for the product to run at full speed.
 CHUNK_ROWS = 4096
+#: Rows of held-out text on which the errors of a stage are measured.
+HELD_OUT_ROWS = 512
 
 
 @dataclass(frozen=True)

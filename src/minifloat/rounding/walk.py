@@ -33,19 +33,17 @@ from minifloat.rounding.damage import DamageStreams, GroupsToMeasure, Places
 from minifloat.rounding.divergence import Divergence, measure_divergence
 from minifloat.rounding.fold_sample import FoldSample
 from minifloat.rounding.inputs import LayerInputs
-from minifloat.rounding.layer import LayerRounding, tensor_bytes
+from minifloat.rounding.layer import LayerRounding
 from minifloat.rounding.layer_file import LayerFile, LayerResult
 from minifloat.rounding.layer_fold import LayerFold
-from minifloat.rounding.layer_tensors import layer_tensors, part_view
+from minifloat.rounding.layer_parts import fold_of, folded_tensors, rounding_of
+from minifloat.rounding.layer_tensors import layer_tensors
 from minifloat.rounding.options import RoundingOptions
 from minifloat.rounding.slots import SlotRows, slot_statistics
 from minifloat.rounding.stages import Stage, find_stages
-from minifloat.rounding.statistics import Accumulator, Sample
+from minifloat.rounding.statistics import HELD_OUT_ROWS, Accumulator, Sample
 from minifloat.rounding.stored_readings import StoredReadings
 from minifloat.rounding.taps import LayerTaps, Reading, pair
-
-#: Rows of held-out text on which the errors of a stage are measured.
-_HELD_OUT_ROWS = 512
 
 
 @dataclass
@@ -93,16 +91,12 @@ class RoundingWalk:
         self.sequences = (*kept.sequences, *held_out.sequences)
         self.first_held_out = len(kept.sequences)
         self.infos = {tensor.source.name: tensor.source for tensor in plan.tensors}
-        self._quantized = {tensor.source.name for tensor in plan.tensors if tensor.parts}
+        self.quantized = {tensor.source.name for tensor in plan.tensors if tensor.parts}
         self.parts: dict[str, tuple[str, Part]] = {
             part.module: (tensor.source.name, part) for tensor in plan.tensors for part in tensor.parts
         }
         self.config = config
         self._passes = 0
-
-    def is_quantized(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint is quantized, whole or in parts."""
-        return name in self._quantized
 
     def _runs_quantized(self, number: int) -> bool:
         """Return whether a sequence runs through the quantized layers."""
@@ -255,12 +249,6 @@ class _LayerWalk:
             rounding = self._round()
             self.draft.sync()
             self.folder.keep_draft(self.index + 1)
-        folded = {
-            name: tensor_bytes(self.fold.views[name])
-            for name in sorted(self.fold.changed)
-            if not self.walk.is_quantized(name)
-        }
-        exponents = {name: tensor_bytes(tensor) for name, tensor in self.fold.exponents.items()}
         record = {
             "weights": rounding.rows,
             "folds": self.fold.records,
@@ -268,7 +256,7 @@ class _LayerWalk:
             "inputs": self.inputs.rows(),
             "kv": [{"module": name, "k": k.tolist(), "v": v.tolist()} for name, (k, v) in self.kv.items()],
         }
-        return LayerResult({**rounding.tensors, **folded, **exponents}, record)
+        return LayerResult({**rounding.tensors, **folded_tensors(self.fold, self.walk.quantized)}, record)
 
     def _round(self) -> LayerRounding:
         """Run all passes over the layer, and return its rounded weights."""
@@ -291,15 +279,8 @@ class _LayerWalk:
 
     def _rounding(self) -> LayerRounding:
         """Return the weights of the layer that are to be rounded, with views of them in the model."""
-        views = self._views()
-        modules = {module for stage in self.stages for slot in stage.slots for module in slot}
-        parts, weights = {}, {}
-        for module in sorted(modules & self.walk.parts.keys()):
-            source, part = self.walk.parts[module]
-            if source in views:
-                parts[module], weights[module] = part, part_view(views[source], part)
         schemes = () if self.walk.damage is None else self.walk.damage.request.schemes
-        return LayerRounding(self.walk.options.method, parts, weights, schemes)
+        return rounding_of(self._views(), self.stages, self.walk.parts, self.walk.options.method, schemes)
 
     def _views(self) -> dict[str, Tensor]:
         """Return the layer's tensors in the model, by name in the checkpoint."""
@@ -307,11 +288,8 @@ class _LayerWalk:
 
     def _fold(self) -> LayerFold:
         """Fold scales of input channels, if the options say so, and return what was folded."""
-        views = self._views()
-        marker = f".{self.index}."
-        name = next(iter(views), "")
-        prefix = name[: name.index(marker)] + marker[:-1] if marker in name else ""
-        fold = LayerFold(prefix, self.walk.infos, self.walk.config, self.stages, self.walk.parts, views)
+        walk = self.walk
+        fold, prefix = fold_of(self.index, self._views(), walk.infos, walk.config, self.stages, walk.parts)
         if self.walk.options.fold and prefix:
             fold.run(FoldSample(self.reference, self.stages, self.walk.first_held_out, len(self.walk.sequences)))
         return fold
@@ -385,7 +363,7 @@ class _LayerWalk:
         if follows and stage.residual is not None:
             residual_width = self.streams.original[0].shape[-1]
         accumulator = Accumulator(stage.width, drift=follows, residual_width=residual_width)
-        held_out = Sample(_HELD_OUT_ROWS, len(self.streams.nearest))
+        held_out = Sample(HELD_OUT_ROWS, len(self.streams.nearest))
         for sequence, rows in self._rows(number, stage):
             (held_out if sequence >= self.walk.first_held_out else accumulator).add(rows)
         statistics = accumulator.finish()
@@ -393,7 +371,7 @@ class _LayerWalk:
 
     def _round_experts(self, number: int, stage: Stage, rounding: LayerRounding) -> None:
         follows = self.walk.options.method.follows_quantized
-        held_out = [Sample(_HELD_OUT_ROWS, len(self.streams.nearest)) for _ in stage.slots]
+        held_out = [Sample(HELD_OUT_ROWS, len(self.streams.nearest)) for _ in stage.slots]
         slots = SlotRows(self.rows, len(stage.slots))
         for sequence, (rows, experts) in self._paired(number, stage):
             assert experts is not None
