@@ -1,6 +1,7 @@
 """minifloat: post-training FP8 and MXFP4 quantization of language models, with a measured comparison to the original.
 
     quantize_checkpoint(source, destination, "fp8-block")   -> QuantizeReport
+    quantize_checkpoint(source, destination, "mxfp4", data="self")  -> the codes are chosen with text
     convert_checkpoint(source, destination, "modelopt")     -> ConvertReport
     load(path)                                              -> transformers model with the quantized weights
     compare_models(baseline, candidate, [text])             -> Comparison
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from minifloat.publish.push import PushReport, push_checkpoint
     from minifloat.quantize.job import quantize_checkpoint
     from minifloat.quantize.report import QuantizeReport
+    from minifloat.quantize.rounded import DataOptions
     from minifloat.runtime.load import load
     from minifloat.serve.engine import AsyncEngine, Engine, SamplingParams
     from minifloat.serve.text import generate
@@ -47,6 +49,7 @@ _EXPORTS = {
     "Checkpoint": "minifloat.checkpoint",
     "Comparison": "minifloat.compare",
     "ConvertReport": "minifloat.convert",
+    "DataOptions": "minifloat.quantize.rounded",
     "Engine": "minifloat.serve.engine",
     "Inspection": "minifloat.layouts.inspection",
     "MinifloatError": "minifloat.errors",
@@ -76,6 +79,7 @@ __all__ = [
     "Checkpoint",
     "Comparison",
     "ConvertReport",
+    "DataOptions",
     "Engine",
     "Inspection",
     "MinifloatError",

@@ -126,6 +126,7 @@ def quantize(params: QuantizeParams) -> None:
     from minifloat.commands.display.console import progress_bar
     from minifloat.commands.display.quantize import print_quantize_report
     from minifloat.plan.overrides import KEEP
+    from minifloat.quantize.data_hint import data_hint
     from minifloat.quantize.job import quantize_checkpoint
 
     with progress_bar(enabled=not (params.quiet or params.as_json)) as progress:
@@ -151,7 +152,7 @@ def quantize(params: QuantizeParams) -> None:
     if params.as_json:
         print_json(report)
     elif not params.quiet:
-        print_quantize_report(report, verbose=params.verbose)
+        print_quantize_report(report, verbose=params.verbose, hint=data_hint(report))
 
 
 def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibration | None:

@@ -53,6 +53,7 @@ def quantize_options(recipe: dict[str, Any]) -> str:
     rounding = recipe.get("rounding")
     data = ""
     if rounding is not None:
+        calibration = ""  # static scales come from the same text
         sources = "".join(f" --data {_source_option(source)}" for source in rounding["data"].get("sources", ()))
         text = sources, _text_options(rounding["data"])
         if rounding.get("stored_hessians"):

@@ -29,7 +29,7 @@ def _method_text(rounding: Mapping[str, Any]) -> str:
     counts: dict[str, int] = {}
     for row in rounding["weights"]:
         counts[row["method"]] = counts.get(row["method"], 0) + 1
-    return f"{rounding['method']}: " + ", ".join(f"{count} weights by {name}" for name, count in counts.items())
+    return ", ".join(f"{name} for {count} weights" for name, count in counts.items())
 
 
 def _data_text(rounding: Mapping[str, Any]) -> str:
@@ -69,7 +69,8 @@ def fold_text(rounding: Mapping[str, Any]) -> str:
     sites = [row for row in rounding["folds"] if "site" in row]
     reasons = list(dict.fromkeys(row["reason"] for row in rounding["folds"] if row.get("reason")))
     count = sum(row["folded"] for row in sites)
-    text = f"scales of input channels at {count} of {len(sites)} places; at the others it lowers no error"
+    text = f"scales of input channels at {count} of {len(sites)} places"
+    text += "; elsewhere that lowers no error" if count < len(sites) else ""
     return text + (f"; layers that allow no folding: {'; '.join(reasons)}" if reasons else "")
 
 

@@ -13,8 +13,8 @@ from minifloat.quantize.static_scales import ActivationReport
 from minifloat.report.text import layer_pattern, size_text
 
 
-def print_quantize_report(report: QuantizeReport, *, verbose: bool) -> None:
-    """Print a row per tensor, or one for the same tensor of all layers unless `verbose`; then the totals."""
+def print_quantize_report(report: QuantizeReport, *, verbose: bool, hint: str = "") -> None:
+    """Print a row per tensor, or one for the same tensor of all layers unless `verbose`; then the totals and a hint."""
     console = make_console()
     groups: dict[tuple[str, str, str], list[TensorReport]] = {}
     for tensor in report.tensors:
@@ -47,6 +47,8 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool) -> None:
         f"SQNR {total.sqnr_db:.2f} dB. {report.seconds:.2f} s."
     )
     print_outcome(console, report)
+    if hint:
+        console.print(hint, soft_wrap=True)
 
 
 def _activation_table(activations: Sequence[ActivationReport], *, verbose: bool) -> Table:
