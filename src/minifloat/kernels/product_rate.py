@@ -59,7 +59,13 @@ def _native_product() -> Callable[[], object] | None:
         symmetric=False,
         threads=_threads(),
     )
-    return lambda: (library.gram(args), x, y, out)  # the arrays live as long as the function
+    arrays = (x, y, out)
+
+    def product() -> object:
+        library.gram(args)
+        return arrays  # `args` holds their addresses only
+
+    return product
 
 
 def _numpy_product() -> Callable[[], object]:
