@@ -94,6 +94,28 @@ def test_a_collection_that_is_interrupted_continues_to_the_same_files(llama: tup
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hessians"]
 
 
+def test_a_run_that_ends_while_it_completes_the_folder_runs_no_layer_again(
+    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: SavedHessians) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SavedHessians, "save", fail)
+        with pytest.raises(KeyboardInterrupt):
+            collected(llama[0], tmp_path / "hessians")
+    assert sorted(file.name for file in (tmp_path / "hessians").iterdir()) == [
+        "layer-0.safetensors",
+        "layer-1.safetensors",
+    ]
+    with pytest.raises(StatsError, match="no Hessians"):
+        SavedHessians.load(tmp_path / "hessians")
+    seen: list[str] = []
+    again = collected(llama[0], tmp_path / "hessians", progress=lambda _, __, what: seen.append(what))
+    assert not seen
+    assert again.layers == SavedHessians.load(llama[1]).layers
+
+
 def test_a_full_disk_leaves_work_that_continues(
     llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
