@@ -8,12 +8,15 @@ import random
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from minifloat.calibration.data import CalibrationSet, interleave
+from minifloat.calibration.layerwise.work_folder import WorkFolder
 from minifloat.commands.main import main
+from minifloat.errors import StorageError
 from minifloat.quantize.provenance import quantize_options
 from minifloat.quantize.rounding_summary import summary_rows
 from minifloat.quantize.source_gain import SourceGain, source_gains, source_warnings
@@ -142,3 +145,40 @@ def test_only_a_source_that_surely_loses_is_named() -> None:
     ]
     (warning,) = source_warnings(gains, "match")
     assert "worse, match is worse than rounding to nearest (0.0900 against 0.0500 nats)" in warning
+
+
+@pytest.mark.parametrize("options", [("--data", "self"), ("--scheme", "fp8-static", "--calibration", "self")], ids=str)
+def test_where_memory_is_short_an_fp8_copy_writes_the_text(
+    llama: Path, tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minifloat.calibration.own_text.available_memory", lambda device: 1)
+    result = run(llama, tmp_path / "out", *options, *TEXT)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "out" / "minifloat.json").read_text())["recipe"]
+    if report.get("rounding"):
+        assert report["rounding"]["data"]["sources"][0]["weights"]["scheme"] == "fp8"
+    kept = [file.name for file in tmp_path.iterdir()]
+    assert not [name for name in kept if name.startswith(".own-text-")]
+    assert [name for name in kept if name.endswith(".safetensors")]
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_continues(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--scheme", "mxfp4", "--data", "self", *TEXT)
+    finish, calls = WorkFolder.finish, []
+
+    def fail_once(self: Any, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise StorageError("layer-1.safetensors: No space left on device")
+        finish(self, *arguments)
+
+    monkeypatch.setattr(WorkFolder, "finish", fail_once)
+    stopped = run(llama, tmp_path / "out", *options)
+    assert (stopped.exit_code, len(stopped.output.strip().splitlines())) == (2, 1), stopped.output
+    assert "No space left" in stopped.output
+    assert not (tmp_path / "out").exists()
+    assert run(llama, tmp_path / "out", *options).exit_code == 0
+    assert run(llama, tmp_path / "whole", *options).exit_code == 0
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")

@@ -171,7 +171,7 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
     from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN
     from minifloat.calibration.options import RunOptions
     from minifloat.calibration.rules import HistogramRule, parse_rule
-    from minifloat.calibration.session import Collected, TextOptions, collect, own_text_path
+    from minifloat.calibration.session import Collected, TextOptions, collect
     from minifloat.quantize.job import quantize_checkpoint
     from minifloat.quantize.static_scales import Calibration
 
@@ -188,7 +188,7 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
                 seed=params.calibration_seed,
             ),
             RunOptions(histogram=isinstance(rule, HistogramRule)),
-            own_text_file=own_text_path(params.out.absolute()),
+            own_text_file=params.out.absolute().with_name(f"{params.out.absolute().name}.calibration-self.safetensors"),
             write_copy=lambda folder: quantize_checkpoint(params.model, folder, "fp8", revision=params.revision),
             progress=progress,
             revision=params.revision,
