@@ -92,7 +92,7 @@ class LayerRounding:
         facts = {**facts, **({} if feedback is None else _unusual(feedback))}
         for members in by_spec.values():
             grids = [self._grid(module, self.parts[module]) for module in members]
-            rounded = self.method.round([self.weights[module].float() for module in members], grids, inputs)
+            rounded = self.method.round([self.weights[module].float().cpu() for module in members], grids, inputs)
             for module, grid, codes in zip(members, grids, rounded.codes, strict=True):
                 self._choose(module, grid, grid.with_codes(codes), held_out, {**rounded.details, **facts})
 
@@ -104,12 +104,12 @@ class LayerRounding:
         taken, method = candidate, self.method.name
         row: dict[str, Any] = {"module": module, **facts}
         if held_out is not None and len(held_out.inputs) >= _FEWEST_HELD_OUT:
-            errors = output_errors(weight.float(), [grid.nearest, candidate], held_out)
+            errors = output_errors(weight.float().cpu(), [grid.nearest, candidate], held_out)
             row |= {"nearest_error": errors[0], "method_error": errors[1]}
             if errors[1] > errors[0]:
                 taken, method = grid.nearest, "nearest"
         dequantized = taken.dequantize()
-        row |= {"method": method, "stats": asdict(error_of(weight.float(), taken))}
+        row |= {"method": method, "stats": asdict(error_of(weight.float().cpu(), taken))}
         if self.compared:
             row["format_errors"] = self._format_errors(module, held_out)
             self.originals[module] = weight.clone()
@@ -142,7 +142,7 @@ class LayerRounding:
         return errors
 
     def _grid(self, module: str, part: Part) -> Grid:
-        return Grid.of(self.weights[module], part.scheme.weight, self._amaxes.get(part.group))
+        return Grid.of(self.weights[module].cpu(), part.scheme.weight, self._amaxes.get(part.group))
 
 
 def _unusual(feedback: Feedback) -> dict[str, Any]:

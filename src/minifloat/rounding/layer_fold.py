@@ -135,7 +135,7 @@ class LayerFold:
             return
         judged = self._judged(modules)
         groups = {group: index for index, group in enumerate(dict.fromkeys(self.parts[m][1].group for m in judged))}
-        tensors = {name: self.views[name] for name in site.tensors}
+        tensors = {name: self.views[name].cpu() for name in site.tensors}
         scheme = self.parts[judged[0]][1].scheme
         choice = choose_exponents(
             [self._weight(module) for module in judged],
@@ -171,4 +171,4 @@ class LayerFold:
 
     def _weight(self, module: str) -> Tensor:
         source, part = self.parts[module]
-        return part_view(self.views[source], part).float()
+        return part_view(self.views[source], part).float().cpu()

@@ -79,12 +79,20 @@ class Accumulator:
         width: K.
         drift: Whether the inputs differ from those of the original model.
         residual_width: H, where the linear adds to the residual stream; None: it does not.
+        device: Where the products are computed; the rows may be elsewhere.
     """
 
-    def __init__(self, width: int, *, drift: bool = False, residual_width: int | None = None) -> None:
-        self._hessian = torch.zeros(width, width)
-        self._drift = torch.zeros(width, width) if drift else None
-        self._residual = None if residual_width is None else torch.zeros(residual_width, width)
+    def __init__(
+        self,
+        width: int,
+        *,
+        drift: bool = False,
+        residual_width: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._hessian = torch.zeros(width, width, device=device)
+        self._drift = torch.zeros(width, width, device=device) if drift else None
+        self._residual = None if residual_width is None else torch.zeros(residual_width, width, device=device)
         self._pending: list[Rows] = []
         self._pending_rows = 0
         self.tokens = 0
@@ -103,19 +111,29 @@ class Accumulator:
         for total in (self._hessian, self._drift, self._residual):
             if total is not None:
                 total.div_(max(self.tokens, 1))
-        return Statistics(self._hessian, self._drift, self._residual, self.tokens)
+        drift = None if self._drift is None else self._drift.cpu()
+        residual = None if self._residual is None else self._residual.cpu()
+        return Statistics(self._hessian.cpu(), drift, residual, self.tokens)
 
     def _multiply(self) -> None:
         if not self._pending:
             return
         rows = join(self._pending)
         self._pending, self._pending_rows = [], 0
-        inputs = rows.inputs
-        gram(inputs, inputs, self._hessian)
+        inputs = rows.inputs.to(self._hessian.device)
+        _add_product(inputs, inputs, self._hessian)
         if self._drift is not None:
-            gram(rows.reference - inputs, inputs, self._drift)
+            _add_product(rows.reference.to(inputs) - inputs, inputs, self._drift)
         if self._residual is not None and rows.residual is not None:
-            gram(rows.residual.to(inputs.dtype), inputs, self._residual)
+            _add_product(rows.residual.to(inputs), inputs, self._residual)
+
+
+def _add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
+    """Add ``left.T @ right`` to a float32 tensor; on a GPU by torch, in float32."""
+    if total.device.type == "cpu":
+        gram(left, right, total)
+    else:
+        total.addmm_(left.T.float(), right.float())
 
 
 class Sample:

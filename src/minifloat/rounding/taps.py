@@ -116,7 +116,7 @@ class LayerTaps:
 
     def _read_residuals(self, stack: ExitStack, stages: Sequence[Stage], hidden: Tensor) -> Mapping[str, Tensor]:
         """Return a mapping that holds the residual stream of each stage once the layer has run."""
-        streams = {"": hidden.reshape(-1, hidden.shape[-1])}
+        streams = {"": hidden.reshape(-1, hidden.shape[-1]).cpu()}
         for path in {stage.residual.path for stage in stages if stage.residual is not None} - {""}:
             hook = self.model.get_submodule(path).register_forward_pre_hook(
                 partial(_keep_stream, streams, path), with_kwargs=True
@@ -165,7 +165,7 @@ def _keep(
 ) -> None:
     tensor = first_tensor(args, kwargs)
     assert tensor is not None
-    readings[index] = Reading(tensor.reshape(-1, tensor.shape[-1]))
+    readings[index] = Reading(tensor.reshape(-1, tensor.shape[-1]).cpu())
 
 
 def _keep_and_stop(found: dict[int, Reading], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ def _keep_and_stop(found: dict[int, Reading], module: nn.Module, args: tuple[Any
 def _keep_stream(streams: dict[str, Tensor], path: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     tensor = first_tensor(args, kwargs)
     assert tensor is not None
-    streams[path] = tensor.reshape(-1, tensor.shape[-1])
+    streams[path] = tensor.reshape(-1, tensor.shape[-1]).cpu()
 
 
 def _keep_outer(
@@ -189,7 +189,7 @@ def _keep_outer(
 ) -> Tensor | None:
     replaced = None if quantize is None else quantize(expert, outer, x, tokens)
     if outer:
-        rows.append((expert, tokens, x if replaced is None else replaced))
+        rows.append((expert, tokens.cpu(), (x if replaced is None else replaced).cpu()))
     return replaced
 
 
@@ -206,7 +206,7 @@ def _routing_only(module: Any, found: dict[int, Reading], quantize: Record | Non
         for expert, _position, token in routed(module, top_k_index):
             x = hidden_states[token]
             replaced = None if quantize is None else quantize(expert, False, x, token)
-            rows.append((expert, token, x if replaced is None else replaced))
+            rows.append((expert, token.cpu(), (x if replaced is None else replaced).cpu()))
         found[0] = _join(rows, hidden_states.shape[-1], hidden_states)
         raise _Reached
 
@@ -224,6 +224,6 @@ def _join(rows: Sequence[tuple[int, Tensor, Tensor]], width: int, like: Tensor) 
     """Return the rows of all experts below each other."""
     if not rows:
         none = torch.zeros(0, dtype=torch.int64)
-        return Reading(like.new_zeros(0, width), none, none)
+        return Reading(torch.zeros(0, width, dtype=like.dtype), none, none)
     slots = torch.cat([torch.full((len(tokens),), expert) for expert, tokens, _ in rows])
     return Reading(torch.cat([x for _, _, x in rows]), slots, torch.cat([tokens for _, tokens, _ in rows]))

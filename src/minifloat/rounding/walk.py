@@ -362,7 +362,7 @@ class _LayerWalk:
         residual_width = None
         if follows and stage.residual is not None:
             residual_width = self.streams.original[0].shape[-1]
-        accumulator = Accumulator(stage.width, drift=follows, residual_width=residual_width)
+        accumulator = Accumulator(stage.width, drift=follows, residual_width=residual_width, device=self.stack.device)
         held_out = Sample(HELD_OUT_ROWS, len(self.streams.nearest))
         for sequence, rows in self._rows(number, stage):
             (held_out if sequence >= self.walk.first_held_out else accumulator).add(rows)
