@@ -24,7 +24,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minifloat.compare.evaluate import compare_models
+from minifloat.numerics.scheme import get_scheme
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.rounded import DataOptions
+from minifloat.rounding.methods import get_method
+from minifloat.rounding.options import RoundingOptions
 
 _READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -50,6 +54,14 @@ def with_outliers(source: Path, out: Path, factor: float) -> Path:
                 weights[name] = (weights[name].float() / scale).to(weights[name].dtype)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return out
+
+
+def data_of(scheme: str, method: str, source: str) -> DataOptions | None:
+    """Return the text of a method; of nearest, which folds nothing, only where inputs need static scales."""
+    activation = get_scheme(scheme).activation
+    if method == "nearest" and (activation is None or not activation.needs_calibration):
+        return None
+    return DataOptions([source], rounding=RoundingOptions(get_method(method), fold=method != "nearest"))
 
 
 @click.command()
@@ -79,9 +91,7 @@ def main(
             for method in methods:
                 out = folder / f"{scheme}-{method}"
                 started = time.perf_counter()
-                needs_inputs = "-w" in scheme or "static" in scheme
-                data = None if method == "nearest" and not needs_inputs else calibrate_with
-                quantize_checkpoint(source, out, scheme, data=data, method=method)
+                quantize_checkpoint(source, out, scheme, data=data_of(scheme, method, calibrate_with))
                 seconds = time.perf_counter() - started
                 result = compare_models(source, out, list(texts), max_tokens=max_tokens, prompts=0)
                 kls = [text.kl_mean for text in result.candidates[0].texts]

@@ -267,7 +267,7 @@ class _Writer:
         self._file, self._progress = file, progress
         self._companion_ended = True
         info = engine.info
-        self._weights = {"scheme": info.scheme, "dtype": info.dtype, "runner": info.runner}
+        self._weights = {"dtype": info.dtype, "runner": info.runner, "scheme": info.scheme}  # as the file sorts it
         # transformers' code runs one sequence after the other: fewer at a time are finished, and saved, earlier.
         self._is_batched = info.runner != "transformers"
         self._together = info.max_num_seqs - 1 if self._is_batched else 1
