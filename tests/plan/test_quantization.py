@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minifloat.architecture.roles import Role, role_of
+from minifloat.architecture.family import Role
+from minifloat.architecture.roles import role_of
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import (
     AlreadyQuantizedError,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-#: Supported values of ``model_type`` without mixtures of experts.
-DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-#: All supported values of ``model_type``: their modelling code computes what the `Decoder` classes compute.
-FAMILIES = (*DENSE_FAMILIES, "mixtral", "qwen2_moe", "qwen3_moe")
+from minifloat.architecture.families import native_decoder, native_types
+from minifloat.architecture.family import NativeDecoder
+
 #: Types of rotary embeddings whose frequencies do not depend on the length of the text.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ACTIVATION = "silu"
@@ -20,12 +19,13 @@ def why_not_family(model_type: str, hidden_act: str | None, rope_type: str, *, e
         rope_type: Type of the rotary embedding.
         experts: Whether the decoder supports mixtures of experts; the CPU decoder does, the GPU decoder does not.
     """
-    if model_type not in FAMILIES:
-        return f"its model_type is {model_type!r}, not one of {', '.join(FAMILIES)}"
+    native = native_decoder(model_type)
+    if native is None:
+        return f"its model_type is {model_type!r}, not one of {', '.join(native_types())}"
     if hidden_act != _ACTIVATION:
         return f"its activation is {hidden_act!r}, not {_ACTIVATION!r}"
     if rope_type not in _ROPE_TYPES:
         return f"its rotary embedding is {rope_type!r}, not one of {', '.join(_ROPE_TYPES)}"
-    if model_type not in DENSE_FAMILIES and not experts:
+    if native is NativeDecoder.MIXTURE and not experts:
         return f"it is a mixture of experts ({model_type}), which the decoder of GPUs does not have"
     return ""

@@ -8,50 +8,40 @@ report shows every decision, so that a user can see and override a wrong one.
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from minifloat.architecture.family import GENERAL, Family, Role
 from minifloat.checkpoint import TensorInfo
-
-
-class Role(enum.Enum):
-    """Role of a tensor; the value is its name in reports."""
-
-    LINEAR = "linear"
-    EXPERTS = "fused experts"
-    LM_HEAD = "lm_head"
-    EMBEDDING = "embedding"
-    ROUTER = "router"
-    TOWER = "vision or audio tower"
-    VECTOR = "norm or bias"
-    OTHER = "other"
-
 
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks?|decoder_layers)\.\d+\.")
 _TOWER = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|image\w*|multi_modal_projector|mm_projector|speech\w*)\.")
 _EMBEDDINGS = re.compile(r"(^|\.)(\w*embed(ding)?s?(_tokens|_in|_positions)?|\w*_embeddings?|wte|wpe)\.weight$")
 _LM_HEADS = re.compile(r"(^|\.)(lm_head|embed_out|output|head)\.weight$")
 _ROUTER = re.compile(r"(^|\.)(gate|router|gating|shared_expert_gate|gate\.wg|router\.\w+)\.weight$")
-_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.weight)?$")
 _DENSE_FLOATS = ("BF16", "F16", "F32")
 
-#: Model types whose matrices are Conv1D weights ``[in, out]``; read as linears ``[out, in]`` they would be transposed.
-CONV1D_MODEL_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 
+def role_of(info: TensorInfo, family: Family = GENERAL) -> Role:
+    """Return the role of a tensor of an unquantized checkpoint.
 
-def role_of(info: TensorInfo) -> Role:
-    """Return the role of a tensor of an unquantized checkpoint."""
+    Args:
+        info: Name and shape of the tensor.
+        family: Description of the model, by `families.family_of`.
+    """
     name, dimensions = info.name, len(info.shape)
     if dimensions < 2:
         return Role.VECTOR
     if _TOWER.search(name):
         return Role.TOWER
-    if dimensions == 3 and _FUSED_EXPERTS.search(name):
+    if dimensions == 3 and family.fused_tensor(name) is not None:
         return Role.EXPERTS
     if dimensions != 2 or not name.endswith(".weight"):
         return Role.OTHER
+    own = family.own_role(name)
+    if own is not None:
+        return own
     if _EMBEDDINGS.search(name):
         return Role.EMBEDDING
     if _LM_HEADS.search(name):

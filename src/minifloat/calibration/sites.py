@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from minifloat.architecture.roles import Role, role_of
+from minifloat.architecture.family import Role
+from minifloat.architecture.roles import role_of
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import Description, describe
 from minifloat.runtime.build import empty_model

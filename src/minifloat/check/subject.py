@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from minifloat.architecture.family import Role
 from minifloat.architecture.groups import expert_group
-from minifloat.architecture.roles import Role, role_of, text_config
+from minifloat.architecture.roles import role_of, text_config
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import describe, gpt_oss
 from minifloat.layouts.stored import kv_scale_of

@@ -11,7 +11,8 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from minifloat.architecture.roles import Role, role_of
+from minifloat.architecture.family import Role
+from minifloat.architecture.roles import role_of
 from minifloat.checkpoint import Checkpoint
 from minifloat.hub import open_headers
 from minifloat.layouts import Description, describe

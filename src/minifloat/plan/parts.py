@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from minifloat.architecture.family import GENERAL, Family, FusedTensor
 from minifloat.architecture.groups import fused_group
 from minifloat.architecture.roles import text_config
 from minifloat.checkpoint import TensorInfo
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.layouts import WriteLayout
 from minifloat.numerics.scheme import Scheme
-from minifloat.plan.tensor_plan import Part, module_name
+from minifloat.plan.tensor_plan import Part
+
+#: Keys of the config with the inner size of an expert; the first that it has is taken.
+_INNER_SIZES = ("moe_intermediate_size", "intermediate_size")
 
 
 class ModelHeaders(Protocol):
@@ -46,6 +50,7 @@ def make_part(
     matrix: int = 0,
     first_row: int = 0,
     transposed: bool = False,
+    family: Family = GENERAL,
 ) -> Part:
     """Return one part of a source tensor.
 
@@ -58,6 +63,7 @@ def make_part(
         matrix: Index of the matrix in the source, for fused experts.
         first_row: First row of the weight in that matrix (after transposing).
         transposed: Whether the source stores the matrix as ``[K, rows]``.
+        family: Description of the model.
 
     Raises:
         ShapeError: The weight is empty, or its columns are no multiple of the scheme's groups.
@@ -74,7 +80,7 @@ def make_part(
             f"--override '{_suffix_pattern(module)}=fp8'",
         )
     tensors = layout.weight_tensors(module, scheme.weight, shape)
-    return Part(module, scheme, shape, tensors, fused_group(module), matrix, first_row, transposed)
+    return Part(module, scheme, shape, tensors, fused_group(module, family), matrix, first_row, transposed)
 
 
 def _suffix_pattern(module: str) -> str:
@@ -82,65 +88,76 @@ def _suffix_pattern(module: str) -> str:
     return re.escape(".".join(re.sub(r"\.\d+\.", ".", module).rsplit(".", 2)[-2:])) + "$"
 
 
-def expert_parts(checkpoint: ModelHeaders, info: TensorInfo, scheme: Scheme, layout: WriteLayout) -> tuple[Part, ...]:
+def expert_parts(
+    checkpoint: ModelHeaders, family: Family, info: TensorInfo, scheme: Scheme, layout: WriteLayout
+) -> tuple[Part, ...]:
     """Split fused experts into one linear per expert and projection, the form that servers load quantized.
 
-    ``gate_up_proj`` is ``[E, 2 I, H]`` or ``[E, H, 2 I]``, ``down_proj`` is ``[E, H, I]`` or ``[E, I, H]``. The sizes
-    in the config decide between the two.
+    The family says which linears a tensor holds. It is ``[E, N, K]`` or ``[E, K, N]``; where files of both kinds exist,
+    the sizes in the config decide.
 
     Raises:
-        UnsupportedTensorError: The sizes do not decide, or the model interleaves gate and up (gpt-oss).
+        UnsupportedTensorError: The sizes do not decide or contradict the tensor, or the model interleaves gate and up.
     """
-    config = text_config(checkpoint.config)
-    if config.get("model_type") == "gpt_oss":
+    fused = family.fused_tensor(info.name)
+    assert fused is not None
+    if fused.interleaved:
         raise UnsupportedTensorError(
             info.name,
-            "gpt-oss interleaves gate and up and ships its experts as MXFP4 already; keep them with --exclude",
+            f"{family.name} interleaves gate and up and ships its experts as MXFP4 already; keep them with --exclude",
         )
-    stem, _, projection = module_name(info).rpartition(".")
-    hidden = config.get("hidden_size")
-    inner = next((config[key] for key in ("moe_intermediate_size", "intermediate_size") if config.get(key)), None)
-    transposed = _are_transposed(checkpoint, stem, hidden, inner)
-    if transposed is None:
-        raise UnsupportedTensorError(
-            info.name,
-            f"fused experts {list(info.shape)}: hidden_size {hidden} and moe_intermediate_size {inner} of the config "
-            "do not tell rows from columns; keep them with --exclude",
-        )
-    is_gate_up = projection == "gate_up_proj"
+    transposed = _are_transposed(checkpoint, family, info, fused)
     experts, rows, cols = (info.shape[0], *info.shape[:0:-1]) if transposed else info.shape
-    names = (("gate_proj", 0), ("up_proj", rows // 2)) if is_gate_up else (("down_proj", 0),)
+    height = rows // len(fused.linears)
+    parent = fused.parent(info.name)
     return tuple(
         make_part(
-            f"{stem}.{expert}.{name}",
+            f"{parent}{linear.format(expert)}",
             scheme,
-            (rows // len(names), cols),
+            (height, cols),
             layout,
             info,
             matrix=expert,
-            first_row=first_row,
+            first_row=height * position,
             transposed=transposed,
+            family=family,
         )
         for expert in range(experts)
-        for name, first_row in names
+        for position, linear in enumerate(fused.linears)
     )
 
 
-def _are_transposed(checkpoint: ModelHeaders, stem: str, hidden: int | None, inner: int | None) -> bool | None:
-    """Return whether fused experts are stored ``[E, in, out]``; None if the sizes do not decide.
+def _are_transposed(checkpoint: ModelHeaders, family: Family, info: TensorInfo, fused: FusedTensor) -> bool:
+    """Return whether fused experts are stored ``[E, in, out]``.
 
     At most one of the two projections is square; the other decides for both.
+
+    Raises:
+        UnsupportedTensorError: The sizes in the config do not decide, or they contradict the tensors.
     """
+    config = text_config(checkpoint.config)
+    hidden = config.get("hidden_size")
+    inner = next((config[key] for key in _INNER_SIZES if config.get(key)), None)
+    problem = UnsupportedTensorError(
+        info.name,
+        f"fused experts {list(info.shape)}: hidden_size {hidden} and {_INNER_SIZES[0]} {inner} of the config "
+        "do not tell rows from columns; keep them with --exclude",
+    )
     if not hidden or not inner:
-        return None
-    transposed = set()
-    for projection, as_linear in (("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))):
+        raise problem
+    found = set()
+    for member in family.fused_experts:
         for suffix in ("", ".weight"):
-            info = checkpoint.tensors.get(f"{stem}.{projection}{suffix}")
-            if info is None:
+            sibling = checkpoint.tensors.get(f"{fused.parent(info.name)}{member.name}{suffix}")
+            if sibling is None:
                 continue
-            if info.shape[1:] not in (as_linear, as_linear[::-1]):
-                return None
+            as_linear = (len(member.linears) * inner, hidden) if member.reads_hidden else (hidden, inner)
+            if sibling.shape[1:] not in (as_linear, as_linear[::-1]):
+                raise problem
             if as_linear[0] != as_linear[1]:
-                transposed.add(info.shape[1:] != as_linear)
-    return transposed.pop() if len(transposed) == 1 else None
+                found.add(sibling.shape[1:] != as_linear)
+    if fused.transposed is not None and found <= {fused.transposed}:
+        return fused.transposed
+    if len(found) != 1 or fused.transposed is not None:
+        raise problem
+    return found.pop()

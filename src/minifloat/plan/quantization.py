@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from minifloat.architecture.families import family_of
+from minifloat.architecture.family import Family, Role
 from minifloat.architecture.groups import expert_group, fused_group
-from minifloat.architecture.roles import CONV1D_MODEL_TYPES, Role, is_dense_float, is_matrix, role_of, text_config
+from minifloat.architecture.roles import is_dense_float, is_matrix, role_of
 from minifloat.checkpoint import TensorInfo
 from minifloat.errors import AlreadyQuantizedError, PatternError, UnsupportedTensorError, UsageError
 from minifloat.layouts import WriteLayout
@@ -43,18 +45,19 @@ def make_plan(
         raise AlreadyQuantizedError(
             f"{checkpoint.path} is quantized already (quant_method {method!r}); start from the original checkpoint"
         )
+    family = family_of(checkpoint.config)
     matched_overrides: set[int] = set()
     tensors = []
     for info in checkpoint.tensors.values():
-        role = role_of(info)
+        role = role_of(info, family)
         tensor_scheme, reason = _choose_scheme(info, role, scheme, overrides, matched_overrides)
-        parts = () if tensor_scheme is None else _parts(checkpoint, info, role, tensor_scheme, layout)
+        parts = () if tensor_scheme is None else _parts(checkpoint, family, info, role, tensor_scheme, layout)
         tensors.append(TensorPlan(info, role, parts, reason))
     for index, override in enumerate(overrides):
         if index not in matched_overrides:
             raise PatternError(_no_match(override, tensors, checkpoint))
     plan = QuantizationPlan(scheme, layout, tuple(overrides), tuple(tensors), _kept(tensors))
-    _check_groups(plan)
+    _check_groups(plan, family)
     if not plan.modules:
         raise UsageError(
             f"{checkpoint.path}: nothing to quantize: no weight of a numbered decoder layer was found; "
@@ -87,17 +90,17 @@ def _choose_scheme(
 
 
 def _parts(
-    checkpoint: ModelHeaders, info: TensorInfo, role: Role, scheme: Scheme, layout: WriteLayout
+    checkpoint: ModelHeaders, family: Family, info: TensorInfo, role: Role, scheme: Scheme, layout: WriteLayout
 ) -> tuple[Part, ...]:
     layout.check(scheme)
-    if text_config(checkpoint.config).get("model_type") in CONV1D_MODEL_TYPES:
+    if family.conv1d:
         raise UnsupportedTensorError(
             info.name, "this architecture stores Conv1D weights [in, out], which servers do not read quantized"
         )
     if role is Role.EXPERTS:
-        return expert_parts(checkpoint, info, scheme, layout)
+        return expert_parts(checkpoint, family, info, scheme, layout)
     rows, cols = info.shape
-    return (make_part(module_name(info), scheme, (rows, cols), layout, info),)
+    return (make_part(module_name(info), scheme, (rows, cols), layout, info, family=family),)
 
 
 def _kept(tensors: Sequence[TensorPlan]) -> tuple[str, ...]:
@@ -119,7 +122,7 @@ def kept_linears(copied: Iterable[TensorInfo], quantized: Collection[str]) -> tu
     return kept if "lm_head" in quantized or "lm_head" in kept else (*kept, "lm_head")
 
 
-def _check_groups(plan: QuantizationPlan) -> None:
+def _check_groups(plan: QuantizationPlan, family: Family) -> None:
     """Refuse different schemes in modules that servers run as one.
 
     Raises:
@@ -131,7 +134,7 @@ def _check_groups(plan: QuantizationPlan) -> None:
     modules: Mapping[str, Scheme | None] = dict.fromkeys([*plan.kept, *fused_and_kept], None) | plan.modules
     first: dict[str, str] = {}
     for module in modules:
-        for group in {fused_group(module), expert_group(module) or module}:
+        for group in {fused_group(module, family), expert_group(module) or module}:
             first_module = first.setdefault(group, module)
             if modules[first_module] != modules[module]:
                 names = [scheme.name if scheme else KEEP for scheme in (modules[first_module], modules[module])]

@@ -6,8 +6,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from minifloat.architecture.family import Role
 from minifloat.architecture.groups import fused_group
-from minifloat.architecture.roles import Role, role_of
+from minifloat.architecture.roles import role_of
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import compressed_tensors, describe
 from minifloat.layouts.inspection import format_name

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from minifloat.architecture.roles import Role
+from minifloat.architecture.family import Role
 from minifloat.checkpoint import OutputTensor, TensorInfo
 from minifloat.layouts import WeightTensors, WriteLayout
 from minifloat.numerics.scheme import KVSpec, Scheme

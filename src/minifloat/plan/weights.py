@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from minifloat.architecture.roles import Role
+from minifloat.architecture.family import Role
 from minifloat.errors import UsageError
 from minifloat.layouts import WriteLayout
 from minifloat.plan.shape import ModelShape

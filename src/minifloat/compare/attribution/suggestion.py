@@ -15,8 +15,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from minifloat.architecture.family import Role
 from minifloat.architecture.groups import serving_group
-from minifloat.architecture.roles import Role, is_matrix, role_of
+from minifloat.architecture.roles import is_matrix, role_of
 from minifloat.compare.attribution.budget import TimeBudget
 from minifloat.compare.attribution.differences import Difference
 from minifloat.compare.attribution.mixture import Distance, Mixtures

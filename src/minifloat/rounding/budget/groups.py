@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minifloat.architecture.family import Role
 from minifloat.architecture.groups import expert_group, serving_group
-from minifloat.architecture.roles import Role
 from minifloat.layouts import WriteLayout
 from minifloat.numerics.scheme import Scheme
 from minifloat.plan.overrides import Override

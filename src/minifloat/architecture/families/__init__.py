@@ -1,0 +1,55 @@
+"""The table of families, and the lookup of a config's row.
+
+To add a family, add a row to the file of its kind, or a file of its own if its row needs tables; each test of
+`tests/architecture/test_families.py` then covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from minifloat.architecture.families import dense, encoders, hybrid, mixtures, multimodal
+from minifloat.architecture.family import GENERAL, Family, NativeDecoder
+
+#: All rows.
+FAMILIES: tuple[Family, ...] = (
+    *dense.FAMILIES,
+    *mixtures.FAMILIES,
+    *hybrid.FAMILIES,
+    *multimodal.FAMILIES,
+    *encoders.FAMILIES,
+)
+_BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
+
+
+def native_decoder(model_type: str) -> NativeDecoder | None:
+    """Return what the native decoders compute for a decoder's ``model_type``; None: transformers' code runs it."""
+    row = _BY_TYPE.get(model_type)
+    return None if row is None else row.native
+
+
+def native_types() -> tuple[str, ...]:
+    """Return all values of ``model_type`` that a native decoder supports."""
+    return tuple(name for family in FAMILIES if family.native is not None for name in family.model_types)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the description of a model.
+
+    The row of the config's own ``model_type`` decides. A multimodal model without a row takes the row of its
+    ``text_config``, except for the names of modules, which the outer model changes. Any other model gets the general
+    rules under the name of its ``model_type``.
+
+    Args:
+        config: The whole content of config.json.
+    """
+    row = _BY_TYPE.get(str(config.get("model_type")))
+    if row is not None:
+        return row
+    nested = config.get("text_config")
+    row = _BY_TYPE.get(str(nested.get("model_type"))) if isinstance(nested, dict) else None
+    if row is not None:
+        return replace(row, renames=None)
+    return replace(GENERAL, name=str(config.get("model_type", GENERAL.name)))

@@ -1,0 +1,13 @@
+"""Decoders that mix attention with linear attention or state-space layers."""
+
+from __future__ import annotations
+
+from minifloat.architecture.family import Family
+
+#: Projections of a linear-attention layer that vLLM and SGLang hold as one linear each.
+_DELTA_NET = (("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")), ("in_proj_ba", ("in_proj_b", "in_proj_a")))
+
+FAMILIES: tuple[Family, ...] = (
+    Family("Qwen3-Next", ("qwen3_next",), renames=()),
+    Family("Qwen3.5", ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), fused=_DELTA_NET),
+)

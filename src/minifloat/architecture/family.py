@@ -1,0 +1,116 @@
+"""`Family`: everything that minifloat knows about one family of models, as one row.
+
+A family is the set of models whose config has one of its `model_types`. What the rows do not state follows from the
+general rules, which are the defaults of the fields; a model of an unknown family works by these alone. The rows are in
+`families/`, and `families.family_of` finds the row of a config.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+
+class Role(enum.Enum):
+    """Role of a tensor; the value is its name in reports."""
+
+    LINEAR = "linear"
+    EXPERTS = "fused experts"
+    LM_HEAD = "lm_head"
+    EMBEDDING = "embedding"
+    ROUTER = "router"
+    TOWER = "vision or audio tower"
+    #: A linear that vLLM or SGLang builds without quantization, so that codes would have no place.
+    UNQUANTIZED_IN_SERVERS = "not quantized in servers"
+    VECTOR = "norm or bias"
+    OTHER = "other"
+
+
+class NativeDecoder(enum.Enum):
+    """What the native decoders compute for a family."""
+
+    DENSE = "dense"  #: the decoders of CPUs and of GPUs
+    MIXTURE = "mixture"  #: the decoder of CPUs
+
+
+@dataclass(frozen=True)
+class FusedTensor:
+    """A tensor on disk that holds a linear, or two, of every expert of a layer.
+
+    Attributes:
+        name: End of the tensor's name after the layer, without ``.weight``: ``experts.gate_up_proj``.
+        linears: Names of the linears that it holds, in the order of their rows, as servers name them in a checkpoint
+            of single experts; ``{}`` is the index of the expert. They replace `name`.
+        transposed: Whether the tensor is ``[E, K, N]`` (as ``x @ w``) and not ``[E, N, K]``; None: files of both kinds
+            exist, and the sizes in the config decide.
+        interleaved: Whether the rows of the linears alternate and do not follow each other.
+        reads_hidden: Whether the linears read the hidden state (gate and up), and not the product inside the expert.
+    """
+
+    name: str
+    linears: tuple[str, ...]
+    transposed: bool | None = None
+    interleaved: bool = False
+    reads_hidden: bool = True
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Pattern of the tensor's name; the group ``parent`` is what `linears` follow."""
+        return re.compile(rf"^(?P<parent>(?:.*\.)?){re.escape(self.name)}(?P<suffix>\.weight)?$")
+
+    def parent(self, name: str) -> str:
+        """Return the part of a tensor's name before `name`, with a dot at its end."""
+        match = self.pattern.match(name)
+        assert match is not None
+        return match["parent"]
+
+
+#: Fused experts of most families.
+GATE_UP_DOWN = (
+    FusedTensor("experts.gate_up_proj", ("experts.{}.gate_proj", "experts.{}.up_proj")),
+    FusedTensor("experts.down_proj", ("experts.{}.down_proj",), reads_hidden=False),
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models.
+
+    Attributes:
+        name: Name for messages.
+        model_types: Values of ``model_type``, of the config or of its ``text_config``.
+        native: What the native decoders compute for it; None: transformers' code runs it.
+        roles: Regular expressions, searched in the names of matrices, and the role of the first that matches; the
+            general rules of `roles.role_of` decide for all other names.
+        fused: Name of the group and last components of the names of linears that servers run as one, beside those of
+            `groups.fused_group` for every model.
+        fused_experts: Tensors of fused experts; a checkpoint of single experts has no tensor of these names.
+        renames: Regular expression and replacement, applied in order to the name of a module in the checkpoint; the
+            result is the module's name in transformers. None: the tables of the installed transformers decide.
+        conv1d: Whether the matrices are Conv1D weights ``[in, out]``.
+        known: Whether there is a row for the model; False: the general rules alone decide.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    native: NativeDecoder | None = None
+    roles: tuple[tuple[str, Role], ...] = ()
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    fused_experts: tuple[FusedTensor, ...] = GATE_UP_DOWN
+    renames: tuple[tuple[str, str], ...] | None = None
+    conv1d: bool = False
+    known: bool = True
+
+    def own_role(self, name: str) -> Role | None:
+        """Return the role that the row gives to a matrix; None where the general rules decide."""
+        return next((role for pattern, role in self.roles if re.search(pattern, name)), None)
+
+    def fused_tensor(self, name: str) -> FusedTensor | None:
+        """Return the description of a tensor of fused experts; None for the name of any other tensor."""
+        return next((tensor for tensor in self.fused_experts if tensor.pattern.match(name)), None)
+
+
+#: The general rules alone.
+GENERAL = Family(name="unknown", model_types=(), known=False)

@@ -1,0 +1,90 @@
+"""The table of families: its lookup, its rows against the installed transformers, and the general rules."""
+
+import re
+
+import pytest
+from transformers import CONFIG_MAPPING
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightRenaming
+
+from minifloat.architecture.decoder_families import why_not_family
+from minifloat.architecture.families import FAMILIES, family_of
+from minifloat.architecture.family import GENERAL, Family, Role
+from minifloat.architecture.groups import fused_group
+from minifloat.architecture.roles import role_of
+from minifloat.checkpoint import TensorInfo
+
+_MODEL_TYPES = [model_type for family in FAMILIES for model_type in family.model_types]
+_WITH_RENAMES = [(family, name) for family in FAMILIES if family.renames is not None for name in family.model_types]
+_MODULES = ("self_attn.q_proj", "mlp.gate_proj", "block_sparse_moe.gate", "mlp.gate", "linear_attn.in_proj_ba")
+
+
+def info(name: str, *shape: int) -> TensorInfo:
+    return TensorInfo(name, "BF16", shape, "model.safetensors", 0, 0)
+
+
+def test_every_model_type_is_in_one_row() -> None:
+    assert len(_MODEL_TYPES) == len(set(_MODEL_TYPES))
+
+
+@pytest.mark.parametrize("model_type", _MODEL_TYPES)
+def test_every_model_type_is_one_of_transformers(model_type: str) -> None:
+    assert model_type in CONFIG_MAPPING
+
+
+@pytest.mark.parametrize(("family", "model_type"), _WITH_RENAMES, ids=lambda value: getattr(value, "name", value))
+def test_declared_names_of_modules_are_those_of_transformers(family: Family, model_type: str) -> None:
+    mapping = get_checkpoint_conversion_mapping(model_type) or []
+    assert not any(isinstance(entry, PrefixChange) for entry in mapping)
+    renamings = [entry for entry in mapping if type(entry) is WeightRenaming]
+    for module in (f"model.layers.0.{name}" for name in _MODULES):
+        expected = ours = module
+        for renaming in renamings:
+            expected = renaming.rename_source_key(f"{expected}.weight")[0].removesuffix(".weight")
+        for pattern, replacement in family.renames or ():
+            ours = re.sub(pattern, replacement, ours)
+        assert ours == expected
+
+
+def test_the_row_of_the_outer_model_type_decides() -> None:
+    family = family_of({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}})
+    assert family.name == "Llama 4" and family.known
+
+
+def test_a_multimodal_model_without_a_row_takes_that_of_its_decoder_but_not_its_names() -> None:
+    family = family_of({"model_type": "llava", "text_config": {"model_type": "qwen3"}})
+    assert family.name == "Qwen dense"
+    assert family.renames is None
+
+
+@pytest.mark.parametrize("config", [{"model_type": "never_heard_of"}, {}, {"model_type": 3, "text_config": []}])
+def test_other_models_get_the_general_rules_and_are_called_unknown(config: dict[str, object]) -> None:
+    family = family_of(config)
+    assert not family.known
+    assert family.fused_experts == GENERAL.fused_experts
+    assert family.name == str(config.get("model_type", "unknown"))
+
+
+def test_a_row_names_tensors_of_fused_experts_that_the_general_rules_do_not_know() -> None:
+    name = "model.layers.0.block_sparse_moe.input_linear.weight"
+    assert role_of(info(name, 4, 8, 16)) is Role.OTHER
+    assert role_of(info(name, 4, 8, 16), family_of({"model_type": "granitemoe"})) is Role.EXPERTS
+
+
+def test_a_row_gives_roles_to_matrices_that_the_general_rules_take_for_linears() -> None:
+    name = "model.layers.0.self_attn.indexer.weights_proj.weight"
+    assert role_of(info(name, 8, 16)) is Role.LINEAR
+    assert role_of(info(name, 8, 16), family_of({"model_type": "deepseek_v32"})) is Role.UNQUANTIZED_IN_SERVERS
+
+
+def test_a_row_adds_groups_of_fused_linears_to_the_general_ones() -> None:
+    family = family_of({"model_type": "qwen3_5_text"})
+    assert fused_group("a.linear_attn.in_proj_z", family) == fused_group("a.linear_attn.in_proj_qkv", family)
+    assert fused_group("a.self_attn.q_proj", family) == fused_group("a.self_attn.q_proj")
+    assert fused_group("a.linear_attn.in_proj_z") == "a.linear_attn.in_proj_z"
+
+
+def test_native_decoders_are_stated_by_the_rows() -> None:
+    assert not why_not_family("qwen3", "silu", "default")
+    assert "mixture" in why_not_family("mixtral", "silu", "default", experts=False)
+    assert "its model_type is 'gemma3_text', not one of" in why_not_family("gemma3_text", "silu", "default")
