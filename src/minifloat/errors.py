@@ -107,7 +107,7 @@ class CheckpointError(MinifloatError):
     """
 
     def __init__(self, path: Path | str, problem: str) -> None:
-        self.path = Path(path)
+        self.path, self.problem = Path(path), problem
         super().__init__(f"{path}: {problem}")
 
 

@@ -1,9 +1,9 @@
-"""Bytes and operations of a KV cache: keys and values of every token, or one latent vector per token (MLA).
+"""Bytes and operations of the caches of a sequence: keys and values of every token, latents (MLA), and states.
 
-A layer with a sliding window keeps no more tokens than the window, in engines that free older tokens (vLLM, SGLang).
-Left out: that engines allocate blocks of tokens, the padding of heads that are not a multiple of 16 in our own engine,
-and the state of layers without keys and values (linear attention, Mamba). For full attention
-`kernels.decoder.KVCache` allocates the same number of bytes, which a test checks.
+A layer with a sliding window keeps no more tokens than the window, in engines that free older tokens (vLLM, SGLang). A
+layer of linear attention or Mamba keeps a state whose size does not depend on the number of tokens. Left out: that
+engines allocate blocks of tokens, and the padding of heads that are not a multiple of 16 in our own engine. For full
+attention `kernels.decoder.KVCache` allocates the same number of bytes, which a test checks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from minifloat.numerics.formats import ElementFormat
 
 #: Tokens of a block of our engine's cache (`kernels.decoder.BLOCK_TOKENS`, without its imports).
 ENGINE_BLOCK = 16
+#: Least operations per token and element of a recurrent state: one multiplication by the decay, one multiplication and
+#: addition to update the element, and one to read it. The delta rule reads it a second time.
+STATE_OPERATIONS = 5
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,16 @@ class CacheLayer:
         width: Elements per token and head (key and value), or per token of the latent.
         operations: Operations of attention per token that is attended to, over all heads of queries.
         window: Number of tokens that are kept; None: all, 0: none.
+        state: Bytes of the state of a sequence, which tensor parallelism divides.
+        state_operations: Operations per token that update and read the state.
     """
 
     heads: int
     width: int
     operations: int
     window: int | None = None
+    state: int = 0
+    state_operations: int = 0
 
     def with_window(self, window: int | None) -> CacheLayer:
         """Return the layer with another window."""
@@ -51,9 +58,14 @@ def cache_bytes(layers: Sequence[CacheLayer], tokens: int, element: ElementForma
     return sum(layer.cached_tokens(tokens) * layer.elements(gpus) for layer in layers) * element.bits // 8
 
 
+def state_bytes(layers: Sequence[CacheLayer], gpus: int = 1) -> int:
+    """Return the bytes of the states of one sequence on one of `gpus` devices."""
+    return sum(-(-layer.state // gpus) for layer in layers)
+
+
 def attention_operations(layers: Sequence[CacheLayer], tokens: int) -> int:
     """Return the operations of attention for one new token, the last of `tokens`."""
-    return sum(layer.cached_tokens(tokens) * layer.operations for layer in layers)
+    return sum(layer.cached_tokens(tokens) * layer.operations + layer.state_operations for layer in layers)
 
 
 def prefill_operations(layers: Sequence[CacheLayer], tokens: int) -> int:
@@ -62,4 +74,5 @@ def prefill_operations(layers: Sequence[CacheLayer], tokens: int) -> int:
     for layer in layers:
         cached = layer.cached_tokens(tokens)
         total += layer.operations * (cached * (cached + 1) // 2 + (tokens - cached) * cached)
+        total += layer.state_operations * tokens
     return total

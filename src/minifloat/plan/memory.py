@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minifloat.numerics.formats import BFLOAT16, FLOAT32, ElementFormat
-from minifloat.plan.cache import cache_bytes
+from minifloat.plan.cache import cache_bytes, state_bytes
 from minifloat.plan.hardware import Hardware
 from minifloat.plan.roofline import largest
 from minifloat.plan.shape import ModelShape
@@ -59,8 +59,9 @@ class DeviceMemory:
         return int(self.hardware.memory * (1 - self.keep_free))
 
     def cache(self, context: int, batch: int) -> int:
-        """Return the bytes of the KV cache of `batch` sequences of `context` tokens."""
-        return batch * cache_bytes(self.shape.cache, context, self.element, self.gpus)
+        """Return the bytes of the KV cache and states of `batch` sequences of `context` tokens."""
+        layers = self.shape.cache
+        return batch * (cache_bytes(layers, context, self.element, self.gpus) + state_bytes(layers, self.gpus))
 
     def taken(self, context: int, batch: int) -> int:
         """Return the bytes of weights, KV cache and activations."""

@@ -38,7 +38,7 @@ class SchemePlan:
         scheme: Name of the scheme; ``"bf16"`` is the model as it is.
         weights: Bytes of the checkpoint's tensors, exactly as `quantize` writes them.
         device_weights: Bytes of weights on one device.
-        cache: Bytes of the KV cache on one device.
+        cache: Bytes of the KV cache and states on one device.
         activations: Estimated bytes of activations on one device.
         taken: Sum of `device_weights`, `cache` and `activations`.
         fits: Whether `taken` is at most `ModelPlan.usable`.
@@ -97,6 +97,7 @@ class ModelPlan:
         positions: Tokens of the longest sequence; None: the config does not say.
         kv_element: Format of the KV cache that fit and speed are planned for.
         caches: The KV cache in BF16 and in FP8.
+        state: Bytes of the states of a sequence (linear attention, Mamba), over all devices.
         schemes: The model as it is, then the schemes; a model that is already quantized has one entry.
         refused: Scheme that cannot quantize this model -> the reason.
         overtaking: The W8A8 scheme of `SchemePlan.overtaken_from`; None where the hardware has no FP8 arithmetic.
@@ -115,6 +116,7 @@ class ModelPlan:
     positions: int | None
     kv_element: ElementFormat
     caches: tuple[CachePlan, ...]
+    state: int
     schemes: tuple[SchemePlan, ...]
     refused: dict[str, str]
     overtaking: str | None
@@ -148,6 +150,7 @@ class ModelPlan:
             "positions": self.positions,
             "kv_element": self.kv_element.name,
             "caches": [asdict(cache) for cache in self.caches],
+            "state": self.state,
             "schemes": [plan.to_dict() for plan in self.schemes],
             "refused": self.refused,
             "overtaking": self.overtaking,

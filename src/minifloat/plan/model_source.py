@@ -41,7 +41,8 @@ class ModelSource:
         tensors: Tensors by name, one for all repeated tensors.
         copies: Name -> the number of tensors that it represents, itself included.
         stored: The weights of a model that is already quantized; None: it is not quantized, or has no weights.
-        estimated: Whether the tensors were derived from the config: names and shapes by convention.
+        estimated: Whether the tensors were derived from the config.
+        declared: The quantization that a config without weights declares; None: it declares none.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class ModelSource:
     copies: Mapping[str, int]
     stored: QuantizedModel | None
     estimated: bool
+    declared: str | None = None
 
     @property
     def plans(self) -> tuple[TensorPlan, ...]:
@@ -70,7 +72,6 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
     Raises:
         HubError: The hub has no such model, refuses it, or cannot be reached.
         CheckpointError: The files are damaged, or are no checkpoint.
-        UsageError: There are no weights, and the tensors of this architecture are not known from its config.
         StorageError: The system refuses a read.
     """
     files = list_model_files(model, revision=revision)
@@ -87,12 +88,17 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
         )
     except FileNotFoundError:
         raise NotACheckpointError(root, f"no {CONFIG_FILE}; give the folder that holds it") from None
-    outputs = tensors_of(config, root)
+    try:
+        outputs = tensors_of(config, root)
+    except ConfigError as error:
+        problem = f"{error.problem}; a folder with its weights, or the model of the hub, can be planned"
+        raise ConfigError(root / CONFIG_FILE, problem) from error
     distinct = _distinct(
         TensorInfo(output.name, output.dtype, output.shape, "", 0, output.nbytes) for output in outputs
     )
-    quantized = config.get("quantization_config") or text_config(config).get("quantization_config")
-    return ModelSource(root, config, quantized, *distinct, None, estimated=True)
+    quantized = config.get("quantization_config") or text_config(config).get("quantization_config") or {}
+    declared = str(quantized.get("quant_method", "unknown")) if quantized else None
+    return ModelSource(root, config, None, *distinct, None, estimated=True, declared=declared)
 
 
 def _distinct(tensors: Iterable[TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:

@@ -12,7 +12,7 @@ from minifloat.layouts import compressed_tensors, get_writer
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, ElementFormat
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import SCHEMES, KVSpec, Scheme, get_scheme
-from minifloat.plan.cache import ENGINE_BLOCK, cache_bytes
+from minifloat.plan.cache import ENGINE_BLOCK, cache_bytes, state_bytes
 from minifloat.plan.hardware import CPU, Hardware, get_hardware
 from minifloat.plan.memory import STEP_TOKENS, DeviceMemory, activation_bytes
 from minifloat.plan.model_plan import CachePlan, ModelPlan, SchemePlan
@@ -123,6 +123,7 @@ def plan_model(
         positions=shape.positions,
         kv_element=request.element,
         caches=tuple(_cache(request, element) for element in KV_ELEMENTS.values()),
+        state=state_bytes(shape.cache),
         schemes=tuple(_scheme_plan(str(model), candidate, w8a8, request) for candidate in candidates),
         refused=refused,
         overtaking=None if w8a8 is None else _W8A8,
@@ -282,9 +283,14 @@ def _commands(model: str, candidate: _Candidate, memory: DeviceMemory, request: 
 
 def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) -> tuple[str, ...]:
     """Return sentences about the assumptions and omissions of the figures of this request."""
-    hardware, notes = request.hardware, []
+    hardware, notes = request.hardware, list(request.shape.notes)
     if source.estimated:
-        notes.append("No weights here: names and shapes of the tensors follow from config.json by convention.")
+        notes.append("No weights here: names and shapes of the tensors follow from config.json.")
+    if source.declared is not None:
+        notes.append(
+            f"config.json declares weights in {source.declared}; without their headers the plan is that of the "
+            "unquantized model."
+        )
     if source.stored is not None:
         notes.append("The model is already quantized, and planned as it is.")
     if not hardware.peaks:
@@ -304,8 +310,6 @@ def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) ->
         )
     if request.batch * request.context > STEP_TOKENS:
         notes.append(f"Activations are estimated for steps of {max(STEP_TOKENS, request.batch):,} tokens.")
-    if any(not layer.width for layer in request.shape.cache):
-        notes.append("The state of layers without keys and values (linear attention, Mamba) is not counted.")
     if request.gpus > 1:
         notes.append("Communication between devices is not counted.")
     return tuple(notes)

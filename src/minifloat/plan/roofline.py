@@ -23,7 +23,7 @@ def step_bytes(weights: float, batch: int, cache: float) -> float:
     Args:
         weights: Bytes of the weights that the step multiplies with.
         batch: Number of sequences.
-        cache: Bytes of keys and values of one sequence.
+        cache: Bytes of keys, values and states of one sequence, states twice: they are read and written.
     """
     return weights + batch * cache
 

@@ -1,8 +1,9 @@
 """`ModelShape`: a model's sizes from its config, which the arithmetic of caches, activations and experts needs.
 
-The shapes of weights come from the headers, or from `plan.config_tensors` if there are no weights. The config adds
-heads, windows, and the number of experts that a token visits. A missing field without a convention is an error, never a
-guess.
+The shapes of weights come from the headers, or from the config if there are no weights. The config adds heads, windows,
+and the number of experts that a token visits. For the model types of `KNOWN_TYPES` a complete config.json is enough.
+For others transformers gives the fields that a config.json leaves out, and a pass without weights gives the caches
+(`meta_model`). What neither tells is not counted, and `ModelShape.notes` says so.
 """
 
 from __future__ import annotations
@@ -10,22 +11,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minifloat.architecture.roles import text_config
 from minifloat.checkpoint import CONFIG_FILE
 from minifloat.errors import ConfigError
 from minifloat.plan.cache import CacheLayer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 #: Names of the field with the number of routed experts of a layer.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+#: Model types whose tensors and caches follow from the fields of config.json alone, without transformers.
+KNOWN_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "granite"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
+)
+#: Fields that such a config.json must have; the class of the model type has defaults for those that are missing.
+_EXPLICIT = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 #: Largest number of layers, so that a damaged config cannot exhaust memory.
 _MOST_LAYERS = 1 << 14
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "top_k")
+#: Values of `layer_types` of layers without keys and values.
+_WITHOUT_KEYS = ("linear_attention", "mamba", "conv", "moe", "mlp")
 #: Architectures whose `sliding_window` applies to every layer, unless `layer_types` says otherwise.
-_ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
-#: Architecture -> n: every n-th layer has full attention, if the config has no `sliding_window_pattern`.
-_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+_ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3"})
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,8 @@ class ModelShape:
         positions: Tokens of the longest sequence; None: the config does not say.
         experts: Number of routed experts of a layer; 0: the model is no mixture.
         experts_per_token: Number of routed experts that a token visits.
-        cache: The KV cache of each layer.
+        cache: The cache of each layer.
+        notes: Sentences about what is not counted, or not certain.
     """
 
     hidden: int
@@ -53,6 +65,7 @@ class ModelShape:
     experts: int
     experts_per_token: int
     cache: tuple[CacheLayer, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def kv_heads(self) -> int:
@@ -64,17 +77,19 @@ class Fields:
     """The language model's part of a config, with errors that name the file and the field.
 
     Args:
-        config: The whole config.
+        config: That part: of config.json, or as transformers' class completes it.
         folder: The folder of the config.
     """
 
-    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
-        self._config = text_config(config)
+    def __init__(self, config: Mapping[str, Any] | PreTrainedConfig, folder: Path) -> None:
+        self._config = config
         self._path = folder / CONFIG_FILE
 
     def get(self, name: str) -> Any:
         """Return a field, or None if it is missing."""
-        return self._config.get(name)
+        if isinstance(self._config, Mapping):
+            return self._config.get(name)
+        return getattr(self._config, name, None)
 
     def error(self, problem: str) -> ConfigError:
         """Return an error that names the config file."""
@@ -98,28 +113,100 @@ class Fields:
             ConfigError: The field is no positive integer.
         """
         for name in names:
-            value = self._config.get(name)
+            value = self.get(name)
             if value is None:
                 continue
+            if not isinstance(self._config, Mapping) and type(value) is not int:
+                continue  # a list of sizes, one per layer
             if type(value) is not int or value < 1:
                 raise self.error(f"{name}: expected a positive integer, found {value!r}")
             return value
         return None
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Return whether config.json alone tells tensors and caches: a type of `KNOWN_TYPES`, no field left out."""
+    text = text_config(config)
+    return text.get("model_type") in KNOWN_TYPES and all(text.get(field) is not None for field in _EXPLICIT)
+
+
 def model_shape(config: Mapping[str, Any], folder: Path) -> ModelShape:
     """Return the sizes of a model.
 
+    Args:
+        config: The content of config.json.
+        folder: Its folder, for messages.
+
     Raises:
-        ConfigError: A field is missing or is no size.
+        ConfigError: A field is no size, or contradicts another.
     """
-    fields = Fields(config, folder)
-    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    if is_known(config):
+        fields = Fields(text_config(config), folder)
+        return _shape(fields, _conventional_caches(fields), ())
+    return _shape_by_transformers(config, folder)
+
+
+def _shape_by_transformers(config: Mapping[str, Any], folder: Path) -> ModelShape:
+    """Return the sizes of a model that config.json alone does not tell."""
+    from minifloat.architecture.full_config import full_config, is_in_transformers
+    from minifloat.plan.meta_model import meta_caches
+
+    if not is_in_transformers(config):
+        model_type = text_config(config).get("model_type")
+        return _shape_by_convention(Fields(text_config(config), folder), f"transformers does not have {model_type!r}")
+    text = full_config(config, folder).get_text_config(decoder=True)
+    fields = Fields(text, folder)
+    if fields.optional("num_hidden_layers") is not None:
+        _number_of_layers(fields)
+    try:
+        caches, note = meta_caches(text, fields.optional("num_attention_heads") or 0, folder)
+    except ConfigError as error:
+        return _shape_by_convention(fields, error.problem)
+    return _shape(fields, caches, (note,) if note else ())
+
+
+def _shape_by_convention(fields: Fields, reason: str) -> ModelShape:
+    """Return the sizes of a model whose caches are unknown, with a note that names the reason."""
+    caches = _conventional_caches(fields)
+    counted = "is counted by the usual meaning of the config's fields" if caches else "is not counted"
+    notes = [f"The KV cache {counted}: {reason}."]
+    if any(not layer.width for layer in caches):
+        notes.append("The state of layers without keys and values (linear attention, Mamba) is not counted.")
+    return _shape(fields, caches, tuple(notes))
+
+
+def _shape(fields: Fields, caches: tuple[CacheLayer, ...], notes: tuple[str, ...]) -> ModelShape:
+    """Return the shape with the sizes that a config has; 0 for those that it lacks, with a note."""
     experts = fields.optional(*EXPERTS) or 0
-    experts_per_token = min(fields.size(*_EXPERTS_PER_TOKEN), experts) if experts else 0
+    visited = fields.optional(*_EXPERTS_PER_TOKEN) or 0
+    if experts and not visited:
+        raise fields.error(f"{_EXPERTS_PER_TOKEN[0]} is missing: the number of experts that a token visits is unknown")
+    experts_per_token = min(visited, experts)
     dense = fields.optional("intermediate_size") or 0
     routed = (fields.optional("moe_intermediate_size") or dense) * experts_per_token
-    head_dim = head_size(fields)
+    sizes = {name: fields.optional(name) for name in ("hidden_size", "num_attention_heads", "vocab_size")}
+    missing = [name for name, size in sizes.items() if size is None]
+    if missing:
+        notes = (*notes, f"The config does not tell {', '.join(missing)}: activations are counted without them.")
+    return ModelShape(
+        sizes["hidden_size"] or 0,
+        sizes["num_attention_heads"] or 0,
+        head_size(fields) or 0,
+        max(dense, routed),
+        sizes["vocab_size"] or 0,
+        fields.optional("max_position_embeddings"),
+        experts,
+        experts_per_token,
+        caches,
+        notes,
+    )
+
+
+def _conventional_caches(fields: Fields) -> tuple[CacheLayer, ...]:
+    """Return the caches by the usual meaning of the fields of a config; none if it does not tell layers and heads."""
+    heads, head_dim = fields.optional("num_attention_heads"), head_size(fields)
+    if heads is None or head_dim is None or fields.optional("num_hidden_layers") is None:
+        return ()
     latent = fields.optional("kv_lora_rank")
     if latent is None:
         kv_heads = fields.optional("num_key_value_heads") or heads
@@ -127,46 +214,47 @@ def model_shape(config: Mapping[str, Any], folder: Path) -> ModelShape:
     else:
         rope = fields.size("qk_rope_head_dim")
         layer = CacheLayer(0, latent + rope, 2 * heads * (latent + rope + latent))
-    return ModelShape(
-        hidden,
-        heads,
-        head_dim,
-        max(dense, routed),
-        fields.size("vocab_size"),
-        fields.optional("max_position_embeddings"),
-        experts,
-        experts_per_token,
-        tuple(layer.with_window(window) for window in _windows(fields)),
-    )
+    windows = _windows(fields)
+    shared = fields.optional("num_kv_shared_layers") or 0  # the last layers read the keys and values of earlier ones
+    own = len(windows) - min(shared, len(windows))
+    return tuple(layer.with_window(window) for window in [*windows[:own], *[0] * (len(windows) - own)])
 
 
-def head_size(fields: Fields) -> int:
-    """Return the width of a head of queries and keys."""
+def head_size(fields: Fields) -> int | None:
+    """Return the width of a head of queries and keys; None if the config does not tell."""
     nope, rope = fields.optional("qk_nope_head_dim"), fields.optional("qk_rope_head_dim")
     if fields.optional("kv_lora_rank") and nope and rope:
         return nope + rope
-    return fields.optional("head_dim") or fields.size("hidden_size") // fields.size("num_attention_heads")
+    hidden, heads = fields.optional("hidden_size"), fields.optional("num_attention_heads")
+    return fields.optional("head_dim") or (hidden // heads if hidden and heads else None)
+
+
+def _number_of_layers(fields: Fields) -> int:
+    """Return the number of layers.
+
+    Raises:
+        ConfigError: It is missing, or larger than that of any model.
+    """
+    layers = fields.size("num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise fields.error(f"num_hidden_layers: expected at most {_MOST_LAYERS}, found {layers}")
+    return layers
 
 
 def _windows(fields: Fields) -> list[int | None]:
     """Return the window of each layer in tokens: None for all tokens, 0 for a layer without a cache."""
-    layers = fields.size("num_hidden_layers")
-    if layers > _MOST_LAYERS:
-        raise fields.error(f"num_hidden_layers: expected at most {_MOST_LAYERS}, found {layers}")
+    layers = _number_of_layers(fields)
     window = fields.optional("sliding_window")
     kinds = fields.get("layer_types")
     if isinstance(kinds, Sequence) and len(kinds) == layers:
         chunk = fields.optional("attention_chunk_size")
-        windows = {"sliding_attention": window, "chunked_attention": chunk, "linear_attention": 0, "mamba": 0}
+        windows = {"sliding_attention": window, "chunked_attention": chunk, **dict.fromkeys(_WITHOUT_KEYS, 0)}
         return [windows.get(str(kind)) for kind in kinds]
     if window is None or fields.get("use_sliding_window") is False:
         return [None] * layers
     model_type = str(fields.get("model_type"))
     if model_type in _ALL_SLIDE:
         return [window] * layers
-    pattern = fields.optional("sliding_window_pattern") or _PATTERNS.get(model_type)
-    if pattern is not None:
-        return [None if (layer + 1) % pattern == 0 else window for layer in range(layers)]
     first = fields.optional("max_window_layers")
     if fields.get("use_sliding_window") and first is not None:
         return [window if layer >= first else None for layer in range(layers)]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, FLOAT32, ElementFormat
 from minifloat.numerics.scheme import Scheme
-from minifloat.plan.cache import attention_operations, cache_bytes, prefill_operations
+from minifloat.plan.cache import attention_operations, cache_bytes, prefill_operations, state_bytes
 from minifloat.plan.hardware import Hardware
 from minifloat.plan.roofline import StepCost, experts_read, step_bytes
 from minifloat.plan.shape import ModelShape
@@ -59,8 +59,9 @@ def decode_cost(
     touched = experts_read(shape.experts, shape.experts_per_token, batch) if shape.experts else 0.0
     read = weights.fixed + weights.routed * touched
     attention = attention_operations(shape.cache, context) / gpus
+    states = 2 * state_bytes(shape.cache, gpus)  # read and written
     return StepCost(
-        step_bytes(read, batch, cache_bytes(shape.cache, context, cache, gpus)),
+        step_bytes(read, batch, cache_bytes(shape.cache, context, cache, gpus) + states),
         _operations(weights, shape, element, batch, batch, batch * attention),
         batch,
     )
@@ -69,7 +70,7 @@ def decode_cost(
 def prefill_cost(
     weights: Weights, shape: ModelShape, element: ElementFormat, cache: ElementFormat, context: int, gpus: int
 ) -> StepCost:
-    """Return the cost of the prefill of one prompt of `context` tokens in one step, which writes the KV cache once.
+    """Return the cost of the prefill of one prompt of `context` tokens in one step, which writes the caches once.
 
     Args:
         weights: Bytes and multiplications of the weights.
@@ -80,7 +81,8 @@ def prefill_cost(
         gpus: Number of devices.
     """
     touched = experts_read(shape.experts, shape.experts_per_token, context) if shape.experts else 0.0
-    nbytes = weights.fixed + weights.routed * touched + cache_bytes(shape.cache, context, cache, gpus)
+    written = cache_bytes(shape.cache, context, cache, gpus) + state_bytes(shape.cache, gpus)
+    nbytes = weights.fixed + weights.routed * touched + written
     attention = prefill_operations(shape.cache, context) / gpus
     return StepCost(nbytes, _operations(weights, shape, element, context, 1, attention), context)
 

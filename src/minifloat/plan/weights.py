@@ -77,6 +77,8 @@ def check_parallel(shape: ModelShape, gpus: int) -> None:
     """
     if gpus < 1:
         raise UsageError(f"gpus: expected at least 1, got {gpus}")
+    if gpus > 1 and not shape.heads:
+        raise UsageError(f"gpus: the config does not tell the heads of attention that {gpus} devices would share")
     if shape.heads % gpus:
         raise UsageError(f"gpus: {gpus} devices do not divide {shape.heads} heads of attention")
     if shape.kv_heads and shape.kv_heads % gpus and gpus % shape.kv_heads:

@@ -5,26 +5,14 @@ Code that comes with a checkpoint is never run.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import transformers
-from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
+from minifloat.architecture.full_config import full_config
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint
 from minifloat.errors import ConfigError
 
 _GENERATION_FILE = "generation_config.json"
-#: What `describe` reads, and what could have transformers fetch kernels, which are code, from the hub.
-_DROPPED_KEYS = (
-    "quantization_config",
-    "compression_config",
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "_experts_implementation",
-    "auto_map",
-)
 
 
 def plain_config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -34,20 +22,7 @@ def plain_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         ConfigError: If transformers does not know the model type, or only with the checkpoint's own code, or refuses a
             value.
     """
-    path = checkpoint.path / CONFIG_FILE
-    values = _without_dropped_keys(checkpoint.config)
-    model_type = str(values.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        cure = f"transformers {transformers.__version__} does not have it; install a version that does"
-        if checkpoint.config.get("auto_map"):
-            cure = "it needs the Python code that comes with the checkpoint, which is not run here"
-        raise ConfigError(path, f"model_type {model_type}: {cure}")
-    try:
-        config = CONFIG_MAPPING[model_type].from_dict(values)
-    except Exception as error:  # config classes validate with errors of several libraries
-        raise ConfigError(path, f"transformers {transformers.__version__} cannot use it: {error}") from error
-    config.name_or_path = str(checkpoint.path)
-    return config
+    return full_config(checkpoint.config, checkpoint.path)
 
 
 def config_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
@@ -81,10 +56,3 @@ def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(str(checkpoint.path), local_files_only=True)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(path, f"transformers cannot use it: {error}") from error
-
-
-def _without_dropped_keys(value: Any) -> Any:
-    """Return a config without `_DROPPED_KEYS`, at any depth."""
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_dropped_keys(item) for key, item in value.items() if key not in _DROPPED_KEYS}

@@ -22,6 +22,8 @@ def print_plan(plan: ModelPlan) -> None:
     console.print(escape(_hardware_line(plan)), soft_wrap=True)
     console.print()
     console.print(_cache_table(plan))
+    if plan.state:
+        console.print(f"State of linear attention or Mamba, besides: {_size(plan.state)} per sequence")
     console.print()
     console.print(_memory_table(plan))
     console.print()

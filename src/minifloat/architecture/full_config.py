@@ -1,0 +1,81 @@
+"""`full_config`: a config.json with the defaults of transformers' class for its model type.
+
+A config.json may leave out every field that equals the default of its class, as those of Gemma 3 do. transformers is
+imported when the function is called. Code that comes with a checkpoint is never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minifloat.checkpoint import CONFIG_FILE
+from minifloat.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+#: What `layouts.describe` reads, and what could have transformers fetch kernels, which are code, from the hub.
+_DROPPED_KEYS = (
+    "quantization_config",
+    "compression_config",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+    "auto_map",
+)
+#: Key under which transformers 5 stores the numbers that JSON lacks, and its values.
+_FLOAT_TAG = "__float__"
+_TAGGED_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+
+
+def full_config(values: Mapping[str, Any], folder: Path) -> PreTrainedConfig:
+    """Return transformers' config of the unquantized model.
+
+    Args:
+        values: The content of config.json.
+        folder: Its folder, for messages.
+
+    Raises:
+        ConfigError: If transformers does not know the model type, or only with the checkpoint's own code, or refuses a
+            value.
+    """
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    path = folder / CONFIG_FILE
+    model_type = str(values.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        cure = f"transformers {transformers.__version__} does not have it; install a version that does"
+        if values.get("auto_map"):
+            cure = "it needs the Python code that comes with the checkpoint, which is not run here"
+        raise ConfigError(path, f"model_type {model_type}: {cure}")
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(_plain(values))
+    except Exception as error:  # config classes validate with errors of several libraries
+        raise ConfigError(path, f"transformers {transformers.__version__} cannot use it: {error}") from error
+    config.name_or_path = str(folder)
+    return config
+
+
+def is_in_transformers(values: Mapping[str, Any]) -> bool:
+    """Return whether the installed transformers has the model type of a config.json."""
+    from transformers import CONFIG_MAPPING
+
+    return values.get("model_type") in CONFIG_MAPPING
+
+
+def _plain(value: Any) -> Any:
+    """Return a config with its tagged numbers as floats and without `_DROPPED_KEYS`, at any depth.
+
+    Source: transformers 5.23, `PreTrainedConfig._decode_special_floats`.
+    """
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if set(value) == {_FLOAT_TAG} and value[_FLOAT_TAG] in _TAGGED_FLOATS:
+        return _TAGGED_FLOATS[value[_FLOAT_TAG]]
+    return {key: _plain(item) for key, item in value.items() if key not in _DROPPED_KEYS}
