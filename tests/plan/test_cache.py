@@ -11,7 +11,14 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError
 from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache
 from minifloat.numerics.formats import BFLOAT16, E4M3, ElementFormat
-from minifloat.plan.cache import ENGINE_BLOCK, attention_operations, cache_bytes, prefill_operations
+from minifloat.plan.cache import (
+    ENGINE_BLOCK,
+    CacheLayer,
+    attention_operations,
+    cache_bytes,
+    prefill_operations,
+    state_bytes,
+)
 from minifloat.plan.shape import ModelShape, model_shape
 
 STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"
@@ -57,8 +64,8 @@ def test_a_sliding_window_limits_bytes_and_operations_of_its_layers() -> None:
         ({"model_type": "mistral", "sliding_window": None}, 0),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False, "max_window_layers": 20}, 0),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 20}, 60),
-        ({"model_type": "gemma2", "sliding_window": 64}, 40),
-        ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 8}, 70),
+        ({"model_type": "gemma2", "sliding_window": 64, "num_hidden_layers": 6}, 3),
+        ({"model_type": "gemma3_text", "sliding_window": 64, "num_hidden_layers": 12}, 10),
     ],
 )
 def test_sliding_layers_follow_the_fields_of_each_architecture(changes: dict[str, object], sliding: int) -> None:
@@ -68,6 +75,14 @@ def test_sliding_layers_follow_the_fields_of_each_architecture(changes: dict[str
 def test_layers_of_linear_attention_need_no_cache() -> None:
     layers = shape_of(layer_types=["linear_attention"] * 60 + ["full_attention"] * 20).cache
     assert cache_bytes(layers, 10, E4M3) == 2 * 20 * 8 * 128 * 10
+
+
+def test_a_state_does_not_grow_with_the_context_and_is_divided_among_devices() -> None:
+    layers = (CacheLayer(8, 256, 0), CacheLayer(0, 0, 0, 0, state=1000, state_operations=5000))
+    assert cache_bytes(layers, 10, BFLOAT16) == 2 * 8 * 256 * 10
+    assert (state_bytes(layers), state_bytes(layers, 8)) == (1000, 125)
+    assert attention_operations(layers, 10) == 5000
+    assert prefill_operations(layers, 10) == 50000
 
 
 def test_the_latent_cache_is_copied_to_every_device() -> None:

@@ -6,7 +6,9 @@ imported when the function is called. Code that comes with a checkpoint is never
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +67,19 @@ def is_in_transformers(values: Mapping[str, Any]) -> bool:
     from transformers import CONFIG_MAPPING
 
     return values.get("model_type") in CONFIG_MAPPING
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide transformers' warnings, for work that asks for shapes and fields only."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _plain(value: Any) -> Any:

@@ -21,12 +21,17 @@ _Shapes = dict[str, tuple[int, ...]]
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 #: Largest number of layers times experts, so that a damaged config cannot exhaust memory.
-_MOST_MODULES = 1 << 18
+_MOST_MODULES = 1 << 20
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 
 
 def tensors_of(config: Mapping[str, Any], folder: Path) -> tuple[OutputTensor, ...]:
-    """Return all tensors of a model, in the order of its layers.
+    """Return `derive_tensors` without its note."""
+    return derive_tensors(config, folder)[0]
+
+
+def derive_tensors(config: Mapping[str, Any], folder: Path) -> tuple[tuple[OutputTensor, ...], str]:
+    """Return all tensors of a model, in the order of its layers, and a sentence about those that are left out.
 
     Args:
         config: The content of config.json.
@@ -37,13 +42,14 @@ def tensors_of(config: Mapping[str, Any], folder: Path) -> tuple[OutputTensor, .
     """
     _refuse_huge(Fields(text_config(config), folder))
     if is_known(config) and text_config(config) is config:
-        return _known_tensors(config, folder)
-    from minifloat.architecture.full_config import full_config
+        return _known_tensors(config, folder), ""
+    from minifloat.architecture.full_config import full_config, quiet_transformers
     from minifloat.plan.meta_model import meta_tensors
 
-    complete = full_config(config, folder)
-    _refuse_huge(Fields(complete.get_text_config(decoder=True), folder))
-    return meta_tensors(complete, _dtype(config, folder), folder)
+    with quiet_transformers():
+        complete = full_config(config, folder)
+        _refuse_huge(Fields(complete.get_text_config(decoder=True), folder))
+        return meta_tensors(complete, _dtype(config, folder), folder)
 
 
 def _refuse_huge(fields: Fields) -> None:

@@ -10,10 +10,10 @@ Left out: layers of multi-token prediction, which transformers does not build.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minifloat.architecture.full_config import quiet_transformers
 from minifloat.checkpoint import CONFIG_FILE, OutputTensor
 from minifloat.errors import ConfigError
 from minifloat.plan.cache import STATE_OPERATIONS, CacheLayer
@@ -30,24 +30,40 @@ _CACHE_MODULE = "transformers.cache_utils"
 _KEYS_DIMENSIONS = 4  # [batch, heads, tokens, width]
 
 
-def meta_tensors(config: PreTrainedConfig, dtype: str, folder: Path) -> tuple[OutputTensor, ...]:
+def meta_tensors(config: PreTrainedConfig, dtype: str, folder: Path) -> tuple[tuple[OutputTensor, ...], str]:
     """Return the tensors of the checkpoint that transformers saves for a config.
+
+    Where a library that the towers of a multimodal model need is not installed, the tensors are those of its language
+    model.
 
     Args:
         config: The config of the whole model.
         dtype: Dtype of the parameters, such as ``"bfloat16"``.
         folder: The folder of the config, for messages.
 
+    Returns:
+        The tensors, and a sentence about those that are left out; empty if they are complete.
+
     Raises:
         ConfigError: transformers cannot build the model.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = _build(config, dtype, folder)
+    note = ""
+    try:
+        model = _build(config, dtype, folder)
+    except ConfigError as error:
+        text = config.get_text_config(decoder=True)
+        if text is config or not isinstance(error.__cause__, ImportError):
+            raise
+        missing = " ".join(str(error.__cause__).split())
+        note = f"Towers are not counted, because a library for them is missing: {missing}"
+        model = _build(text, dtype, folder, text_only=True)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     saved = revert_weight_conversion(model, state)
-    return tuple(OutputTensor(name, _dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in saved.items())
+    tensors = (OutputTensor(name, _dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in saved.items())
+    return tuple(tensors), note
 
 
 def meta_caches(config: PreTrainedConfig, heads: int, folder: Path) -> tuple[tuple[CacheLayer, ...], str]:
@@ -66,9 +82,10 @@ def meta_caches(config: PreTrainedConfig, heads: int, folder: Path) -> tuple[tup
     """
     import torch
 
-    model = _build(config, "bfloat16", folder, text_only=True).eval()
+    model: Any = _build(config, "bfloat16", folder, text_only=True)
+    model.eval()
     try:
-        with torch.no_grad(), torch.device("meta"), _without_warnings():
+        with torch.no_grad(), torch.device("meta"), quiet_transformers():
             output = model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=True)
     except Exception as error:  # whatever modelling code makes of tensors without values
         raise ConfigError(folder / CONFIG_FILE, f"a pass without weights fails: {_first_line(error)}") from error
@@ -89,38 +106,27 @@ def _build(config: PreTrainedConfig, dtype: str, folder: Path, *, text_only: boo
     import torch
     import transformers
 
-    composite = config.get_text_config() is not config
     autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModel]
-    if composite and not text_only:
-        autos.insert(0, transformers.AutoModelForImageTextToText)
-    builders = [*([] if text_only else _named(config)), *(auto.from_config for auto in autos)]
+    if not text_only:
+        composite = config.get_text_config(decoder=True) is not config
+        autos.insert(0 if composite else 1, transformers.AutoModelForImageTextToText)
+    builders = [*([] if text_only else _named(config)), *(auto.from_config for auto in autos if _has(auto, config))]
     config._attn_implementation = "eager"
     config._experts_implementation = "batched_mm"
-    first: Exception | None = None
+    failures: list[Exception] = []
     for build in builders:
         try:
-            with torch.device("meta"), _without_warnings():
+            with torch.device("meta"), quiet_transformers():
                 model: PreTrainedModel = build(config, dtype=getattr(torch, dtype))
                 return model
         except Exception as error:  # whatever a model's constructor makes of numbers that do not fit
-            first = first or error
+            failures.append(error)
+    if not failures:
+        raise ConfigError(folder / CONFIG_FILE, f"transformers has no language model of a {type(config).__name__}")
     raise ConfigError(
         folder / CONFIG_FILE,
-        f"transformers {transformers.__version__} cannot build this model: {_first_line(first)}",
-    ) from first
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Hide transformers' advice about fast kernels, which a pass without weights does not need."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
+        f"transformers {transformers.__version__} cannot build this model: {_first_line(failures[0])}",
+    ) from failures[0]
 
 
 def _named(config: PreTrainedConfig) -> Iterator[Any]:
@@ -128,13 +134,18 @@ def _named(config: PreTrainedConfig) -> Iterator[Any]:
     import transformers
 
     for name in config.architectures or ():
-        cls = getattr(transformers, str(name), None)
+        cls: Any = getattr(transformers, str(name), None)
         is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
         if is_model and cls.config_class is type(config):
             yield cls._from_config
 
 
-def _first_line(error: Exception | None) -> str:
+def _has(auto: Any, config: PreTrainedConfig) -> bool:
+    """Return whether an auto class of transformers has a model of a config."""
+    return type(config) in auto._model_mapping
+
+
+def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 

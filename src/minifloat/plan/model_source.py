@@ -21,7 +21,7 @@ from minifloat.checkpoint.files import parse_object, read_small
 from minifloat.checkpoint.layout import is_weights
 from minifloat.errors import ConfigError, NotACheckpointError
 from minifloat.hub import list_model_files
-from minifloat.plan.config_tensors import tensors_of
+from minifloat.plan.config_tensors import derive_tensors
 from minifloat.plan.quantized_model import QuantizedModel, quantized_model
 from minifloat.plan.tensor_plan import TensorPlan
 
@@ -42,7 +42,7 @@ class ModelSource:
         copies: Name -> the number of tensors that it represents, itself included.
         stored: The weights of a model that is already quantized; None: it is not quantized, or has no weights.
         estimated: Whether the tensors were derived from the config.
-        declared: The quantization that a config without weights declares; None: it declares none.
+        notes: Sentences about what the tensors leave out.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class ModelSource:
     copies: Mapping[str, int]
     stored: QuantizedModel | None
     estimated: bool
-    declared: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def plans(self) -> tuple[TensorPlan, ...]:
@@ -89,16 +89,24 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
     except FileNotFoundError:
         raise NotACheckpointError(root, f"no {CONFIG_FILE}; give the folder that holds it") from None
     try:
-        outputs = tensors_of(config, root)
+        outputs, left_out = derive_tensors(config, root)
     except ConfigError as error:
         problem = f"{error.problem}; a folder with its weights, or the model of the hub, can be planned"
         raise ConfigError(root / CONFIG_FILE, problem) from error
     distinct = _distinct(
         TensorInfo(output.name, output.dtype, output.shape, "", 0, output.nbytes) for output in outputs
     )
-    quantized = config.get("quantization_config") or text_config(config).get("quantization_config") or {}
-    declared = str(quantized.get("quant_method", "unknown")) if quantized else None
-    return ModelSource(root, config, None, *distinct, None, estimated=True, declared=declared)
+    notes = [
+        "No weights here: names and shapes of the tensors follow from config.json.",
+        *([left_out] if left_out else []),
+    ]
+    quantized = config.get("quantization_config") or text_config(config).get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method", "another format")
+        notes.append(
+            f"config.json declares weights in {method}; without them the plan is that of the unquantized model."
+        )
+    return ModelSource(root, config, None, *distinct, None, estimated=True, notes=tuple(notes))
 
 
 def _distinct(tensors: Iterable[TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:

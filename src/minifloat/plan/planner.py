@@ -283,14 +283,7 @@ def _commands(model: str, candidate: _Candidate, memory: DeviceMemory, request: 
 
 def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) -> tuple[str, ...]:
     """Return sentences about the assumptions and omissions of the figures of this request."""
-    hardware, notes = request.hardware, list(request.shape.notes)
-    if source.estimated:
-        notes.append("No weights here: names and shapes of the tensors follow from config.json.")
-    if source.declared is not None:
-        notes.append(
-            f"config.json declares weights in {source.declared}; without their headers the plan is that of the "
-            "unquantized model."
-        )
+    hardware, notes = request.hardware, [*source.notes, *request.shape.notes]
     if source.stored is not None:
         notes.append("The model is already quantized, and planned as it is.")
     if not hardware.peaks:

@@ -83,6 +83,8 @@ class Fields:
 
     def __init__(self, config: Mapping[str, Any] | PreTrainedConfig, folder: Path) -> None:
         self._config = config
+        if not isinstance(config, Mapping):  # fields that vary by layer have a value for most layers
+            config.allow_global_per_layer_attribute_access = True
         self._path = folder / CONFIG_FILE
 
     def get(self, name: str) -> Any:
@@ -116,8 +118,8 @@ class Fields:
             value = self.get(name)
             if value is None:
                 continue
-            if not isinstance(self._config, Mapping) and type(value) is not int:
-                continue  # a list of sizes, one per layer
+            if not isinstance(self._config, Mapping) and (type(value) is not int or value < 1):
+                continue  # a list of sizes, one per layer, or the class's word for "none"
             if type(value) is not int or value < 1:
                 raise self.error(f"{name}: expected a positive integer, found {value!r}")
             return value
@@ -143,7 +145,10 @@ def model_shape(config: Mapping[str, Any], folder: Path) -> ModelShape:
     if is_known(config):
         fields = Fields(text_config(config), folder)
         return _shape(fields, _conventional_caches(fields), ())
-    return _shape_by_transformers(config, folder)
+    from minifloat.architecture.full_config import quiet_transformers
+
+    with quiet_transformers():
+        return _shape_by_transformers(config, folder)
 
 
 def _shape_by_transformers(config: Mapping[str, Any], folder: Path) -> ModelShape:
@@ -178,10 +183,10 @@ def _shape_by_convention(fields: Fields, reason: str) -> ModelShape:
 def _shape(fields: Fields, caches: tuple[CacheLayer, ...], notes: tuple[str, ...]) -> ModelShape:
     """Return the shape with the sizes that a config has; 0 for those that it lacks, with a note."""
     experts = fields.optional(*EXPERTS) or 0
-    visited = fields.optional(*_EXPERTS_PER_TOKEN) or 0
-    if experts and not visited:
-        raise fields.error(f"{_EXPERTS_PER_TOKEN[0]} is missing: the number of experts that a token visits is unknown")
-    experts_per_token = min(visited, experts)
+    visited = fields.optional(*_EXPERTS_PER_TOKEN)
+    if experts and visited is None:
+        notes = (*notes, "The config does not tell how many experts a token visits: a token is counted to visit all.")
+    experts_per_token = min(visited or experts, experts)
     dense = fields.optional("intermediate_size") or 0
     routed = (fields.optional("moe_intermediate_size") or dense) * experts_per_token
     sizes = {name: fields.optional(name) for name in ("hidden_size", "num_attention_heads", "vocab_size")}
@@ -212,7 +217,7 @@ def _conventional_caches(fields: Fields) -> tuple[CacheLayer, ...]:
         kv_heads = fields.optional("num_key_value_heads") or heads
         layer = CacheLayer(kv_heads, 2 * head_dim, 2 * heads * 2 * head_dim)
     else:
-        rope = fields.size("qk_rope_head_dim")
+        rope = fields.optional("qk_rope_head_dim") or 0
         layer = CacheLayer(0, latent + rope, 2 * heads * (latent + rope + latent))
     windows = _windows(fields)
     shared = fields.optional("num_kv_shared_layers") or 0  # the last layers read the keys and values of earlier ones

@@ -21,7 +21,12 @@ from minifloat.layouts import WriteLayout
 from minifloat.plan.shape import ModelShape
 from minifloat.plan.tensor_plan import Part, TensorPlan
 
-_BY_ROWS = frozenset({"q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1"})
+_BY_ROWS = frozenset(
+    {
+        *("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "fc1"),
+        *("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    }
+)
 _BY_KV_HEADS = frozenset({"k_proj", "v_proj"})
 _BY_COLUMNS = frozenset({"o_proj", "down_proj", "w2", "fc2", "out_proj"})
 _QKV = "qkv_proj"
