@@ -7,8 +7,9 @@
     hardware.py, steps.py, roofline.py                       machines, the cost of a step, its least time
     quantization.py, tensor_plan.py, parts.py, overrides.py  the output of `quantize` for every tensor
 
-Only config and headers are read. For the Llama family and its mixtures nothing here imports torch, so the answer takes a
-fraction of a second; for other architectures transformers is asked, which takes seconds to import. The figures are bounds and sums, not predictions: `bench` measures what an engine reaches.
+Only config and headers are read. For the Llama family and its mixtures nothing here imports torch, and the answer takes
+a fraction of a second; other architectures import transformers, which takes seconds. The figures are bounds and sums,
+not predictions: `bench` measures what an engine reaches.
 """
 
 from minifloat.plan.hardware import PLANNED_HARDWARE, Hardware, get_hardware
