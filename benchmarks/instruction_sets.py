@@ -32,6 +32,11 @@ TORCH_LIMITS: dict[str, dict[str, str]] = {
         "ATEN_CPU_CAPABILITY": "avx512",
         "MKL_ENABLE_INSTRUCTIONS": "AVX512",
     },
+    "avx512_bf16": {
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512_E3",
+    },
     "amx": {},
 }
 

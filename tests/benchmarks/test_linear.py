@@ -58,7 +58,7 @@ def test_a_miss_names_the_worst_quantity_and_how_far_it_is_below_its_floor(bars:
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4", "bf16"])
 @pytest.mark.parametrize("m", [1, 2, 16, 2048])
-@pytest.mark.parametrize("isa", ["amx", "avx512_vnni", "avx2", "baseline"])
+@pytest.mark.parametrize("isa", ["amx", "avx512_bf16", "avx512_vnni", "avx2", "baseline"])
 def test_a_format_slower_than_torch_or_than_its_next_larger_format_is_short(
     bars: ModuleType, name: str, m: int, isa: str
 ) -> None:

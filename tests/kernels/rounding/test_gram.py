@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from kernel_cases import Guarded, Kernels, assert_close
@@ -116,6 +118,36 @@ def test_nan_and_inf_reach_their_row_and_column_alone(kernels: Kernels) -> None:
         touched = torch.zeros(40, 40, dtype=torch.bool)
         touched[5] = touched[:, 5] = True
         assert torch.equal(result.isnan(), touched)
+
+
+def test_dot_products_of_bfloat16_have_no_subnormal_numbers(kernels: Kernels) -> None:
+    """The instruction sets with such products count inputs and sums below 2^-126 as zero; the others keep them."""
+    flushes = kernels.library.isa in ("amx", "avx512_bf16")
+    x = torch.zeros(4, 2, dtype=torch.bfloat16)
+    x[0] = torch.tensor([2.0**-127, 2.0**-60])
+    y = torch.zeros(4, 2, dtype=torch.bfloat16)
+    y[0] = torch.tensor([2.0**100, 2.0**-70])
+    exact = x.float().T @ y.float()
+    expected = torch.tensor([[0.0, 0.0], [2.0**40, 0.0]]) if flushes else exact
+    assert exact.count_nonzero() == 3  # of which one is a sum below 2^-126 and one has such an input
+    assert torch.equal(run(kernels, x, y, torch.zeros(2, 2)), expected)
+
+
+def test_sums_round_to_nearest_even_whatever_the_caller_rounds_to(kernels: Kernels) -> None:
+    """A column of 1 and 2^-24, and one of 1, 2^-23 and 2^-24, in pairs of rows of their own: two ties."""
+    upward, libm = 0x800, ctypes.CDLL(None)
+    x = torch.zeros(6, 2, dtype=torch.bfloat16)
+    x[0] = 1.0
+    x[2] = torch.tensor([0.0, 2.0**-23])
+    x[4] = 2.0**-24
+    y = torch.ones(6, 1, dtype=torch.bfloat16)
+    before = libm.fegetround()
+    try:
+        libm.fesetround(upward)
+        result = run(kernels, x, y, torch.zeros(2, 1))
+    finally:
+        libm.fesetround(before)
+    assert result.flatten().tolist() == [1.0, 1.0 + 2.0**-22]
 
 
 @pytest.mark.parametrize(("field", "value"), [("rows", -1), ("dtype", 1), ("x_cols", -1), ("y", None)])

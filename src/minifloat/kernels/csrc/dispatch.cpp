@@ -34,6 +34,9 @@ MINIFLOAT_DECLARE(avx2)
 MINIFLOAT_DECLARE(avx512)
 MINIFLOAT_DECLARE(avx512_vnni)
 #endif
+#if defined(MINIFLOAT_AVX512_BF16)
+MINIFLOAT_DECLARE(avx512_bf16)
+#endif
 #if defined(MINIFLOAT_AMX)
 MINIFLOAT_DECLARE(amx)
 #endif
@@ -86,22 +89,32 @@ bool has_avx512_vnni() {
 }
 #endif
 
+#if defined(MINIFLOAT_AVX512_BF16)
+bool has_avx512_bf16() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return has_avx512_vnni() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
+#endif
+
 #if defined(MINIFLOAT_AMX)
 bool has_amx() {
     unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!has_avx512_vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     const bool tile = d >> 24 & 1, bf16 = d >> 22 & 1;
-    if (!tile || !bf16 || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return false;  // AVX512_BF16
+    if (!tile || !bf16) return false;
     // A process must request the tile registers from Linux; its threads and forks inherit the permission.
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif
 
-// Fastest first.
+// Fastest first, apart from what Table changes.
 const Isa kIsas[] = {
 #if defined(MINIFLOAT_AMX)
     MINIFLOAT_ROW(amx, has_amx),
+#endif
+#if defined(MINIFLOAT_AVX512_BF16)
+    MINIFLOAT_ROW(avx512_bf16, has_avx512_bf16),
 #endif
 #if defined(MINIFLOAT_X86)
     MINIFLOAT_ROW(avx512_vnni, has_avx512_vnni),
@@ -153,21 +166,40 @@ bool valid(const minifloat_gram_args& a) {
     return a.dtype == MINIFLOAT_BF16 || a.dtype == MINIFLOAT_F32;
 }
 
-// Evaluated once per process: it makes a system call, which would cost more than a small product.
-struct Supported {
-    bool isa[kIsaCount];
-    Supported() {
+// The instruction sets, fastest on this processor first, and which of them it can run. Made once per process: it makes a
+// system call, which would cost more than a small product.
+struct Table {
+    Isa isa[kIsaCount];
+    bool supported[kIsaCount];
+
+    Table() {
 #if defined(MINIFLOAT_X86)
         __builtin_cpu_init();  // some compilers' runtimes do not call it when the library is loaded
 #endif
-        for (int32_t i = 0; i < kIsaCount; ++i) isa[i] = kIsas[i].supported();
+        for (int32_t i = 0; i < kIsaCount; ++i) isa[i] = kIsas[i];
+#if defined(MINIFLOAT_AVX512_BF16)
+        // AMD's processors (Zen 4 and later) issue VDPBF16PS as often as a multiply-add and do twice the work with it.
+        // Sapphire Rapids issues it a quarter as often, so that float32 multiply-adds are faster.
+        if (__builtin_cpu_is("intel"))
+            for (int32_t i = 0; i + 1 < kIsaCount; ++i)
+                if (isa[i].supported == has_avx512_bf16) {
+                    isa[i] = kIsas[i + 1];
+                    isa[i + 1] = kIsas[i];
+                    break;
+                }
+#endif
+        for (int32_t i = 0; i < kIsaCount; ++i) supported[i] = isa[i].supported();
     }
 };
 
-bool runs_here(int32_t isa) {
-    static const Supported supported;
-    return isa >= 0 && isa < kIsaCount && supported.isa[isa];
+const Table& table() {
+    static const Table once;
+    return once;
 }
+
+const Isa& isa_of(int32_t isa) { return table().isa[isa]; }
+
+bool runs_here(int32_t isa) { return isa >= 0 && isa < kIsaCount && table().supported[isa]; }
 
 bool valid(const minifloat_pack_args& a) { return a.codes != nullptr && a.packed != nullptr; }
 
@@ -199,7 +231,7 @@ void minifloat_release_threads(void) { minifloat::release(); }
 
 int32_t minifloat_isa_count(void) { return kIsaCount; }
 
-const char* minifloat_isa_name(int32_t isa) { return isa >= 0 && isa < kIsaCount ? kIsas[isa].name : nullptr; }
+const char* minifloat_isa_name(int32_t isa) { return isa >= 0 && isa < kIsaCount ? isa_of(isa).name : nullptr; }
 
 int32_t minifloat_isa_supported(int32_t isa) { return runs_here(isa); }
 
@@ -207,7 +239,7 @@ int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
-    kIsas[isa].quantize_rows(*args);
+    isa_of(isa).quantize_rows(*args);
     return MINIFLOAT_OK;
 }
 
@@ -215,7 +247,7 @@ int32_t minifloat_round_inputs(int32_t isa, const struct minifloat_round_inputs_
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
-    kIsas[isa].round_inputs(*args);
+    isa_of(isa).round_inputs(*args);
     return MINIFLOAT_OK;
 }
 
@@ -223,7 +255,7 @@ int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (args->count < 0 || !known_dtype(args->dtype)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
-    kIsas[isa].amax(*args);
+    isa_of(isa).amax(*args);
     return MINIFLOAT_OK;
 }
 
@@ -231,20 +263,20 @@ int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args) 
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (args->count < 0 || !known_dtype(args->dtype)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
-    kIsas[isa].histogram(*args);
+    isa_of(isa).histogram(*args);
     return MINIFLOAT_OK;
 }
 
 int32_t minifloat_round_with_feedback(int32_t isa, const struct minifloat_round_with_feedback_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return kIsas[isa].round_with_feedback(*args);
+    return isa_of(isa).round_with_feedback(*args);
 }
 
 int32_t minifloat_gram(int32_t isa, const struct minifloat_gram_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return kIsas[isa].gram(*args);
+    return isa_of(isa).gram(*args);
 }
 
 int64_t minifloat_packed_bytes(const struct minifloat_pack_args* args) {
@@ -254,38 +286,38 @@ int64_t minifloat_packed_bytes(const struct minifloat_pack_args* args) {
 int32_t minifloat_pack(int32_t isa, const struct minifloat_pack_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return kIsas[isa].pack(*args);
+    return isa_of(isa).pack(*args);
 }
 
 int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return kIsas[isa].unpack(*args);
+    return isa_of(isa).unpack(*args);
 }
 
 int32_t minifloat_linear(int32_t isa, const struct minifloat_linear_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return kIsas[isa].linear(*args);
+    return isa_of(isa).linear(*args);
 }
 
 int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return kIsas[isa].moe(*args);
+    return isa_of(isa).moe(*args);
 }
 
 int32_t minifloat_step(int32_t isa, const struct minifloat_step_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
-    return kIsas[isa].step(*args);
+    return isa_of(isa).step(*args);
 }
 
 int32_t minifloat_read(int32_t isa, struct minifloat_read_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (args->data == nullptr || args->bytes < 0 || args->bytes % 8 != 0) return MINIFLOAT_BAD_ARGUMENT;
-    kIsas[isa].read(*args);
+    isa_of(isa).read(*args);
     return MINIFLOAT_OK;
 }
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../linear/amx.h"
-#include "gram.h"
+#include "gram_pairs.h"
 
 #if defined(__AMX_BF16__)
 
@@ -88,50 +88,10 @@ struct GramAmx {
   private:
     // The pairs of 32 rows: for 16 pairs of rows columns 0 .. 15, then for the same pairs columns 16 .. 31.
     static void interleave(const GramPatch& from, __m512i* pairs) {
-        const auto index = [](int first) {
-            alignas(64) int16_t columns[32];
-            for (int c = 0; c < 16; ++c) {
-                columns[2 * c] = static_cast<int16_t>(first + c);
-                columns[2 * c + 1] = static_cast<int16_t>(first + c + 32);  // of the second row
-            }
-            return _mm512_load_si512(columns);
-        };
-        const __m512i low = index(0), high = index(16);
-        const uint32_t mask = from.cols >= 32 ? ~0u : (1u << from.cols) - 1;
         for (int pair = 0; pair < kTileRows; ++pair) {
-            __m512i row[2];
-            for (int k = 0; k < 2; ++k) {
-                const int64_t t = 2 * pair + k;
-                row[k] = t < from.rows ? _mm512_maskz_loadu_epi16(mask, from.data + t * from.stride)
-                                       : _mm512_setzero_si512();
-            }
-            pairs[pair] = _mm512_permutex2var_epi16(row[0], low, row[1]);
-            pairs[kTileRows + pair] = _mm512_permutex2var_epi16(row[0], high, row[1]);
-        }
-    }
-
-    // Transposes 16 x 16 numbers of 32 bits.
-    static void transpose_tile(__m512i* rows) {
-        __m512i a[kTileRows], b[kTileRows];
-        for (int i = 0; i < 16; i += 2) {
-            a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-            a[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-        }
-        for (int i = 0; i < 16; i += 4)
-            for (int k = 0; k < 2; ++k) {
-                b[i + 2 * k] = _mm512_unpacklo_epi64(a[i + k], a[i + 2 + k]);
-                b[i + 2 * k + 1] = _mm512_unpackhi_epi64(a[i + k], a[i + 2 + k]);
-            }
-        // b[4 g + c] now has in lane l of 128 bits the rows 4 g .. 4 g + 3 of column 4 l + c.
-        for (int c = 0; c < 4; ++c) {
-            const __m512i even01 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0x88);  // columns c, 8 + c
-            const __m512i odd01 = _mm512_shuffle_i32x4(b[c], b[4 + c], 0xdd);   // columns 4 + c, 12 + c
-            const __m512i even23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0x88);
-            const __m512i odd23 = _mm512_shuffle_i32x4(b[8 + c], b[12 + c], 0xdd);
-            rows[c] = _mm512_shuffle_i32x4(even01, even23, 0x88);
-            rows[8 + c] = _mm512_shuffle_i32x4(even01, even23, 0xdd);
-            rows[4 + c] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
-            rows[12 + c] = _mm512_shuffle_i32x4(odd01, odd23, 0xdd);
+            const GramPair columns = load_pair(from, pair);
+            pairs[pair] = columns.low;
+            pairs[kTileRows + pair] = columns.high;
         }
     }
 };

@@ -1,4 +1,4 @@
-// Panels of a Gram product as float32: for float32 inputs, and for bfloat16 on processors without AMX.
+// Panels of a Gram product as float32: for float32 inputs, and for bfloat16 on processors without products of bfloat16.
 #pragma once
 
 #include "gram.h"
