@@ -48,7 +48,8 @@ def test_declared_names_of_modules_are_those_of_transformers(family: Family, mod
 
 def test_the_row_of_the_outer_model_type_decides() -> None:
     family = family_of({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}})
-    assert family.name == "Llama 4" and family.known
+    assert family.name == "Llama 4"
+    assert family.known
 
 
 def test_a_multimodal_model_without_a_row_takes_that_of_its_decoder_but_not_its_names() -> None:

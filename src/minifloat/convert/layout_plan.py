@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from minifloat.architecture.groups import expert_group
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.convert.plan import (
     Change,
@@ -27,6 +28,7 @@ from minifloat.layouts.stored import SCALE_FORMATS, kv_scale_of
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
 from minifloat.numerics.scheme import Scheme, WeightSpec
 from minifloat.plan.quantization import kept_linears
+from minifloat.runtime.engine_names import engine_names
 
 #: Name of gpt-oss' layout on the command line.
 GPT_OSS = "gpt-oss"
@@ -64,8 +66,10 @@ def make_layout_plan(checkpoint: Checkpoint, name: str, *, allow_rounding: bool 
     conversions = with_copies(checkpoint, builder.conversions())
     copied = (conversion.sources[0] for conversion in conversions if conversion.change is Change.KEEP)
     unquantized = kept_linears(copied, builder.schemes)
+    linears = [module for module in builder.schemes if expert_group(module) is None]
+    names = engine_names(checkpoint, (*unquantized, *linears))
     try:
-        quantization = layout.quantization_config(builder.schemes, unquantized, description.kv)
+        quantization = layout.quantization_config(builder.schemes, unquantized, description.kv, names.others)
         files = layout.extra_files(builder.schemes, unquantized, description.kv)
     except UsageError as error:
         raise ConversionError(str(error)) from None
@@ -78,7 +82,7 @@ def make_layout_plan(checkpoint: Checkpoint, name: str, *, allow_rounding: bool 
         config=config,
         files=files,
         rounding=builder.rounding,
-        notes=builder.notes(),
+        notes=(*builder.notes(), *names.notes),
     )
 
 

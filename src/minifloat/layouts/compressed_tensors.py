@@ -15,7 +15,7 @@ from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.errors import ConfigError
 from minifloat.layouts.exclusion import by_name_or_pattern, refuse_excluded
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, tensors_with_suffix, weight_shape
-from minifloat.layouts.writing import WeightTensors, codes_tensor, scale_tensor
+from minifloat.layouts.writing import NO_NAMES, WeightTensors, codes_tensor, scale_tensor, with_names
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
@@ -68,7 +68,11 @@ class CompressedTensorsWriter:
         )
 
     def quantization_config(
-        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
+        self,
+        modules: Mapping[str, Scheme],
+        kept: Sequence[str],
+        kv: KVSpec | None = None,
+        names: Mapping[str, Sequence[str]] = NO_NAMES,
     ) -> dict[str, Any]:
         """Return a config with one group per scheme.
 
@@ -85,7 +89,7 @@ class CompressedTensorsWriter:
             if experts == {scheme}:
                 members = [*(member for member in members if not _EXPERT.search(member)), _EXPERTS_TARGET]
             groups[f"group_{number}"] = {
-                "targets": ["Linear", *heads] if len(schemes) == 1 else members,
+                "targets": with_names(["Linear", *heads] if len(schemes) == 1 else members, names),
                 "format": _format_name(scheme),
                 "weights": _weight_args(scheme.weight),
                 "input_activations": _activation_args(scheme.activation),
@@ -99,7 +103,7 @@ class CompressedTensorsWriter:
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "config_groups": groups,
-            "ignore": list(kept),
+            "ignore": with_names(kept, names),
             "kv_cache_scheme": None if kv is None else _float_args(kv.element, kv.granularity, dynamic=False),
             "sparsity_config": {},
             "transform_config": {},

@@ -24,7 +24,7 @@ from minifloat.layouts.stored import (
     tensors_with_suffix,
     weight_shape,
 )
-from minifloat.layouts.writing import WeightTensors, codes_tensor, scale_tensor
+from minifloat.layouts.writing import NO_NAMES, WeightTensors, codes_tensor, scale_tensor, with_names
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128, GROUP_32, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
@@ -110,7 +110,11 @@ class Fp8Writer:
         raise UsageError(f"layout {self.name!r} cannot announce KV scales ({attention}); use compressed-tensors")
 
     def quantization_config(
-        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
+        self,
+        modules: Mapping[str, Scheme],
+        kept: Sequence[str],
+        kv: KVSpec | None = None,
+        names: Mapping[str, Sequence[str]] = NO_NAMES,
     ) -> dict[str, Any]:
         """Return DeepSeek's config, with the unquantized linears under the key that every server reads.
 
@@ -124,7 +128,7 @@ class Fp8Writer:
             **({"fmt": "e4m3"} if self.name == NAME else {}),
             "activation_scheme": "dynamic",
             "weight_block_size": [self.block.rows, self.block.cols],
-            "modules_to_not_convert": list(kept),
+            "modules_to_not_convert": with_names(kept, names),
         }
 
     def extra_files(

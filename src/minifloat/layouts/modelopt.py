@@ -26,7 +26,7 @@ from minifloat.layouts.stored import (
     tensors_with_suffix,
     weight_shape,
 )
-from minifloat.layouts.writing import WeightTensors, codes_tensor, scale_tensor
+from minifloat.layouts.writing import NO_NAMES, WeightTensors, codes_tensor, scale_tensor
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR, TOKEN, Granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
@@ -113,9 +113,15 @@ class ModelOptWriter:
         )
 
     def quantization_config(
-        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
+        self,
+        modules: Mapping[str, Scheme],
+        kept: Sequence[str],
+        kv: KVSpec | None = None,
+        names: Mapping[str, Sequence[str]] = NO_NAMES,
     ) -> dict[str, Any]:
         """Return the config that ModelOpt 0.47 writes into config.json, with `config_groups` where ModelOpt has them.
+
+        `names` are left out: transformers does not read this layout.
 
         Raises:
             UsageError: If a scheme has no `quant_algo`, or the name of an unquantized module is a substring of the name

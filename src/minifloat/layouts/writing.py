@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from minifloat.checkpoint import OutputTensor
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.scheme import KVSpec, Scheme, WeightSpec
 
+#: For modules that have one name.
+NO_NAMES: Mapping[str, Sequence[str]] = MappingProxyType({})
 _SCALE_DTYPES: dict[ElementFormat, str] = {FLOAT32: "F32", E8M0: "U8", E4M3: "F8_E4M3"}
 
 
@@ -47,6 +50,11 @@ def scale_tensor(name: str, spec: WeightSpec, shape: tuple[int, ...]) -> OutputT
     return OutputTensor(name, _SCALE_DTYPES[spec.scale], shape)
 
 
+def with_names(modules: Iterable[str], names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return modules, each followed by its further names, without repetition."""
+    return list(dict.fromkeys(name for module in modules for name in (module, *names.get(module, ()))))
+
+
 class WriteLayout(Protocol):
     """A layout that can be written."""
 
@@ -79,7 +87,11 @@ class WriteLayout(Protocol):
         """
 
     def quantization_config(
-        self, modules: Mapping[str, Scheme], kept: Sequence[str], kv: KVSpec | None = None
+        self,
+        modules: Mapping[str, Scheme],
+        kept: Sequence[str],
+        kv: KVSpec | None = None,
+        names: Mapping[str, Sequence[str]] = NO_NAMES,
     ) -> dict[str, Any]:
         """Return the `quantization_config` for config.json.
 
@@ -87,6 +99,8 @@ class WriteLayout(Protocol):
             modules: Schemes of the quantized modules, by name.
             kept: Names of the unquantized linears.
             kv: Format of the KV cache; None if it is not quantized.
+            names: Further names of some of these modules, by which transformers matches them; a layout that
+                transformers reads lists them beside the names in the checkpoint.
         """
 
     def extra_files(

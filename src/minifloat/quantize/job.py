@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minifloat._version import __version__
+from minifloat.architecture.groups import expert_group
 from minifloat.check import require_loadable
 from minifloat.check.subject import Subject
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, OutputTensor, TensorInfo
@@ -60,6 +61,7 @@ from minifloat.quantize.stream import (
     write_rounded_copy,
     write_rounded_part,
 )
+from minifloat.runtime.engine_names import EngineNames, engine_names
 
 if TYPE_CHECKING:  # these import torch, which only a run with data needs
     from minifloat.calibration.data import SourceLike
@@ -184,6 +186,7 @@ def quantize_checkpoint(
             plan, activations, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
             if target is not None:
                 notes = (*notes, *require_loadable(checkpoint, plan, target))
+            names = _engine_names(checkpoint, plan)
             writer = stack.enter_context(
                 CheckpointWriter(
                     destination,
@@ -208,12 +211,12 @@ def quantize_checkpoint(
                 provenance=provenance(checkpoint, "quantize", quantize_options(recipe), tensors),
                 tensors=tensors,
                 activations=activations,
-                notes=(*notes, *(() if rounded is None else rounded.notes), *restart_notes(writer)),
+                notes=(*notes, *names.notes, *(() if rounded is None else rounded.notes), *restart_notes(writer)),
                 rounding=None if rounded is None else rounded.to_dict(),
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
             )
-            _write_small_files(checkpoint, plan, writer, report, base_model)
+            _write_small_files(checkpoint, plan, names, writer, report, base_model)
             if rounded is not None and rounded.within is not None:
                 _write_budget_chart(writer, rounded.within)
             writer.commit()
@@ -297,6 +300,15 @@ def _data_options(
     return replace(options, rounding=replace(options.rounding, kv_cache=kv_cache))
 
 
+def _engine_names(checkpoint: Checkpoint, plan: QuantizationPlan) -> EngineNames:
+    """Return the names in transformers of the modules that config.json lists.
+
+    Quantized modules are listed only where there are several schemes, or for lm_head; routed experts by a pattern.
+    """
+    linears = [module for module in plan.modules if expert_group(module) is None]
+    return engine_names(checkpoint, (*plan.kept, *linears))
+
+
 def _constants(plan: QuantizationPlan) -> list[tuple[str, float]]:
     """Return the names and values of the scales that come from calibration, not from the source."""
     return [(constant.tensor.name, constant.value) for tensor in plan.tensors for constant in tensor.constants]
@@ -305,6 +317,7 @@ def _constants(plan: QuantizationPlan) -> list[tuple[str, float]]:
 def _write_small_files(
     checkpoint: Checkpoint,
     plan: QuantizationPlan,
+    names: EngineNames,
     writer: CheckpointWriter,
     report: QuantizeReport,
     base_model: str | None,
@@ -315,7 +328,7 @@ def _write_small_files(
         shards = {shard: [output for tensor in group for output in tensor.outputs] for shard, group in plan.by_shard()}
         write_index(writer, shards)
     config = checkpoint.config | {
-        "quantization_config": plan.layout.quantization_config(plan.modules, plan.kept, plan.kv),
+        "quantization_config": plan.layout.quantization_config(plan.modules, plan.kept, plan.kv, names.others),
     }
     writer.write_file(REPORT_FILE, encode_json(report.to_dict()))
     card = model_card(checkpoint, report, Subject.of_plan(checkpoint, plan), base_model)

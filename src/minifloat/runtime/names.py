@@ -59,6 +59,14 @@ class Assignment:
     sources: list[str] = field(default_factory=list)
     patterns: list[str] = field(default_factory=list)
 
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of all parameters that the tensors become; `target` is the first."""
+        if self.converter is None:
+            return (self.target,)
+        first, *others = self.converter.target_patterns
+        return (self.target, *(self.target.replace(first, other, 1) for other in others))
+
     def expert_parts(self) -> list[list[str]] | None:
         """Return for each expert the sources whose rows follow each other; None if the conversion is another."""
         if self.converter is None or _operations(self.converter) not in (_STACK, _STACK_AND_JOIN):
