@@ -129,18 +129,18 @@ class ModelOptWriter:
         """
         algorithms = {module: _algorithm(scheme) for module, scheme in modules.items()}
         _refuse_substrings(kept, modules)
-        names = sorted(set(algorithms.values()))
+        algorithm_names = sorted(set(algorithms.values()))
         config: dict[str, Any] = {}
-        if len(names) == 1 and names[0] in ("FP8", "NVFP4", "W4A16_NVFP4"):
-            config["config_groups"] = {"group_0": _group(names[0]) | {"targets": ["Linear"]}}
-        elif len(names) > 1:
+        if len(algorithm_names) == 1 and algorithm_names[0] in ("FP8", "NVFP4", "W4A16_NVFP4"):
+            config["config_groups"] = {"group_0": _group(algorithm_names[0]) | {"targets": ["Linear"]}}
+        elif len(algorithm_names) > 1:
             config["config_groups"] = {
                 f"group_{number}": _group(name)
                 | {"targets": sorted(module for module, algorithm in algorithms.items() if algorithm == name)}
-                for number, name in enumerate(names)
+                for number, name in enumerate(algorithm_names)
             }
             config["quantized_layers"] = _layers(algorithms)
-        config |= {"ignore": list(kept), "quant_algo": names[0] if len(names) == 1 else MIXED}
+        config |= {"ignore": list(kept), "quant_algo": algorithm_names[0] if len(algorithm_names) == 1 else MIXED}
         if kv is not None:
             config["kv_cache_scheme"] = {"num_bits": kv.element.bits} | _FLOAT_ARGS
         return config | {"producer": _PRODUCER, "quant_method": NAME}

@@ -43,7 +43,7 @@ def engine_names(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNames:
     family = family_of(checkpoint.config)
     if family.renames is None:
         return _of_transformers(checkpoint, modules)
-    others = {}
+    others: dict[str, tuple[str, ...]] = {}
     for module in modules:
         name = module
         for pattern, replacement in family.renames:
@@ -65,7 +65,7 @@ def _of_transformers(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNa
     except ConfigError as error:
         problem = "The names of modules in transformers are not known; config.json lists those of the checkpoint"
         return EngineNames(notes=(f"{problem}: {error}",))
-    others = {}
+    others: dict[str, tuple[str, ...]] = {}
     for assignment in assign(model, [f"{module}.weight" for module in modules])[0]:
         names = tuple(target.removesuffix(".weight") for target in assignment.targets)
         for source in assignment.sources:
