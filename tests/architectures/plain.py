@@ -1,0 +1,66 @@
+"""Plain transformers: the answers of a checkpoint without minifloat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from small_models import Case
+from torch import Tensor
+
+#: Two prompts; none of their tokens is special.
+PROMPTS = (tuple(range(40, 64)), tuple((7 * index) % 200 + 20 for index in range(32)))
+NEW_TOKENS = 6
+
+
+class LoadedWrongly(Exception):
+    """transformers loaded a checkpoint, but drew some weights at random or left some of the file's out."""
+
+
+def load_plain(case: Case, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Load a checkpoint by the class that wrote the source.
+
+    Raises:
+        LoadedWrongly: Parameters are missing, or tensors of the file were not used.
+        Exception: What transformers raises.
+    """
+    cls = getattr(transformers, case.architecture)
+    model, info = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, local_files_only=True, **options)
+    problems = {key: sorted(map(str, value)) for key, value in info.items() if value}
+    if problems:
+        key, names = next(iter(problems.items()))
+        raise LoadedWrongly(f"{len(names)} {key.replace('_', ' ')}: {names[0]}")
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> Tensor:
+    """Return the logits of all positions of both prompts, ``[T, V]`` in float32."""
+    outputs = [model(input_ids=torch.tensor([prompt])).logits[0] for prompt in PROMPTS]
+    return torch.cat(outputs).float()
+
+
+@torch.no_grad()
+def greedy(model: Any) -> list[list[tuple[int, Tensor]]]:
+    """Return, for each prompt, the most probable next tokens and their logits, without a cache."""
+    result = []
+    for prompt in PROMPTS:
+        ids, steps = list(prompt), []
+        for _ in range(NEW_TOKENS):
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+            token = int(logits.argmax())
+            steps.append((token, logits))
+            ids.append(token)
+        result.append(steps)
+    return result
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm of the expected logits, each row without its mean."""
+    if found.shape != expected.shape or not found.isfinite().all():
+        return float("inf")
+    centered = expected - expected.mean(-1, keepdim=True)
+    difference = found - expected
+    return float((difference - difference.mean(-1, keepdim=True)).norm() / centered.norm())
