@@ -73,9 +73,26 @@ def test_a_row_names_tensors_of_fused_experts_that_the_general_rules_do_not_know
 
 
 def test_a_row_gives_roles_to_matrices_that_the_general_rules_take_for_linears() -> None:
-    name = "model.layers.0.self_attn.indexer.weights_proj.weight"
-    assert role_of(info(name, 8, 16)) is Role.LINEAR
-    assert role_of(info(name, 8, 16), family_of({"model_type": "deepseek_v32"})) is Role.UNQUANTIZED_IN_SERVERS
+    name = "model.language_model.layers.0.altup.correction_coefs.weight"
+    assert role_of(info(name, 4, 4)) is Role.LINEAR
+    assert role_of(info(name, 4, 4), family_of({"model_type": "gemma3n"})) is Role.OTHER
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "model.layers.0.self_attn.indexer.weights_proj",
+        "model.layers.0.self_attn.indexer.wk",
+        "model.layers.61.eh_proj",
+        "model.layers.0.linear_attn.in_proj_ba",
+        "model.language_model.layers.0.linear_attn.in_proj_a",
+        "model.language_model.layers.0.linear_attn.in_proj_b",
+    ],
+)
+def test_linears_that_servers_leave_unquantized_have_a_role_of_their_own_in_every_family(module: str) -> None:
+    assert role_of(info(f"{module}.weight", 64, 64)) is Role.UNQUANTIZED_IN_SERVERS
+    assert role_of(info("model.layers.0.linear_attn.in_proj_qkvz.weight", 64, 64)) is Role.LINEAR
+    assert role_of(info("model.layers.0.self_attn.indexer.wq_b.weight", 64, 64)) is Role.LINEAR
 
 
 def test_a_row_adds_groups_of_fused_linears_to_the_general_ones() -> None:

@@ -73,6 +73,10 @@ MISNAMED = replace(subject("mxfp4", "gpt-oss mxfp4"), weights=(), misnamed=True)
 RAGGED = {"mlp.gate_proj": (160, 1024), "mlp.up_proj": (160, 1024)}
 STATIC_WEIGHTS = weight_only(SCHEMES["fp8-static"])
 
+INDEXER = {"self_attn.indexer.wk": (128, 1024), "self_attn.indexer.weights_proj": (64, 1024)}
+KEEPS_SCORES = subject("fp8-block", shapes=INDEXER, plain=("weights_proj",))
+DRAFTS = subject("fp8-block", shapes={"eh_proj": (1024, 2048)}, config=CONFIG | {"num_hidden_layers": 0})
+
 #: Rule -> (subject, target that it applies to), (subject, target that it must not apply to).
 CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
     "tp-attention-heads": ((subject("fp8"), "vllm:h100:tp3"), (subject("fp8"), "vllm:h100:tp4")),
@@ -97,6 +101,26 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
     "fused-layers-mixed": (
         (subject("fp8-block", plain=("q_proj",)), "vllm:h100"),
         (subject("fp8-block", plain=("o_proj",)), "vllm:h100"),
+    ),
+    "vllm-indexer": ((subject("fp8-block", shapes=INDEXER), "vllm:h100"), (KEEPS_SCORES, "vllm:h100")),
+    "sglang-indexer": ((subject("fp8-block", shapes=INDEXER), "sglang:h100"), (KEEPS_SCORES, "sglang:h100")),
+    "vllm-mtp-projection": ((DRAFTS, "vllm:h100"), (replace(DRAFTS, model_type="nemotron_h"), "vllm:h100")),
+    "sglang-mtp-projection": ((DRAFTS, "sglang:h100"), (subject("fp8-block"), "sglang:h100")),
+    "vllm-mamba-1": (
+        (subject("fp8", shapes={"mixer.in_proj": (512, 1024), "mixer.x_proj": (64, 1024)}), "vllm:h100"),
+        (subject("fp8", shapes={"mixer.in_proj": (512, 1024)}), "vllm:h100"),  # Mamba-2 has no x_proj
+    ),
+    "vllm-router": (
+        (subject("fp8-dynamic", shapes={"mlp.gate": (8, 1024)}), "vllm:h100"),
+        (subject("fp8-dynamic", shapes={"mlp.gate": (8, 1024)}, model_type="qwen3_moe"), "vllm:h100"),
+    ),
+    "sglang-router": (
+        (subject("fp8-dynamic", shapes={"mlp.shared_expert_gate": (1, 1024)}), "sglang:h100"),
+        (subject("fp8-dynamic", experts=True), "sglang:h100"),
+    ),
+    "sglang-olmo": (
+        (subject("fp8-dynamic", model_type="olmo"), "sglang:h100"),
+        (subject("fp8-dynamic", model_type="olmo2"), "sglang:h100"),
     ),
     "vllm-weight-only-fp8": ((subject("fp8"), "vllm:cpu"), (subject("fp8"), "vllm:h100")),
     "vllm-cpu-static": ((subject("fp8-static"), "vllm:cpu"), (subject("fp8-static"), "vllm:h100")),
@@ -324,3 +348,29 @@ def test_every_scheme_has_its_kind() -> None:
     }
     assert kind_of(STATIC_WEIGHTS.weight, STATIC_WEIGHTS.activation) is Kind.FP8_WEIGHT_ONLY
     assert kind_of(BLOCKS_32.weight, None) is Kind.OTHER
+
+
+@pytest.mark.parametrize(
+    ("scheme", "heads", "verdict"),
+    [
+        ("fp8-block", 32, LoadVerdict.REFUSED),
+        ("fp8-block", 128, LoadVerdict.LOADS),
+        ("fp8-dynamic", 32, LoadVerdict.LOADS),
+    ],
+)
+def test_gates_of_linear_attention_are_one_linear_whose_parts_are_no_whole_blocks(
+    scheme: str, heads: int, verdict: LoadVerdict
+) -> None:
+    names = {"in_proj_qkv": 8192, "in_proj_z": 4096, "in_proj_b": heads, "in_proj_a": heads}
+    shapes = {f"linear_attn.{name}": (rows, 1024) for name, rows in names.items()}
+    config = CONFIG | {"model_type": "qwen3_5_text", "linear_num_key_heads": 16, "linear_key_head_dim": 128}
+    model = subject(scheme, shapes=shapes, model_type="qwen3_5_text", config=config)
+    assert judge("", None, Case(model, Target.parse("vllm:h100"))).verdict is verdict
+
+
+def test_queries_and_gates_of_linear_attention_must_be_quantized_alike() -> None:
+    shapes = {"linear_attn.in_proj_qkv": (8192, 1024), "linear_attn.in_proj_z": (4096, 1024)}
+    config = CONFIG | {"model_type": "qwen3_5_text"}
+    mixed = subject("fp8-block", shapes=shapes, plain=("in_proj_z",), config=config)
+    report = judge("", None, Case(mixed, Target.parse("vllm:h100")))
+    assert [finding.rule for finding in report.failures] == ["fused-layers-mixed"]

@@ -17,9 +17,17 @@ from minifloat.checkpoint import TensorInfo
 
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks?|decoder_layers)\.\d+\.")
 _TOWER = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|image\w*|multi_modal_projector|mm_projector|speech\w*)\.")
-_EMBEDDINGS = re.compile(r"(^|\.)(\w*embed(ding)?s?(_tokens|_in|_positions)?|\w*_embeddings?|wte|wpe)\.weight$")
+_EMBEDDINGS = re.compile(
+    r"(^|\.)(\w*embed(ding)?s?(_tokens|_in|_positions)?(_per_layer)?|\w*_embeddings?|wte|wpe|shared)\.weight$"
+)
 _LM_HEADS = re.compile(r"(^|\.)(lm_head|embed_out|output|head)\.weight$")
 _ROUTER = re.compile(r"(^|\.)(gate|router|gating|shared_expert_gate|gate\.wg|router\.\w+)\.weight$")
+#: Linears that vLLM and SGLang build without quantization (DeepSeek's indexer, the projection of MTP layers), and the
+#: gates of linear attention, one row per head, which no block of 128 rows fits.
+#: Source: vLLM 0.32.0, models/deepseek_v2.py: Indexer (wk and weights_proj are one linear), models/deepseek_mtp.py,
+#: layers/mamba/gdn/qwen_gdn_linear_attn.py: create_ba_proj; SGLang 0.5.23, layers/attention/dsa/dsa_indexer.py,
+#: models/deepseek_nextn.py, models/qwen3_5.py: create_ba_proj.
+_UNQUANTIZED = re.compile(r"\.(indexer\.(wk|weights_proj)|eh_proj|in_proj_ba|linear_attn\.in_proj_[ab])\.weight$")
 _DENSE_FLOATS = ("BF16", "F16", "F32")
 
 
@@ -48,6 +56,8 @@ def role_of(info: TensorInfo, family: Family = GENERAL) -> Role:
         return Role.LM_HEAD
     if _ROUTER.search(name):
         return Role.ROUTER
+    if _UNQUANTIZED.search(name):
+        return Role.UNQUANTIZED_IN_SERVERS
     return Role.LINEAR if _LAYER.search(name) else Role.OTHER
 
 

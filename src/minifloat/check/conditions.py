@@ -58,7 +58,7 @@ def mixed_fused(case: Case) -> Iterator[str]:
     """Parts of one fused layer, or experts of one layer, that are quantized differently."""
     groups: dict[str, list[Weight]] = {}
     for weight in case.subject.weights:
-        groups.setdefault(serving_group(weight.module), []).append(weight)
+        groups.setdefault(serving_group(weight.module, case.subject.family), []).append(weight)
     for name, members in groups.items():
         module_by_kind = {(weight.spec and weight.kind): layer_pattern(weight.module) for weight in members}
         if len(module_by_kind) > 1:

@@ -16,11 +16,12 @@ from minifloat.numerics.granularity import BLOCK_128
 #: Linears whose columns tensor parallelism divides among GPUs; of all other linears it divides the rows.
 _ROW_PARALLEL = frozenset({"o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h", "fc2", "c_proj"})
 #: Linears that every GPU holds a whole copy of.
-_REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
+_REPLICATED = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "wk", "weights_proj", "eh_proj"})
 _KEY_VALUE = frozenset({"k_proj", "v_proj"})
 #: The last parts of fused layers: only their last block may be partial.
-_LAST_PARTS = frozenset({"v_proj", "value", "up_proj", "w3", "kv_a_proj_with_mqa"})
+_LAST_PARTS = frozenset({"v_proj", "value", "up_proj", "w3", "kv_a_proj_with_mqa", "in_proj_z", "in_proj_a"})
 _HEAD = "lm_head"
+_DELTA_NET_QKV = "in_proj_qkv"
 _BLOCK_ROWS, _BLOCK_COLS = BLOCK_128.block((1, 1))
 
 
@@ -82,13 +83,25 @@ def broken_blocks(case: Case) -> Iterator[str]:
     for weight in case.weights(experts=False):
         if weight.spec is None or weight.spec.granularity != BLOCK_128:
             continue
-        rows, cols = rows_per_gpu(case, weight), cols_per_gpu(case, weight)
-        fused = fused_group(weight.module) != weight.module and weight.leaf not in _LAST_PARTS
+        cols = cols_per_gpu(case, weight)
+        group = fused_group(weight.module, case.subject.family)
+        fused = group != weight.module and weight.leaf not in _LAST_PARTS
         split = case.tp > 1 and not is_row_parallel(weight) and weight.leaf not in _REPLICATED
-        if (fused or split) and rows % _BLOCK_ROWS:
-            yield from named([weight], f": {rows} rows on a GPU, {rows} % {_BLOCK_ROWS} = {rows % _BLOCK_ROWS}")
+        for rows in _rows_of_parts(case, weight):
+            if (fused or split) and rows % _BLOCK_ROWS:
+                yield from named([weight], f": {rows} rows on a GPU, {rows} % {_BLOCK_ROWS} = {rows % _BLOCK_ROWS}")
         if case.tp > 1 and is_row_parallel(weight) and cols % _BLOCK_COLS:
             yield from named([weight], f": {cols} columns on a GPU, {cols} % {_BLOCK_COLS} = {cols % _BLOCK_COLS}")
+
+
+def _rows_of_parts(case: Case, weight: Weight) -> tuple[int, ...]:
+    """Return the rows on one GPU of each part of a weight; queries, keys and values of a gated delta net are parts."""
+    rows = rows_per_gpu(case, weight)
+    heads, width = (case.subject.config.get(name) for name in ("linear_num_key_heads", "linear_key_head_dim"))
+    if weight.leaf != _DELTA_NET_QKV or not heads or not width:
+        return (rows,)
+    keys = heads * width // case.tp
+    return (keys, keys, rows - 2 * keys)
 
 
 def broken_expert_blocks(case: Case) -> Iterator[str]:

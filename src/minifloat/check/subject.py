@@ -10,9 +10,11 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from minifloat.architecture.family import Role
+from minifloat.architecture.families import family_of
+from minifloat.architecture.family import Family, Role
 from minifloat.architecture.groups import expert_group
 from minifloat.architecture.roles import role_of, text_config
 from minifloat.checkpoint import Checkpoint
@@ -24,6 +26,8 @@ from minifloat.numerics.scheme import ActivationSpec, KVSpec, WeightSpec
 from minifloat.plan.tensor_plan import QuantizationPlan
 
 _HEAD = "lm_head"
+#: Roles of the unquantized weights that rules look at.
+_MULTIPLIED = (Role.LINEAR, Role.LM_HEAD, Role.UNQUANTIZED_IN_SERVERS)
 
 
 class Kind(enum.Enum):
@@ -129,6 +133,11 @@ class Subject:
     misnamed: bool = False
     head_named: bool = False
 
+    @cached_property
+    def family(self) -> Family:
+        """The description of the model's family."""
+        return family_of(self.config)
+
     @property
     def quantized(self) -> tuple[Weight, ...]:
         """The quantized weights."""
@@ -191,10 +200,10 @@ def _names_head(config: Mapping[str, Any]) -> bool:
 
 def _unquantized_linears(checkpoint: Checkpoint, quantized_modules: set[str]) -> tuple[Weight, ...]:
     """Return the linears that are not quantized; fused experts as one of their matrices."""
-    weights = []
+    weights, family = [], family_of(checkpoint.config)
     for info in checkpoint.tensors.values():
-        module, role = info.name.removesuffix(".weight"), role_of(info)
-        if role in (Role.LINEAR, Role.LM_HEAD) and module not in quantized_modules:
+        module, role = info.name.removesuffix(".weight"), role_of(info, family)
+        if role in _MULTIPLIED and module not in quantized_modules:
             weights.append(Weight(module, (info.shape[0], info.shape[1])))
     return tuple(weights)
 

@@ -65,6 +65,8 @@ class QuantizeParams(WritingParams):
     kv_cache: str | None
     target: str | None
     base_model: str | None
+    mtp: bool
+    allow_partial: bool
     device: str
 
 
@@ -114,6 +116,8 @@ def _scheme_help() -> str:
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
 @click.option("--target", metavar="ENGINE:HARDWARE[:tpN]", help="Refuse what will not load there, e.g. vllm:h100:tp4.")
 @click.option("--base-model", metavar="ID", help="For the model card: the hub id of MODEL, if MODEL is a folder.")
+@click.option("--mtp", is_flag=True, help="Quantize layers of multi-token prediction too, which are kept otherwise.")
+@click.option("--allow-partial", is_flag=True, help="Accept that less than half of the linear weights is quantized.")
 @device_option("Where to cast: cpu, cuda or cuda:N.")
 @writing_options
 @pass_params(QuantizeParams)
@@ -148,6 +152,8 @@ def quantize(params: QuantizeParams) -> None:
             progress=progress,
             revision=params.revision,
             base_model=params.base_model,
+            mtp=params.mtp,
+            allow_partial=params.allow_partial,
         )
     if params.as_json:
         print_json(report)
@@ -189,7 +195,9 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
             ),
             RunOptions(histogram=isinstance(rule, HistogramRule)),
             own_text_file=params.out.absolute().with_name(f"{params.out.absolute().name}.calibration-self.safetensors"),
-            write_copy=lambda folder: quantize_checkpoint(params.model, folder, "fp8", revision=params.revision),
+            write_copy=lambda folder: quantize_checkpoint(
+                params.model, folder, "fp8", revision=params.revision, allow_partial=True
+            ),
             progress=progress,
             revision=params.revision,
         )

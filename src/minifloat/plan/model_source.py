@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minifloat.architecture.families import family_of
+from minifloat.architecture.mtp import is_mtp, mtp_layers
 from minifloat.architecture.roles import role_of, text_config
 from minifloat.checkpoint import CONFIG_FILE, TensorInfo
 from minifloat.checkpoint.files import parse_object, read_small
@@ -59,7 +61,11 @@ class ModelSource:
         """The plans that leave every tensor as it is."""
         if self.stored is not None:
             return self.stored.tensors
-        return tuple(TensorPlan(info, role_of(info)) for info in self.tensors.values())
+        family = family_of(self.config)
+        return tuple(
+            TensorPlan(info, role_of(info, family), drafts=is_mtp(info.name, self.config))
+            for info in self.tensors.values()
+        )
 
 
 def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -> ModelSource:
@@ -80,7 +86,11 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
         with files.open() as checkpoint:
             quantization, tensors = checkpoint.quantization_config, checkpoint.tensors
             stored = None if quantization is None else quantized_model(checkpoint)
-            distinct = _distinct(tensors.values()) if stored is None else (tensors, dict.fromkeys(tensors, 1))
+            distinct = (
+                _distinct(tensors.values(), checkpoint.config)
+                if stored is None
+                else (tensors, dict.fromkeys(tensors, 1))
+            )
             return ModelSource(root, checkpoint.config, quantization, *distinct, stored, estimated=False)
     try:
         config = parse_object(
@@ -93,13 +103,14 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
     except ConfigError as error:
         problem = f"{error.problem}; a folder with its weights, or the model of the hub, can be planned"
         raise ConfigError(root / CONFIG_FILE, problem) from error
-    distinct = _distinct(
-        TensorInfo(output.name, output.dtype, output.shape, "", 0, output.nbytes) for output in outputs
-    )
+    infos = (TensorInfo(output.name, output.dtype, output.shape, "", 0, output.nbytes) for output in outputs)
+    distinct = _distinct(infos, config)
     notes = [
         "No weights here: names and shapes of the tensors follow from config.json.",
         *([left_out] if left_out else []),
     ]
+    if mtp_layers(config):
+        notes.append(f"{mtp_layers(config)} layers of multi-token prediction are not counted.")
     quantized = config.get("quantization_config") or text_config(config).get("quantization_config")
     if quantized:
         method = quantized.get("quant_method", "another format")
@@ -109,11 +120,11 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
     return ModelSource(root, config, None, *distinct, None, estimated=True, notes=tuple(notes))
 
 
-def _distinct(tensors: Iterable[TensorInfo]) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+def _distinct(tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> tuple[dict[str, TensorInfo], dict[str, int]]:
     """Return the first of each kind of repeated tensors by name, and the number of tensors of its kind."""
-    first: dict[tuple[str, str, tuple[int, ...]], TensorInfo] = {}
+    first: dict[tuple[str, str, tuple[int, ...], bool], TensorInfo] = {}
     copies: Counter[str] = Counter()
     for info in tensors:
         pattern = info.name if len(info.shape) > _MATRIX else _NUMBER.sub(".*.", info.name)
-        copies[first.setdefault((pattern, info.dtype, info.shape), info).name] += 1
+        copies[first.setdefault((pattern, info.dtype, info.shape, is_mtp(info.name, config)), info).name] += 1
     return {info.name: info for info in first.values()}, dict(copies)

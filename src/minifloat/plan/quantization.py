@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from minifloat.architecture.families import family_of
 from minifloat.architecture.family import Family, Role
 from minifloat.architecture.groups import expert_group, fused_group
+from minifloat.architecture.mtp import is_mtp
 from minifloat.architecture.roles import is_dense_float, is_matrix, role_of
 from minifloat.checkpoint import TensorInfo
 from minifloat.errors import AlreadyQuantizedError, PatternError, UnsupportedTensorError, UsageError
@@ -19,11 +20,16 @@ from minifloat.layouts import WriteLayout
 from minifloat.numerics.scheme import Scheme
 from minifloat.plan.overrides import KEEP, Override
 from minifloat.plan.parts import ModelHeaders, expert_parts, make_part
-from minifloat.plan.tensor_plan import Part, QuantizationPlan, TensorPlan, module_name
+from minifloat.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan, module_name
 
 
 def make_plan(
-    checkpoint: ModelHeaders, scheme: Scheme, layout: WriteLayout, overrides: Sequence[Override] = ()
+    checkpoint: ModelHeaders,
+    scheme: Scheme,
+    layout: WriteLayout,
+    overrides: Sequence[Override] = (),
+    *,
+    mtp: bool = False,
 ) -> QuantizationPlan:
     """Return the plan that quantizes or copies every tensor of a checkpoint.
 
@@ -32,6 +38,7 @@ def make_plan(
         scheme: The scheme of every linear of the decoder layers and of every expert.
         layout: Layout of the output, which decides names and shapes.
         overrides: Exceptions; the last override that matches a module decides.
+        mtp: Whether to quantize layers of multi-token prediction too.
 
     Raises:
         AlreadyQuantizedError: The source has a quantization_config.
@@ -50,9 +57,11 @@ def make_plan(
     tensors = []
     for info in checkpoint.tensors.values():
         role = role_of(info, family)
-        tensor_scheme, reason = _choose_scheme(info, role, scheme, overrides, matched_overrides)
+        drafts = is_mtp(info.name, checkpoint.config)
+        kept = MTP if drafts and not mtp else "" if role in (Role.LINEAR, Role.EXPERTS) else role.value
+        tensor_scheme, reason = _choose_scheme(info, role, scheme, kept, overrides, matched_overrides)
         parts = () if tensor_scheme is None else _parts(checkpoint, family, info, role, tensor_scheme, layout)
-        tensors.append(TensorPlan(info, role, parts, reason))
+        tensors.append(TensorPlan(info, role, parts, reason, drafts=drafts))
     for index, override in enumerate(overrides):
         if index not in matched_overrides:
             raise PatternError(_no_match(override, tensors, checkpoint))
@@ -67,14 +76,21 @@ def make_plan(
 
 
 def _choose_scheme(
-    info: TensorInfo, role: Role, scheme: Scheme, overrides: Sequence[Override], matched: set[int]
+    info: TensorInfo, role: Role, scheme: Scheme, kept: str, overrides: Sequence[Override], matched: set[int]
 ) -> tuple[Scheme | None, str]:
-    """Return the scheme of a tensor, or None and the reason why it is copied; add matching overrides to `matched`."""
-    eligible = is_matrix(info) or role is Role.EXPERTS
-    by_default = role in (Role.LINEAR, Role.EXPERTS)
-    tensor_scheme, reason = (scheme, "") if by_default else (None, role.value)
-    if not eligible:
+    """Return the scheme of a tensor, or None and the reason why it is copied; add matching overrides to `matched`.
+
+    Args:
+        info: The tensor.
+        role: Its role.
+        scheme: Scheme of tensors that no override matches.
+        kept: Why the tensor is copied unless an override matches; empty: it is quantized.
+        overrides: Exceptions.
+        matched: Indices of the overrides that matched a tensor.
+    """
+    if not (is_matrix(info) or role is Role.EXPERTS):
         return None, role.value
+    tensor_scheme, reason = (None, kept) if kept else (scheme, "")
     for index, override in enumerate(overrides):
         if re.search(override.pattern, module_name(info)):
             matched.add(index)

@@ -6,8 +6,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from minifloat.architecture.family import Role
+from minifloat.architecture.families import family_of
+from minifloat.architecture.family import Family, Role
 from minifloat.architecture.groups import fused_group
+from minifloat.architecture.mtp import is_mtp
 from minifloat.architecture.roles import role_of
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import compressed_tensors, describe
@@ -41,14 +43,19 @@ def quantized_model(checkpoint: Checkpoint) -> QuantizedModel | None:
     description = describe(checkpoint)
     if not description.weights:
         return None
-    plans = [_weight_plan(checkpoint, stored) for stored in description.weights.values()]
+    family = family_of(checkpoint.config)
+    plans = [_weight_plan(checkpoint, stored, family) for stored in description.weights.values()]
     elements: Counter[Scheme] = Counter()
     for plan in plans:
         for part in plan.parts:
             elements[part.scheme] += math.prod(part.shape)
     used = {name for stored in description.weights.values() for name in stored.tensors}
     plans += [
-        TensorPlan(info, Role.VECTOR if name in description.auxiliary else role_of(info))
+        TensorPlan(
+            info,
+            Role.VECTOR if name in description.auxiliary else role_of(info, family),
+            drafts=is_mtp(name, checkpoint.config),
+        )
         for name, info in checkpoint.tensors.items()
         if name not in used
     ]
@@ -56,8 +63,9 @@ def quantized_model(checkpoint: Checkpoint) -> QuantizedModel | None:
     return QuantizedModel(elements.most_common(1)[0][0], tuple(plans), nbytes)
 
 
-def _weight_plan(checkpoint: Checkpoint, stored: StoredWeight) -> TensorPlan:
+def _weight_plan(checkpoint: Checkpoint, stored: StoredWeight, family: Family) -> TensorPlan:
     scheme = Scheme(format_name(stored.spec, stored.activation), "", stored.spec, stored.activation)
     tensors = compressed_tensors.WRITER.weight_tensors(stored.module, stored.spec, stored.shape)
-    part = Part(stored.module, scheme, stored.shape, tensors, fused_group(stored.module))
-    return TensorPlan(checkpoint.tensors[stored.codes], Role.LINEAR, (part,))
+    part = Part(stored.module, scheme, stored.shape, tensors, fused_group(stored.module, family))
+    drafts = is_mtp(stored.module, checkpoint.config)
+    return TensorPlan(checkpoint.tensors[stored.codes], Role.LINEAR, (part,), drafts=drafts)

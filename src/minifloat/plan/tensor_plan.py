@@ -16,6 +16,8 @@ from minifloat.plan.overrides import Override
 
 #: Suffix of key projections; the KV scales of an attention module are written beside its key projection.
 _KEY_PROJECTION = ".k_proj"
+#: Reason for copying a tensor.
+MTP = "multi-token prediction"
 
 
 def module_name(info: TensorInfo) -> str:
@@ -71,6 +73,7 @@ class TensorPlan:
         parts: The quantized weights that it becomes; empty for a copy.
         reason: Why it is copied; empty where it is quantized.
         constants: Scales of inputs and of the KV cache that are written beside it.
+        drafts: Whether it belongs to a layer of multi-token prediction.
     """
 
     source: TensorInfo
@@ -78,6 +81,7 @@ class TensorPlan:
     parts: tuple[Part, ...] = ()
     reason: str = ""
     constants: tuple[Constant, ...] = ()
+    drafts: bool = False
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
@@ -125,7 +129,9 @@ class QuantizationPlan:
     @property
     def attention_modules(self) -> tuple[str, ...]:
         """The attention modules: the modules with a key projection."""
-        names = (module_name(tensor.source) for tensor in self.tensors if tensor.role is Role.LINEAR)
+        names = (
+            module_name(tensor.source) for tensor in self.tensors if tensor.role is Role.LINEAR and not tensor.drafts
+        )
         return tuple(name.removesuffix(_KEY_PROJECTION) for name in names if name.endswith(_KEY_PROJECTION))
 
     def with_scales(

@@ -31,7 +31,7 @@ _BY_KV_HEADS = frozenset({"k_proj", "v_proj"})
 _BY_COLUMNS = frozenset({"o_proj", "down_proj", "w2", "fc2", "out_proj"})
 _QKV = "qkv_proj"
 _ROUTED = re.compile(r"\.experts\.")
-_MULTIPLIES = (Role.LINEAR, Role.EXPERTS, Role.LM_HEAD, Role.ROUTER)
+_MULTIPLIES = (Role.LINEAR, Role.EXPERTS, Role.LM_HEAD, Role.ROUTER, Role.UNQUANTIZED_IN_SERVERS)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def weigh(
         if _is_routed(tensor):
             sums["routed"] += device
             sums["quantized_routed" if tensor.parts else "plain_routed"] += elements
-        elif tensor.role is Role.TOWER or (tensor.role is Role.EMBEDDING and not is_head):
+        elif tensor.drafts or tensor.role is Role.TOWER or (tensor.role is Role.EMBEDDING and not is_head):
             continue  # on the device, but no decode step reads it
         else:
             sums["fixed"] += device

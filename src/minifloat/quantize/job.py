@@ -46,7 +46,8 @@ from minifloat.layouts import compressed_tensors, get_writer
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import make_plan
-from minifloat.plan.tensor_plan import Part, QuantizationPlan, TensorPlan
+from minifloat.plan.share import QuantizedShare, require_share
+from minifloat.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan
 from minifloat.quantize.card import BUDGET_CHART, model_card
 from minifloat.quantize.provenance import describe_recipe, provenance, quantize_options
 from minifloat.quantize.report import QuantizeReport, TensorReport
@@ -94,6 +95,8 @@ def quantize_checkpoint(
     progress: Progress | None = None,
     revision: str | None = None,
     base_model: str | None = None,
+    mtp: bool = False,
+    allow_partial: bool = False,
 ) -> QuantizeReport:
     """Quantize a checkpoint into a new folder.
 
@@ -120,12 +123,15 @@ def quantize_checkpoint(
         progress: Called from this thread as work completes.
         revision: Branch, tag or commit of a model of the hub, as in `minifloat.hub.model_folder`.
         base_model: For the model card: the source's id on the hub, where the source is a folder.
+        mtp: Quantize layers of multi-token prediction too, which are kept otherwise.
+        allow_partial: Accept that less than half of the linear weights is quantized, which is an error otherwise.
 
     Returns:
         The report on every tensor, with the error of every cast.
 
     Raises:
-        UsageError: An argument is wrong; nothing was written.
+        UsageError: An argument is wrong, or less than half of the linear weights would be quantized; nothing was
+            written.
         CheckpointError: The source is damaged, or is no checkpoint.
         HubError: The hub has no such source, refuses it, or cannot be reached.
         TensorError: A tensor cannot be quantized; it is named and nothing is left behind.
@@ -157,7 +163,10 @@ def quantize_checkpoint(
         CheckpointWriter.check_destination(destination, overwrite=overwrite)
 
         def planner(scheme: Scheme, overrides: Sequence[Override]) -> QuantizationPlan:
-            return make_plan(checkpoint, scheme, writer_layout, overrides)
+            plan = make_plan(checkpoint, scheme, writer_layout, overrides, mtp=mtp)
+            if not allow_partial:
+                require_share(plan)
+            return plan
 
         with ExitStack() as stack:
             rounded = None
@@ -210,8 +219,15 @@ def quantize_checkpoint(
                 recipe=recipe,
                 provenance=provenance(checkpoint, "quantize", quantize_options(recipe), tensors),
                 tensors=tensors,
+                share=QuantizedShare.of(plan),
                 activations=activations,
-                notes=(*notes, *names.notes, *(() if rounded is None else rounded.notes), *restart_notes(writer)),
+                notes=(
+                    *notes,
+                    *names.notes,
+                    *_mtp_note(plan),
+                    *(() if rounded is None else rounded.notes),
+                    *restart_notes(writer),
+                ),
                 rounding=None if rounded is None else rounded.to_dict(),
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
@@ -244,6 +260,12 @@ def _within_budget(
         yield rounded
 
 
+def _mtp_note(plan: QuantizationPlan) -> Iterator[str]:
+    """Yield a note if layers of multi-token prediction are kept."""
+    if any(tensor.reason == MTP for tensor in plan.tensors):
+        yield "Layers of multi-token prediction keep their precision; --mtp quantizes them."
+
+
 def _write_budget_chart(writer: CheckpointWriter, within: WithinBudget) -> None:
     """Write the chart of KL divergence against bits, which the model card shows."""
     from minifloat.rounding.budget.chart import budget_chart
@@ -271,7 +293,7 @@ def _rounding(
 
 def _copy_writer(checkpoint: Checkpoint) -> Callable[[Path], object]:
     """Return a function that writes a copy of a model with half of its bytes to a new folder."""
-    return lambda folder: quantize_checkpoint(checkpoint.path, folder, "fp8")
+    return lambda folder: quantize_checkpoint(checkpoint.path, folder, "fp8", allow_partial=True)
 
 
 def _data_options(

@@ -41,6 +41,7 @@ def describe_recipe(
         "scale_rule": weight.rule.value,
         "inputs": sorted({str(scheme.activation) for scheme in plan.modules.values() if scheme.activation is not None}),
         "overrides": [str(override) for override in plan.overrides],
+        "mtp": any(tensor.drafts and tensor.parts for tensor in plan.tensors),
         **({} if rounding is None else {"rounding": rounding}),
     }
 
@@ -60,7 +61,8 @@ def quantize_options(recipe: dict[str, Any]) -> str:
             calibration, text = "", (" --stats STATS", "")
         data = f" --method {rounding['method']}{text[0]}{'' if rounding['fold'] else ' --no-fold'}{text[1]}"
     kv_cache = " --kv-cache fp8" if recipe["kv_cache"] else ""
-    return f"--scheme {recipe['scheme']}{layout}{overrides}{calibration}{data}{kv_cache}"
+    drafts = " --mtp" if recipe.get("mtp") else ""
+    return f"--scheme {recipe['scheme']}{layout}{overrides}{drafts}{calibration}{data}{kv_cache}"
 
 
 def _source_option(source: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minifloat.numerics.cast_stats import CastStats
+from minifloat.plan.share import QuantizedShare
 from minifloat.plan.tensor_plan import Part, TensorPlan
 from minifloat.quantize.static_scales import ActivationReport
 
@@ -84,6 +85,7 @@ class QuantizeReport:
         recipe: The arguments: scheme, layout, overrides, scale rule.
         provenance: Source, hashes, versions and command.
         tensors: One entry per tensor, in the source's order.
+        share: The quantized part of the linear weights, and why the rest is kept.
         activations: Static scales of inputs and of the KV cache, with their saturation on held-out text.
         notes: Sentences for the user.
         rounding: Method, text and errors where codes were chosen with data, as JSON values; None without data.
@@ -96,6 +98,7 @@ class QuantizeReport:
     recipe: dict[str, Any]
     provenance: dict[str, Any]
     tensors: tuple[TensorReport, ...]
+    share: QuantizedShare
     activations: tuple[ActivationReport, ...] = ()
     notes: tuple[str, ...] = ()
     rounding: dict[str, Any] | None = None
@@ -130,6 +133,7 @@ class QuantizeReport:
             "provenance": self.provenance,
             "notes": list(self.notes),
             "bytes": {"source": self.source_bytes, "output": self.output_bytes},
+            "share": self.share.to_dict(),
             "total": asdict(self.total) | {"sqnr_db": finite_or_none(self.total.sqnr_db)},
             "tensors": [_with_sqnr(tensor) for tensor in self.tensors],
             "activations": [activation.to_dict() for activation in self.activations],

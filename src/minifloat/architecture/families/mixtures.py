@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minifloat.architecture.family import Family, FusedTensor, NativeDecoder, Role
+from minifloat.architecture.family import Family, FusedTensor, NativeDecoder
 
 #: Names in a checkpoint and in transformers of the block that holds the experts.
 _SPARSE_BLOCK = ((r"\.block_sparse_moe\.", ".mlp."),)
@@ -24,11 +24,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("Mixtral", ("mixtral",), native=NativeDecoder.MIXTURE, renames=_SPARSE_BLOCK),
     Family("Qwen mixture", ("qwen2_moe", "qwen3_moe"), native=NativeDecoder.MIXTURE, renames=()),
     Family("DeepSeek", ("deepseek_v2", "deepseek_v3"), renames=()),
-    Family(
-        "DeepSeek sparse attention",
-        ("deepseek_v32", "glm_moe_dsa"),
-        roles=((r"\.indexer\.weights_proj\.weight$", Role.UNQUANTIZED_IN_SERVERS),),
-    ),
+    Family("DeepSeek sparse attention", ("deepseek_v32", "glm_moe_dsa")),
     Family("GLM mixture", ("glm4_moe", "glm4_moe_lite"), renames=()),
     Family("OLMoE", ("olmoe",), renames=()),
     Family("Granite mixture", ("granitemoe", "granitemoeshared"), fused_experts=_GRANITE_EXPERTS),

@@ -6,7 +6,7 @@ Most keep the names of their first checkpoints on disk, which transformers renam
 
 from __future__ import annotations
 
-from minifloat.architecture.family import Family, FusedTensor
+from minifloat.architecture.family import Family, FusedTensor, Role
 
 _LLAMA_4_EXPERTS = (
     FusedTensor("experts.gate_up_proj", ("experts.{}.gate_proj", "experts.{}.up_proj"), transposed=True),
@@ -19,6 +19,8 @@ _GEMMA_4_EXPERTS = (
 
 FAMILIES: tuple[Family, ...] = (
     Family("Gemma 3", ("gemma3",)),
+    # The projections between its four residual streams have four rows or columns.
+    Family("Gemma 3n", ("gemma3n", "gemma3n_text"), roles=((r"\.altup\.\w+\.weight$", Role.OTHER),)),
     Family("Gemma 4", ("gemma4", "gemma4_text"), fused_experts=_GEMMA_4_EXPERTS),
     Family("Llama 4", ("llama4", "llama4_text"), fused_experts=_LLAMA_4_EXPERTS),
     Family("Mistral 3", ("mistral3",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from minifloat.check import conditions, parallel_conditions
 from minifloat.check.conditions import kinds
 from minifloat.check.loading_rule import LoadingRule, LoadVerdict
+from minifloat.check.rules import unquantized
 from minifloat.check.rules.machines import CPUS, GPUS
 from minifloat.check.rules.shared import (
     BLOCKS_128,
@@ -19,6 +20,7 @@ from minifloat.check.subject import MXFP4_KINDS, MXFP8_KINDS, Kind
 from minifloat.layouts import compressed_tensors
 
 RULES: tuple[LoadingRule, ...] = (
+    *unquantized.SGLANG,
     BLOCKS_128,
     NVFP4_BEFORE_BLACKWELL,
     EXPERTS_WEIGHT_ONLY_FP8,

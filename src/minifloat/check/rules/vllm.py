@@ -10,7 +10,7 @@ import functools
 from minifloat.check import conditions
 from minifloat.check.conditions import kinds
 from minifloat.check.loading_rule import LoadingRule, LoadVerdict
-from minifloat.check.rules import vllm_parallel
+from minifloat.check.rules import unquantized, vllm_parallel
 from minifloat.check.rules.machines import ALL, BEFORE_ADA, BEFORE_BLACKWELL, BLACKWELL, CPUS, FNUZ, WITHOUT_AMX
 from minifloat.check.rules.shared import (
     EXPERTS_WEIGHT_ONLY_FP8,
@@ -30,6 +30,7 @@ _CPU_HEAD_SIZES = frozenset({*range(32, 257, 32), 48, 80, 112, 512})
 
 RULES: tuple[LoadingRule, ...] = (
     *vllm_parallel.RULES,
+    *unquantized.VLLM,
     LoadingRule(
         name="vllm-weight-only-fp8",
         hardware=(*CPUS, *FNUZ),

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from minifloat.commands.display.console import make_console, make_table, print_outcome, shape_text
 from minifloat.commands.display.rounding import print_rounding
+from minifloat.plan.share import QuantizedShare
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.static_scales import ActivationReport
 from minifloat.report.text import layer_pattern, size_text
@@ -46,9 +47,16 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool, hint: str = 
         f"({report.source_bytes / max(report.output_bytes, 1):.2f}x smaller). "
         f"SQNR {total.sqnr_db:.2f} dB. {report.seconds:.2f} s."
     )
+    console.print(f"{report.share}{_kept(report.share)}.", soft_wrap=True, highlight=False, markup=False)
     print_outcome(console, report)
     if hint:
         console.print(hint, soft_wrap=True)
+
+
+def _kept(share: QuantizedShare) -> str:
+    """Return what the rest of the linear weights is; empty if there is none."""
+    reasons = ", ".join(f"{group.reason} {size_text(group.nbytes)}" for group in share.kept)
+    return f"; kept: {reasons}" if reasons else ""
 
 
 def _activation_table(activations: Sequence[ActivationReport], *, verbose: bool) -> Table:
