@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import StoredWeight, describe, read_weight
 from minifloat.layouts.inspection import inspect_checkpoint
+from minifloat.layouts.reading import read_rows
 from minifloat.numerics.formats import E8M0, FLOAT32
 from minifloat.numerics.granularity import GROUP_32
 
@@ -102,6 +103,15 @@ def test_a_slab_of_rows_dequantizes_to_the_rows_of_the_whole_weight(fixture: Pat
             for start in range(0, stored.shape[0], step):
                 rows = slice(start, start + step)
                 assert torch.equal(weight.dequantize(rows=rows), whole[rows])
+
+
+def test_rows_that_are_read_without_torch_are_those_of_the_whole_weight(fixture: Path) -> None:
+    with Checkpoint.open(fixture) as checkpoint:
+        for stored in describe(checkpoint).weights.values():
+            whole = read_weight(checkpoint, stored).dequantize()
+            for start in range(0, stored.shape[0], 7):
+                stop = min(start + 7, stored.shape[0])
+                assert torch.equal(torch.from_numpy(read_rows(checkpoint, stored, start, stop)), whole[start:stop])
 
 
 def test_inspect_counts_every_byte_and_weight(fixture: Path) -> None:

@@ -221,9 +221,15 @@ def test_an_unknown_method_lists_the_known_ones(tmp_path: Path) -> None:
         describe_folder(path)
 
 
-def test_integer_weights_are_refused(tmp_path: Path) -> None:
+def test_a_config_group_of_another_element_than_the_codes_is_refused(tmp_path: Path) -> None:
     path = edited(tmp_path, "fp8", lambda config: config["config_groups"]["group_0"]["weights"].update(type="int"))
-    with pytest.raises(ConfigError, match="float weights of 4 or 8 bits"):
+    with pytest.raises(ConfigError, match=r"INT8 weights, whose codes are stored as I32, yet \S+weight is F8_E4M3"):
+        describe_folder(path)
+
+
+def test_weights_of_another_width_are_refused(tmp_path: Path) -> None:
+    path = edited(tmp_path, "fp8", lambda config: config["config_groups"]["group_0"]["weights"].update(num_bits=6))
+    with pytest.raises(ConfigError, match="floats or integers of 4 or 8 bits"):
         describe_folder(path)
 
 

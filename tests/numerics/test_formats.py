@@ -7,6 +7,7 @@ import dataclasses
 import io
 import itertools
 import math
+import pickle
 import struct
 import tokenize
 from pathlib import Path
@@ -26,6 +27,8 @@ from minifloat.numerics.formats import (
     FLOAT16,
     FLOAT32,
     FORMATS,
+    INT4,
+    INT8,
     ElementFormat,
     get_format,
 )
@@ -140,13 +143,22 @@ def test_bits_and_bytes_per_element_are_those_of_the_format() -> None:
         "FP32": 4.0,
         "BF16": 2.0,
         "FP16": 2.0,
+        "INT4": 0.5,
+        "INT8": 1.0,
     }
 
 
 @each_format
 def test_the_nan_code_decodes_to_nan(fmt: ElementFormat) -> None:
     assert fmt.nan_code is None or math.isnan(fmt.decode(fmt.nan_code))
-    assert (fmt.nan_code is None) == (fmt is E2M1)
+    assert (fmt.nan_code is None) == (fmt in (E2M1, INT4, INT8))
+
+
+def test_integers_are_codes_less_an_offset_as_compressed_tensors_packs_them() -> None:
+    assert INT4.values == tuple(float(value) for value in range(-8, 8))
+    assert INT8.values == tuple(float(value) for value in range(-128, 128))
+    assert (INT4.bits, INT8.bits, INT4.max, INT8.max) == (4, 8, 7.0, 127.0)
+    assert all(pickle.loads(pickle.dumps(fmt)) is fmt for fmt in (INT4, INT8))
 
 
 @each_format
@@ -168,7 +180,7 @@ def test_formats_are_found_by_name(fmt: ElementFormat) -> None:
 
 def test_an_unknown_format_lists_the_valid_ones() -> None:
     with pytest.raises(
-        UnknownNameError, match=r"unknown format 'E3M4'; valid: E4M3, E5M2, E2M1, E8M0, FP32, BF16, FP16"
+        UnknownNameError, match=r"unknown format 'E3M4'; valid: E4M3, E5M2, E2M1, E8M0, FP32, BF16, FP16, INT4, INT8"
     ):
         get_format("E3M4")
 

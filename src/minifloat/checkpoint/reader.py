@@ -160,6 +160,15 @@ class Checkpoint:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
 
+    @property
+    def readable(self) -> bool:
+        """Whether tensors can be read; False for a checkpoint of `open_headers`."""
+        return all(stamp is not None for stamp in self._stamps.values())
+
+    def stored_bytes(self, info: TensorInfo) -> int:
+        """Return the bytes that a tensor takes on disk."""
+        return info.nbytes
+
     def read_into(self, info: TensorInfo, buffer: memoryview | npt.NDArray[np.uint8], start: int = 0) -> None:
         """Fill `buffer` with the bytes of a tensor from byte `start` on. Thread-safe.
 

@@ -8,9 +8,11 @@ from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.checkpoint.digest import name_digest, new_hasher
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.convert.plan import Change, Conversion
-from minifloat.convert.values import reciprocal, widen
+from minifloat.convert.values import reciprocal
 from minifloat.errors import NonFiniteError
-from minifloat.layouts import StoredWeight, read_weight
+from minifloat.layouts import StoredWeight
+from minifloat.layouts.reading import read_rows
+from minifloat.layouts.values import narrow, widen
 from minifloat.quantize.stream import SLAB_BYTES, chunks, copy_digest, copy_tensor
 
 
@@ -71,23 +73,20 @@ def _decode_rows(
     checkpoint: Checkpoint, stored: StoredWeight, conversion: Conversion, shard: ShardWriter, start: int
 ) -> int:
     """Write one decoded matrix from byte `start` of the output on; return the number of bytes."""
-    import torch
-
     assert conversion.output is not None
-    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[conversion.output.dtype]
-    weight = read_weight(checkpoint, stored)
     rows, cols = stored.shape
     multiple = stored.spec.granularity.row_multiple or 1
-    slab = max(SLAB_BYTES // (cols * torch.float32.itemsize) // multiple, 1) * multiple
+    slab = max(SLAB_BYTES // (cols * np.dtype(np.float32).itemsize) // multiple, 1) * multiple
     if stored.expert is not None:
         slab = rows  # the matrix is transposed as a whole; one expert is small
     written = 0
     for first in range(0, rows, slab):
-        part = weight.dequantize(dtype, slice(first, min(first + slab, rows)))
-        if not part.isfinite().all():
+        values = read_rows(checkpoint, stored, first, min(first + slab, rows))
+        data, nonfinite = narrow(
+            np.ascontiguousarray(values.T if stored.expert is not None else values), conversion.output.dtype
+        )
+        if nonfinite:
             raise NonFiniteError(stored.codes, f"NaN, or values beyond the range of {conversion.output.dtype}")
-        part = (part.T if stored.expert is not None else part).contiguous()
-        data = part.view(torch.uint8).reshape(-1).numpy()
         shard.write(conversion.output.name, data, start + written)
         written += data.nbytes
     return written

@@ -1,18 +1,14 @@
-"""The arithmetic of a conversion: exact widening, and reciprocals with their rounding error."""
+"""The arithmetic of a conversion: reciprocals with their rounding error."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.errors import ConversionError, NonFiniteError
-from minifloat.numerics.formats import E8M0
-
-_E8M0_VALUES = np.array(E8M0.values, np.float32)  # all are float32 numbers, the smallest a subnormal number
-_HALF_BITS = 16  # low bits of a float32 that a bfloat16 lacks
+from minifloat.layouts.values import widen
 
 
 class Reciprocal(NamedTuple):
@@ -25,23 +21,6 @@ class Reciprocal(NamedTuple):
 
     value: np.float32
     change: float
-
-
-def widen(data: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float32]:
-    """Return scales as float32, which holds every value of their formats.
-
-    Args:
-        data: Bytes of whole elements.
-        dtype: Safetensors dtype of the elements.
-    """
-    if dtype == "F32":
-        return data.view(np.float32)
-    if dtype == "BF16":
-        return (data.view(np.uint16).astype(np.uint32) << _HALF_BITS).view(np.float32)
-    if dtype == "F16":
-        return data.view(np.float16).astype(np.float32)
-    widened: npt.NDArray[Any] = _E8M0_VALUES[data]
-    return widened
 
 
 def reciprocal(checkpoint: Checkpoint, info: TensorInfo) -> Reciprocal:

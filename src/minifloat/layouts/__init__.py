@@ -1,9 +1,12 @@
 """Layouts: names, dtypes and shapes of the tensors of quantized weights, and the config, for each server family.
 
     compressed_tensors.py   vLLM, SGLang, transformers; every scheme; written and read
-    fp8.py                  `quant_method: fp8` (DeepSeek blocks, SGLang's mxfp8: written and read; per tensor: read)
+    int_pack.py             its packs of INT4 and INT8, with and without zero points: read
+    fp8.py                  `quant_method: fp8` (DeepSeek blocks, SGLang's mxfp8: written and read; per tensor,
+                            DeepSeek-V4 with MXFP4 experts: read)
     gpt_oss.py              `quant_method: mxfp4` (fused experts): read
     modelopt.py             NVIDIA ModelOpt's unified export: written and read
+    reading.py, values.py   the bytes of a stored weight, decoded a few rows at a time
 
 `describe` reads config and headers of a checkpoint of any layout. `WRITERS` holds the layouts that `quantize` writes,
 `TARGETS` those that `convert` writes.
@@ -14,7 +17,8 @@ from __future__ import annotations
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError, UnsupportedTensorError, lookup
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
-from minifloat.layouts.stored import Description, StoredWeight, read_weight
+from minifloat.layouts.reading import read_weight
+from minifloat.layouts.stored import Description, StoredWeight
 from minifloat.layouts.writing import WeightTensors, WriteLayout
 
 __all__ = ["READERS", "TARGETS", "WRITERS", "Description", "StoredWeight", "WeightTensors", "WriteLayout"]
@@ -38,6 +42,10 @@ WRITERS: dict[str, WriteLayout] = {layout.name: layout for layout in (compressed
 TARGETS: dict[str, WriteLayout] = {
     layout.name: layout for layout in (*WRITERS.values(), modelopt.WRITER, fp8.MXFP8_WRITER)
 }
+
+#: Integer dtypes of codes, and how the names of codes end.
+_PACK_DTYPES = ("U8", "I8", "I32")
+_WEIGHTS = (".weight", ".weight_packed")
 
 
 def get_writer(name: str) -> WriteLayout:
@@ -76,7 +84,11 @@ def _refuse_orphans(checkpoint: Checkpoint, description: Description) -> None:
     """Raise if a tensor of codes has no scale, so that codes are never read as weights."""
     known = {name for weight in description.weights.values() for name in weight.tensors} | description.auxiliary
     for name, info in checkpoint.tensors.items():
-        if info.dtype.startswith(("F8_", "F4")) and name not in known:
+        is_float = info.dtype.startswith(("F8_", "F4"))
+        is_pack = info.dtype in _PACK_DTYPES and len(info.shape) > 1 and name.endswith(_WEIGHTS)
+        if (is_float or is_pack) and name not in known:
             raise UnsupportedTensorError(
-                name, f"{info.dtype} codes without a scale that the {description.layout or 'unquantized'} layout names"
+                name,
+                f"{info.dtype} codes without a scale that the {description.layout or 'unquantized'} layout names: the "
+                "checkpoint is damaged or incomplete, download it again",
             )

@@ -1,5 +1,7 @@
 """The compressed-tensors layout, which vLLM, SGLang and transformers read for every scheme.
 
+Floats are written and read; packs of integers (`int_pack.py`) are read only.
+
 Source: compressed-tensors 0.20, `QuantizationConfig` and the compressors of each format; llm-compressor 0.14 for the
 content of its checkpoints (bf16 scales, recorded observers, "dynamic": "local").
 """
@@ -12,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint, OutputTensor
-from minifloat.errors import ConfigError
+from minifloat.errors import ConfigError, UsageError
+from minifloat.layouts import int_pack
 from minifloat.layouts.exclusion import by_name_or_pattern, refuse_excluded
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, tensors_with_suffix, weight_shape
 from minifloat.layouts.writing import NO_NAMES, WeightTensors, codes_tensor, scale_tensor, with_names
-from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, INT4, INT8, ElementFormat, IntegerFormat
 from minifloat.numerics.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
@@ -25,7 +28,14 @@ NAME = "compressed-tensors"
 SPEC_VERSION = "0.20.0"
 
 _AUXILIARY = re.compile(r"\.([kqv]_scale|weight_shape|input_global_scale|[kqv]_zero_point)$")
-_ELEMENTS = {4: E2M1, 8: E4M3}
+#: Element by type and number of bits, and the dtypes of its codes.
+_ELEMENTS = {("float", 4): E2M1, ("float", 8): E4M3, ("int", 4): INT4, ("int", 8): INT8}
+_CODE_DTYPES = {
+    E2M1: ("U8", "I8", "F4"),
+    E4M3: ("F8_E4M3",),
+    INT4: (int_pack.CODES_DTYPE,),
+    INT8: (int_pack.CODES_DTYPE,),
+}
 _SCALE_FORMATS: dict[Any, ElementFormat] = {"torch.uint8": E8M0, "torch.float8_e4m3fn": E4M3}
 _HEAD = "lm_head"
 #: Names of modules of experts, and the target that matches all of them.
@@ -38,13 +48,22 @@ _EXPERTS_TARGET = r"re:.*\.experts\.\d+\..*"
 
 @dataclass(frozen=True)
 class CompressedTensorsWriter:
-    """Writer of every scheme."""
+    """Writer of every scheme of floats."""
 
     name: str = NAME
     global_divides: bool = True
 
     def check(self, scheme: Scheme) -> None:
-        """Accept every scheme."""
+        """Accept every scheme of floats.
+
+        Raises:
+            UsageError: If the weights are integers, which are read only.
+        """
+        if isinstance(scheme.weight.element, IntegerFormat):
+            raise UsageError(
+                f"packs of {scheme.weight.element.name} are read, not written: use minifloat convert --dequantize, or "
+                "minifloat quantize --from-quantized with a scheme of floats"
+            )
 
     def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
         """Return ``weight`` (``weight_packed`` for E2M1), ``weight_scale`` and for NVFP4 ``weight_global_scale``."""
@@ -166,8 +185,9 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     """Describe a compressed-tensors checkpoint of any tool.
 
     Raises:
-        ConfigError: If no config group targets a quantized weight, `ignore` lists it, or its group is not a float
-            format.
+        ConfigError: If no config group targets a quantized weight, `ignore` lists it, or its group does not fit its
+            tensors.
+        ShapeError: If codes, scales or zero points do not have the shapes of one weight.
     """
     config_path = checkpoint.path / "config.json"
     groups = config.get("config_groups")
@@ -179,8 +199,21 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
         if codes is None:
             raise ConfigError(config_path, f"{scale.name} has no {module}.weight or {module}.weight_packed beside it")
         group = _group_of(module, groups, config_path)
-        element, granularity = _parse_args(group.get("weights"), config_path)
-        shape = weight_shape(codes, element)
+        args: Mapping[str, Any] = group.get("weights") or {}
+        element, granularity = _parse_args(args, config_path)
+        if codes.dtype not in _CODE_DTYPES[element]:
+            raise ConfigError(
+                config_path,
+                f"the config group of {module} declares {element.name} weights, whose codes are stored as "
+                f"{_CODE_DTYPES[element][0]}, yet {codes.name} is {codes.dtype}: take both from the same checkpoint",
+            )
+        zero_point = None
+        if isinstance(element, IntegerFormat):
+            shape = int_pack.pack_shape(checkpoint, module, codes, element, granularity)
+            symmetric = bool(args.get("symmetric", True))
+            zero_point = int_pack.zero_point_name(checkpoint, module, element, granularity, symmetric)
+        else:
+            shape = weight_shape(codes, element)
         spec = stored_spec(shape, scale, element, granularity)
         activation = _parse_activation(group.get("input_activations"), spec, config_path)
         weights[module] = StoredWeight(
@@ -192,6 +225,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             global_scale=_present(checkpoint, f"{module}.weight_global_scale"),
             activation=activation,
             input_scale=_present(checkpoint, f"{module}.{_input_scale_name(activation)}"),
+            zero_point=zero_point,
         )
     refuse_excluded(config_path, "ignore", config.get("ignore"), weights, by_name_or_pattern)
     used = {name for weight in weights.values() for name in weight.tensors}
@@ -231,11 +265,13 @@ def _group_of(module: str, groups: Mapping[str, Any], config_path: Any) -> dict[
 
 def _parse_args(args: Any, config_path: Any) -> tuple[ElementFormat, Granularity]:
     """Return element and granularity of a `QuantizationArgs`."""
-    if not isinstance(args, dict) or args.get("type") != "float" or args.get("num_bits") not in _ELEMENTS:
-        raise ConfigError(config_path, f"expected float weights of 4 or 8 bits in quantization_config, found {args!r}")
+    if not isinstance(args, dict) or (args.get("type"), args.get("num_bits")) not in _ELEMENTS:
+        raise ConfigError(
+            config_path, f"expected floats or integers of 4 or 8 bits in quantization_config, found {args!r}"
+        )
     strategy, size = args.get("strategy"), args.get("group_size")
     simple = {"tensor": TENSOR, "channel": CHANNEL, "token": TOKEN, "attn_head": CHANNEL}
-    element = _ELEMENTS[args["num_bits"]]
+    element = _ELEMENTS[args["type"], args["num_bits"]]
     if strategy in simple:
         return element, simple[strategy]
     if strategy in ("group", "tensor_group") and isinstance(size, int) and size > 0:

@@ -1,10 +1,14 @@
 """`quant_method: fp8`: DeepSeek's 128x128 blocks, vLLM's per-tensor form, and SGLang's `mxfp8`.
 
-DeepSeek's block form and SGLang's MXFP8 are written and read; vLLM's per-tensor form is read only. "weight_scale_inv"
-multiplies to dequantize, despite its name. In both written forms, servers quantize inputs at run time in groups as wide
-as a block of the weight.
+DeepSeek's block form and SGLang's MXFP8 are written and read; vLLM's per-tensor form and DeepSeek-V4 are read only.
+"weight_scale_inv" multiplies to dequantize, despite its name. In both written forms, servers quantize inputs at run
+time in groups as wide as a block of the weight.
 
-Source: DeepSeek-V3 weight documentation; transformers' finegrained_fp8 and vLLM's fp8 quantization config.
+DeepSeek-V4 names its scales ``scale`` and stores them as E8M0. Its experts (``expert_dtype: "fp4"``) are MXFP4: int8
+``[N, K / 2]``, low nibble first, with scales ``[N, K / 32]``. Other tables may have FP8 codes with the same scales.
+
+Source: DeepSeek-V3 weight documentation; transformers' finegrained_fp8 and vLLM's fp8 quantization config; for
+DeepSeek-V4 the conversion scripts beside its weights, and vLLM's `DeepseekV4FP8Config`.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from minifloat.layouts.stored import (
     weight_shape,
 )
 from minifloat.layouts.writing import NO_NAMES, WeightTensors, codes_tensor, scale_tensor, with_names
-from minifloat.numerics.formats import E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128, GROUP_32, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
 
@@ -33,8 +37,10 @@ NAME = "fp8"
 MXFP8_NAME = "mxfp8"
 
 #: Names of the scales of a weight and of its input, in the order of preference.
-_WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
+_WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
+#: Element of a weight by the dtype of its codes.
+_ELEMENTS = {"F8_E4M3": E4M3, "I8": E2M1}
 #: Keys of the lists of unquantized modules: the first is read by vLLM, the second by all servers.
 _EXCLUSIONS = ("ignored_layers", "modules_to_not_convert")
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
@@ -154,11 +160,13 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     weights = {}
     for module, codes in tensors_with_suffix(checkpoint, ".weight"):
         scale = _first_present(checkpoint, module, _WEIGHT_SCALES)
-        if codes.dtype != "F8_E4M3" or scale is None:
+        element = _ELEMENTS.get(codes.dtype)
+        if element is None or scale is None:
             continue
-        shape = weight_shape(codes, E4M3)
-        granularity = granularity_of(scale, shape, block)
-        spec = stored_spec(shape, scale, E4M3, granularity)
+        shape = weight_shape(codes, element)
+        in_groups = element is E2M1 or scale.shape == GROUP_32.scale_shape(shape)
+        granularity = GROUP_32 if in_groups else granularity_of(scale, shape, block)
+        spec = stored_spec(shape, scale, element, granularity)
         input_scale = _first_present(checkpoint, module, _INPUT_SCALES)
         weights[module] = StoredWeight(
             module=module,
@@ -166,7 +174,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             shape=shape,
             codes=codes.name,
             scale=scale.name,
-            activation=_activation(block, dynamic, spec.scale),
+            activation=None if element is E2M1 else _activation(block, dynamic, spec.scale),
             input_scale=None if input_scale is None else input_scale.name,
         )
     for key in _EXCLUSIONS:

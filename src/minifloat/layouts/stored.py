@@ -1,30 +1,21 @@
 """The common description of quantized weights in a checkpoint, into which every layout is translated.
 
 A `StoredWeight` names the tensors that together are one quantized weight. It is built from headers and config, so that
-`inspect` can describe a checkpoint of any size without reading a weight; `read_weight` reads one weight into the form
-that kernels use.
+`inspect` can describe a checkpoint of any size without reading a weight; `reading.py` reads its bytes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
-from minifloat.errors import NonFiniteError, ShapeError, UnsupportedTensorError
+from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, WeightSpec
-
-if TYPE_CHECKING:
-    import torch
-
-    from minifloat.numerics.tensor import QuantizedTensor
 
 #: Format of stored scales by their safetensors dtype. 16-bit scales are converted to float32, which is exact.
 SCALE_FORMATS: dict[str, ElementFormat] = {
@@ -57,6 +48,7 @@ class StoredWeight:
         input_scale: Name of the tensor of the static input scale, if any; for NVFP4 of the scale above the block scales
             of the input, which divides or multiplies as `global_divides` says.
         expert: Index into the first dimension of `codes` and `scale` if experts are fused (gpt-oss), else None.
+        zero_point: Name of the tensor of the zero points (asymmetric integers), if any.
     """
 
     module: str
@@ -69,11 +61,12 @@ class StoredWeight:
     activation: ActivationSpec | None = None
     input_scale: str | None = None
     expert: int | None = None
+    zero_point: str | None = None
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of all tensors of this weight."""
-        names = (self.codes, self.scale, self.global_scale, self.input_scale)
+        names = (self.codes, self.scale, self.global_scale, self.zero_point, self.input_scale)
         return tuple(name for name in names if name is not None)
 
 
@@ -158,7 +151,7 @@ def stored_spec(
 
     Raises:
         UnsupportedTensorError: If no layout uses the dtype for scales.
-        ShapeError: If the size of the tensor is not that of the granularity's scale grid.
+        ShapeError: If the shape of the tensor, without extents of one, is not that of the granularity's scale grid.
     """
     try:
         scale_format = SCALE_FORMATS[scale.dtype]
@@ -166,58 +159,15 @@ def stored_spec(
         known = ", ".join(SCALE_FORMATS)
         raise UnsupportedTensorError(scale.name, f"scales are stored as one of {known}; found {scale.dtype}") from None
     grid = granularity.scale_shape(shape)
-    if math.prod(scale.shape) != math.prod(grid) * experts:
+    if _squeezed(scale.shape) != _squeezed((experts, *grid)):
         raise ShapeError(
             scale.name,
             f"{granularity} scales of a {shape[0]}x{shape[1]} weight are a grid of {grid[0]}x{grid[1]}; "
-            f"found shape {list(scale.shape)}",
+            f"found shape {list(scale.shape)}: config and tensors are not of the same checkpoint, download both again",
         )
     return WeightSpec(element, granularity, scale_format)
 
 
-def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor:
-    """Read one quantized weight: the stored codes, and the scales as the grid that kernels use.
-
-    Raises:
-        NonFiniteError: If a scale is NaN or Inf, which would make the weight NaN or Inf.
-        UnsupportedTensorError: If a scale has an unsupported dtype.
-        StorageError: If the operating system refuses a read, or the file ends early.
-    """
-    from minifloat.numerics.tensor import QuantizedTensor
-
-    rows, cols = stored.shape
-    bits = stored.spec.element.bits
-    codes = _read(checkpoint, stored.codes, "U8", stored.expert).reshape(rows, cols * bits // 8)
-    scale_info = checkpoint.tensors[stored.scale]
-    scale_dtype = scale_info.dtype if stored.spec.scale is FLOAT32 else "U8"
-    scale = _read(checkpoint, stored.scale, scale_dtype, stored.expert)
-    scale = scale.reshape(stored.spec.granularity.scale_shape(stored.shape))
-    if stored.spec.scale is FLOAT32:
-        scale = scale.float()
-        invalid = ~scale.isfinite()
-    else:
-        nan_code = stored.spec.scale.nan_code or 0
-        invalid = (scale & nan_code) == nan_code
-    if invalid.any():
-        raise NonFiniteError(stored.scale, f"{int(invalid.sum())} of {invalid.numel()} scales are NaN or Inf")
-    global_scale = None
-    if stored.global_scale is not None:
-        info = checkpoint.tensors[stored.global_scale]
-        global_scale = _read(checkpoint, stored.global_scale, info.dtype).float().reshape(())
-        if not global_scale.isfinite():
-            raise NonFiniteError(stored.global_scale, f"the global scale is {global_scale.item()}")
-    return QuantizedTensor(stored.spec, stored.shape, codes, scale, global_scale, stored.global_divides)
-
-
-def _read(checkpoint: Checkpoint, name: str, dtype: str, expert: int | None = None) -> torch.Tensor:
-    """Return a flat tensor of the checkpoint viewed as `dtype`; with `expert`, one slice of the first dimension."""
-    import torch
-
-    torch_dtypes = {"U8": torch.uint8, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    if dtype not in torch_dtypes:
-        raise UnsupportedTensorError(name, f"expected one of {', '.join(torch_dtypes)}; found {dtype}")
-    info = checkpoint.tensors[name]
-    nbytes = info.nbytes if expert is None else info.nbytes // info.shape[0]
-    data = np.empty(nbytes, np.uint8)
-    checkpoint.read_into(info, data, (expert or 0) * nbytes)
-    return torch.from_numpy(data).view(torch_dtypes[dtype])
+def _squeezed(shape: Sequence[int]) -> list[int]:
+    """Return a shape without extents of one; layouts differ in those."""
+    return [extent for extent in shape if extent != 1]

@@ -1,8 +1,8 @@
 """The number formats, each declared once.
 
-A format is declared by its field widths, its bias and the meaning of its all-ones exponent. This module derives every
-other fact (largest value, smallest subnormal, the value of each code), so that no other module spells out 448 or 6.
-It is plain Python without torch; `numerics.cast.torch_dtype` maps records to torch dtypes.
+A float format is declared by its field widths, its bias and the meaning of its all-ones exponent. This module derives
+every other fact (largest value, smallest subnormal, the value of each code), so that no other module spells out 448 or
+6. It is plain Python without torch; `numerics.cast.torch_dtype` maps records to torch dtypes.
 
 Source: OCP 8-bit Floating Point Specification (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX)
 Specification 1.0, sections 5.3 and 5.4, for E2M1 and E8M0.
@@ -135,6 +135,29 @@ class ElementFormat:
         return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
 
 
+@dataclass(frozen=True)
+class IntegerFormat(ElementFormat):
+    """Integers in offset binary: the value of a code is the code less `bias`.
+
+    They occur in checkpoints that are read only (packs of INT4 and INT8). `mantissa_bits` is the width of a code.
+
+    Source: compressed-tensors 0.20, `pack_to_int32`.
+    """
+
+    def decode(self, code: int) -> float:
+        """Return the value of one code.
+
+        Args:
+            code: ``0 <= code < 2**bits``.
+
+        Raises:
+            ValueError: If the code is out of range.
+        """
+        if not 0 <= code < 1 << self.bits:
+            raise ValueError(f"{self.name} codes are 0..{(1 << self.bits) - 1}, got {code}")
+        return float(code - self.bias)
+
+
 E4M3 = ElementFormat("E4M3", 4, 3, 7, Special.NAN)
 E5M2 = ElementFormat("E5M2", 5, 2, 15, Special.IEEE)
 E2M1 = ElementFormat("E2M1", 2, 1, 1, Special.NONE)
@@ -142,8 +165,12 @@ E8M0 = ElementFormat("E8M0", 8, 0, 127, Special.NAN, signed=False)
 FLOAT32 = ElementFormat("FP32", 8, 23, 127, Special.IEEE)
 BFLOAT16 = ElementFormat("BF16", 8, 7, 127, Special.IEEE)
 FLOAT16 = ElementFormat("FP16", 5, 10, 15, Special.IEEE)
+INT4 = IntegerFormat("INT4", 0, 4, 8, Special.NONE, signed=False)
+INT8 = IntegerFormat("INT8", 0, 8, 128, Special.NONE, signed=False)
 
-FORMATS: dict[str, ElementFormat] = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0, FLOAT32, BFLOAT16, FLOAT16)}
+FORMATS: dict[str, ElementFormat] = {
+    f.name: f for f in (E4M3, E5M2, E2M1, E8M0, FLOAT32, BFLOAT16, FLOAT16, INT4, INT8)
+}
 
 
 def get_format(name: str) -> ElementFormat:

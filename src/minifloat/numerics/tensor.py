@@ -32,6 +32,8 @@ class QuantizedTensor:
         scale: The scale grid of ``spec.granularity``: float32 values for FLOAT32 scales, uint8 codes otherwise.
         global_scale: float32 scalar of the whole tensor if ``spec.has_global_scale``, else None.
         global_divides: Whether `global_scale` divides (compressed-tensors) or multiplies (ModelOpt) to dequantize.
+        zero_point: uint8 grid like `scale`, codes of the element's format whose value is subtracted before the scale
+            multiplies (asymmetric integers); None for zero.
     """
 
     spec: WeightSpec
@@ -40,6 +42,7 @@ class QuantizedTensor:
     scale: torch.Tensor
     global_scale: torch.Tensor | None = None
     global_divides: bool = True
+    zero_point: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, cols = self.shape
@@ -49,6 +52,10 @@ class QuantizedTensor:
             raise ShapeError("codes", f"expected {expected_codes} for a {self.shape} weight, got {_shape(self.codes)}")
         if tuple(self.scale.shape) != expected_scale:
             raise ShapeError("scale", f"expected {expected_scale} for a {self.shape} weight, got {_shape(self.scale)}")
+        if self.zero_point is not None and tuple(self.zero_point.shape) != expected_scale:
+            raise ShapeError(
+                "zero_point", f"expected {expected_scale} for a {self.shape} weight, got {_shape(self.zero_point)}"
+            )
         if (self.global_scale is not None) != self.spec.has_global_scale:
             raise ShapeError("global_scale", f"present: {self.global_scale is not None}, scheme: {self.spec}")
 
@@ -60,8 +67,8 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        extra = 0 if self.global_scale is None else self.global_scale.nbytes
-        return self.codes.nbytes + self.scale.nbytes + extra
+        extra = [tensor.nbytes for tensor in (self.global_scale, self.zero_point) if tensor is not None]
+        return self.codes.nbytes + self.scale.nbytes + sum(extra)
 
     def block_scale(self) -> torch.Tensor:
         """Return the float32 grid that multiplies decoded elements; entries are not checked for NaN and Inf."""
@@ -84,9 +91,11 @@ class QuantizedTensor:
         codes = self.codes[start:stop]
         elements = decode(unpack_nibbles(codes) if self.packed else codes, self.spec.element)
         block_rows, _ = self.spec.granularity.block(self.shape)
-        grid = self.block_scale()[start // block_rows : -(-stop // block_rows)]
+        blocks, shape = slice(start // block_rows, -(-stop // block_rows)), (stop - start, self.shape[1])
         granularity = self.spec.granularity
-        return elements.mul_(expand(grid, granularity, (stop - start, self.shape[1]))).to(dtype)
+        if self.zero_point is not None:
+            elements.sub_(expand(decode(self.zero_point[blocks], self.spec.element), granularity, shape))
+        return elements.mul_(expand(self.block_scale()[blocks], granularity, shape)).to(dtype)
 
 
 def quantize_tensor(weight: torch.Tensor, spec: WeightSpec, tensor_amax: torch.Tensor | None = None) -> QuantizedTensor:

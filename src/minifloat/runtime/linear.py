@@ -27,7 +27,7 @@ _GPU = "gpu_"  #: prefix of the buffers of a GpuWeight's tensors
 #: kernels that decode weights. Published figures for an H100: 1.55 times BF16 against 0.52. Not measured here.
 PREFILL_ROWS = 256
 
-_BUFFERS = ("codes", "scale", "global_scale", "packed")
+_BUFFERS = ("codes", "scale", "global_scale", "zero_point", "packed")
 
 
 class QuantizedWeight(nn.Module):
@@ -45,6 +45,7 @@ class QuantizedWeight(nn.Module):
         codes: uint8, as in `QuantizedTensor`; only if unpacked.
         scale: The scale grid; only if unpacked.
         global_scale: float32 scalar or None; only if unpacked.
+        zero_point: The grid of zero points or None; only if unpacked.
         packed: uint8, as `PackedWeight.data`; only if packed for the CPU.
         gpu_codes: With the other tensors of `GpuWeight`, each as "gpu_" and its name; only if packed for the GPU.
         activation: How inputs are quantized before they are multiplied; None: not at all.
@@ -56,6 +57,7 @@ class QuantizedWeight(nn.Module):
     codes: Tensor
     scale: Tensor
     global_scale: Tensor | None
+    zero_point: Tensor | None
     input_scale: Tensor | None
     prefill: QuantizedWeight | None
 
@@ -93,6 +95,7 @@ class QuantizedWeight(nn.Module):
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scale", weight.scale)
         self.register_buffer("global_scale", weight.global_scale)
+        self.register_buffer("zero_point", weight.zero_point)
 
     @property
     def is_packed(self) -> bool:
@@ -110,7 +113,7 @@ class QuantizedWeight(nn.Module):
         data = self._buffers.get("packed")
         if data is None:
             return QuantizedTensor(
-                self.spec, self.shape, self.codes, self.scale, self.global_scale, self.global_divides
+                self.spec, self.shape, self.codes, self.scale, self.global_scale, self.global_divides, self.zero_point
             )
         if self._packed is None or self._packed.data is not data:  # the buffer was moved or assigned
             self._packed = PackedWeight(data, self.spec, self.shape)
