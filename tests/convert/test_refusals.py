@@ -11,7 +11,14 @@ import torch
 from converting import INTEROP, edited
 
 from minifloat.convert import convert_checkpoint
-from minifloat.errors import ConversionError, MinifloatError, NonFiniteError, UnknownNameError, UsageError
+from minifloat.errors import (
+    ConversionError,
+    MinifloatError,
+    NonFiniteError,
+    UnknownNameError,
+    UnsupportedTensorError,
+    UsageError,
+)
 
 PROJ = "model.layers.0.mlp.down_proj"
 ATTENTION = "model.layers.0.self_attn"
@@ -79,7 +86,6 @@ def with_tensors(**tensors: torch.Tensor) -> Callable[[Tensors], Tensors]:
         ),
         ("llmc-fp8-kv", {f"{ATTENTION}.q_scale": torch.ones(1)}, "q_scale: layout 'modelopt' has no place for it"),
         ("llmc-fp8-kv", {f"{ATTENTION}.k_scale": torch.ones(2, 1, 1)}, "k_scale: expected one float"),
-        ("llmc-fp8-dynamic", {"a.weight": torch.ones(4, 4, dtype=torch.uint8)}, "a.weight: U8 codes that belong to no"),
     ],
 )
 def test_a_tensor_that_no_layout_can_hold_is_refused_by_name(
@@ -87,6 +93,12 @@ def test_a_tensor_that_no_layout_can_hold_is_refused_by_name(
 ) -> None:
     source = edited(INTEROP / name, tmp_path / "model", tensors=lambda before: before | added)
     refused(source, tmp_path, "modelopt", problem, ConversionError)
+
+
+def test_packed_codes_without_a_scale_are_refused_by_name(tmp_path: Path) -> None:
+    added = {"a.weight": torch.ones(4, 4, dtype=torch.uint8)}
+    source = edited(INTEROP / "llmc-fp8-dynamic", tmp_path / "model", tensors=lambda before: before | added)
+    refused(source, tmp_path, "modelopt", "a.weight: U8 codes without a scale", UnsupportedTensorError)
 
 
 def algorithm(name: str) -> Callable[[dict[str, Any]], None]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint
+from minifloat.layouts.decoded import DecodedCheckpoint
 
 #: Config keys that do not change what the model computes: who saved it, and how it was quantized.
 _INCIDENTAL = frozenset(
@@ -41,11 +42,13 @@ class ModelIdentity:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> ModelIdentity:
-        """Return the identity of an open checkpoint.
+        """Return the identity of an open checkpoint; the plain view of a quantized one has that of the quantized one.
 
         Raises:
             StorageError: The system refused to read.
         """
+        if isinstance(checkpoint, DecodedCheckpoint):
+            checkpoint = checkpoint.stored
         infos = sorted(checkpoint.tensors.values(), key=lambda info: info.name)
         declared = [[info.name, info.dtype, list(info.shape)] for info in infos]
         return cls(

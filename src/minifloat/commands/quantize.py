@@ -63,6 +63,7 @@ class QuantizeParams(WritingParams):
     rule: str
     max_saturation: float | None
     kv_cache: str | None
+    from_quantized: bool
     target: str | None
     base_model: str | None
     mtp: bool
@@ -114,6 +115,9 @@ def _scheme_help() -> str:
 @click.option("--rule", default="max", show_default=True, help="How statistics become static scales.")
 @click.option("--max-saturation", type=click.FloatRange(0, 1), help="Largest fraction of held-out inputs to saturate.")
 @click.option("--kv-cache", type=click.Choice(["fp8"]), help="Write calibrated scales of an FP8 KV cache.")
+@click.option(
+    "--from-quantized", is_flag=True, help="MODEL is quantized already: decode it and quantize its values again."
+)
 @click.option("--target", metavar="ENGINE:HARDWARE[:tpN]", help="Refuse what will not load there, e.g. vllm:h100:tp4.")
 @click.option("--base-model", metavar="ID", help="For the model card: the hub id of MODEL, if MODEL is a folder.")
 @click.option("--mtp", is_flag=True, help="Quantize layers of multi-token prediction too, which are kept otherwise.")
@@ -147,6 +151,7 @@ def quantize(params: QuantizeParams) -> None:
             method=None if params.data or _takes_hessians(params) else params.method,
             budget=_budget(params),
             kv_cache=params.kv_cache is not None,
+            from_quantized=params.from_quantized,
             target=params.target,
             device=params.device,
             progress=progress,
@@ -196,7 +201,12 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
             RunOptions(histogram=isinstance(rule, HistogramRule)),
             own_text_file=params.out.absolute().with_name(f"{params.out.absolute().name}.calibration-self.safetensors"),
             write_copy=lambda folder: quantize_checkpoint(
-                params.model, folder, "fp8", revision=params.revision, allow_partial=True
+                params.model,
+                folder,
+                "fp8",
+                revision=params.revision,
+                allow_partial=True,
+                from_quantized=params.from_quantized,
             ),
             progress=progress,
             revision=params.revision,

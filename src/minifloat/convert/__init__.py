@@ -1,7 +1,6 @@
 """`convert`: a quantized checkpoint in another layout, or in 16 bits again.
 
 plan.py, layout_plan.py, dequantize_plan.py  the output of every tensor; from headers, config and single scales
-refusal.py                                   quantization that no layout here can hold
 job.py, stream.py, values.py                 the run: tensors stream into a new folder; an interrupted run continues
 report.py, card.py                           the report on every tensor, and the model card
 """

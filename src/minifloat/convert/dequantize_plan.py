@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from minifloat.checkpoint import Checkpoint, OutputTensor
+from minifloat.checkpoint import Checkpoint
 from minifloat.convert.plan import (
     Change,
     Conversion,
@@ -13,14 +12,11 @@ from minifloat.convert.plan import (
     describe_quantized,
     require_tensor,
     with_copies,
-    without_quantization,
 )
 from minifloat.errors import lookup
 from minifloat.layouts import StoredWeight
+from minifloat.layouts.decoded import DTYPES, config_dtype, language_configs, plain_tensor, without_quantization
 from minifloat.layouts.inspection import format_name
-
-#: Value of ``--dtype`` -> safetensors dtype.
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 def make_dequantize_plan(checkpoint: Checkpoint, dtype: str | None = None) -> ConvertPlan:
@@ -37,7 +33,7 @@ def make_dequantize_plan(checkpoint: Checkpoint, dtype: str | None = None) -> Co
     """
     description = describe_quantized(checkpoint)
     config = without_quantization(checkpoint.config)
-    dtype_name = dtype or _config_dtype(config)
+    dtype_name = dtype or config_dtype(config)
     stored_dtype = lookup("dtype", dtype_name, DTYPES)
     if dtype is not None:
         _set_dtype(config, dtype)
@@ -47,11 +43,8 @@ def make_dequantize_plan(checkpoint: Checkpoint, dtype: str | None = None) -> Co
         by_codes.setdefault(weight.codes, []).append(weight)
     for weights in by_codes.values():
         first = weights[0]
-        rows, cols = first.shape
-        output = OutputTensor(f"{first.module}.weight", stored_dtype, first.shape)
-        if first.expert is not None:
-            output = OutputTensor(first.module.rpartition(".")[0], stored_dtype, (len(weights), cols, rows))
-        names = (name for name in (first.codes, first.scale, first.global_scale) if name is not None)
+        output = plain_tensor(weights, stored_dtype)
+        names = (name for name in first.tensors if name != first.input_scale)
         infos = tuple(require_tensor(checkpoint, name) for name in names)
         detail = format_name(first.spec, first.activation)
         conversions.append(Conversion(infos, output, Change.DECODE, f"from {detail}", tuple(weights)))
@@ -63,20 +56,8 @@ def make_dequantize_plan(checkpoint: Checkpoint, dtype: str | None = None) -> Co
     return ConvertPlan(str(description.layout), None, dtype_name, with_copies(checkpoint, conversions), config)
 
 
-def _language_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the config and, in a multimodal model, its `text_config`."""
-    yield config
-    if isinstance(config.get("text_config"), dict):
-        yield config["text_config"]
-
-
-def _config_dtype(config: dict[str, Any]) -> str:
-    names = (part.get("dtype") or part.get("torch_dtype") for part in _language_configs(config))
-    return next((str(name).removeprefix("torch.") for name in names if name), "bfloat16")
-
-
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    for part in _language_configs(config):
+    for part in language_configs(config):
         for key in ("dtype", "torch_dtype"):
             if key in part:
                 part[key] = dtype

@@ -16,14 +16,14 @@ from minifloat.convert.plan import (
     describe_quantized,
     require_tensor,
     with_copies,
-    without_quantization,
 )
-from minifloat.convert.refusal import refuse_kv
 from minifloat.convert.report import Rounding
 from minifloat.convert.values import reciprocal
 from minifloat.errors import ConversionError, ShapeError, UsageError, lookup
 from minifloat.layouts import TARGETS, Description, StoredWeight, WriteLayout, gpt_oss
+from minifloat.layouts.decoded import without_quantization
 from minifloat.layouts.inspection import format_name
+from minifloat.layouts.refusal import refuse_kv
 from minifloat.layouts.stored import SCALE_FORMATS, kv_scale_of
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
 from minifloat.numerics.scheme import Scheme, WeightSpec

@@ -7,15 +7,15 @@ before anything is written.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
-from minifloat.convert.refusal import refuse_unknown_quantization
 from minifloat.convert.report import Rounding
 from minifloat.errors import ConversionError, UsageError
 from minifloat.layouts import Description, StoredWeight, WriteLayout, describe
+from minifloat.layouts.refusal import refuse_unknown_quantization
 
 
 class Change(enum.Enum):
@@ -125,12 +125,3 @@ def require_tensor(checkpoint: Checkpoint, name: str) -> TensorInfo:
         return checkpoint.tensors[name]
     except KeyError:
         raise ConversionError(f"{name} is missing: the weight cannot be decoded without it") from None
-
-
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the unquantized model."""
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
-    nested = plain.get("text_config")
-    if isinstance(nested, dict):
-        plain["text_config"] = without_quantization(nested)
-    return plain

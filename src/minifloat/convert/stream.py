@@ -10,10 +10,9 @@ from minifloat.checkpoint.shard import ShardWriter
 from minifloat.convert.plan import Change, Conversion
 from minifloat.convert.values import reciprocal
 from minifloat.errors import NonFiniteError
-from minifloat.layouts import StoredWeight
-from minifloat.layouts.reading import read_rows
-from minifloat.layouts.values import narrow, widen
-from minifloat.quantize.stream import SLAB_BYTES, chunks, copy_digest, copy_tensor
+from minifloat.layouts.values import widen
+from minifloat.quantize.decoded import write_decoded
+from minifloat.quantize.stream import chunks, copy_digest, copy_tensor
 
 
 def run_conversion(checkpoint: Checkpoint, conversion: Conversion, shard: ShardWriter | None) -> list[str]:
@@ -37,7 +36,7 @@ def run_conversion(checkpoint: Checkpoint, conversion: Conversion, shard: ShardW
         return [copy_tensor(checkpoint, info, shard)]
     if conversion.change is Change.DECODE:
         digests = [copy_digest(checkpoint, source) for source in conversion.sources]
-        _decode(checkpoint, conversion, shard)
+        write_decoded(checkpoint, conversion.weights, conversion.output, shard)
         return digests
     if conversion.change is Change.INVERT:
         shard.write(conversion.output.name, reciprocal(checkpoint, info).value.reshape(1))
@@ -60,33 +59,3 @@ def _move(checkpoint: Checkpoint, info: TensorInfo, name: str, shard: ShardWrite
         shard.write(name, data, end)
         end += data.nbytes
     return name_digest(hasher)
-
-
-def _decode(checkpoint: Checkpoint, conversion: Conversion, shard: ShardWriter) -> None:
-    """Write one decoded weight, or the fused weights of all experts, each transposed."""
-    start = 0
-    for weight in conversion.weights:
-        start += _decode_rows(checkpoint, weight, conversion, shard, start)
-
-
-def _decode_rows(
-    checkpoint: Checkpoint, stored: StoredWeight, conversion: Conversion, shard: ShardWriter, start: int
-) -> int:
-    """Write one decoded matrix from byte `start` of the output on; return the number of bytes."""
-    assert conversion.output is not None
-    rows, cols = stored.shape
-    multiple = stored.spec.granularity.row_multiple or 1
-    slab = max(SLAB_BYTES // (cols * np.dtype(np.float32).itemsize) // multiple, 1) * multiple
-    if stored.expert is not None:
-        slab = rows  # the matrix is transposed as a whole; one expert is small
-    written = 0
-    for first in range(0, rows, slab):
-        values = read_rows(checkpoint, stored, first, min(first + slab, rows))
-        data, nonfinite = narrow(
-            np.ascontiguousarray(values.T if stored.expert is not None else values), conversion.output.dtype
-        )
-        if nonfinite:
-            raise NonFiniteError(stored.codes, f"NaN, or values beyond the range of {conversion.output.dtype}")
-        shard.write(conversion.output.name, data, start + written)
-        written += data.nbytes
-    return written

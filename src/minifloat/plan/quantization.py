@@ -50,7 +50,8 @@ def make_plan(
     if checkpoint.quantization_config is not None:
         method = checkpoint.quantization_config.get("quant_method", "unknown")
         raise AlreadyQuantizedError(
-            f"{checkpoint.path} is quantized already (quant_method {method!r}); start from the original checkpoint"
+            f"{checkpoint.path} is quantized already (quant_method {method!r}); start from the original checkpoint, or "
+            "quantize its dequantized values with --from-quantized"
         )
     family = family_of(checkpoint.config)
     matched_overrides: set[int] = set()

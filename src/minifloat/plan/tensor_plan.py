@@ -38,6 +38,8 @@ class Part:
         matrix: Index of the matrix in the source, for fused experts; 0 otherwise.
         first_row: First row of this weight in that matrix (after transposing).
         transposed: Whether the source stores the matrix as ``[K, rows]``.
+        matrices: Number of matrices that the weight takes from the source, one below the other (gpt-oss stores all
+            experts in one tensor); then `shape` has the rows of all.
     """
 
     module: str
@@ -48,6 +50,7 @@ class Part:
     matrix: int = 0
     first_row: int = 0
     transposed: bool = False
+    matrices: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class TensorPlan:
         reason: Why it is copied; empty where it is quantized.
         constants: Scales of inputs and of the KV cache that are written beside it.
         drafts: Whether it belongs to a layer of multi-token prediction.
+        dtype: Dtype of the copy of a tensor that the source stores quantized; None: as it is stored.
     """
 
     source: TensorInfo
@@ -82,13 +86,14 @@ class TensorPlan:
     reason: str = ""
     constants: tuple[Constant, ...] = ()
     drafts: bool = False
+    dtype: str | None = None
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
         """The output tensors."""
         constants = tuple(constant.tensor for constant in self.constants)
         if not self.parts:
-            return (OutputTensor(self.source.name, self.source.dtype, self.source.shape), *constants)
+            return (OutputTensor(self.source.name, self.dtype or self.source.dtype, self.source.shape), *constants)
         return (*(tensor for part in self.parts for tensor in part.tensors.all), *constants)
 
 

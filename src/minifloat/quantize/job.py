@@ -43,19 +43,29 @@ from minifloat.errors import UsageError
 from minifloat.hub import is_hub_id, model_folder
 from minifloat.kernels import processors
 from minifloat.layouts import compressed_tensors, get_writer
+from minifloat.layouts.decoded import DecodedCheckpoint
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import make_plan
 from minifloat.plan.share import QuantizedShare, require_share
 from minifloat.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan
 from minifloat.quantize.card import BUDGET_CHART, model_card
+from minifloat.quantize.copied_codes import copied_codes, copy_codes
 from minifloat.quantize.provenance import describe_recipe, provenance, quantize_options
+from minifloat.quantize.quantized_source import (
+    describe_source,
+    dropped_tensors,
+    plain_view,
+    source_notes,
+    with_dequantized_copies,
+)
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.static_scales import Calibration, apply_calibration
 from minifloat.quantize.stream import (
     Caster,
     copy_digest,
     copy_tensor,
+    dequantize_copy,
     part_amax,
     part_digest,
     quantize_part,
@@ -89,6 +99,7 @@ def quantize_checkpoint(
     method: str | None = None,
     budget: Budget | None = None,
     kv_cache: bool = False,
+    from_quantized: bool = False,
     target: str | None = None,
     device: str = "cpu",
     impl: str = "auto",
@@ -101,7 +112,8 @@ def quantize_checkpoint(
     """Quantize a checkpoint into a new folder.
 
     Args:
-        source: A folder or a model of the hub: Hugging Face layout, safetensors, BF16 / F16 / F32 weights.
+        source: A folder or a model of the hub: Hugging Face layout, safetensors, BF16 / F16 / F32 weights; with
+            `from_quantized` in any layout that `layouts.describe` reads.
         destination: A folder that does not exist yet, in one that does.
         scheme: A name of `SCHEMES`, or a `Scheme`; by default ``"fp8-block"``. With `budget` the cheapest format of the
             mixture, by default the cheapest weight-only scheme that the model allows.
@@ -116,6 +128,8 @@ def quantize_checkpoint(
         budget: Bits, bytes or KL divergence within which the formats of fused groups of weights are chosen; needs
             `data`. `overrides` keep the format of the modules that they match.
         kv_cache: Write scales of an FP8 KV cache; needs `calibration`.
+        from_quantized: The source is quantized already. It is decoded row by row, and errors are against its
+            dequantized values. Weights that it stores in the format of the scheme keep their codes and scales.
         target: Where the output is to run, as in ``"vllm:h100:tp4"``; a checkpoint that would not load is an error.
         device: Where weights are cast: "cpu", "cuda" or "cuda:N". The output is the same, bit for bit; the sums of
             errors in the report differ by the order of summation.
@@ -132,6 +146,8 @@ def quantize_checkpoint(
     Raises:
         UsageError: An argument is wrong, or less than half of the linear weights would be quantized; nothing was
             written.
+        AlreadyQuantizedError: The source is quantized, and `from_quantized` is False.
+        ConversionError: The quantization of the source has parts other than codes and scales.
         CheckpointError: The source is damaged, or is no checkpoint.
         HubError: The hub has no such source, refuses it, or cannot be reached.
         TensorError: A tensor cannot be quantized; it is named and nothing is left behind.
@@ -158,7 +174,8 @@ def quantize_checkpoint(
         )
     if base_model is not None and not is_hub_id(base_model):
         raise UsageError(f"base_model: expected the id of a model of the hub, ORG/NAME, got {base_model!r}")
-    with Checkpoint.open(model_folder(source, revision=revision)) as checkpoint:
+    with Checkpoint.open(model_folder(source, revision=revision)) as stored:
+        checkpoint = plain_view(stored) if from_quantized else stored
         refuse_inside(checkpoint.path, Path(destination))
         CheckpointWriter.check_destination(destination, overwrite=overwrite)
 
@@ -166,7 +183,7 @@ def quantize_checkpoint(
             plan = make_plan(checkpoint, scheme, writer_layout, overrides, mtp=mtp)
             if not allow_partial:
                 require_share(plan)
-            return plan
+            return with_dequantized_copies(plan, checkpoint)
 
         with ExitStack() as stack:
             rounded = None
@@ -200,8 +217,13 @@ def quantize_checkpoint(
                 CheckpointWriter(
                     destination,
                     fingerprint=fingerprint(
-                        checkpoint,
-                        recipe := describe_recipe(plan, calibration, None if rounded is None else rounded.recipe),
+                        stored,
+                        recipe := describe_recipe(
+                            plan,
+                            calibration,
+                            None if rounded is None else rounded.recipe,
+                            from_quantized=from_quantized,
+                        ),
                         _constants(plan),
                     ),
                     total_bytes=plan.output_bytes,
@@ -213,6 +235,8 @@ def quantize_checkpoint(
                 shards = dict(plan.by_shard())
                 job = QuantizeJob(checkpoint, writer, pool, shards, metadata, progress, plan, caster, rounded)
                 tensors = tuple(TensorReport.from_dict(entry) for entry in job.run())
+                tensors += dropped_tensors(checkpoint, pool, copy_digest)
+            source_facts = describe_source(checkpoint, tensors)
             report = QuantizeReport(
                 source=str(source),
                 destination=str(destination),
@@ -222,12 +246,14 @@ def quantize_checkpoint(
                 share=QuantizedShare.of(plan),
                 activations=activations,
                 notes=(
+                    *source_notes(source_facts),
                     *notes,
                     *names.notes,
                     *_mtp_note(plan),
                     *(() if rounded is None else rounded.notes),
                     *restart_notes(writer),
                 ),
+                quantized_source=source_facts,
                 rounding=None if rounded is None else rounded.to_dict(),
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
@@ -293,7 +319,10 @@ def _rounding(
 
 def _copy_writer(checkpoint: Checkpoint) -> Callable[[Path], object]:
     """Return a function that writes a copy of a model with half of its bytes to a new folder."""
-    return lambda folder: quantize_checkpoint(checkpoint.path, folder, "fp8", allow_partial=True)
+    from_quantized = isinstance(checkpoint, DecodedCheckpoint)
+    return lambda folder: quantize_checkpoint(
+        checkpoint.path, folder, "fp8", allow_partial=True, from_quantized=from_quantized
+    )
 
 
 def _data_options(
@@ -366,6 +395,7 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         plan: The plan of the output.
         caster: Implementation and device that cast the weights.
         rounded: The output tensors that were made with data; None: there are none.
+        copied: Modules whose codes and scales are those of a quantized source.
         amaxes: Amax of each group of weights that share a scale and that has a member in an unfinished shard.
     """
 
@@ -373,6 +403,12 @@ class QuantizeJob(RewriteJob[TensorPlan]):
     caster: Caster
     rounded: RoundedOutput | None = None
     amaxes: dict[str, float] = field(default_factory=dict, init=False)
+    copied: frozenset[str] = field(default=frozenset(), init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounded is None and isinstance(self.checkpoint, DecodedCheckpoint):
+            self.copied = copied_codes(self.checkpoint, self.plan)
 
     def sources(self, item: TensorPlan) -> Sequence[TensorInfo]:
         """Return the one source tensor."""
@@ -396,6 +432,8 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         if not item.parts:
             if self.rounded is not None and item.source.name in self.rounded.model:
                 return [self.pool.submit(write_rounded_copy, self.checkpoint, item.source, shard, self.rounded.model)]
+            if item.dtype is not None and isinstance(self.checkpoint, DecodedCheckpoint):
+                return [self.pool.submit(dequantize_copy, self.checkpoint, item.source, item.dtype, shard)]
             return [self.pool.submit(copy_tensor, self.checkpoint, item.source, shard, self.caster)]
         return [self._submit_part(item.source, part, shard) for part in item.parts]
 
@@ -403,16 +441,19 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         """Hand one weight to the pool: its codes that were chosen with data, or its cast."""
         if self.rounded is not None and part.tensors.codes.name in self.rounded.model:
             return self.pool.submit(write_rounded_part, self.checkpoint, source, part, shard, self.rounded.model)
+        if part.module in self.copied and isinstance(self.checkpoint, DecodedCheckpoint):
+            return self.pool.submit(copy_codes, self.checkpoint, source, part, shard)
         amax = self.amaxes.get(part.group)
         return self.pool.submit(quantize_part, self.checkpoint, source, part, amax, shard, self.caster)
 
     def entries(self, item: TensorPlan, results: list[Any]) -> list[dict[str, Any]]:
         """Return a row for each weight, or one for the copy."""
+        source_bytes = self.checkpoint.stored_bytes(item.source)
         if not item.parts:
             changed = self.rounded is not None and item.source.name in self.rounded.model
-            return [TensorReport.copied(item, results[0], changed=changed).to_dict()]
+            return [TensorReport.copied(item, source_bytes, results[0], changed=changed).to_dict()]
         return [
-            TensorReport.quantized(item, part, stats, digest).to_dict()
+            TensorReport.quantized(item, part, source_bytes, stats, digest, copied=part.module in self.copied).to_dict()
             for part, (stats, digest) in zip(item.parts, results, strict=True)
         ]
 
@@ -429,8 +470,11 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         groups = [part.group for item in items for part in item.parts]
         return {"amax": {group: self.amaxes[group] for group in groups if group in self.amaxes}}
 
-    def _is_rounded(self, part: Part) -> bool:
-        return self.rounded is not None and part.tensors.codes.name in self.rounded.model
+    def _is_settled(self, part: Part) -> bool:
+        """Return whether the codes of a part exist already: chosen with data, or in the source."""
+        return part.module in self.copied or (
+            self.rounded is not None and part.tensors.codes.name in self.rounded.model
+        )
 
     def _measure_amaxes(self) -> dict[str, float]:
         unfinished = {
@@ -444,7 +488,7 @@ class QuantizeJob(RewriteJob[TensorPlan]):
             (part.group, self.pool.submit(part_amax, self.checkpoint, tensor.source, part, self.caster))
             for tensor in self.plan.tensors
             for part in tensor.parts
-            if part.scheme.weight.needs_tensor_amax and part.group in unfinished and not self._is_rounded(part)
+            if part.scheme.weight.needs_tensor_amax and part.group in unfinished and not self._is_settled(part)
         ]
         amaxes: dict[str, float] = {}
         for group, future in futures:

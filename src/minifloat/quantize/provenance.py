@@ -26,7 +26,11 @@ class _TensorEntry(Protocol):
 
 
 def describe_recipe(
-    plan: QuantizationPlan, calibration: Calibration | None, rounding: dict[str, Any] | None = None
+    plan: QuantizationPlan,
+    calibration: Calibration | None,
+    rounding: dict[str, Any] | None = None,
+    *,
+    from_quantized: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments that determine the output of `quantize`, as JSON values."""
     weight = plan.scheme.weight
@@ -42,6 +46,7 @@ def describe_recipe(
         "inputs": sorted({str(scheme.activation) for scheme in plan.modules.values() if scheme.activation is not None}),
         "overrides": [str(override) for override in plan.overrides],
         "mtp": any(tensor.drafts and tensor.parts for tensor in plan.tensors),
+        **({"from_quantized": True} if from_quantized else {}),
         **({} if rounding is None else {"rounding": rounding}),
     }
 
@@ -62,7 +67,8 @@ def quantize_options(recipe: dict[str, Any]) -> str:
         data = f" --method {rounding['method']}{text[0]}{'' if rounding['fold'] else ' --no-fold'}{text[1]}"
     kv_cache = " --kv-cache fp8" if recipe["kv_cache"] else ""
     drafts = " --mtp" if recipe.get("mtp") else ""
-    return f"--scheme {recipe['scheme']}{layout}{overrides}{drafts}{calibration}{data}{kv_cache}"
+    source = " --from-quantized" if recipe.get("from_quantized") else ""
+    return f"--scheme {recipe['scheme']}{source}{layout}{overrides}{drafts}{calibration}{data}{kv_cache}"
 
 
 def _source_option(source: Mapping[str, Any]) -> str:

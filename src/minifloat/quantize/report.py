@@ -16,6 +16,8 @@ from minifloat.quantize.static_scales import ActivationReport
 SCHEMA_VERSION = 1
 
 
+#: Says of a weight that its codes are those of a quantized source.
+COPIED_CODES = "codes of the source"
 #: Says of a copy that it has other values than the source.
 CHANGED = "changed by rounding"
 
@@ -26,8 +28,9 @@ class TensorReport:
 
     Attributes:
         name: Tensor of the source; where it was split, module of the output.
-        action: ``"quantized"`` or ``"copied"``.
-        detail: Name of the scheme, or why it was copied; with data also whether folded scales or tuning changed it.
+        action: ``"quantized"``, ``"copied"`` or, for scales of a quantized source, ``"dropped"``.
+        detail: Name of the scheme and whether codes are those of the source, or why it was copied; with data also
+            whether folded scales or tuning changed it.
         shape: Shape of the weight.
         source_bytes: Bytes in the source.
         output_bytes: Bytes in the output, scales included.
@@ -45,24 +48,36 @@ class TensorReport:
     stats: CastStats | None = None
 
     @classmethod
-    def copied(cls, plan: TensorPlan, digest: str, *, changed: bool = False) -> TensorReport:
+    def copied(cls, plan: TensorPlan, source_bytes: int, digest: str, *, changed: bool = False) -> TensorReport:
         """Return the report of a tensor that was copied; `changed`: by folded scales or by tuning."""
         info = plan.source
         output_bytes = sum(tensor.nbytes for tensor in plan.outputs)
         detail = f"{plan.reason}, {CHANGED}" if changed else plan.reason
-        return cls(info.name, "copied", detail, info.shape, info.nbytes, output_bytes, digest)
+        return cls(info.name, "copied", detail, info.shape, source_bytes, output_bytes, digest)
 
     @classmethod
-    def quantized(cls, plan: TensorPlan, part: Part, stats: CastStats, digest: str) -> TensorReport:
-        """Return the report of one quantized weight."""
+    def quantized(
+        cls, plan: TensorPlan, part: Part, source_bytes: int, stats: CastStats, digest: str, *, copied: bool = False
+    ) -> TensorReport:
+        """Return the report of one quantized weight.
+
+        Args:
+            plan: The plan of the source tensor.
+            part: The weight in it.
+            source_bytes: Bytes of the whole source tensor on disk.
+            stats: Error of the cast.
+            digest: Digest of the source.
+            copied: Whether codes and scales are those of the source.
+        """
         info = plan.source
         name = info.name if len(plan.parts) == 1 else part.module
         elements = part.shape[0] * part.shape[1]
-        source_bytes = info.nbytes * elements // math.prod(info.shape)
+        share = source_bytes * elements // math.prod(info.shape)
+        detail = f"{part.scheme.name}, {COPIED_CODES}" if copied else part.scheme.name
         first = part is plan.parts[0]  # the scales of inputs and KV cache are counted with the first part
         constants = sum(constant.tensor.nbytes for constant in plan.constants) if first else 0
         output_bytes = sum(tensor.nbytes for tensor in part.tensors.all) + constants
-        return cls(name, "quantized", part.scheme.name, part.shape, source_bytes, output_bytes, digest, stats)
+        return cls(name, "quantized", detail, part.shape, share, output_bytes, digest, stats)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TensorReport:
@@ -88,6 +103,7 @@ class QuantizeReport:
         share: The quantized part of the linear weights, and why the rest is kept.
         activations: Static scales of inputs and of the KV cache, with their saturation on held-out text.
         notes: Sentences for the user.
+        quantized_source: Layout and formats of a source that is quantized itself, as JSON values; None otherwise.
         rounding: Method, text and errors where codes were chosen with data, as JSON values; None without data.
         seconds: Wall time of this run.
         resumed_shards: Shards that an earlier, interrupted run had finished.
@@ -101,6 +117,7 @@ class QuantizeReport:
     share: QuantizedShare
     activations: tuple[ActivationReport, ...] = ()
     notes: tuple[str, ...] = ()
+    quantized_source: dict[str, Any] | None = None
     rounding: dict[str, Any] | None = None
     seconds: float = field(default=0.0, compare=False)
     resumed_shards: int = field(default=0, compare=False)
@@ -114,6 +131,10 @@ class QuantizeReport:
     def output_bytes(self) -> int:
         """Bytes of all tensors in the output."""
         return sum(tensor.output_bytes for tensor in self.tensors)
+
+    def count(self, action: str) -> int:
+        """Return the number of tensors with an action: ``"quantized"``, ``"copied"`` or ``"dropped"``."""
+        return sum(tensor.action == action for tensor in self.tensors)
 
     @property
     def quantized(self) -> tuple[TensorReport, ...]:
@@ -137,6 +158,7 @@ class QuantizeReport:
             "total": asdict(self.total) | {"sqnr_db": finite_or_none(self.total.sqnr_db)},
             "tensors": [_with_sqnr(tensor) for tensor in self.tensors],
             "activations": [activation.to_dict() for activation in self.activations],
+            **({} if self.quantized_source is None else {"quantized_source": self.quantized_source}),
             **({} if self.rounding is None else {"rounding": self.rounding}),
         }
 

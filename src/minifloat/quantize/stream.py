@@ -10,24 +10,27 @@ slab. Disk, copies and kernel overlap because the threads are at different steps
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from minifloat.architecture.roles import is_dense_float
-from minifloat.checkpoint import Checkpoint, TensorInfo
+from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.digest import name_digest, new_hasher
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import KernelUnavailable, NonFiniteError, UsageError
 from minifloat.kernels.quantize import amax as slab_amax
 from minifloat.kernels.quantize import quantize_rows, why_not
+from minifloat.layouts.decoded import DecodedCheckpoint
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.scheme import Scheme
 from minifloat.plan.tensor_plan import Part
+from minifloat.quantize.copied_codes import stored_digest
+from minifloat.quantize.decoded import write_decoded
 
 if TYPE_CHECKING:  # it imports torch, which only a run with data needs
     from minifloat.rounding.rounded_model import RoundedModel
@@ -107,30 +110,60 @@ CPU = Caster()
 def _slabs(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster) -> Iterator[tuple[int, int, Bytes]]:
     """Yield the rows of a part as ``(first, last + 1, bytes)``; the bytes are valid until the next slab."""
     rows, cols = part.shape
-    row_bytes = cols * _itemsize(info)
+    height = rows // part.matrices
     step = part.scheme.weight.granularity.row_multiple or 1
-    slab_rows = max(caster.slab_bytes // max(row_bytes, 1) // step, 1) * step
-    matrix = _transposed_matrix(checkpoint, info, part, caster) if part.transposed else None
-    first_byte = (part.matrix * (info.shape[-2] if len(info.shape) > 2 else 0) + part.first_row) * row_bytes
-    for start in range(0, rows, slab_rows):
-        stop = min(start + slab_rows, rows)
-        if matrix is not None:
-            yield start, stop, matrix[start:stop].reshape(-1).view(np.uint8)
-            continue
+    slab_rows = max(caster.slab_bytes // max(cols * _itemsize(info), 1) // step, 1) * step
+    for number in range(part.matrices):
+        read = _row_reader(checkpoint, info, part, part.matrix + number, caster)
+        for start in range(0, height, slab_rows):
+            stop = min(start + slab_rows, height)
+            yield number * height + start, number * height + stop, read(start, stop)
+
+
+def _row_reader(
+    checkpoint: Checkpoint, info: TensorInfo, part: Part, matrix: int, caster: Caster
+) -> Callable[[int, int], Bytes]:
+    """Return a function that returns the bytes of some rows of a part in one matrix of the source."""
+    row_bytes = part.shape[1] * _itemsize(info)
+    if _is_decoded(checkpoint, info):
+
+        def decode(start: int, stop: int) -> Bytes:
+            slab = caster.buffer("source", (stop - start) * row_bytes)
+            out = slab.view(np.float32).reshape(stop - start, part.shape[1])
+            checkpoint.read_rows(info, matrix, part.first_row + start, part.first_row + stop, out)
+            return slab
+
+        return decode
+    if part.transposed:
+        transposed = _transposed_matrix(checkpoint, info, part, matrix, caster)
+        return lambda start, stop: transposed[start:stop].reshape(-1).view(np.uint8)
+    first_byte = (matrix * (info.shape[-2] if len(info.shape) > 2 else 0) + part.first_row) * row_bytes
+
+    def read(start: int, stop: int) -> Bytes:
         slab = caster.buffer("source", (stop - start) * row_bytes)
         checkpoint.read_into(info, slab, first_byte + start * row_bytes)
-        yield start, stop, slab
+        return slab
+
+    return read
 
 
-def _transposed_matrix(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Caster) -> npt.NDArray[Any]:
+def _is_decoded(checkpoint: Checkpoint, info: TensorInfo) -> TypeGuard[DecodedCheckpoint]:
+    """Return whether the source stores a tensor quantized."""
+    return isinstance(checkpoint, DecodedCheckpoint) and info.name in checkpoint.weights
+
+
+def _transposed_matrix(
+    checkpoint: Checkpoint, info: TensorInfo, part: Part, matrix: int, caster: Caster
+) -> npt.NDArray[Any]:
     """Return the rows of a part whose source stores ``[K, all rows]``: one expert's matrix, transposed."""
     _, inputs, outputs = info.shape
     itemsize = _itemsize(info)
     nbytes = inputs * outputs * itemsize
     data = caster.buffer("matrix", nbytes)
-    checkpoint.read_into(info, data, part.matrix * nbytes)
+    checkpoint.read_into(info, data, matrix * nbytes)
     elements = data.view(f"u{itemsize}").reshape(inputs, outputs)
-    return np.ascontiguousarray(elements[:, part.first_row : part.first_row + part.shape[0]].T)
+    height = part.shape[0] // part.matrices
+    return np.ascontiguousarray(elements[:, part.first_row : part.first_row + height].T)
 
 
 def _itemsize(info: TensorInfo) -> int:
@@ -154,6 +187,8 @@ def part_amax(checkpoint: Checkpoint, info: TensorInfo, part: Part, caster: Cast
 
 def part_digest(checkpoint: Checkpoint, info: TensorInfo, part: Part) -> str:
     """Return the digest of a weight's source that `quantize_part` returns, without quantizing it."""
+    if _is_decoded(checkpoint, info):
+        return stored_digest(checkpoint, info, part)
     hasher = new_hasher()
     for _, _, slab in _slabs(checkpoint, info, part, CPU):
         hasher.update(slab)
@@ -163,7 +198,7 @@ def part_digest(checkpoint: Checkpoint, info: TensorInfo, part: Part) -> str:
 def copy_digest(checkpoint: Checkpoint, info: TensorInfo) -> str:
     """Return the digest of a tensor that `copy_tensor` returns, without copying it."""
     hasher = new_hasher()
-    for _, slab in chunks(checkpoint, info):
+    for slab in _source_chunks(checkpoint, info):
         hasher.update(slab)
     return name_digest(hasher)
 
@@ -182,7 +217,7 @@ def quantize_part(
         caster: Implementation and device of the cast.
 
     Returns:
-        The error of the cast, and the digest of the source bytes.
+        The error of the cast, and the digest of the source bytes (of codes and scales where the source is quantized).
 
     Raises:
         NonFiniteError: The weight has NaN or Inf.
@@ -193,9 +228,10 @@ def quantize_part(
     step, _ = spec.granularity.block(part.shape)
     grid = spec.granularity.scale_shape(part.shape)
     scales = np.empty(grid, np.float32 if spec.scale.bits > 8 else np.uint8)
-    stats, hasher = CastStats(), new_hasher()
+    stats, hasher, decoded = CastStats(), new_hasher(), _is_decoded(checkpoint, info)
     for start, stop, slab in _slabs(checkpoint, info, part, caster):
-        hasher.update(slab)
+        if not decoded:
+            hasher.update(slab)
         codes = caster.buffer("codes", (stop - start) * row_bytes)
         result = quantize_rows(
             slab,
@@ -214,7 +250,7 @@ def quantize_part(
     shard.write(part.tensors.scale.name, scales)
     if part.tensors.global_scale is not None:
         shard.write(part.tensors.global_scale.name, scalar_global_divisor(amax or 0.0).reshape(1))
-    return stats, name_digest(hasher)
+    return stats, part_digest(checkpoint, info, part) if decoded else name_digest(hasher)
 
 
 def write_rounded_part(
@@ -229,6 +265,16 @@ def write_rounded_part(
 def write_rounded_copy(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, rounded: RoundedModel) -> str:
     """Write a tensor that stays in 16 bits with the scales that were folded into it, and return its source's digest."""
     shard.write(info.name, rounded.read(info.name))
+    return copy_digest(checkpoint, info)
+
+
+def dequantize_copy(checkpoint: DecodedCheckpoint, info: TensorInfo, dtype: str, shard: ShardWriter) -> str:
+    """Write a tensor that the source stores quantized in 16 or 32 bits, and return the digest of codes and scales.
+
+    Raises:
+        NonFiniteError: A code or scale is NaN or Inf, or a value exceeds the range of the dtype.
+    """
+    write_decoded(checkpoint.stored, checkpoint.weights[info.name], OutputTensor(info.name, dtype, info.shape), shard)
     return copy_digest(checkpoint, info)
 
 
@@ -256,6 +302,14 @@ def chunks(checkpoint: Checkpoint, info: TensorInfo, caster: Caster = CPU) -> It
         slab = caster.buffer("source", min(caster.slab_bytes, info.nbytes - start))
         checkpoint.read_into(info, slab, start)
         yield start, slab
+
+
+def _source_chunks(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Bytes]:
+    """Yield what is stored of a tensor."""
+    if _is_decoded(checkpoint, info):
+        yield from checkpoint.stored_chunks(info, 0, len(checkpoint.weights[info.name]), SLAB_BYTES)
+    else:
+        yield from (slab for _, slab in chunks(checkpoint, info))
 
 
 def _refuse(info: TensorInfo, nonfinite: int, start: int, stop: int) -> None:

@@ -28,7 +28,7 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool, hint: str = 
             name,
             str(len(tensors)),
             shape_text({tensor.shape for tensor in tensors}),
-            detail if action == "quantized" else f"copied ({detail})",
+            detail if action == "quantized" else f"{action} ({detail})",
             size_text(sum(tensor.output_bytes for tensor in tensors)),
             *_error_cells(tensors),
         )
@@ -40,9 +40,10 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool, hint: str = 
         console.print()
         print_rounding(console, report.rounding, verbose=verbose)
     total = report.total
+    dropped = f", {report.count('dropped')} dropped" if report.count("dropped") else ""
     console.print(
         f"\n{len(report.tensors)} tensors: {len(report.quantized)} quantized, "
-        f"{len(report.tensors) - len(report.quantized)} copied. "
+        f"{report.count('copied')} copied{dropped}. "
         f"{size_text(report.source_bytes)} -> {size_text(report.output_bytes)} "
         f"({report.source_bytes / max(report.output_bytes, 1):.2f}x smaller). "
         f"SQNR {total.sqnr_db:.2f} dB. {report.seconds:.2f} s."

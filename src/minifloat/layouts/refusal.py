@@ -12,7 +12,8 @@ from typing import Any
 from minifloat.architecture.roles import is_dense_float
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConversionError
-from minifloat.layouts import Description, modelopt
+from minifloat.layouts import modelopt
+from minifloat.layouts.stored import Description
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import TENSOR
 

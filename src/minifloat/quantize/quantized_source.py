@@ -1,0 +1,112 @@
+"""A source that is quantized already (`--from-quantized`): its plain view, its plan, and what the report says of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from minifloat.checkpoint import Checkpoint, TensorInfo
+from minifloat.errors import UsageError
+from minifloat.layouts import describe
+from minifloat.layouts.decoded import DecodedCheckpoint, plain_dtype
+from minifloat.layouts.inspection import format_name
+from minifloat.layouts.refusal import refuse_unknown_quantization
+from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.quantize.report import COPIED_CODES, TensorReport
+
+
+def plain_view(checkpoint: Checkpoint) -> DecodedCheckpoint:
+    """Return the plain checkpoint that a quantized one stands for.
+
+    Raises:
+        UsageError: The checkpoint is not quantized.
+        ConversionError: Its quantization has parts other than codes and scales.
+        CheckpointError: Its quantization_config cannot be understood.
+        TensorError: The shapes of codes and scales do not match.
+    """
+    description = describe(checkpoint)
+    if not description.weights:
+        raise UsageError(f"{checkpoint.path} is not quantized: leave --from-quantized out")
+    refuse_unknown_quantization(checkpoint, description)
+    return DecodedCheckpoint(checkpoint, description)
+
+
+def with_dequantized_copies(plan: QuantizationPlan, source: Checkpoint) -> QuantizationPlan:
+    """Return the plan with the quantized weights that it copies dequantized to the dtype of config.json."""
+    if not isinstance(source, DecodedCheckpoint):
+        return plan
+    dtype = plain_dtype(source.config)
+    tensors = tuple(
+        replace(tensor, dtype=dtype, reason=f"{tensor.reason}, dequantized to {dtype}")
+        if not tensor.parts and tensor.source.name in source.weights
+        else tensor
+        for tensor in plan.tensors
+    )
+    return replace(plan, tensors=tensors)
+
+
+def dropped_tensors(
+    source: Checkpoint, pool: ThreadPoolExecutor, digest: Callable[[Checkpoint, TensorInfo], str]
+) -> tuple[TensorReport, ...]:
+    """Return the report of the source's tensors that have no place in the output: scales of inputs and of the KV cache.
+
+    Args:
+        source: The source.
+        pool: Threads that hash the tensors.
+        digest: Returns the digest of a tensor.
+    """
+    if not isinstance(source, DecodedCheckpoint):
+        return ()
+    futures = [(info, pool.submit(digest, source.stored, info)) for info in source.dropped]
+    return tuple(
+        TensorReport(
+            info.name, "dropped", "belongs to the source's quantization", info.shape, info.nbytes, 0, future.result()
+        )
+        for info, future in futures
+    )
+
+
+def describe_source(source: Checkpoint, tensors: tuple[TensorReport, ...]) -> dict[str, Any] | None:
+    """Return the facts about a quantized source for the report, as JSON values; None for a plain source.
+
+    Args:
+        source: The source.
+        tensors: The report of every tensor.
+    """
+    if not isinstance(source, DecodedCheckpoint):
+        return None
+    weights = source.description.weights.values()
+    return {
+        "layout": str(source.description.layout),
+        "formats": dict(Counter(format_name(weight.spec, weight.activation) for weight in weights).most_common()),
+        "copied_codes": sum(tensor.detail.endswith(COPIED_CODES) for tensor in tensors),
+        "dequantized": sum(tensor.action == "copied" and "dequantized" in tensor.detail for tensor in tensors),
+        "dropped": sum(tensor.action == "dropped" for tensor in tensors),
+    }
+
+
+def source_notes(facts: dict[str, Any] | None) -> tuple[str, ...]:
+    """Return sentences about a quantized source for the terminal, minifloat.json and the model card."""
+    if facts is None:
+        return ()
+    formats = ", ".join(f"{name} {count}" for name, count in facts["formats"].items())
+    notes = [
+        f"The source is quantized itself (layout {facts['layout']}: {formats}). Errors are against its dequantized "
+        "values; what it lost to its own original is not in them."
+    ]
+    if facts["copied_codes"]:
+        notes.append(
+            f"The codes of {facts['copied_codes']} weights are those of the source: the scheme holds them and their "
+            "scales exactly."
+        )
+    if facts["dequantized"]:
+        notes.append(f"{facts['dequantized']} weights that stay unquantized were dequantized.")
+    if facts["dropped"]:
+        notes.append(
+            f"{facts['dropped']} tensors of the source's quantization were dropped (scales of inputs and of the KV "
+            "cache, recorded shapes); static scales come from --calibration."
+        )
+    return tuple(notes)
