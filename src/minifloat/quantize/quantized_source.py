@@ -40,9 +40,7 @@ def with_dequantized_copies(plan: QuantizationPlan, source: Checkpoint) -> Quant
         return plan
     dtype = plain_dtype(source.config)
     tensors = tuple(
-        replace(tensor, dtype=dtype, reason=f"{tensor.reason}, dequantized to {dtype}")
-        if not tensor.parts and tensor.source.name in source.weights
-        else tensor
+        replace(tensor, dtype=dtype) if not tensor.parts and tensor.source.name in source.weights else tensor
         for tensor in plan.tensors
     )
     return replace(plan, tensors=tensors)

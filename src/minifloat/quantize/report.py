@@ -53,6 +53,8 @@ class TensorReport:
         info = plan.source
         output_bytes = sum(tensor.nbytes for tensor in plan.outputs)
         detail = f"{plan.reason}, {CHANGED}" if changed else plan.reason
+        if plan.dtype is not None:
+            detail += f", dequantized to {plan.dtype}"
         return cls(info.name, "copied", detail, info.shape, source_bytes, output_bytes, digest)
 
     @classmethod
