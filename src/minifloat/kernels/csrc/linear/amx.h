@@ -1,24 +1,16 @@
-// Shared by the AMX paths: the shape of tiles, packing of rows of x, and storing of tiles into y.
+// Shared by the AMX paths: the shape of tiles, and storing of tiles into y.
 //
-// A tile is 16 rows of 64 bytes. Products of a tile of x (rows x 32 columns, bf16) and a tile of W (32 columns x 16
-// rows, pairs of columns together) are summed in float32 tiles. All decoded weights are exact in bf16, and x is split
-// into as many bf16 planes as its bits require, so products are those of float32. TDPBF16PS has no subnormal numbers:
-// bf16 inputs and sums below 2^-126 count as zero.
+// Products of a tile of x (rows x 32 columns, bf16) and a tile of W (32 columns x 16 rows, pairs of columns together)
+// are summed in float32 tiles. TDPBF16PS has no subnormal numbers: bf16 inputs and sums below 2^-126 count as zero.
 //
 // Source: Intel Architecture Instruction Set Extensions Programming Reference, chapter AMX.
 #pragma once
 
-#include "../intrinsics.h"
-#include "convert.h"
-#include "path.h"
+#include "bf16_x.h"
 
 #if defined(__AMX_BF16__)
 
 namespace MINIFLOAT_ISA {
-
-constexpr int kTileBytes = 1024;
-constexpr int kTileFloats = kTileRows * kTileRows;
-constexpr int kStepTiles = kStepCols * kPanelRows * 2 / kTileBytes;  // 2 halves of 2 tiles
 
 // The compiler does not know that the tile instructions read memory: stores before them must not sink or vanish.
 inline void publish() { asm volatile("" ::: "memory"); }
@@ -55,18 +47,9 @@ inline TileShapes linear_tiles(int rows) {
     return shapes;
 }
 
-// The division of the rows of x into tiles. All tiles have the same number of rows, because the time of a product is
-// proportional to the rows of its tile of x. Tiles form pairs (up to 16 rows: a single tile), because two tiles of x
-// and two tiles of W give four products.
-struct Tiling {
-    int64_t pairs;
-    int tiles;  // tiles of a pair: 1 or 2
-    int rows;   // rows of a tile
-    int planes;
-
-    int unit_bytes() const { return tiles * planes * rows * kVectorBytes; }  // 32 columns of a pair
-};
-
+// The division of the rows of x. All tiles have the same number of rows, because the time of a product is proportional
+// to the rows of its tile of x. Tiles form pairs (up to 16 rows: a single tile), because two tiles of x and two tiles of
+// W give four products.
 inline Tiling tiling(int64_t m, int32_t x_dtype) {
     Tiling t;
     t.tiles = m <= kTileRows ? 1 : 2;
@@ -74,70 +57,6 @@ inline Tiling tiling(int64_t m, int32_t x_dtype) {
     t.rows = static_cast<int>(ceil_div(m, t.pairs * t.tiles));
     t.planes = x_dtype == MINIFLOAT_BF16 ? 1 : x_dtype == MINIFLOAT_F16 ? 2 : 3;
     return t;
-}
-
-// Units are the 32 columns that a tile is wide.
-inline int64_t units_of(const Weight& w) { return w.steps * 2; }
-
-inline int64_t packed_x_bytes(const Weight& w, const Tiling& t) { return t.pairs * units_of(w) * t.unit_bytes(); }
-
-// Stores 32 columns of a row, of which `valid` exist, as planes that are `plane_bytes` apart. Planes are cut off, not
-// rounded, so that none can overflow and each is exact. With `infinite`, for weights that may be infinite, no plane of
-// a number is zero and all planes have its sign (1 is 255/256 and so on): zero times infinity would be NaN.
-inline void pack_unit(const uint8_t* x, int32_t dtype, int valid, bool infinite, uint8_t* out, int plane_bytes) {
-    const uint32_t mask = valid >= kHalfCols ? ~0u : (1u << valid) - 1;
-    if (dtype == MINIFLOAT_BF16) {
-        _mm512_store_si512(out, _mm512_maskz_loadu_epi16(mask, x));
-        return;
-    }
-    const __m512i top = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u));
-    for (int half = 0; half < 2; ++half) {
-        const __mmask16 lanes = static_cast<__mmask16>(mask >> 16 * half);
-        __m512 rest = dtype == MINIFLOAT_F16 ? _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, x + half * 32))
-                                             : _mm512_maskz_loadu_ps(lanes, x + half * 64);
-        constexpr int kNotFinite = 0x99;  // NaN and the infinities, which all planes repeat
-        const __mmask16 finite = _knot_mask16(_mm512_fpclass_ps_mask(rest, kNotFinite));
-        rest = _mm512_mask_add_ps(rest, _knot_mask16(finite), rest, rest);  // quiet, so that cutting off keeps a NaN
-        const int planes = dtype == MINIFLOAT_F16 ? 2 : 3;
-        for (int plane = 0; plane < planes; ++plane) {
-            __m512i bits = _mm512_castps_si512(rest);
-            if (infinite && plane + 1 < planes) {
-                const __mmask16 number = _mm512_mask_test_epi32_mask(finite, bits, _mm512_set1_epi32(kMagnitude));
-                bits = _mm512_mask_sub_epi32(bits, number, bits, _mm512_set1_epi32(1));
-            }
-            bits = _mm512_and_si512(bits, top);
-            _mm256_store_si256(reinterpret_cast<__m256i*>(out + plane * plane_bytes + half * 32),
-                               _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
-            rest = _mm512_mask_sub_ps(rest, finite, rest, _mm512_castsi512_ps(bits));
-        }
-    }
-}
-
-// x as [chunk of `chunk_units`][pair][unit][tile of the pair][plane][row][32 columns]; zeros fill up rows and columns.
-inline void pack_x(const Weight& w, const Input& x, int64_t chunk_units, uint8_t* packed, int part, int parts) {
-    const Tiling t = tiling(x.m, x.dtype);
-    const int plane_bytes = t.rows * kVectorBytes;
-    const int64_t units = units_of(w);
-    const int64_t begin = units * part / parts, end = units * (part + 1) / parts;
-    for (int64_t tile = 0; tile < t.pairs * t.tiles; ++tile) {
-        for (int64_t u = begin; u < end; ++u) {
-            const int64_t chunk = u / chunk_units * chunk_units;
-            const int64_t width = min(chunk_units, units - chunk);
-            uint8_t* out = packed + (chunk * t.pairs + tile / t.tiles * width + u - chunk) * t.unit_bytes() +
-                           tile % t.tiles * t.planes * plane_bytes;
-            const int valid = static_cast<int>(max<int64_t>(0, min<int64_t>(kHalfCols, w.cols - u * kHalfCols)));
-            for (int r = 0; r < t.rows; ++r, out += kVectorBytes) {
-                const int64_t row = tile * t.rows + r;
-                if (row < x.m && valid > 0) {
-                    const uint8_t* from = x.row(row) + u * kHalfCols * dtype_bytes(x.dtype);
-                    pack_unit(from, x.dtype, valid, w.element == MINIFLOAT_WEIGHT_BF16, out, plane_bytes);
-                } else {
-                    for (int plane = 0; plane < t.planes; ++plane)
-                        _mm512_store_si512(out + plane * plane_bytes, _mm512_setzero_si512());
-                }
-            }
-        }
-    }
 }
 
 template <class Row>

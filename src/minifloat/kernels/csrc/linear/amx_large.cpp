@@ -5,7 +5,8 @@
 // Panels are processed in groups: for each chunk of columns all panels of the group, so that x is read from beyond L2
 // only once per group. Rows of x that do not fit L2 form another block, for which W is decoded again.
 #include "../threads.h"
-#include "amx_decode.h"
+#include "amx.h"
+#include "bf16_tiles.h"
 
 #if defined(__AMX_BF16__)
 
@@ -257,7 +258,8 @@ class Product {
 int64_t prepared_bytes(const Weight& w, int64_t m, int32_t x_dtype) { return packed_x_bytes(w, tiling(m, x_dtype)); }
 
 void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
-    pack_x(w, x, chunk_steps(tiling(x.m, x.dtype)) * 2, prepared, part, parts);
+    const Tiling t = tiling(x.m, x.dtype);
+    pack_x(w, x, t, chunk_steps(t) * 2, prepared, part, parts);
 }
 
 bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first, int64_t last) {

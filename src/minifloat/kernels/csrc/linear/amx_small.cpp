@@ -1,8 +1,9 @@
 // AMX for up to 32 rows of x, where the time is that of reading the weights: a step is decoded while the tiles of the
 // one before it are multiplied, and the sums of a panel stay in the tile registers from its first column to its last.
 #include "../threads.h"
-#include "amx_decode.h"
+#include "amx.h"
 #include "avx512.h"
+#include "bf16_tiles.h"
 
 #if defined(__AMX_BF16__)
 
@@ -127,7 +128,7 @@ void multiply_panels(const Format& format, const Weight& w, const Tiling& t, con
 int64_t prepared_bytes(const Weight& w, int64_t m, int32_t x_dtype) { return packed_x_bytes(w, tiling(m, x_dtype)); }
 
 void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
-    pack_x(w, x, units_of(w), prepared, part, parts);
+    pack_x(w, x, tiling(x.m, x.dtype), units_of(w), prepared, part, parts);
 }
 
 bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first, int64_t last) {

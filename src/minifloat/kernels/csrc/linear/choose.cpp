@@ -1,23 +1,29 @@
-// Chooses the path of a call: one decision per instruction set.
+// Chooses the path of a call: one decision per instruction set. The limits are where measured times cross.
 #include "path.h"
 
 namespace MINIFLOAT_ISA {
 
-extern const Path kFloatPath, kAvx2Path, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath;
+extern const Path kFloatPath, kAvx2Path, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath, kBf16SmallPath,
+    kBf16LargePath;
 
 const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
                         [[maybe_unused]] int32_t x_dtype) {
 #if defined(__AVX512F__)
+    [[maybe_unused]] const bool is_bf16 = x_dtype == MINIFLOAT_BF16;
 #if defined(__AMX_BF16__)
     constexpr int64_t kMaxGemv = 1;
     [[maybe_unused]] constexpr int64_t kMaxGemvInt8 = 2;  // above, tiles are faster
+#elif defined(__AVX512BF16__)
+    // In two or three bf16 parts, x of other types would take as long as float32 multiply-adds, or longer.
+    const int64_t kMaxGemv = is_bf16 ? 1 : 8;
+    constexpr int64_t kMaxGemvInt8 = 3;
 #else
     constexpr int64_t kMaxGemv = 8;
     [[maybe_unused]] constexpr int64_t kMaxGemvInt8 = 8;
 #endif
 #if defined(__AVX512VNNI__)
     // Its integers have 22 bits below the largest of a group: next to an outlier, too few for inputs of 11 or 24 bits.
-    if (m <= kMaxGemvInt8 && w.element == MINIFLOAT_E2M1 && x_dtype == MINIFLOAT_BF16) return kGemvInt8Path;
+    if (m <= kMaxGemvInt8 && w.element == MINIFLOAT_E2M1 && is_bf16) return kGemvInt8Path;
 #endif
     if (m <= kMaxGemv) return kGemvPath;
 #elif defined(__AVX2__)
@@ -27,6 +33,9 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
 #if defined(__AMX_BF16__)
     constexpr int64_t kMaxSmall = 32;  // two tiles of x
     return m <= kMaxSmall ? kAmxSmallPath : kAmxLargePath;
+#elif defined(__AVX512BF16__)
+    constexpr int64_t kMaxSmall = 32;
+    if (is_bf16) return m <= kMaxSmall ? kBf16SmallPath : kBf16LargePath;
 #endif
     return kFloatPath;
 }

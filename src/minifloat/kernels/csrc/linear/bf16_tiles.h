@@ -1,16 +1,19 @@
 // Decodes steps of packed weights to bf16 tiles, one class per format. A tile is half a step wide and half a panel
-// high; the four tiles of a step are decoded separately, so that decoding can be interleaved with products. prefetch(p)
-// is called for every line that is read, to prefetch a later line.
+// high; the four tiles of a step are decoded separately, so that decoding can be interleaved with products.
+//
+// tile() decodes a tile to memory; prefetch(p) is called for every line that is read, to prefetch a later line. pairs()
+// decodes in registers: a vector of each of the two tiles of a half step, kPairs pairs of columns of 16 rows each.
+// Vectors of a half step that share inline scales form a group; scales() reads the scales of a group.
 //
 // Exactness: E4M3 and E2M1 have at most 4 significant bits, their product with a scale in E4M3 at most 6, powers of two
 // add none, and bf16 has 8. All results are normal numbers of bf16, as tiles require; if a format is multiplied by a
 // power of two for this, its kFactor reverts it.
 #pragma once
 
-#include "amx.h"
 #include "avx512.h"
+#include "bf16_x.h"
 
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 
 namespace MINIFLOAT_ISA {
 
@@ -50,17 +53,37 @@ inline void store_pairs(uint8_t* out, __m512i codes, const Value& value) {
     _mm512_store_si512(out + 3 * kVectorBytes, value(_mm512_srli_epi16(codes, 12)));
 }
 
+// The same in registers.
+template <class Value>
+inline void take_pairs(const uint8_t* p, __m512i (&out)[4], const Value& value) {
+    const __m512i codes = _mm512_load_si512(p);
+    out[0] = value(codes);
+    out[1] = value(_mm512_srli_epi16(codes, 4));
+    out[2] = value(_mm512_srli_epi16(codes, 8));
+    out[3] = value(_mm512_srli_epi16(codes, 12));
+}
+
 // The properties that most formats have.
 struct TilesDefaults {
     static constexpr bool kDecodes = true;  // whether the packed bytes differ from those of tiles
     static constexpr bool kBlocks = false;  // whether sums over blocks of columns are scaled
     static constexpr float kFactor = 1.0f;  // multiplies the sums
+    static constexpr int kGroups = 1;       // of a half step
 };
 
 // Packed BF16 has the layout of tiles already.
 class Bf16Tiles : public TilesDefaults {
   public:
     static constexpr bool kDecodes = false;
+    static constexpr int kPairs = 1;
+
+    struct Scales {};
+    Scales scales(const uint8_t*, int, int) const { return {}; }
+
+    void pairs(const uint8_t* a, const uint8_t* b, const Scales&, __m512i (&out)[2][kPairs]) const {
+        out[0][0] = _mm512_load_si512(a);
+        out[1][0] = _mm512_load_si512(b);
+    }
 
     template <class Prefetch>
     void tile(const uint8_t* step, int index, uint8_t*, const Prefetch& prefetch) const {
@@ -78,6 +101,11 @@ class E4m3Tiles : public TilesDefaults {
     // With this factor the smallest E4M3 value, 2^-9, is a normal number even under the smallest scale (kMaxDistance).
     static constexpr int kLift = kGrid == MINIFLOAT_GRID_E8M0 ? 8 : 0;
     static constexpr float kFactor = kGrid == MINIFLOAT_GRID_E8M0 ? 0x1p-8f : 1.0f;
+    static constexpr int kPairs = 2;
+
+    struct Scales {
+        __m512i distance[2];
+    };
 
 #if defined(__GFNI__)
     // `step`: a step that will be decoded, as a sample of the weight.
@@ -110,6 +138,25 @@ class E4m3Tiles : public TilesDefaults {
         }
     }
 
+    Scales scales(const uint8_t* step, int half, int) const {
+        if (!kScaled) return {};
+        return {{e8m0_distance(step + half * kPanelRows), e8m0_distance(step + half * kPanelRows + kTileRows)}};
+    }
+
+    void pairs(const uint8_t* first, const uint8_t* second, const Scales& scales, __m512i (&out)[2][kPairs]) const {
+        const __m512i a = _mm512_load_si512(first), b = _mm512_load_si512(second);
+#if defined(__GFNI__)
+        if (__builtin_expect(mostly_normal_ && all_normal(a, b), 1)) {
+            take(normal(a, scales.distance[0]), out[0]);
+            take(normal(b, scales.distance[1]), out[1]);
+            return;
+        }
+#endif
+        const E4m3Lookup lookup(kTables);
+        take(any(a, scales.distance[0], lookup), out[0]);
+        take(any(b, scales.distance[1], lookup), out[1]);
+    }
+
   private:
     static constexpr bool kScaled = kGrid == MINIFLOAT_GRID_E8M0;
     static constexpr int kScaleBytes = kScaled ? kVectorBytes : 0;
@@ -118,25 +165,33 @@ class E4m3Tiles : public TilesDefaults {
         _mm512_store_si512(out, pairs.first);
         _mm512_store_si512(out + kVectorBytes, pairs.second);
     }
+    static void take(const E4m3Pairs& pairs, __m512i (&out)[kPairs]) {
+        out[0] = pairs.first;
+        out[1] = pairs.second;
+    }
     static E4m3Pairs lowered(const E4m3Pairs& p, __m512i distance) {
         return {_mm512_subs_epu16(p.first, distance), _mm512_subs_epu16(p.second, distance)};
     }
 
 #if defined(__GFNI__)
-    static void store_normal(uint8_t* out, __m512i codes, __m512i distance) {
+    static E4m3Pairs normal(__m512i codes, __m512i distance) {
         const E4m3Pairs pairs = E4m3Normal<kLift>()(codes).pairs();
-        store(out, kScaled ? lowered(pairs, distance) : pairs);
+        return kScaled ? lowered(pairs, distance) : pairs;
     }
+    static void store_normal(uint8_t* out, __m512i codes, __m512i distance) { store(out, normal(codes, distance)); }
 #endif
 
-    static void store_any(uint8_t* out, __m512i codes, __m512i distance, const E4m3Lookup& lookup) {
-        if (!kScaled) return store(out, lookup(codes).pairs());
+    static E4m3Pairs any(__m512i codes, __m512i distance, const E4m3Lookup& lookup) {
+        if (!kScaled) return lookup(codes).pairs();
         // The sign is added last: subtracting from zero would borrow from it.
         const E4m3Pairs pairs = lowered(lookup.magnitudes(codes).pairs(), distance);
         const __m512i signs = _mm512_and_si512(codes, _mm512_set1_epi8(-128));
         const __m512i zero = _mm512_setzero_si512();
-        store(out, {_mm512_or_si512(pairs.first, _mm512_unpacklo_epi8(zero, signs)),
-                    _mm512_or_si512(pairs.second, _mm512_unpackhi_epi8(zero, signs))});
+        return {_mm512_or_si512(pairs.first, _mm512_unpacklo_epi8(zero, signs)),
+                _mm512_or_si512(pairs.second, _mm512_unpackhi_epi8(zero, signs))};
+    }
+    static void store_any(uint8_t* out, __m512i codes, __m512i distance, const E4m3Lookup& lookup) {
+        store(out, any(codes, distance, lookup));
     }
 
     static constexpr ByteTables kTables = byte_tables([](int code) {
@@ -151,6 +206,21 @@ class E4m3Tiles : public TilesDefaults {
 // E2M1 with E8M0: the value by table, then its exponent lowered; both zeros decode to +0, which stays.
 class Mxfp4Tiles : public TilesDefaults {
   public:
+    static constexpr int kPairs = 4;
+
+    struct Scales {
+        __m512i distance[2];
+    };
+
+    Scales scales(const uint8_t* step, int half, int) const {
+        return {{e8m0_distance(step + half * kPanelRows), e8m0_distance(step + half * kPanelRows + kTileRows)}};
+    }
+
+    void pairs(const uint8_t* a, const uint8_t* b, const Scales& scales, __m512i (&out)[2][kPairs]) const {
+        take_pairs(a, out[0], [&](__m512i shifted) { return value(shifted, scales.distance[0]); });
+        take_pairs(b, out[1], [&](__m512i shifted) { return value(shifted, scales.distance[1]); });
+    }
+
     template <class Prefetch>
     void tile(const uint8_t* step, int index, uint8_t* out, const Prefetch& prefetch) const {
         const uint8_t* in = step + kVectorBytes + index * (kTileBytes / 4);
@@ -181,14 +251,35 @@ class Mxfp4Tiles : public TilesDefaults {
 // a subtraction. From the elements times 2^9, which is above the largest S, it subtracts bits(2^9) - bits(S) where the
 // element is 2^i, and bits(1.5 * 2^9) - bits(1.5 * S) where it is 1.5 * 2^i.
 class Nvfp4Tiles : public TilesDefaults {
+    struct RowScales {
+        __m512i power, other, sign;
+    };
+
   public:
+    static constexpr int kPairs = 4;
+    static constexpr int kGroups = 2;
+
+    struct Scales {
+        RowScales of[2];
+    };
+
+    Scales scales(const uint8_t* step, int half, int group) const {
+        const uint8_t* codes = step + (half * kGroups + group) * kPanelRows;
+        return {{scales_of(codes), scales_of(codes + kTileRows)}};
+    }
+
+    void pairs(const uint8_t* a, const uint8_t* b, const Scales& scales, __m512i (&out)[2][kPairs]) const {
+        take_pairs(a, out[0], [&](__m512i shifted) { return value(shifted, scales.of[0]); });
+        take_pairs(b, out[1], [&](__m512i shifted) { return value(shifted, scales.of[1]); });
+    }
+
     template <class Prefetch>
     void tile(const uint8_t* step, int index, uint8_t* out, const Prefetch& prefetch) const {
         const uint8_t* in = step + 2 * kVectorBytes + index * (kTileBytes / 4);
         if (index < 2) prefetch(step + index * kVectorBytes);
         for (int quarter = 0; quarter < 2; ++quarter) {
             const int row = (index / 2 * 2 + quarter) * kPanelRows + index % 2 * kTileRows;
-            const Scales scales = scales_of(step + row);
+            const RowScales scales = scales_of(step + row);
 #pragma GCC unroll 2
             for (int i = 0; i < 2; ++i, in += kVectorBytes, out += 4 * kVectorBytes) {
                 prefetch(in);
@@ -200,10 +291,6 @@ class Nvfp4Tiles : public TilesDefaults {
 
   private:
     static constexpr int kLift = 9 << kBf16Mantissa;
-
-    struct Scales {
-        __m512i power, other, sign;
-    };
 
     static constexpr WordTable kValues = nibble_table([](int code) {
         const int value = e2m1_to_bf16(code & 7);
@@ -222,7 +309,7 @@ class Nvfp4Tiles : public TilesDefaults {
         return bits - (eighths - 8) * 16 - 64;
     });
 
-    Scales scales_of(const uint8_t* codes) const {
+    RowScales scales_of(const uint8_t* codes) const {
         const __m512i code = _mm512_mullo_epi32(row_bytes(codes), _mm512_set1_epi32(0x01010101));
         const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(kPower.low), code,
                                                      _mm512_load_si512(kPower.low + 64));
@@ -234,7 +321,7 @@ class Nvfp4Tiles : public TilesDefaults {
                 _mm512_and_si512(code, _mm512_set1_epi16(static_cast<int16_t>(0x8000)))};
     }
 
-    __m512i value(__m512i codes, const Scales& scales) const {
+    __m512i value(__m512i codes, const RowScales& scales) const {
         constexpr int kSelect = 0xca;
         const __m512i other = _mm512_permutexvar_epi16(codes, is_other_);
         const __m512i scale = _mm512_ternarylogic_epi32(other, scales.other, scales.power, kSelect);
