@@ -288,7 +288,7 @@ def _products_of(model: Any) -> Iterator[list[_Call]]:
 
     def recording(self: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y = multiply(self, x, bias)
-        calls.append((self.weight, x.detach(), y.detach() if bias is None else (y - bias).detach()))
+        calls.append((self.weight, x.clone(), y.clone() if bias is None else y - bias))  # models add to both in place
         return y
 
     QuantizedWeight.multiply = recording  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 #: Seconds after which a row is ended.
-_LIMIT = 120
+_LIMIT = 60
 
 
 @dataclass
@@ -122,7 +122,9 @@ def run_rows(cases: Sequence[Any], schemes: Sequence[str], workers: int, keep: P
 
 
 def _child(case: Any, schemes: Sequence[str], keep: Path | None, sender: Connection) -> None:
+    signal.signal(signal.SIGALRM, _late)
     signal.alarm(_LIMIT)
+
     silence = os.open(os.devnull, os.O_WRONLY)
     if keep is None:
         os.dup2(silence, 1)
@@ -136,6 +138,10 @@ def _child(case: Any, schemes: Sequence[str], keep: Path | None, sender: Connect
     sender.send_bytes(json.dumps(asdict(row)).encode())
     sender.close()
     os._exit(0)
+
+
+def _late(*_: Any) -> None:
+    raise TimeoutError(f"not done in {_LIMIT} s")
 
 
 def _import_all() -> None:

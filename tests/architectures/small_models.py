@@ -83,7 +83,8 @@ def make_model(case: Case, folder: Path) -> Path:
         raise NotSmallError(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
     if not logits.isfinite().all():
         raise NotSmallError("its logits are not finite")
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.save_pretrained(folder)
+    cls.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)  # some parameters stay in float32
     byte_tokenizer().save_pretrained(folder)
     return folder
 

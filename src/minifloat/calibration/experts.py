@@ -1,9 +1,13 @@
-"""A forward pass of transformers' stacked experts that runs one expert at a time, and reports each expert's inputs.
+"""The inputs of single experts in transformers' modules of stacked experts.
 
 transformers has several implementations of stacked experts. Most of them multiply for all experts at once, so the
-inputs of a single expert cannot be observed. The implementation in this module computes the same as the eager one, for
-every class that `use_experts_implementation` decorates: the decorator's flags describe the layout of the weights. It
-replaces the module's `forward` only while the module is observed.
+inputs of a single expert cannot be observed. Two kinds of modules are understood:
+
+- Routed: the classes that `use_experts_implementation` decorates. An implementation in this module, which computes the
+  same as the eager one, runs one expert at a time; the decorator's flags describe the layout of the weights. It
+  replaces the module's `forward` only while the module is observed.
+- Batched: classes that get the tokens of all experts as one matrix and multiply with ``torch.bmm`` (Llama 4). Their own
+  forward pass runs, and its products are observed. A token that is not routed to an expert is a row of zeros.
 """
 
 from __future__ import annotations
@@ -15,10 +19,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+from minifloat.runtime.experts import batches_experts
 
 #: Called with the expert's index, whether the input is that of the down projection, the input ``[n, K]``, and the index
 #: of each of its tokens, int64 ``[n]``. Returns the input to compute with instead, or None.
 Record = Callable[[int, bool, Tensor, Tensor], Tensor | None]
+
+_OUTER = "down_proj"
+
+
+def is_routed(module: Any) -> bool:
+    """Return whether a module is of a class that `use_experts_implementation` decorates."""
+    return hasattr(module, "has_gate") and hasattr(module, "num_experts")
+
+
+def is_transposed(module: Any, name: str) -> bool | None:
+    """Return whether a module of experts keeps the parameter `name` as ``[E, K, N]`` and not as ``[E, N, K]``.
+
+    Returns:
+        None if the inputs of the module's experts cannot be observed.
+    """
+    if is_routed(module):
+        return bool(module.is_transposed)
+    return True if batches_experts(type(module), name) else None
 
 
 def watch_experts(module: Any, record: Record) -> Callable[[], None]:
@@ -28,7 +53,10 @@ def watch_experts(module: Any, record: Record) -> Callable[[], None]:
         A function that restores the former method.
     """
     former = module.__dict__.get("forward")
-    module.forward = functools.partial(_forward, module, record)
+    if is_routed(module):
+        module.forward = functools.partial(_forward, module, record)
+    else:
+        module.forward = functools.partial(_batched_forward, module, module.forward, record)
 
     def undo() -> None:
         del module.forward
@@ -38,11 +66,29 @@ def watch_experts(module: Any, record: Record) -> Callable[[], None]:
     return undo
 
 
-def routed(module: Any, top_k_index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each expert that tokens were routed to, with the position among the token's k experts and the token.
+def inner_inputs(module: Any, hidden_states: Tensor, *routing: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert that gets tokens, the index of each of its tokens, and its input ``[n, H]``.
 
     Args:
         module: An experts module.
+        hidden_states: First argument of its forward pass.
+        *routing: The other arguments.
+    """
+    if is_routed(module):
+        for expert, _, token in _routed(module, routing[0]):
+            yield expert, token, hidden_states[token]
+        return
+    for expert, rows in enumerate(hidden_states.view(len(getattr(module, _OUTER)), -1, hidden_states.shape[-1])):
+        token = _tokens(rows)
+        if len(token):
+            yield expert, token, rows[token]
+
+
+def _routed(module: Any, top_k_index: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert that tokens were routed to, with the position among the token's k experts and the token.
+
+    Args:
+        module: A routed module.
         top_k_index: ``[tokens, k]``, the experts of each token; an index beyond the last expert stands for no expert.
     """
     for expert in top_k_index.flatten().bincount().nonzero().flatten().tolist():
@@ -51,11 +97,54 @@ def routed(module: Any, top_k_index: Tensor) -> Iterator[tuple[int, Tensor, Tens
             yield expert, position, token
 
 
+def _tokens(rows: Tensor) -> Tensor:
+    """Return the indices of the rows ``[T, K]`` that are not zero: of the tokens that were routed to the expert."""
+    return rows.any(-1).nonzero().flatten()
+
+
+def _batched_forward(module: Any, forward: Callable[[Tensor], Tensor], record: Record, hidden_states: Tensor) -> Tensor:
+    """Run a batched module's own forward pass, and report the inputs of its products."""
+    with _BatchedProducts(module, record):
+        return forward(hidden_states)
+
+
+class _BatchedProducts(TorchFunctionMode):  # type: ignore[misc, no-any-unimported, unused-ignore]
+    """Reports the inputs of the products of a batched module, which are calls of ``torch.bmm``."""
+
+    def __init__(self, module: Any, record: Record) -> None:
+        super().__init__()
+        self._outer, self._record = getattr(module, _OUTER), record
+        self._routed_tokens: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func`; report and replace the first factor of a batched product."""
+        if func is torch.bmm:
+            with torch._C.DisableTorchFunction():
+                args = (self._recorded(args[0], outer=args[1] is self._outer), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+    def _recorded(self, batch: Tensor, *, outer: bool) -> Tensor:
+        """Report the inputs ``[E, T, K]`` of all experts, and return what to compute with."""
+        if not outer:
+            self._routed_tokens = [_tokens(rows) for rows in batch]
+        replaced = None
+        for expert, token in enumerate(self._routed_tokens):
+            if not len(token):
+                continue
+            replacement = self._record(expert, outer, batch[expert, token], token)
+            if replacement is not None:
+                replaced = batch.clone() if replaced is None else replaced
+                replaced[expert, token] = replacement
+        return batch if replaced is None else replaced
+
+
 def _forward(module: Any, record: Record, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run the experts that tokens were routed to.
+    """Run the experts of a routed module that tokens were routed to.
 
     Args:
-        module: An experts module.
+        module: A routed module.
         record: Called with the inputs of each expert.
         hidden_states: ``[tokens, H]``.
         top_k_index: ``[tokens, k]``, the experts of each token; an index beyond the last expert stands for no expert.
@@ -66,7 +155,7 @@ def _forward(module: Any, record: Record, hidden_states: Tensor, top_k_index: Te
     """
     result = torch.zeros_like(hidden_states)
     inner = "gate_up_proj" if module.has_gate else "up_proj"
-    for expert, position, token in routed(module, top_k_index):
+    for expert, position, token in _routed(module, top_k_index):
         x = hidden_states[token]
         x = _replaced(record(expert, False, x, token), x)
         x = _project(module, inner, expert, x)

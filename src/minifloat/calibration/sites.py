@@ -15,8 +15,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from minifloat.architecture.family import Role
+from minifloat.architecture.families import family_of
+from minifloat.architecture.family import Family, Role
 from minifloat.architecture.roles import role_of
+from minifloat.calibration.experts import is_transposed
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import Description, describe
 from minifloat.runtime.build import empty_model
@@ -25,9 +27,9 @@ from minifloat.runtime.names import Assignment, assign
 
 _LOG = logging.getLogger(__name__)
 
-#: Name of a fused tensor in transformers' experts classes -> the linears that it is split into.
-_INNER = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",)}
-_OUTER = {"down_proj": ("down_proj",)}
+#: Parameters of transformers' experts classes: those that multiply the input of the module, and those that come after.
+_INNER = ("gate_up_proj", "up_proj")
+_OUTER = ("down_proj",)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ def find_sites(model: PreTrainedModel, checkpoint: Checkpoint, description: Desc
         description: The result of `describe` for it; by default it is described here.
     """
     description = description or describe(checkpoint)
-    observed = {info.name for info in checkpoint.tensors.values() if role_of(info) in (Role.LINEAR, Role.EXPERTS)}
+    family = family_of(checkpoint.config)
+    quantizable = (Role.LINEAR, Role.EXPERTS)
+    observed = {info.name for info in checkpoint.tensors.values() if role_of(info, family) in quantizable}
     if description.weights:
         observed -= {tensor for weight in description.weights.values() for tensor in weight.tensors}
         observed |= {
@@ -107,33 +111,42 @@ def find_sites(model: PreTrainedModel, checkpoint: Checkpoint, description: Desc
         if isinstance(owner, nn.Linear | QuantizedLinear) and leaf == "weight":
             names = tuple(source.removesuffix(".weight") for source in assignment.sources)
             linears.append(LinearSite(path, names, int(owner.in_features)))
-        elif not _add_experts(experts.setdefault(path, ExpertsSite(path)), owner, leaf, assignment):
+        elif not _add_experts(experts.setdefault(path, ExpertsSite(path)), owner, leaf, assignment, family):
             missed += assignment.sources
     if missed:
         _LOG.warning("%d weights are in modules whose inputs cannot be observed: %s", len(missed), _listing(missed))
     return Sites(tuple(linears), tuple(site for site in experts.values() if site.inner and site.outer))
 
 
-def _add_experts(site: ExpertsSite, owner: Any, leaf: str, assignment: Assignment) -> bool:
+def _add_experts(site: ExpertsSite, owner: Any, leaf: str, assignment: Assignment, family: Family) -> bool:
     """Add the names of one stacked parameter to a site; return False if `calibration.experts` cannot run the module."""
-    stacked = hasattr(owner, "has_gate") and hasattr(owner, "num_experts")
-    linears = (_INNER | _OUTER).get(leaf)
-    if not stacked or linears is None:
+    if leaf not in (*_INNER, *_OUTER):
         return False
-    if assignment.converter is None:
-        stem = assignment.sources[0].removesuffix(".weight").rpartition(".")[0]
-        names = [tuple(f"{stem}.{expert}.{linear}" for linear in linears) for expert in range(owner.num_experts)]
-    else:
-        parts = assignment.expert_parts()
-        if parts is None:
-            return False
-        names = [tuple(source.removesuffix(".weight") for source in part) for part in parts]
-    width = getattr(owner, leaf).shape[1 if owner.is_transposed else 2]
+    transposed = is_transposed(owner, leaf)
+    if transposed is None:
+        return False
+    experts, *sides = getattr(owner, leaf).shape
+    names = _expert_names(assignment, experts, family)
+    if names is None:
+        return False
+    width = sides[0 if transposed else 1]
     if leaf in _INNER:
-        site.inner, site.inner_width = tuple(names), width
+        site.inner, site.inner_width = names, width
     else:
-        site.outer, site.outer_width = tuple(names), width
+        site.outer, site.outer_width = names, width
     return True
+
+
+def _expert_names(assignment: Assignment, experts: int, family: Family) -> tuple[tuple[str, ...], ...] | None:
+    """Return for each expert the names of the linears that a stacked parameter is made of; None if they are unknown."""
+    fused = family.fused_tensor(assignment.sources[0])
+    if fused is not None and len(assignment.sources) == 1:
+        parent = fused.parent(assignment.sources[0])
+        return tuple(tuple(f"{parent}{linear.format(index)}" for linear in fused.linears) for index in range(experts))
+    parts = assignment.expert_parts()
+    if parts is None:
+        return None
+    return tuple(tuple(source.removesuffix(".weight") for source in part) for part in parts)
 
 
 def _listing(names: Iterable[str], shown: int = 4) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifloat.calibration.experts import Record, routed, watch_experts
+from minifloat.calibration.experts import Record, inner_inputs, watch_experts
 from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.errors import NonFiniteError
 from minifloat.rounding.stages import Stage, first_tensor
@@ -201,10 +201,9 @@ def _stop(*_: Any) -> None:
 def _routing_only(module: Any, found: dict[int, Reading], quantize: Record | None) -> Iterator[None]:
     """Replace the forward method of an experts module by one that keeps each expert's inputs and stops."""
 
-    def forward(hidden_states: Tensor, top_k_index: Tensor, *_: Any) -> Tensor:
+    def forward(hidden_states: Tensor, *routing: Tensor) -> Tensor:
         rows: list[tuple[int, Tensor, Tensor]] = []
-        for expert, _position, token in routed(module, top_k_index):
-            x = hidden_states[token]
+        for expert, token, x in inner_inputs(module, hidden_states, *routing):
             replaced = None if quantize is None else quantize(expert, False, x, token)
             rows.append((expert, token.cpu(), (x if replaced is None else replaced).cpu()))
         found[0] = _join(rows, hidden_states.shape[-1], hidden_states)

@@ -146,6 +146,22 @@ def multiplies_experts(cls: type[nn.Module], name: str) -> bool:
     return indexes_experts(cls, name) and all(_is_factor(use, parent) for use, parent in _uses(cls, name))
 
 
+def batches_experts(cls: type[nn.Module], name: str) -> bool:
+    """Return whether a module class uses the whole ``self.<name>`` in ``torch.bmm(x, ...)``, for all experts at once.
+
+    Uses of its shape alone do not count.
+
+    Args:
+        cls: Class of the module that owns the parameter.
+        name: Name of the parameter in the module.
+
+    Returns:
+        False also if the source of the class is missing.
+    """
+    uses = [use for use, _ in _uses(cls, name) if not (isinstance(use, ast.Attribute) and use.attr == "shape")]
+    return bool(uses) and all(isinstance(use, ast.Call) and ast.unparse(use.func) == "torch.bmm" for use in uses)
+
+
 def _is_factor(use: ast.AST, parent: ast.AST) -> bool:
     """Return whether an expression is the weight of the product that contains it."""
     if isinstance(parent, ast.BinOp):
