@@ -13,7 +13,7 @@ bits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from minifloat.calibration.layerwise.work_folder import WorkFolder
 from minifloat.calibration.measure import head_amax
 from minifloat.checkpoint.progress import Progress
 from minifloat.plan.tensor_plan import Part, QuantizationPlan
+from minifloat.rounding.closings import Closings, find_closings
 from minifloat.rounding.damage import DamageStreams, GroupsToMeasure, Places
 from minifloat.rounding.divergence import Divergence, measure_divergence
 from minifloat.rounding.fold_sample import FoldSample
@@ -237,14 +238,10 @@ class _LayerWalk:
             self.reference = StoredReadings(stack.enter_context(TensorFile(self.folder.reference)))
             self.rows = stack.enter_context(TensorFile(self.folder.rows))
             first = min(self.streams.original)
-            self.stages = find_stages(
-                self.stack.model,
-                self.prefix,
-                layer,
-                self.sites,
-                self._call(first),
-                self._hidden(self.streams.original, first),
-            )
+            model, call, hidden = self.stack.model, self._call(first), self._hidden(self.streams.original, first)
+            self.stages = find_stages(model, self.prefix, layer, self.sites, call, hidden)
+            closings = find_closings(model, self.prefix, layer, self.stages, call, hidden)
+            self.closings = Closings(model, closings, stack.enter_context(TensorFile(self.folder.closings)))
             self.taps = LayerTaps(self.stack.model, layer, self.stages)
             rounding = self._round()
             self.draft.sync()
@@ -324,7 +321,8 @@ class _LayerWalk:
                 stack.enter_context(KVTap(self.stack.model, self._observe_kv))
             for number, location in self.streams.quantized.items():
                 hidden = self._hidden(self.streams.quantized, number)
-                self.draft.write(location, self._call(number).run(self.layer, hidden))
+                with nullcontext() if self.walk.options.kv_cache else self.closings.applied(number):
+                    self.draft.write(location, self._call(number).run(self.layer, hidden))
                 self.walk.report(self.index, "quantized", len(self.stages))
 
     def _observe_kv(self, path: str, key: Tensor, value: Tensor) -> None:
@@ -393,7 +391,9 @@ class _LayerWalk:
             original = self.fold.scaled(number, self.reference.read(sequence, number))
             if self.walk.options.method.follows_quantized:
                 hidden = self._hidden(self.streams.quantized, sequence)
-                quantized = self.taps.read(stage, self._call(sequence), hidden)
+                with self.closings.applied(sequence):
+                    quantized = self.taps.read(stage, self._call(sequence), hidden)
+                self.closings.keep(number, sequence, quantized.inputs)
             elif stage.outer is False:
                 routing = self.reference.read(sequence, number + 1)  # of the down projections: the same rows
                 quantized = Reading(original.inputs[routing.tokens], routing.slots, routing.tokens)

@@ -29,7 +29,8 @@ _ARGUMENTS = "arguments"
 _DRAFT = "draft"
 _REFERENCE = "reference"
 _ROWS = "rows"
-_SCRATCH = (_ARGUMENTS, _DRAFT, _REFERENCE, _ROWS)
+_CLOSINGS = "closings"
+_SCRATCH = (_ARGUMENTS, _DRAFT, _REFERENCE, _ROWS, _CLOSINGS)
 _OURS = re.compile(
     rf"{_LOCK}|{_STATE}|{'|'.join(_SCRATCH)}|hidden-\d+|layer-\d+\.safetensors|\.layer-\d+\.safetensors\.\d+\.tmp"
 )
@@ -103,6 +104,11 @@ class WorkFolder(Generic[Result]):
     def rows(self) -> Path:
         """The file for inputs of the experts of the current layer."""
         return self.path / _ROWS
+
+    @property
+    def closings(self) -> Path:
+        """The file for inputs of the last linears of modules of the current layer, in the quantized model."""
+        return self.path / _CLOSINGS
 
     def hidden(self, layer: int) -> Path:
         """The file of the hidden states that enter a layer."""
