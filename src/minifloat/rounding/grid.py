@@ -14,6 +14,8 @@ from minifloat.numerics.scale import cast_stats
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 
+#: Rows of a weight whose errors are computed at once.
+_PIECE_ROWS = 128
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -76,6 +78,14 @@ class Grid:
 
 
 def error_of(weight: Tensor, quantized: QuantizedTensor) -> CastStats:
-    """Return the error statistics of a quantized weight ``[N, K]``."""
-    codes = unpack_nibbles(quantized.codes) if quantized.packed else quantized.codes
-    return cast_stats(weight, codes, quantized.block_scale(), quantized.spec)
+    """Return the error statistics of a quantized weight ``[N, K]``, computed in pieces of rows that fit the caches."""
+    spec, scale = quantized.spec, quantized.block_scale()
+    block_rows, _ = spec.granularity.block(quantized.shape)
+    scales = -(-_PIECE_ROWS // block_rows)  # rows of scales per piece
+    total = CastStats()
+    for index in range(0, max(len(scale), 1), scales):
+        rows = slice(index * block_rows, (index + scales) * block_rows)
+        codes = quantized.codes[rows]
+        unpacked = unpack_nibbles(codes) if quantized.packed else codes
+        total += cast_stats(weight[rows].float(), unpacked, scale[index : index + scales], spec)
+    return total

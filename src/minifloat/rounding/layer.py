@@ -109,7 +109,7 @@ class LayerRounding:
             if errors[1] > errors[0]:
                 taken, method = grid.nearest, "nearest"
         dequantized = taken.dequantize()
-        row |= {"method": method, "stats": asdict(error_of(weight.float().cpu(), taken))}
+        row |= {"method": method, "stats": asdict(error_of(weight.cpu(), taken))}
         if self.compared:
             row["format_errors"] = self._format_errors(module, held_out)
             self.originals[module] = weight.clone()
