@@ -5,8 +5,8 @@
 
 The text is random tokens: neither time nor memory depends on what it says. Memory is the largest resident set of the
 process (VmHWM), and what of it was there before the walk began; the bar is one layer with its Hessians and their
-factors, which is printed beside it. A model has one comparison at its end whatever the number of its layers, so the time
-of a model of two layers is also given without it.
+factors, which is printed beside it. A model has one comparison at its end whatever the number of its layers, so the
+time of a model of two layers is also given without it.
 """
 
 from __future__ import annotations

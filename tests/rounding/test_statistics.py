@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minifloat.rounding.statistics import CHUNK_ROWS, Accumulator, Rows, Sample, Statistics
+from minifloat.rounding.statistics import CHUNK_ROWS, RESIDUAL_SHARE, Accumulator, Rows, Sample, Statistics
 
 #: A bound of the relative error of one float32 operation, and of one rounding to BF16.
 _FLOAT32, _BF16 = 2.0**-24, 2.0**-8
@@ -20,9 +20,9 @@ def make_rows(tokens: int, width: int = 40, hidden: int = 24, dtype: torch.dtype
     return Rows(inputs.to(dtype), reference.to(dtype), residual)
 
 
-def accumulate(rows: Rows, lengths: list[int]) -> Statistics:
+def accumulate(rows: Rows, lengths: list[int], adding: Tensor | None = None) -> Statistics:
     """Add the rows in parts of the given lengths, over and over."""
-    accumulator = Accumulator(rows.inputs.shape[1], drift=True, residual_width=24)
+    accumulator = Accumulator(rows.inputs.shape[1], drift=True, adding=adding)
     first, part = 0, 0
     while first < len(rows.inputs):
         length = lengths[part % len(lengths)]
@@ -47,35 +47,45 @@ def test_means_of_products_are_those_of_float64_however_the_text_is_cut(lengths:
     assert found.tokens == CHUNK_ROWS + 1234
     assert_product(found.hessian, rows.inputs, rows.inputs)
     assert found.drift is not None
-    assert found.residual is not None
-    assert rows.residual is not None
-    assert_product(found.drift, rows.reference.double() - rows.inputs.double(), rows.inputs, rounded)
-    assert_product(found.residual, rows.residual, rows.inputs, rounded)
+    assert found.output_drift is None
+    drift = rows.reference.double() - rows.inputs.double()
+    assert_product(found.drift, drift, rows.inputs, rounded)
     assert torch.equal(found.hessian, found.hessian.T)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_linear_that_adds_to_the_residual_stream_has_the_drift_of_its_outputs(dtype: torch.dtype) -> None:
+    rows = make_rows(CHUNK_ROWS + 1234, dtype=dtype)
+    weight = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = accumulate(rows, [1000, 37], weight)
+    assert rows.residual is not None
+    assert found.drift is None
+    assert found.output_drift is not None
+    drift = rows.reference.double() - rows.inputs.double()
+    expected = drift @ weight.double().T + RESIDUAL_SHARE * rows.residual.double()
+    rounded = 4 * _BF16 if dtype is torch.bfloat16 else 50 * _FLOAT32
+    assert_product(found.output_drift, expected, rows.inputs, rounded)
+
+
 def test_one_and_two_threads_give_the_same_bits() -> None:
-    rows = make_rows(CHUNK_ROWS + 1234, width=130)
+    rows, adding = make_rows(CHUNK_ROWS + 1234, width=130), torch.ones(24, 130, dtype=torch.bfloat16)
     before = torch.get_num_threads()
     try:
         results = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            results.append(accumulate(rows, [700]))
+            results.append((accumulate(rows, [700]), accumulate(rows, [700], adding)))
     finally:
         torch.set_num_threads(before)
-    one, two = results
-    assert torch.equal(one.hessian, two.hessian)
-    assert one.drift is not None
-    assert two.drift is not None
-    assert torch.equal(one.drift, two.drift)
-    assert one.residual is not None
-    assert two.residual is not None
-    assert torch.equal(one.residual, two.residual)
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one.hessian, two.hessian)
+        for first, second in ((one.drift, two.drift), (one.output_drift, two.output_drift)):
+            assert (first is None) == (second is None)
+            assert first is None or second is None or torch.equal(first, second)
 
 
 def test_without_tokens_all_means_are_zero() -> None:
-    statistics = Accumulator(8, drift=True, residual_width=4).finish()
+    statistics = Accumulator(8, drift=True).finish()
     assert statistics.tokens == 0
     assert torch.equal(statistics.hessian, torch.zeros(8, 8))
     assert statistics.drift is not None
@@ -87,7 +97,7 @@ def test_statistics_that_were_not_asked_for_are_none() -> None:
     accumulator.add(make_rows(10))
     statistics = accumulator.finish()
     assert statistics.drift is None
-    assert statistics.residual is None
+    assert statistics.output_drift is None
 
 
 @pytest.mark.parametrize("lengths", [[100] * 4, [7, 300, 1, 64], [3, 3, 3, 3]])

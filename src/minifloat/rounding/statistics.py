@@ -6,15 +6,19 @@ inputs of text that no statistic saw, on which errors are measured.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from minifloat.kernels.rounding import gram
 
 #: Rows that are multiplied together: enough for the product to run at full speed.
 CHUNK_ROWS = 4096
+#: Share of the error of the residual stream that a linear makes up for. All of it would disturb the next norm's input.
+RESIDUAL_SHARE = 0.5
 #: Rows of held-out text on which the errors of a stage are measured.
 HELD_OUT_ROWS = 512
 
@@ -61,15 +65,29 @@ class Statistics:
     Attributes:
         hessian: float32 ``[K, K]``, X'X / tokens.
         drift: float32 ``[K, K]``, (Xf - X)'X / tokens; None: the inputs are those of the original model.
-        residual: float32 ``[H, K]``, (Rf - R)'X / tokens; None: the linear does not add to the residual stream, or the
-            inputs are those of the original model.
+        output_drift: float32 ``[H, K]``, E'X / tokens, with E of `output_error`, for a linear that adds to the residual
+            stream, in place of `drift`; None for other linears.
         tokens: Number of tokens.
     """
 
     hessian: Tensor
     drift: Tensor | None = None
-    residual: Tensor | None = None
+    output_drift: Tensor | None = None
     tokens: int = 0
+
+
+def output_error(rows: Rows, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return E ``[T, N]``, what the outputs of a linear lack because its inputs are those of the quantized model.
+
+    It is ``(Xf - X) W'``, and a share of the error of the residual stream where the linear adds to that.
+
+    Args:
+        rows: The inputs.
+        weight: W ``[N, K]`` of their dtype.
+        product: Multiplies ``[T, K]`` by W'.
+    """
+    error = product(rows.reference - rows.inputs, weight)
+    return error if rows.residual is None else error.add_(rows.residual.to(error), alpha=RESIDUAL_SHARE)
 
 
 class Accumulator:
@@ -78,7 +96,8 @@ class Accumulator:
     Args:
         width: K.
         drift: Whether the inputs differ from those of the original model.
-        residual_width: H, where the linear adds to the residual stream; None: it does not.
+        adding: The weight ``[H, K]`` of the only linear with these inputs, if it adds to the residual stream; the drift
+            of its outputs takes H / K of the memory and of the products that the drift of the inputs takes.
         device: Where the products are computed; the rows may be elsewhere.
     """
 
@@ -87,12 +106,14 @@ class Accumulator:
         width: int,
         *,
         drift: bool = False,
-        residual_width: int | None = None,
+        adding: Tensor | None = None,
         device: torch.device | None = None,
     ) -> None:
         self._hessian = torch.zeros(width, width, device=device)
-        self._drift = torch.zeros(width, width, device=device) if drift else None
-        self._residual = None if residual_width is None else torch.zeros(residual_width, width, device=device)
+        self._adding = adding if drift else None
+        self._drift: Tensor | None = None
+        if drift:
+            self._drift = torch.zeros(width if adding is None else len(adding), width, device=device)
         self._pending: list[Rows] = []
         self._pending_rows = 0
         self.tokens = 0
@@ -108,12 +129,13 @@ class Accumulator:
     def finish(self) -> Statistics:
         """Return the means over all tokens; the accumulator is used up."""
         self._multiply()
-        for total in (self._hessian, self._drift, self._residual):
+        for total in (self._hessian, self._drift):
             if total is not None:
                 total.div_(max(self.tokens, 1))
         drift = None if self._drift is None else self._drift.cpu()
-        residual = None if self._residual is None else self._residual.cpu()
-        return Statistics(self._hessian.cpu(), drift, residual, self.tokens)
+        if self._adding is None:
+            return Statistics(self._hessian.cpu(), drift, None, self.tokens)
+        return Statistics(self._hessian.cpu(), None, drift, self.tokens)
 
     def _multiply(self) -> None:
         if not self._pending:
@@ -123,9 +145,10 @@ class Accumulator:
         inputs = rows.inputs.to(self._hessian.device)
         _add_product(inputs, inputs, self._hessian)
         if self._drift is not None:
-            _add_product(rows.reference.to(inputs) - inputs, inputs, self._drift)
-        if self._residual is not None and rows.residual is not None:
-            _add_product(rows.residual.to(inputs), inputs, self._residual)
+            moved = Rows(inputs, rows.reference.to(inputs), rows.residual)
+            adding = self._adding
+            lacking = moved.reference - inputs if adding is None else output_error(moved, adding.to(inputs), linear)
+            _add_product(lacking, inputs, self._drift)
 
 
 def _add_product(left: Tensor, right: Tensor, total: Tensor) -> None:

@@ -357,10 +357,8 @@ class _LayerWalk:
 
     def _round_dense(self, number: int, stage: Stage, rounding: LayerRounding) -> None:
         follows = self.walk.options.method.follows_quantized
-        residual_width = None
-        if follows and stage.residual is not None:
-            residual_width = self.streams.original[0].shape[-1]
-        accumulator = Accumulator(stage.width, drift=follows, residual_width=residual_width, device=self.stack.device)
+        adding = None if stage.residual is None else rounding.weights[stage.slots[0][0]]
+        accumulator = Accumulator(stage.width, drift=follows, adding=adding, device=self.stack.device)
         held_out = Sample(HELD_OUT_ROWS, len(self.streams.nearest))
         for sequence, rows in self._rows(number, stage):
             (held_out if sequence >= self.walk.first_held_out else accumulator).add(rows)

@@ -27,7 +27,7 @@ def print_rounding(console: Console, rounding: Mapping[str, Any], *, verbose: bo
 
 def _weight_table(rounding: Mapping[str, Any]) -> Table:
     """Return a table of the relative squared errors of outputs on held-out text."""
-    numbers = ("tokens", "error nearest", "error method", "drift", "residual", "damping")
+    numbers = ("tokens", "error nearest", "error method", "drift", "damping")
     table = make_table("weight", "codes by", *numbers, right=numbers)
     for row in rounding["weights"]:
         table.add_row(
@@ -35,7 +35,7 @@ def _weight_table(rounding: Mapping[str, Any]) -> Table:
             row["method"],
             f"{row['tokens']:,}" if "tokens" in row else "",
             *(_figure(row, key, "{:.3e}") for key in ("nearest_error", "method_error")),
-            *(_figure(row, key, "{:.2f}") for key in ("drift_factor", "residual_factor")),
+            _figure(row, "drift_factor", "{:.2f}"),
             _figure(row, "damping", "{:.3g}"),
         )
     return table

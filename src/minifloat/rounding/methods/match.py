@@ -2,12 +2,12 @@
 
 The layers before a linear are quantized already, so that its inputs X differ from the inputs Xf of the original model.
 The weight W' = W + W (Xf - X)'X (X'X + l I)^-1 gives on X the outputs that are closest to W Xf. GPTQ then rounds W'
-instead of W. A linear that adds to the residual stream also makes up for half of the error that the stream has by then,
-with the regression of that error on X.
+instead of W. A linear that adds to the residual stream also makes up for half of the error that the stream has by then:
+that half is added to W (Xf - X).
 
-Both terms are estimates from a finite text and would do harm if it is short, so each is multiplied by the factor that
-is best on held-out text, which is near 1 if there are many tokens for each of the K columns and falls towards 0 if
-there are few.
+W' - W is an estimate from a finite text and would do harm if that is short, so it is multiplied by the factor that is
+best on held-out text, which is near 1 if there are many tokens for each of the K columns and falls towards 0 if there
+are few.
 
 Source: the output target is that of GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695).
 """
@@ -23,10 +23,7 @@ from minifloat.rounding.factor import regress, times
 from minifloat.rounding.grid import Grid
 from minifloat.rounding.methods.gptq import compensate
 from minifloat.rounding.methods.protocol import Inputs, Rounded
-from minifloat.rounding.statistics import Rows
-
-#: Share of the error of the residual stream that a linear makes up for. All of it would disturb the next norm's input.
-RESIDUAL_SHARE = 0.5
+from minifloat.rounding.statistics import Rows, output_error
 
 
 class Match:
@@ -46,25 +43,22 @@ class Match:
 
 
 def matched(weight: Tensor, inputs: Inputs) -> tuple[Tensor, dict[str, float]]:
-    """Return the weight whose outputs on X match the original outputs on Xf, and the factor of each term.
+    """Return the weight whose outputs on X match the original outputs on Xf, and the factor of its change.
 
     Args:
         weight: float32 ``[N, K]``.
         inputs: Of the weight. Without held-out rows the drift counts by the tokens per column.
     """
     statistics, held_out = inputs.statistics, inputs.held_out
-    target, details = weight, {}
+    lacking = statistics.output_drift
     if statistics.drift is not None:
-        step = regress(times(weight, statistics.drift), inputs.required_feedback)
-        error = None if held_out is None else times(held_out.reference - held_out.inputs, weight.T.contiguous())
-        details["drift_factor"] = _factor(step, error, held_out, statistics.tokens)
-        target = target + details["drift_factor"] * step
-    if statistics.residual is not None:
-        step = regress(statistics.residual, inputs.required_feedback)
-        error = None if held_out is None else held_out.residual
-        details["residual_factor"] = RESIDUAL_SHARE * _factor(step, error, held_out, statistics.tokens)
-        target = target + details["residual_factor"] * step
-    return target, details
+        lacking = times(weight, statistics.drift)
+    if lacking is None:
+        return weight, {}
+    step = regress(lacking, inputs.required_feedback)
+    error = None if held_out is None else output_error(held_out, weight, lambda x, w: times(x, w.T.contiguous()))
+    factor = _factor(step, error, held_out, statistics.tokens)
+    return weight + factor * step, {"drift_factor": factor}
 
 
 def _factor(step: Tensor, error: Tensor | None, held_out: Rows | None, tokens: int) -> float:
