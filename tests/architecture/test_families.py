@@ -1,18 +1,22 @@
 """The table of families: its lookup, its rows against the installed transformers, and the general rules."""
 
 import re
+from pathlib import Path
 
 import pytest
-from transformers import CONFIG_MAPPING
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming
 
 from minifloat.architecture.decoder_families import why_not_family
 from minifloat.architecture.families import FAMILIES, family_of
+from minifloat.architecture.families.encoders import FAMILIES as ENCODERS
 from minifloat.architecture.family import GENERAL, Family, Role
 from minifloat.architecture.groups import fused_group
 from minifloat.architecture.roles import role_of
 from minifloat.checkpoint import TensorInfo
+from minifloat.quantize.job import quantize_checkpoint
 
 _MODEL_TYPES = [model_type for family in FAMILIES for model_type in family.model_types]
 _WITH_RENAMES = [(family, name) for family in FAMILIES if family.renames is not None for name in family.model_types]
@@ -106,3 +110,29 @@ def test_native_decoders_are_stated_by_the_rows() -> None:
     assert not why_not_family("qwen3", "silu", "default")
     assert "mixture" in why_not_family("mixtral", "silu", "default", experts=False)
     assert "its model_type is 'gemma3_text', not one of" in why_not_family("gemma3_text", "silu", "default")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "heads"), [(name, family.heads) for family in ENCODERS for name in family.model_types]
+)
+def test_the_heads_of_encoders_are_those_that_transformers_ties_to_the_embedding(
+    model_type: str, heads: tuple[str, ...]
+) -> None:
+    with torch.device("meta"):
+        model = AutoModelForMaskedLM.from_config(CONFIG_MAPPING[model_type]())
+    tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys if name.endswith(".weight")}
+    assert tied == set(heads)
+
+
+def test_encoders_are_quantized_and_their_tied_heads_listed_as_kept(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(**sizes, vocab_size=300)).to(torch.bfloat16).eval()
+    model.save_pretrained(tmp_path / "source")
+    report = quantize_checkpoint(tmp_path / "source", tmp_path / "out", "fp8")
+    assert report.share.fraction > 0.9
+    loaded, found = BertForMaskedLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not found["missing_keys"]
+    tokens = torch.arange(5, 25)[None]
+    error = (loaded(tokens).logits - model(tokens).logits).float().norm() / model(tokens).logits.float().norm()
+    assert 0 < error < 0.05

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from minifloat import load
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError
 from minifloat.numerics.formats import BFLOAT16
@@ -18,6 +19,7 @@ from minifloat.plan import plan_model
 from minifloat.plan.cache import cache_bytes, state_bytes
 from minifloat.plan.config_tensors import tensors_of
 from minifloat.plan.shape import model_shape
+from minifloat.quantize.job import quantize_checkpoint
 
 _GEMMA = {"head_dim": 16, "sliding_window": 32}
 _MAMBA = {
@@ -138,3 +140,19 @@ def test_a_mixture_of_a_trillion_weights_is_planned_layer_by_layer(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     plan = plan_model(tmp_path, "fp8-block", "h200", gpus=8)
     assert plan.counts.total > 59 * 384 * 3 * 7168 * 2048  # a trillion
+
+
+def test_numbers_that_json_lacks_are_read_as_transformers_saves_them_and_written_back(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = make_model(tmp_path / "model", "nemotron_h", **_FAMILIES["nemotron_h"])
+    config = json.loads((source / "config.json").read_text())
+    infinite = [key for key, value in config.items() if "__float__" in str(value)]
+    assert infinite  # time_step_limit
+    quantize_checkpoint(source, tmp_path / "out", "fp8")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [written[key] for key in infinite] == [config[key] for key in infinite]
+    model = load(tmp_path / "out").model
+    limits = model.config.time_step_limit
+    assert limits[1] == float("inf")
+    assert plan_model(tmp_path / "out", hardware="h100").state > 0

@@ -89,6 +89,7 @@ class Family:
         fused_experts: Tensors of fused experts; a checkpoint of single experts has no tensor of these names.
         renames: Regular expression and replacement, applied in order to the name of a module in the checkpoint; the
             result is the module's name in transformers. None: the tables of the installed transformers decide.
+        heads: Names of output linears, which have no tensor of their own where they are tied to the embedding.
         conv1d: Whether the matrices are Conv1D weights ``[in, out]``.
         known: Whether there is a row for the model; False: the general rules alone decide.
     """
@@ -100,6 +101,7 @@ class Family:
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fused_experts: tuple[FusedTensor, ...] = GATE_UP_DOWN
     renames: tuple[tuple[str, str], ...] | None = None
+    heads: tuple[str, ...] = ("lm_head",)
     conv1d: bool = False
     known: bool = True
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from minifloat.architecture.families import family_of
 from minifloat.architecture.groups import expert_group
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.convert.plan import (
@@ -65,7 +66,7 @@ def make_layout_plan(checkpoint: Checkpoint, name: str, *, allow_rounding: bool 
     builder = _LayoutConversions(checkpoint, description, layout, allow_rounding)
     conversions = with_copies(checkpoint, builder.conversions())
     copied = (conversion.sources[0] for conversion in conversions if conversion.change is Change.KEEP)
-    unquantized = kept_linears(copied, builder.schemes)
+    unquantized = kept_linears(copied, builder.schemes, family_of(checkpoint.config))
     linears = [module for module in builder.schemes if expert_group(module) is None]
     names = engine_names(checkpoint, (*unquantized, *linears))
     try:

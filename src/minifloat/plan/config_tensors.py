@@ -77,7 +77,7 @@ def _known_tensors(config: Mapping[str, Any], folder: Path) -> tuple[OutputTenso
 def _dtype(config: Mapping[str, Any], folder: Path) -> str:
     """Return the dtype of the parameters that the config names, by default BF16."""
     nested = text_config(config)
-    name = str(next((c[k] for c in (nested, config) for k in ("dtype", "torch_dtype") if c.get(k)), "bfloat16"))
+    name = str(next((c[k] for c in (config, nested) for k in ("dtype", "torch_dtype") if c.get(k)), "bfloat16"))
     if name not in _DTYPES:
         raise ConfigError(folder / CONFIG_FILE, f"dtype {name!r}: expected one of {', '.join(_DTYPES)}")
     return name

@@ -9,6 +9,7 @@ Left out: layers of multi-token prediction, which transformers does not build.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from minifloat.errors import ConfigError
 from minifloat.plan.cache import STATE_OPERATIONS, CacheLayer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
 #: Tokens of the pass that fills the caches.
 _TOKENS = 2
@@ -27,6 +28,7 @@ _TOKENS = 2
 _STATES = ("conv_states", "recurrent_states")
 _RECURRENT = "recurrent_states"
 _CACHE_MODULE = "transformers.cache_utils"
+_LONGEST_REASON = 200  # characters
 _KEYS_DIMENSIONS = 4  # [batch, heads, tokens, width]
 
 
@@ -82,7 +84,7 @@ def meta_caches(config: PreTrainedConfig, heads: int, folder: Path) -> tuple[tup
     """
     import torch
 
-    model: Any = _build(config, "bfloat16", folder, text_only=True)
+    model = _build(config, "bfloat16", folder, text_only=True)
     model.eval()
     try:
         with torch.no_grad(), torch.device("meta"), quiet_transformers():
@@ -101,7 +103,7 @@ def meta_caches(config: PreTrainedConfig, heads: int, folder: Path) -> tuple[tup
     return tuple(_layer(layer, config, heads) for layer in stored), note
 
 
-def _build(config: PreTrainedConfig, dtype: str, folder: Path, *, text_only: bool = False) -> PreTrainedModel:
+def _build(config: PreTrainedConfig, dtype: str, folder: Path, *, text_only: bool = False) -> Any:
     """Return the model of a config on the meta device."""
     import torch
     import transformers
@@ -117,8 +119,8 @@ def _build(config: PreTrainedConfig, dtype: str, folder: Path, *, text_only: boo
     for build in builders:
         try:
             with torch.device("meta"), quiet_transformers():
-                model: PreTrainedModel = build(config, dtype=getattr(torch, dtype))
-                return model
+                model: Any = build(config, dtype=getattr(torch, dtype))
+                return model.to(getattr(torch, dtype))  # towers may have a dtype of their own
         except Exception as error:  # whatever a model's constructor makes of numbers that do not fit
             failures.append(error)
     if not failures:
@@ -146,7 +148,7 @@ def _has(auto: Any, config: PreTrainedConfig) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    return textwrap.shorten(str(error).strip().partition("\n")[0], _LONGEST_REASON, placeholder=" ...")
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from minifloat.architecture.families import family_of
-from minifloat.architecture.family import Family, Role
+from minifloat.architecture.family import GENERAL, Family, Role
 from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.architecture.mtp import is_mtp
 from minifloat.architecture.roles import is_dense_float, is_matrix, role_of
@@ -66,7 +66,7 @@ def make_plan(
     for index, override in enumerate(overrides):
         if index not in matched_overrides:
             raise PatternError(_no_match(override, tensors, checkpoint))
-    plan = QuantizationPlan(scheme, layout, tuple(overrides), tuple(tensors), _kept(tensors))
+    plan = QuantizationPlan(scheme, layout, tuple(overrides), tuple(tensors), _kept(tensors, family))
     _check_groups(plan, family)
     if not plan.modules:
         raise UsageError(
@@ -120,23 +120,25 @@ def _parts(
     return (make_part(module_name(info), scheme, (rows, cols), layout, info, family=family),)
 
 
-def _kept(tensors: Sequence[TensorPlan]) -> tuple[str, ...]:
+def _kept(tensors: Sequence[TensorPlan], family: Family) -> tuple[str, ...]:
     """Return the linears that a server would otherwise expect to be quantized."""
     return kept_linears(
         (tensor.source for tensor in tensors if not tensor.parts),
         {part.module for tensor in tensors for part in tensor.parts},
+        family,
     )
 
 
-def kept_linears(copied: Iterable[TensorInfo], quantized: Collection[str]) -> tuple[str, ...]:
-    """Return the linears among copied tensors, for a config's list of exceptions; lm_head even where it is tied.
+def kept_linears(copied: Iterable[TensorInfo], quantized: Collection[str], family: Family = GENERAL) -> tuple[str, ...]:
+    """Return the linears among copied tensors, for a config's list of exceptions; heads even where they are tied.
 
     Args:
         copied: The tensors that are copied.
         quantized: The modules that are quantized.
+        family: Description of the model.
     """
     kept = tuple(module_name(info) for info in copied if is_matrix(info) and role_of(info) is not Role.EMBEDDING)
-    return kept if "lm_head" in quantized or "lm_head" in kept else (*kept, "lm_head")
+    return (*kept, *(head for head in family.heads if head not in quantized and head not in kept))
 
 
 def _check_groups(plan: QuantizationPlan, family: Family) -> None:

@@ -34,7 +34,8 @@ _EXPLICIT = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_he
 _MOST_LAYERS = 1 << 14
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "top_k")
 #: Values of `layer_types` of layers without keys and values.
-_WITHOUT_KEYS = ("linear_attention", "mamba", "conv", "moe", "mlp")
+_STATES = ("linear_attention", "mamba", "conv")
+_WITHOUT_KEYS = (*_STATES, "moe", "mlp")
 #: Architectures whose `sliding_window` applies to every layer, unless `layer_types` says otherwise.
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "phi3"})
 
@@ -174,8 +175,8 @@ def _shape_by_convention(fields: Fields, reason: str) -> ModelShape:
     """Return the sizes of a model whose caches are unknown, with a note that names the reason."""
     caches = _conventional_caches(fields)
     counted = "is counted by the usual meaning of the config's fields" if caches else "is not counted"
-    notes = [f"The KV cache {counted}: {reason}."]
-    if any(not layer.width for layer in caches):
+    notes = [f"The KV cache {counted}: {reason.rstrip('.!')}."]
+    if {str(kind) for kind in fields.get("layer_types") or ()} & set(_STATES):
         notes.append("The state of layers without keys and values (linear attention, Mamba) is not counted.")
     return _shape(fields, caches, tuple(notes))
 
@@ -249,7 +250,7 @@ def _number_of_layers(fields: Fields) -> int:
 def _windows(fields: Fields) -> list[int | None]:
     """Return the window of each layer in tokens: None for all tokens, 0 for a layer without a cache."""
     layers = _number_of_layers(fields)
-    window = fields.optional("sliding_window")
+    window = fields.optional("sliding_window") if fields.get("sliding_window") else None
     kinds = fields.get("layer_types")
     if isinstance(kinds, Sequence) and len(kinds) == layers:
         chunk = fields.optional("attention_chunk_size")
