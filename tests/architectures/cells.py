@@ -46,6 +46,8 @@ STATIC = "fp8-static"
 _DECODED_TO_BFLOAT16 = ("mxfp8", "mxfp4", "nvfp4")
 #: Largest error of logits where inputs are rounded: of the flips that `_judge_products` describes.
 _FLIPPED = 0.2
+#: Largest share of a model's bytes that the config alone may not tell: the dtype of biases of routers and the like.
+_SMALL_PARAMETERS = 1e-4
 _TARGET = "transformers:cpu-no-amx"
 _OURS = "minifloat:cpu-no-amx"
 _SEQUENCES = tuple(tuple((step * index + 11 * step) % 220 + 20 for index in range(64)) for step in (3, 7, 11, 13))
@@ -344,9 +346,20 @@ def engine(quantized: Quantized) -> Outcome:
                 continue
             gap = float((logits[best] - logits[token]) / logits.std())
             if gap > EXACT * 10:
+                if found == _cached(quantized.model):
+                    return Outcome(
+                        Status.WITHIN, "as transformers with its cache, which answers otherwise than without"
+                    )
                 return Outcome(Status.WRONG, f"prompt {prompt}, token {index}: {token} for {best}, {gap:.1e} apart")
             break
     return Outcome(Status.EXACT, engine.info.runner)
+
+
+@torch.no_grad()
+def _cached(model: Any) -> list[list[int]]:
+    """Return the tokens of transformers' own generation, which keeps states between tokens."""
+    options = {"max_new_tokens": plain.NEW_TOKENS, "min_new_tokens": plain.NEW_TOKENS, "do_sample": False}
+    return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in plain.PROMPTS]
 
 
 def _generate(engine: Engine) -> list[list[int]]:
@@ -369,21 +382,24 @@ def plan(source: Path, work: Path, made: list[Quantized]) -> tuple[Outcome, Outc
     bare = work / "config-only"
     bare.mkdir()
     shutil.copy(source / "config.json", bare)
-    return _planned(source, expected), _planned(bare, expected)
+    return _planned(source, expected), _planned(bare, expected, config_only=True)
 
 
-def _planned(folder: Path, expected: dict[str, int]) -> Outcome:
+def _planned(folder: Path, expected: dict[str, int], *, config_only: bool = False) -> Outcome:
     try:
         schemes = plan_model(folder, "all", "h100").schemes
     except Exception as error:
         return Outcome.refused(error)
-    for planned in schemes:
-        if planned.scheme in expected and planned.weights != expected[planned.scheme]:
-            return Outcome(
-                Status.WRONG,
-                f"{planned.scheme}: {planned.weights:,} bytes, the files have {expected[planned.scheme]:,}",
-            )
-    return Outcome(Status.EXACT)
+    differences = {
+        planned.scheme: (planned.weights - expected[planned.scheme]) / expected[planned.scheme]
+        for planned in schemes
+        if planned.scheme in expected
+    }
+    scheme, worst = max(differences.items(), key=lambda item: abs(item[1]))
+    if not worst:
+        return Outcome(Status.EXACT)
+    status = Status.WITHIN if config_only and abs(worst) <= _SMALL_PARAMETERS else Status.WRONG
+    return Outcome(status, f"{scheme}: {worst:+.1e} of the {expected[scheme]:,} bytes of the files")
 
 
 def _tensor_bytes(folder: Path) -> int:

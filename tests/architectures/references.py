@@ -20,6 +20,10 @@ from torch import Tensor
 #: A quantized weight differs from its source by at most this; MXFP4 by about 0.12, another weight by 1.4.
 _NEAR = 0.3
 _EXPERT = re.compile(r"(?P<layer>.*\.)(?P<block>\w*experts\w*)\.(?P<index>\d+)\.(?P<leaf>\w+)")
+_FIRST, _SECOND = ("first", "even"), ("second", "odd")
+_ANY_PART = (*_FIRST, *_SECOND)
+#: Linear of an expert -> the rows of a fused tensor that it may be.
+_PARTS = {"gate_proj": _FIRST, "w1": _FIRST, "up_proj": _SECOND, "w3": _SECOND}
 
 
 @dataclass
@@ -79,7 +83,7 @@ def make_reference(source: dict[str, Tensor], decoded: DecodedCheckpoint) -> Ref
     reference = Reference({name: tensor.float().clone() for name, tensor in source.items()})
     filled: dict[str, int] = {}
     for module, weight in decoded.weights.items():
-        place = _find_place(reference.tensors, source, module, weight)
+        place = _find_place(source, module, weight)
         if isinstance(place, str):
             reference.problems.append(f"{module}: {place}")
             continue
@@ -99,16 +103,12 @@ def make_reference(source: dict[str, Tensor], decoded: DecodedCheckpoint) -> Ref
     return reference
 
 
-def _find_place(
-    tensors: dict[str, Tensor], source: dict[str, Tensor], module: str, weight: Tensor
-) -> tuple[str, str] | str:
+def _find_place(source: dict[str, Tensor], module: str, weight: Tensor) -> tuple[str, str] | str:
     """Return the tensor and the slice that a weight is near, or what is wrong."""
-    candidates = [name for name in (f"{module}.weight", module) if name in tensors]
+    candidates = [name for name in (f"{module}.weight", module) if name in source]
     match = _EXPERT.fullmatch(module)
-    prefix = "" if match else None
     if match:
-        prefix = match["layer"]
-        candidates += [name for name, tensor in tensors.items() if name.startswith(prefix) and tensor.ndim == 3]
+        candidates += [name for name, tensor in source.items() if name.startswith(match["layer"]) and tensor.ndim == 3]
     found = []
     for name in dict.fromkeys(candidates):
         for slice_name, view in slices(source[name].float()):
@@ -118,4 +118,14 @@ def _find_place(
     if not found:
         return f"no tensor of the source has its shape {list(weight.shape)}"
     error, name, slice_name = min(found)
-    return (name, slice_name) if error < _NEAR else f"is not near any weight of the source (relative error {error:.2f})"
+    if error >= _NEAR:
+        return f"is not near any weight of the source (relative error {error:.2f})"
+    if match and name not in (f"{module}.weight", module) and not _is_named(match, slice_name):
+        return f"holds {slice_name} of {name}"
+    return name, slice_name
+
+
+def _is_named(module: re.Match[str], slice_name: str) -> bool:
+    """Return whether a slice of fused experts is the one that a module's name says: its expert, and gate before up."""
+    expert, _, part = slice_name.partition(":")
+    return expert.rstrip("T") == module["index"] and (not part or part in _PARTS.get(module["leaf"], _ANY_PART))
