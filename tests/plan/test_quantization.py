@@ -234,7 +234,7 @@ def test_fused_experts_whose_orientation_is_unclear_are_refused(make_checkpoint:
     with pytest.raises(UnsupportedTensorError, match=r"experts\.gate_up_proj.*do not\s+tell rows from columns"):
         plan_of(path)
     wrong = make_checkpoint("wrong", moe_tensors(), config=MOE_CONFIG | {"moe_intermediate_size": 48})
-    with pytest.raises(UnsupportedTensorError, match="do not tell rows from columns"):
+    with pytest.raises(UnsupportedTensorError, match=r"moe_intermediate_size 48 of the config do not fit"):
         plan_of(wrong)
 
 

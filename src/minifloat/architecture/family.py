@@ -11,6 +11,7 @@ import enum
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 
 class Role(enum.Enum):
@@ -35,30 +36,56 @@ class NativeDecoder(enum.Enum):
     MIXTURE = "mixture"  #: the decoder of CPUs
 
 
+class SingleExpert(NamedTuple):
+    """The place of one expert's linear in a tensor of fused experts.
+
+    Attributes:
+        fused: The tensor.
+        parent: Part of the tensor's name before ``fused.name``, with a dot at its end.
+        expert: Index of the expert.
+        position: Position of the linear among those that the tensor holds.
+    """
+
+    fused: FusedTensor
+    parent: str
+    expert: int
+    position: int
+
+
 @dataclass(frozen=True)
 class FusedTensor:
     """A tensor on disk that holds a linear, or two, of every expert of a layer.
 
     Attributes:
-        name: End of the tensor's name after the layer, without ``.weight``: ``experts.gate_up_proj``.
+        name: End of the tensor's name after the layer: ``experts.gate_up_proj``. It is found with and without
+            ``.weight`` at its end.
         linears: Names of the linears that it holds, in the order of their rows, as servers name them in a checkpoint
             of single experts; ``{}`` is the index of the expert. They replace `name`.
-        transposed: Whether the tensor is ``[E, K, N]`` (as ``x @ w``) and not ``[E, N, K]``; None: files of both kinds
-            exist, and the sizes in the config decide.
+        transposed: Whether the tensor is ``[E, K, N]`` (as ``x @ w``) and not ``[E, N, K]``.
+        both_exist: Whether there are files of both kinds, so that the sizes in the config decide; `transposed` is then
+            the kind of the released checkpoints.
         interleaved: Whether the rows of the linears alternate and do not follow each other.
         reads_hidden: Whether the linears read the hidden state (gate and up), and not the product inside the expert.
     """
 
     name: str
     linears: tuple[str, ...]
-    transposed: bool | None = None
+    transposed: bool = False
+    both_exist: bool = False
     interleaved: bool = False
     reads_hidden: bool = True
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """Pattern of the tensor's name; the group ``parent`` is what `linears` follow."""
-        return re.compile(rf"^(?P<parent>(?:.*\.)?){re.escape(self.name)}(?P<suffix>\.weight)?$")
+        name = re.escape(self.name.removesuffix(".weight"))
+        return re.compile(rf"^(?P<parent>(?:.*\.)?){name}(?:\.weight)?$")
+
+    @cached_property
+    def linear_patterns(self) -> tuple[re.Pattern[str], ...]:
+        """Patterns of the module names of single experts, one for each of `linears`."""
+        names = (re.escape(linear).replace(r"\{\}", r"(?P<expert>\d+)") for linear in self.linears)
+        return tuple(re.compile(rf"^(?P<parent>(?:.*\.)?){name}$") for name in names)
 
     def parent(self, name: str) -> str:
         """Return the part of a tensor's name before `name`, with a dot at its end."""
@@ -69,8 +96,8 @@ class FusedTensor:
 
 #: Fused experts of most families.
 GATE_UP_DOWN = (
-    FusedTensor("experts.gate_up_proj", ("experts.{}.gate_proj", "experts.{}.up_proj")),
-    FusedTensor("experts.down_proj", ("experts.{}.down_proj",), reads_hidden=False),
+    FusedTensor("experts.gate_up_proj", ("experts.{}.gate_proj", "experts.{}.up_proj"), both_exist=True),
+    FusedTensor("experts.down_proj", ("experts.{}.down_proj",), both_exist=True, reads_hidden=False),
 )
 
 
@@ -87,6 +114,12 @@ class Family:
         fused: Name of the group and last components of the names of linears that servers run as one, beside those of
             `groups.fused_group` for every model.
         fused_experts: Tensors of fused experts; a checkpoint of single experts has no tensor of these names.
+        stored_fused: Whether released checkpoints hold fused experts, the only form that transformers loads
+            unquantized. None: the tables of the installed transformers decide.
+        transformers_splits: Whether transformers builds single experts for a checkpoint of compressed-tensors, where
+            `stored_fused`.
+        servers_read_single: Whether vLLM reads single experts in the place of fused ones, as most of its models do for
+            quantized checkpoints.
         renames: Regular expression and replacement, applied in order to the name of a module in the checkpoint; the
             result is the module's name in transformers. None: the tables of the installed transformers decide.
         heads: Names of output linears, which have no tensor of their own where they are tied to the embedding.
@@ -100,6 +133,9 @@ class Family:
     roles: tuple[tuple[str, Role], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fused_experts: tuple[FusedTensor, ...] = GATE_UP_DOWN
+    stored_fused: bool | None = None
+    transformers_splits: bool = False
+    servers_read_single: bool = True
     renames: tuple[tuple[str, str], ...] | None = None
     heads: tuple[str, ...] = ("lm_head",)
     conv1d: bool = False
@@ -112,6 +148,15 @@ class Family:
     def fused_tensor(self, name: str) -> FusedTensor | None:
         """Return the description of a tensor of fused experts; None for the name of any other tensor."""
         return next((tensor for tensor in self.fused_experts if tensor.pattern.match(name)), None)
+
+    def single_expert(self, module: str) -> SingleExpert | None:
+        """Return the place of a linear of one expert in a tensor of fused experts; None for any other module."""
+        for fused in self.fused_experts:
+            for position, pattern in enumerate(fused.linear_patterns):
+                match = pattern.match(module)
+                if match:
+                    return SingleExpert(fused, match["parent"], int(match["expert"]), position)
+        return None
 
 
 #: The general rules alone.

@@ -7,9 +7,10 @@ yields nothing where the rule does not apply. Each docstring says what the condi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from minifloat.architecture.groups import serving_group
+from minifloat.architecture.transformers_tables import merges_single_experts
 from minifloat.check.loading_rule import Case, Condition
 from minifloat.check.subject import MXFP4_KINDS, Kind, Weight
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
@@ -174,7 +175,8 @@ def weight_only_blocks(case: Case) -> Iterator[str]:
 
 def _experts_fused_by_transformers(case: Case) -> Iterator[Weight]:
     """Yield the experts whose weights transformers stacks while it loads them; it keeps those of Llama 4 as linears."""
-    if case.subject.layout == compressed_tensors.NAME and not case.subject.model_type.startswith("llama4"):
+    stacks = not case.subject.family.transformers_splits and transformers_reads_single(case)
+    if case.subject.layout == compressed_tensors.NAME and stacks:
         yield from (weight for weight in case.subject.quantized if weight.is_expert)
 
 
@@ -197,6 +199,32 @@ def experts_of_several_elements(case: Case) -> Iterator[str]:
     experts = list(_experts_fused_by_transformers(case))
     if len({weight.spec.element for weight in experts if weight.spec is not None}) > 1:
         yield from named(experts)
+
+
+def single_experts(case: Case, *, reader: Callable[[Case], bool]) -> Iterator[str]:
+    """Single experts of a model that stores experts fused when it is not quantized.
+
+    Args:
+        case: The case.
+        reader: Whether the engine makes its experts of single ones for this model.
+    """
+    experts = [weight for weight in case.weights(experts=True) if case.subject.family.single_expert(weight.module)]
+    if experts and not reader(case):
+        yield from named(experts)
+
+
+def transformers_reads_single(case: Case) -> bool:
+    """Return whether transformers makes the experts of a model from single ones."""
+    family = case.subject.family
+    if family.stored_fused is None:
+        return merges_single_experts((case.subject.model_type, case.subject.outer_type))
+    splits = family.transformers_splits and case.subject.layout == compressed_tensors.NAME
+    return not family.stored_fused or splits
+
+
+def servers_read_single(case: Case) -> bool:
+    """Return whether vLLM makes the experts of a model from single ones."""
+    return case.subject.family.servers_read_single
 
 
 def needs_amx(case: Case) -> Iterator[str]:

@@ -119,6 +119,7 @@ class Subject:
         kv: How the checkpoint declares the KV cache to be quantized; None: it does not.
         kv_scales: Whether the checkpoint has scales for the KV cache.
         misnamed: Whether it declares quant_method `mxfp4` and has none of gpt-oss' fused experts.
+        outer_type: ``model_type`` of the whole config, which differs in a multimodal model.
         head_named: Whether a config group of compressed-tensors targets lm_head by name or pattern, not by class alone.
     """
 
@@ -131,6 +132,7 @@ class Subject:
     kv: KVSpec | None = None
     kv_scales: bool = False
     misnamed: bool = False
+    outer_type: str = ""
     head_named: bool = False
 
     @cached_property
@@ -228,6 +230,7 @@ def _subject(
         kv=kv,
         kv_scales=kv_scales,
         misnamed=misnamed,
+        outer_type=str(checkpoint.config.get("model_type", "")),
     )
 
 

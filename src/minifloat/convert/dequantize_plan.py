@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint import Checkpoint, OutputTensor
+from minifloat.convert.decoded import decoded_tensors
 from minifloat.convert.plan import (
     Change,
     Conversion,
@@ -14,8 +15,7 @@ from minifloat.convert.plan import (
     with_copies,
 )
 from minifloat.errors import lookup
-from minifloat.layouts import StoredWeight
-from minifloat.layouts.decoded import DTYPES, config_dtype, language_configs, plain_tensor, without_quantization
+from minifloat.layouts.decoded import DTYPES, config_dtype, language_configs, without_quantization
 from minifloat.layouts.inspection import format_name
 
 
@@ -38,18 +38,15 @@ def make_dequantize_plan(checkpoint: Checkpoint, dtype: str | None = None) -> Co
     if dtype is not None:
         _set_dtype(config, dtype)
     conversions = []
-    by_codes: dict[str, list[StoredWeight]] = {}
-    for weight in description.weights.values():
-        by_codes.setdefault(weight.codes, []).append(weight)
-    for weights in by_codes.values():
-        first = weights[0]
-        output = plain_tensor(weights, stored_dtype)
-        names = (name for name in first.tensors if name != first.input_scale)
-        infos = tuple(require_tensor(checkpoint, name) for name in names)
-        detail = format_name(first.spec, first.activation)
-        conversions.append(Conversion(infos, output, Change.DECODE, f"from {detail}", tuple(weights)))
-        if first.input_scale is not None:
-            info = checkpoint.tensors[first.input_scale]
+    for group in decoded_tensors(checkpoint, description):
+        weights = [weight for matrix in group.matrices for weight in matrix]
+        names = (name for weight in weights for name in (weight.codes, weight.scale, weight.global_scale) if name)
+        infos = tuple(require_tensor(checkpoint, name) for name in dict.fromkeys(names))
+        output = OutputTensor(group.name, stored_dtype, group.shape)
+        detail = f"from {format_name(weights[0].spec, weights[0].activation)}"
+        conversions.append(Conversion(infos, output, Change.DECODE, detail, group.matrices, group.transposed))
+        for scale in dict.fromkeys(weight.input_scale for weight in weights if weight.input_scale):
+            info = checkpoint.tensors[scale]
             conversions.append(Conversion((info,), None, Change.DROP, "inputs are no longer quantized"))
     for name in description.auxiliary:
         conversions.append(Conversion((checkpoint.tensors[name],), None, Change.DROP, "belongs to the quantization"))

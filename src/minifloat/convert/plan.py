@@ -38,14 +38,17 @@ class Conversion:
         output: The tensor that is written; None: nothing is written.
         change: The change to the bytes.
         detail: Text for the report.
-        weights: For DECODE: the weights that are decoded; several weights are fused experts, stored transposed.
+        matrices: For DECODE: the weights whose rows follow each other in each matrix of the output. The output is a
+            matrix, or the fused experts.
+        transposed: For DECODE: whether each matrix is stored ``[K, N]``.
     """
 
     sources: tuple[TensorInfo, ...]
     output: OutputTensor | None
     change: Change
     detail: str
-    weights: tuple[StoredWeight, ...] = ()
+    matrices: tuple[tuple[StoredWeight, ...], ...] = ()
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

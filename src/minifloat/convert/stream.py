@@ -36,7 +36,7 @@ def run_conversion(checkpoint: Checkpoint, conversion: Conversion, shard: ShardW
         return [copy_tensor(checkpoint, info, shard)]
     if conversion.change is Change.DECODE:
         digests = [copy_digest(checkpoint, source) for source in conversion.sources]
-        write_decoded(checkpoint, conversion.weights, conversion.output, shard)
+        write_decoded(checkpoint, conversion.matrices, conversion.output, shard, transposed=conversion.transposed)
         return digests
     if conversion.change is Change.INVERT:
         shard.write(conversion.output.name, reciprocal(checkpoint, info).value.reshape(1))

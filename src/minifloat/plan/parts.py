@@ -130,34 +130,32 @@ def expert_parts(
 def _are_transposed(checkpoint: ModelHeaders, family: Family, info: TensorInfo, fused: FusedTensor) -> bool:
     """Return whether fused experts are stored ``[E, in, out]``.
 
-    At most one of the two projections is square; the other decides for both.
+    At most one of the projections of an expert is square; another one then decides for all.
 
     Raises:
         UnsupportedTensorError: The sizes in the config do not decide, or they contradict the tensors.
     """
     config = text_config(checkpoint.config)
     hidden = config.get("hidden_size")
-    inner = next((config[key] for key in _INNER_SIZES if config.get(key)), None)
-    problem = UnsupportedTensorError(
-        info.name,
-        f"fused experts {list(info.shape)}: hidden_size {hidden} and {_INNER_SIZES[0]} {inner} of the config "
-        "do not tell rows from columns; keep them with --exclude",
-    )
+    key, inner = next(((key, config[key]) for key in _INNER_SIZES if config.get(key)), (_INNER_SIZES[0], None))
+    sizes = f"fused experts {list(info.shape)}: hidden_size {hidden} and {key} {inner} of the config"
     if not hidden or not inner:
-        raise problem
+        raise UnsupportedTensorError(info.name, f"{sizes} do not tell rows from columns; keep them with --exclude")
     found = set()
     for member in family.fused_experts:
-        for suffix in ("", ".weight"):
-            sibling = checkpoint.tensors.get(f"{fused.parent(info.name)}{member.name}{suffix}")
-            if sibling is None:
-                continue
-            as_linear = (len(member.linears) * inner, hidden) if member.reads_hidden else (hidden, inner)
-            if sibling.shape[1:] not in (as_linear, as_linear[::-1]):
-                raise problem
-            if as_linear[0] != as_linear[1]:
-                found.add(sibling.shape[1:] != as_linear)
-    if fused.transposed is not None and found <= {fused.transposed}:
+        name = f"{fused.parent(info.name)}{member.name.removesuffix('.weight')}"
+        sibling = checkpoint.tensors.get(name) or checkpoint.tensors.get(f"{name}.weight")
+        if sibling is None:
+            continue
+        as_linear = (len(member.linears) * inner, hidden) if member.reads_hidden else (hidden, inner)
+        if sibling.shape[1:] not in (as_linear, as_linear[::-1]):
+            raise UnsupportedTensorError(info.name, f"{sizes} do not fit {sibling.name}; keep them with --exclude")
+        if as_linear[0] != as_linear[1]:
+            found.add(sibling.shape[1:] != as_linear)
+    if fused.both_exist and len(found) == 1:
+        return found.pop()
+    if not fused.both_exist and found <= {fused.transposed}:
         return fused.transposed
-    if len(found) != 1 or fused.transposed is not None:
-        raise problem
-    return found.pop()
+    raise UnsupportedTensorError(
+        info.name, f"{sizes} do not tell rows from columns as {family.name} stores them; keep them with --exclude"
+    )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.checkpoint.shard import ShardWriter
@@ -18,31 +20,53 @@ _SLAB_BYTES = 2 << 20
 
 
 def write_decoded(
-    checkpoint: Checkpoint, weights: Sequence[StoredWeight], output: OutputTensor, shard: ShardWriter
+    checkpoint: Checkpoint,
+    matrices: Sequence[Sequence[StoredWeight]],
+    output: OutputTensor,
+    shard: ShardWriter,
+    *,
+    transposed: bool,
 ) -> None:
-    """Write one decoded weight, or the fused weights of all experts, each transposed.
+    """Write a decoded matrix, or the fused matrices of all experts.
 
     Values are decoded in float32 and rounded once, to nearest even.
 
     Args:
         checkpoint: The quantized checkpoint.
-        weights: The weights that the output holds.
-        output: A tensor of BF16, F16 or F32, as `layouts.decoded.plain_tensor` returns it.
+        matrices: For each matrix of the output the weights whose rows follow each other.
+        output: A tensor of BF16, F16 or F32.
         shard: Where it is written.
+        transposed: Whether each matrix is stored ``[K, N]``.
 
     Raises:
         NonFiniteError: A code is NaN, a scale is NaN or Inf, or a value exceeds the range of the output.
         StorageError: The operating system refused to read or write.
     """
-    start = 0
-    for weight in weights:
-        rows, cols = weight.shape
-        transposed = weight.expert is not None  # as a whole; one expert is small
-        slab = rows if transposed else max(_SLAB_BYTES // (cols * np.dtype(np.float32).itemsize), 1)
-        for first in range(0, rows, slab):
-            values = read_rows(checkpoint, weight, first, min(first + slab, rows))
-            data, nonfinite = narrow(np.ascontiguousarray(values.T) if transposed else values, output.dtype)
-            if nonfinite:
-                raise NonFiniteError(weight.codes, f"NaN, or values beyond the range of {output.dtype}")
-            shard.write(output.name, data, start)
-            start += data.nbytes
+    end = 0
+    for weights in matrices:
+        if transposed:  # as a whole; one expert is small
+            matrix = [_narrowed(checkpoint, weight, 0, weight.shape[0], output.dtype) for weight in weights]
+            data = np.ascontiguousarray(np.concatenate(matrix).T)
+            shard.write(output.name, data.reshape(-1).view(np.uint8), end)
+            end += data.nbytes
+            continue
+        for weight in weights:
+            rows, cols = weight.shape
+            slab = max(_SLAB_BYTES // (cols * np.dtype(np.float32).itemsize), 1)
+            for first in range(0, rows, slab):
+                data = _narrowed(checkpoint, weight, first, min(first + slab, rows), output.dtype)
+                shard.write(output.name, data.reshape(-1).view(np.uint8), end)
+                end += data.nbytes
+
+
+def _narrowed(checkpoint: Checkpoint, weight: StoredWeight, first: int, stop: int, dtype: str) -> npt.NDArray[Any]:
+    """Return decoded rows ``[stop - first, K]`` as integers that hold the bits of a dtype.
+
+    Raises:
+        NonFiniteError: A value is NaN, or beyond the range of the dtype.
+    """
+    data, nonfinite = narrow(read_rows(checkpoint, weight, first, stop), dtype)
+    if nonfinite:
+        raise NonFiniteError(weight.codes, f"NaN, or values beyond the range of {dtype}")
+    item = data.nbytes // ((stop - first) * weight.shape[1])
+    return data.reshape(-1).view(f"u{item}").reshape(stop - first, weight.shape[1])

@@ -274,7 +274,10 @@ def dequantize_copy(checkpoint: DecodedCheckpoint, info: TensorInfo, dtype: str,
     Raises:
         NonFiniteError: A code or scale is NaN or Inf, or a value exceeds the range of the dtype.
     """
-    write_decoded(checkpoint.stored, checkpoint.weights[info.name], OutputTensor(info.name, dtype, info.shape), shard)
+    weights = checkpoint.weights[info.name]
+    output = OutputTensor(info.name, dtype, info.shape)
+    matrices = [(weight,) for weight in weights]
+    write_decoded(checkpoint.stored, matrices, output, shard, transposed=weights[0].expert is not None)
     return copy_digest(checkpoint, info)
 
 

@@ -277,9 +277,7 @@ class Loader:
             if parts is None:
                 return False
             experts = [[self.tensors.quantized[source][0] for source in expert] for expert in parts]
-            rows, cols = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
-            fits = self.expected[assignment.target].shape[1:] == (rows, cols)
-            transposed = assignment.may_transpose and not fits
+            transposed = assignment.transposed
         multiplied = multiplies_experts(type(owner), name)
         make = functools.partial(self._expert, self.dtype_of(assignment.target), multiplied)
         stack = QuantizedExperts([[make(part) for part in expert] for expert in experts], transposed, multiplied)

@@ -8,6 +8,6 @@ from minifloat.architecture.family import Family
 _DELTA_NET = (("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")), ("in_proj_ba", ("in_proj_b", "in_proj_a")))
 
 FAMILIES: tuple[Family, ...] = (
-    Family("Qwen3-Next", ("qwen3_next",), renames=()),
+    Family("Qwen3-Next", ("qwen3_next",), stored_fused=False, renames=()),
     Family("Qwen3.5", ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), fused=_DELTA_NET),
 )

@@ -80,6 +80,19 @@ RULES: tuple[LoadingRule, ...] = (
         confirmed_with=_TRANSFORMERS_CPU,
     ),
     LoadingRule(
+        name="transformers-single-experts",
+        hardware=ALL,
+        verdict=LoadVerdict.WRONG,
+        condition=functools.partial(conditions.single_experts, reader=conditions.transformers_reads_single),
+        problem=(
+            "experts are stored one by one, as servers read them, and transformers knows only fused experts of this "
+            "model: it starts with random ones, with a warning"
+        ),
+        cure="load it with minifloat.load, serve it with minifloat or vLLM, or convert it with --dequantize",
+        source="conversion_mapping.py: no MergeModulelist; quantizers/base.py takes apart Llama4TextExperts only",
+        confirmed_with=_TRANSFORMERS_CPU,
+    ),
+    LoadingRule(
         name="transformers-experts-blocks",
         hardware=ALL,
         verdict=LoadVerdict.REFUSED,

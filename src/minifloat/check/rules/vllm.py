@@ -225,6 +225,15 @@ RULES: tuple[LoadingRule, ...] = (
     ),
     EXPERTS_WEIGHT_ONLY_FP8,
     LoadingRule(
+        name="vllm-single-experts",
+        hardware=ALL,
+        verdict=LoadVerdict.REFUSED,
+        condition=functools.partial(conditions.single_experts, reader=conditions.servers_read_single),
+        problem="vLLM reads the experts of this model only fused, as the unquantized checkpoint stores them",
+        cure="keep the experts in 16 bits: --exclude '\\.experts\\.', or serve it with minifloat",
+        source="models/aria.py, models/gpt_oss.py: load_weights maps no single experts",
+    ),
+    LoadingRule(
         name="vllm-cpu-experts",
         hardware=CPUS,
         verdict=LoadVerdict.REFUSED,
