@@ -48,6 +48,7 @@ def subject(scheme: str | Scheme, layout: str | None = "compressed-tensors", **f
     shapes = SHAPES | facts.pop("shapes", {})
     plain = facts.pop("plain", ())
     if facts.pop("experts", False):
+        facts = {"model_type": "qwen3_moe"} | facts
         shapes |= {f"mlp.experts.0.{name}": shape for name, shape in EXPERTS.items()}
     names = {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
     if facts.pop("head", False):
@@ -194,6 +195,14 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
     "transformers-ragged-inputs": (
         (subject("fp8-block", shapes={"mlp.down_proj": (1024, 160)}), "transformers:cpu"),
         (subject("fp8-block"), "transformers:cpu"),
+    ),
+    "transformers-single-experts": (
+        (subject("mxfp4", experts=True, model_type="gemma4_text"), "transformers:h100"),
+        (subject("mxfp4", experts=True, model_type="llama4_text"), "transformers:h100"),
+    ),
+    "vllm-single-experts": (
+        (subject("mxfp4", experts=True, model_type="aria_text"), "vllm:h100"),
+        (subject("mxfp4", experts=True, model_type="gemma4_text"), "vllm:h100"),
     ),
     "transformers-experts-blocks": (
         (only_experts("fp8-block"), "transformers:cpu"),
@@ -370,7 +379,6 @@ def test_gates_of_linear_attention_are_one_linear_whose_parts_are_no_whole_block
 
 def test_queries_and_gates_of_linear_attention_must_be_quantized_alike() -> None:
     shapes = {"linear_attn.in_proj_qkv": (8192, 1024), "linear_attn.in_proj_z": (4096, 1024)}
-    config = CONFIG | {"model_type": "qwen3_5_text"}
-    mixed = subject("fp8-block", shapes=shapes, plain=("in_proj_z",), config=config)
+    mixed = subject("fp8-block", shapes=shapes, plain=("in_proj_z",), model_type="qwen3_5_text")
     report = judge("", None, Case(mixed, Target.parse("vllm:h100")))
     assert [finding.rule for finding in report.failures] == ["fused-layers-mixed"]

@@ -6,6 +6,7 @@ transformers, which imports torch, is imported when a function is called.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 def merges_single_experts(model_types: Iterable[str]) -> bool:
@@ -18,7 +19,8 @@ def merges_single_experts(model_types: Iterable[str]) -> bool:
         from transformers.core_model_loading import MergeModulelist
     except ImportError:
         return False
-    conversions = (entry for name in model_types for entry in get_checkpoint_conversion_mapping(name) or ())
+    mapping_of: Any = get_checkpoint_conversion_mapping
+    conversions = (entry for name in model_types for entry in mapping_of(name) or ())
     return any(
         isinstance(operation, MergeModulelist)
         for entry in conversions

@@ -138,7 +138,8 @@ class Subject:
     @cached_property
     def family(self) -> Family:
         """The description of the model's family."""
-        return family_of(self.config)
+        text = {"model_type": self.model_type}
+        return family_of({"model_type": self.outer_type or self.model_type, "text_config": text})
 
     @property
     def quantized(self) -> tuple[Weight, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,7 +179,7 @@ def _fused_target(
     model: PreTrainedModel,
     renamings: list[WeightRenaming],
     converters: list[WeightConverter],
-    expected: Mapping[str, Tensor],
+    expected: dict[str, Tensor],
 ) -> str:
     """Return the parameter that transformers makes of the tensor of fused experts; empty if there is none."""
     name = f"{single.parent}{single.fused.name}"
