@@ -175,9 +175,9 @@ def weight_only_blocks(case: Case) -> Iterator[str]:
 
 def _experts_fused_by_transformers(case: Case) -> Iterator[Weight]:
     """Yield the experts whose weights transformers stacks while it loads them; it keeps those of Llama 4 as linears."""
-    stacks = not case.subject.family.transformers_splits and transformers_reads_single(case)
-    if case.subject.layout == compressed_tensors.NAME and stacks:
-        yield from (weight for weight in case.subject.quantized if weight.is_expert)
+    experts = case.weights(experts=True) if case.subject.layout == compressed_tensors.NAME else ()
+    if experts and not case.subject.family.transformers_splits and transformers_reads_single(case):
+        yield from experts
 
 
 def experts_in_blocks(case: Case) -> Iterator[str]:
