@@ -24,7 +24,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minifloat.compare.evaluate import compare_models
-from minifloat.numerics.scheme import get_scheme
+from minifloat.numerics.scheme import Scheme, get_scheme
+from minifloat.numerics.scheme import weight_only as without_inputs
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.rounded import DataOptions
 from minifloat.rounding.methods import get_method
@@ -56,9 +57,9 @@ def with_outliers(source: Path, out: Path, factor: float) -> Path:
     return out
 
 
-def data_of(scheme: str, method: str, source: str) -> DataOptions | None:
+def data_of(scheme: Scheme, method: str, source: str) -> DataOptions | None:
     """Return the text of a method; of nearest, which folds nothing, only where inputs need static scales."""
-    activation = get_scheme(scheme).activation
+    activation = scheme.activation
     if method == "nearest" and (activation is None or not activation.needs_calibration):
         return None
     return DataOptions([source], rounding=RoundingOptions(get_method(method), fold=method != "nearest"))
@@ -72,6 +73,7 @@ def data_of(scheme: str, method: str, source: str) -> DataOptions | None:
 @click.option("--data", "texts", multiple=True, required=True, help="Text to judge on.")
 @click.option("--max-tokens", default=12000, show_default=True, help="Tokens of each text.")
 @click.option("--outliers", type=float, help="Inject outliers of this factor.")
+@click.option("--weight-only", is_flag=True, help="Leave the inputs of schemes that round them in 16 bits.")
 def main(
     model: Path,
     schemes: tuple[str, ...],
@@ -80,6 +82,7 @@ def main(
     texts: tuple[str, ...],
     max_tokens: int,
     outliers: float | None,
+    weight_only: bool,
 ) -> None:
     """Measure MODEL."""
     with tempfile.TemporaryDirectory() as name:
@@ -91,7 +94,8 @@ def main(
             for method in methods:
                 out = folder / f"{scheme}-{method}"
                 started = time.perf_counter()
-                quantize_checkpoint(source, out, scheme, data=data_of(scheme, method, calibrate_with))
+                chosen = without_inputs(get_scheme(scheme)) if weight_only else get_scheme(scheme)
+                quantize_checkpoint(source, out, chosen, data=data_of(chosen, method, calibrate_with))
                 seconds = time.perf_counter() - started
                 result = compare_models(source, out, list(texts), max_tokens=max_tokens, prompts=0)
                 kls = [text.kl_mean for text in result.candidates[0].texts]
