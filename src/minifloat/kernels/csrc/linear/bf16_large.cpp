@@ -1,9 +1,10 @@
-// AVX512_BF16 for many rows of x. A chunk of a panel (32 rows of W, some hundred columns) is decoded into the L1 cache and
-// multiplied with all rows of x, kDotRows at a time; the sums and the columns of x that belong to the chunk are in the L2
-// cache.
+// AVX512_BF16 for more rows of x than share the decoding in registers. A chunk of a panel (32 rows of W, some hundred
+// columns) is decoded while the first kDotRows rows of x are multiplied with it, and kept in the L1 cache for the other
+// rows. Sums are in the L2 cache, and so are the columns of x that belong to a chunk.
 //
 // For each chunk of columns all panels of a call are processed, so that x is read from beyond L2 only once per call. Rows
-// of x that do not fit L2 form another block, for which W is decoded again.
+// of x that do not fit L2 form another block, for which W is decoded again. With few rows, panels are processed one after
+// the other, in the order of memory. The next chunk is prefetched while a chunk is multiplied.
 #include "../threads.h"
 #include "bf16_dot.h"
 #include "bf16_tiles.h"
@@ -14,51 +15,105 @@ namespace MINIFLOAT_ISA {
 namespace {
 
 constexpr int64_t kPanels = Finish::kMaxPanels;
-constexpr int64_t kChunkSteps = 8;  // 32 KiB of bf16
+constexpr int64_t kChunkSteps = 4;  // 16 KiB of bf16
 constexpr int64_t kChunkUnits = kChunkSteps * 2;
 constexpr int64_t kChunkBytes = kChunkSteps * kStepTiles * kTileBytes;
-constexpr int64_t kBlockTiles = 20;  // tiles of x of a block: 240 KiB, and as much of sums
+constexpr int64_t kFewTiles = 4;
+constexpr int64_t kBlockTiles = 20;  // tiles of x of a block: 240 KiB of sums
 constexpr int64_t kTileSums = kDotRows * kPanelRows;
+constexpr int64_t kScratchBytes = 2 << 20;  // in one 2 MB page
 
-// sums [kRows][kPanelRows] (+)= kRows rows of x times decoded units, two tiles each, times `scale`.
-template <int kRows, bool kScaled>
-__attribute__((noinline)) void multiply_units(const uint8_t* x, int64_t unit_bytes, const uint8_t* tiles,
-                                              int64_t units, bool first, const __m512 (&scale)[2], float* sums) {
-    __m512 total[kRows][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r)
-        for (int t = 0; t < 2; ++t) {
-            _mm_prefetch(reinterpret_cast<const char*>(sums + r * kPanelRows + t * kTileRows), _MM_HINT_T0);
-            total[r][t] = _mm512_setzero_ps();
+// Prefetches the next chunk into the L2 cache, some lines per unit.
+struct Ahead {
+    const uint8_t *next, *end;
+    int64_t bytes;  // per unit
+
+    void unit() {
+        for (const uint8_t* stop = min(next + bytes, end); next < stop; next += kVectorBytes)
+            _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
+    }
+};
+
+// Keeps the decoded vectors of a unit.
+struct Keep {
+    uint8_t* tiles;
+    void line(const uint8_t* p) const { _mm_prefetch(reinterpret_cast<const char*>(p + kNearBytes), _MM_HINT_T0); }
+    void keep(int tile, int pair, __m512i w) const {
+        _mm512_store_si512(tiles + tile * kTileBytes + pair * kVectorBytes, w);
+    }
+};
+
+// Units of a chunk with one scale per row of W, or without.
+struct Units {
+    const uint8_t* step;  // of the first unit, packed; null if `tiles` holds them already
+    uint8_t* tiles;
+    int32_t step_bytes, scale_bytes;
+    int64_t begin, end;  // of the chunk
+    bool first;          // of all columns
+    const float* scales;
+    int32_t scale_lanes;
+
+    __m512 scale(int tile) const {
+        return scale_lanes == 1 ? _mm512_set1_ps(*scales) : _mm512_loadu_ps(scales + tile * kTileRows);
+    }
+};
+
+// sums [kRows][kPanelRows] (+)= kRows rows of x times units, times their scales.
+template <int kRows, class Format>
+__attribute__((noinline)) void multiply_units(const Format& format, const uint8_t* x, int64_t unit_bytes,
+                                              const Units& units, Ahead& ahead, float* sums) {
+    DotSums<kRows> dots;
+    dots.clear();
+    for (int i = 0; i < kRows * kPanelRows; i += kTileRows)
+        _mm_prefetch(reinterpret_cast<const char*>(sums + i), _MM_HINT_T0);
+    const uint8_t* step = units.step;
+    uint8_t* tiles = units.tiles + units.begin * 2 * kTileBytes;
+    x += units.begin * unit_bytes;
+    if (step != nullptr) {
+        for (int64_t u = units.begin; u < units.end; ++u, x += unit_bytes, tiles += 2 * kTileBytes) {
+            ahead.unit();
+            add_half<kRows>(format, step, units.scale_bytes, static_cast<int>(u & 1), x, dots, Keep{tiles});
+            if (u & 1) step += units.step_bytes;
         }
-    for (int64_t u = 0; u < units; ++u, x += unit_bytes, tiles += 2 * kTileBytes)
-        for (int p = 0; p < kUnitPairs; ++p) {
-            const __m512bh a = bit_cast<__m512bh>(_mm512_load_si512(tiles + p * kVectorBytes));
-            const __m512bh b = bit_cast<__m512bh>(_mm512_load_si512(tiles + kTileBytes + p * kVectorBytes));
+    } else {
+        constexpr int kChains = DotSums<kRows>::kChains;
+        for (int64_t u = units.begin; u < units.end; ++u, x += unit_bytes, tiles += 2 * kTileBytes) {
+            ahead.unit();
+            for (int p = 0; p < kUnitPairs; p += kChains)
+#pragma GCC unroll 2
+                for (int c = 0; c < kChains; ++c) {
+                    const uint8_t* w = tiles + (p + c) * kVectorBytes;
+                    const __m512bh a = bit_cast<__m512bh>(_mm512_load_si512(w));
+                    const __m512bh b = bit_cast<__m512bh>(_mm512_load_si512(w + kTileBytes));
 #pragma GCC unroll 16
-            for (int r = 0; r < kRows; ++r) {
-                const __m512bh factor = broadcast_pair(x + r * kVectorBytes + p * 4);
-                total[r][0] = _mm512_dpbf16_ps(total[r][0], a, factor);
-                total[r][1] = _mm512_dpbf16_ps(total[r][1], b, factor);
-            }
+                    for (int r = 0; r < kRows; ++r) {
+                        const __m512bh factor = broadcast_pair(x + r * kVectorBytes + (p + c) * 4);
+                        dots.v[r][0][c] = _mm512_dpbf16_ps(dots.v[r][0][c], a, factor);
+                        dots.v[r][1][c] = _mm512_dpbf16_ps(dots.v[r][1][c], b, factor);
+                    }
+                }
         }
+    }
+#pragma GCC unroll 2
+    for (int t = 0; t < 2; ++t) {
+        const __m512 scale = Format::kBlocks ? units.scale(t) : _mm512_setzero_ps();
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r)
-        for (int t = 0; t < 2; ++t) {
+        for (int r = 0; r < kRows; ++r) {
             float* to = sums + r * kPanelRows + t * kTileRows;
-            if (kScaled) total[r][t] = _mm512_mul_ps(total[r][t], scale[t]);
-            _mm512_store_ps(to, first ? total[r][t] : _mm512_add_ps(_mm512_load_ps(to), total[r][t]));
+            __m512 total = dots.total(r, t);
+            if (Format::kBlocks) total = _mm512_mul_ps(total, scale);
+            _mm512_store_ps(to, units.first ? total : _mm512_add_ps(_mm512_load_ps(to), total));
         }
+    }
 }
 
-template <int kRows, bool kScaled>
-void multiply_rows(int rows, const uint8_t* x, int64_t unit_bytes, const uint8_t* tiles, int64_t units, bool first,
-                   const __m512 (&scale)[2], float* sums) {
+template <int kRows, class Format>
+void multiply_rows(int rows, const Format& format, const uint8_t* x, int64_t unit_bytes, const Units& units,
+                   Ahead& ahead, float* sums) {
     if constexpr (kRows > 1) {
-        if (rows < kRows)
-            return multiply_rows<kRows - 1, kScaled>(rows, x, unit_bytes, tiles, units, first, scale, sums);
+        if (rows < kRows) return multiply_rows<kRows - 1>(rows, format, x, unit_bytes, units, ahead, sums);
     }
-    multiply_units<kRows, kScaled>(x, unit_bytes, tiles, units, first, scale, sums);
+    multiply_units<kRows>(format, x, unit_bytes, units, ahead, sums);
 }
 
 template <class Format>
@@ -79,53 +134,58 @@ class Product {
         const int64_t panel_floats = (end - begin) * kTileSums;
         for (int64_t s = 0; s < w_.steps; s += kChunkSteps)
             for (int64_t p = first_; p < last_; ++p)
-                multiply_chunk(p, s, min(kChunkSteps, w_.steps - s), begin, end,
-                               sums_ + (p - first_) * panel_floats);
+                multiply_chunk(p, s, begin, end, sums_ + (p - first_) * panel_floats);
         const Finish finish(w_, y_, first_, last_, Format::kFactor);
         for (int64_t tile = begin; tile < end; ++tile)
             store_dots(w_, y_, tile * t_.rows, rows_of(t_, x_.m, tile), first_, last_, finish,
                        sums_ + (tile - begin) * kTileSums, panel_floats);
     }
 
-    // Multiplies steps s .. s + steps - 1 of a panel with tiles begin .. end - 1 of x.
-    void multiply_chunk(int64_t p, int64_t s, int64_t steps, int64_t begin, int64_t end, float* sums) {
-        const uint8_t* const tiles = decode(p, s, steps);
-        const int64_t units = steps * 2, tile_bytes = units * t_.unit_bytes();
-        const uint8_t* x = packed_ + s * 2 * t_.pairs * t_.unit_bytes() + begin * tile_bytes;
-        for (int64_t tile = begin; tile < end; ++tile, x += tile_bytes, sums += kTileSums) {
-            const int rows = rows_of(t_, x_.m, tile);
-            if (Format::kBlocks) {
-                multiply_groups(rows, p, s * 2, units, x, tiles, sums);
-            } else {
-                const __m512 none[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-                multiply_rows<kDotRows, false>(rows, x, t_.unit_bytes(), tiles, units, s == 0, none, sums);
-            }
-        }
+    int64_t steps_at(int64_t s) const { return min(kChunkSteps, w_.steps - s); }
+    const uint8_t* step(int64_t p, int64_t s) const { return w_.panel(p) + s * w_.step_bytes; }
+
+    // The chunk after steps s .. of panel p, of which `units` units are multiplied meanwhile.
+    Ahead ahead_of(int64_t p, int64_t s, int64_t units) const {
+        const bool same = p + 1 < last_;
+        const int64_t next = same ? s : s + kChunkSteps < w_.steps ? s + kChunkSteps : 0;
+        const int64_t panel = same ? p + 1 : next > 0 ? first_ : last_;
+        if (panel >= w_.panels) return {nullptr, nullptr, 0};
+        const int64_t bytes = steps_at(next) * w_.step_bytes;
+        const uint8_t* from = step(panel, next);
+        return {from, from + bytes, round_up(ceil_div(bytes, units), kVectorBytes)};
     }
 
-    const uint8_t* decode(int64_t p, int64_t s, int64_t steps) const {
-        const uint8_t* step = w_.panel(p) + s * w_.step_bytes;
-        if (!Format::kDecodes) return step;
-        for (int64_t i = 0; i < steps; ++i, step += w_.step_bytes)
-            for (int tile = 0; tile < kStepTiles; ++tile)
-                format_.tile(step, tile, decoded_ + (i * kStepTiles + tile) * kTileBytes, prefetch_ahead);
-        return decoded_;
+    // Multiplies the chunk from step s of a panel with tiles begin .. end - 1 of x.
+    void multiply_chunk(int64_t p, int64_t s, int64_t begin, int64_t end, float* sums) {
+        const int64_t units = steps_at(s) * 2, tile_bytes = units * t_.unit_bytes();
+        const uint8_t* x = packed_ + s * 2 * t_.pairs * t_.unit_bytes() + begin * tile_bytes;
+        Ahead ahead = ahead_of(p, s, units * (end - begin));
+        for (int64_t tile = begin; tile < end; ++tile, x += tile_bytes, sums += kTileSums)
+            multiply_tile(p, s, units, tile == begin, rows_of(t_, x_.m, tile), x, ahead, sums);
     }
 
     // Multiplies the parts of a chunk that belong to each block of columns, one after the other.
-    void multiply_groups(int rows, int64_t p, int64_t origin, int64_t units, const uint8_t* x, const uint8_t* tiles,
-                         float* sums) const {
-        const int64_t group_units = w_.block_cols / kHalfCols;
-        for (int64_t u = 0; u < units;) {
-            const int64_t group = min((origin + u) / group_units, w_.groups - 1);
-            const int64_t end = group + 1 < w_.groups ? min(units, (group + 1) * group_units - origin) : units;
-            const float* scales = w_.block_scale(p, group);
-            __m512 scale[2];
-            for (int t = 0; t < 2; ++t)
-                scale[t] = w_.block_lanes == 1 ? _mm512_set1_ps(*scales) : _mm512_loadu_ps(scales + t * kTileRows);
-            multiply_rows<kDotRows, true>(rows, x + u * t_.unit_bytes(), t_.unit_bytes(), tiles + u * 2 * kTileBytes,
-                                          end - u, origin + u == 0, scale, sums);
-            u = end;
+    void multiply_tile(int64_t p, int64_t s, int64_t units, bool decodes, int rows, const uint8_t* x, Ahead& ahead,
+                       float* sums) const {
+        const int64_t origin = s * 2;
+        Units part = {};
+        part.step_bytes = w_.step_bytes;
+        part.scale_bytes = w_.scale_bytes;
+        part.scale_lanes = w_.block_lanes;
+        // Packed BF16 needs no decoding.
+        part.tiles = Format::kDecodes ? decoded_ : const_cast<uint8_t*>(step(p, s));
+        for (int64_t u = 0; u < units; u = part.end) {
+            part.begin = u;
+            part.end = units;
+            if (Format::kBlocks) {
+                const int64_t block_units = w_.block_cols / kHalfCols;
+                const int64_t group = min((origin + u) / block_units, w_.groups - 1);
+                if (group + 1 < w_.groups) part.end = min(units, (group + 1) * block_units - origin);
+                part.scales = w_.block_scale(p, group);
+            }
+            part.first = origin + u == 0;
+            part.step = Format::kDecodes && decodes ? step(p, s + u / 2) : nullptr;
+            multiply_rows<kDotRows>(rows, format_, x, t_.unit_bytes(), part, ahead, sums);
         }
     }
 
@@ -147,18 +207,16 @@ void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int p
 }
 
 bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first, int64_t last) {
-    const int64_t tiles = min(kBlockTiles, ceil_div(x.m, kDotRows));
-    for (int64_t begin = first; begin < last; begin += kPanels) {
-        const int64_t end = min(begin + kPanels, last);
-        const int64_t bytes = kChunkBytes + (end - begin) * tiles * kTileSums * static_cast<int64_t>(sizeof(float));
-        uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchThread, bytes));
-        if (memory == nullptr) return false;
-        with_format(w, begin, [&](const auto& format) {
-            Product(format, w, x, prepared, y, memory, begin, end).run();
-            return true;
-        });
-    }
-    return true;
+    const int64_t tiles = ceil_div(x.m, kDotRows), panels = tiles <= kFewTiles ? 1 : kPanels;
+    const int64_t floats = min(kBlockTiles, tiles) * min(panels, last - first) * kTileSums;
+    const int64_t bytes = max(kScratchBytes, kChunkBytes + floats * static_cast<int64_t>(sizeof(float)));
+    uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchThread, bytes));
+    if (memory == nullptr) return false;
+    return with_format(w, first, [&](const auto& format) {
+        for (int64_t begin = first; begin < last; begin += panels)
+            Product(format, w, x, prepared, y, memory, begin, min(begin + panels, last)).run();
+        return true;
+    });
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
-// AVX512_BF16 for few rows of x: weights are decoded in registers, and up to kDotRows rows of x share the decoding. The
-// sums of a panel stay in registers from its first column to its last. More rows form several tiles, for which a panel is
-// decoded again, from the L2 cache.
+// AVX512_BF16 for up to kDotRows rows of x: weights are decoded in registers, and the sums of a panel stay in registers from
+// its first column to its last.
 #include "bf16_dot.h"
 #include "bf16_tiles.h"
 
@@ -9,55 +8,11 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
-// With few rows, sums of alternate pairs hide the latency of the dot product.
-constexpr int chains_of(int rows) { return rows <= 3 ? 2 : 1; }
-
-// Sums of kRows rows of x and the panel, [row][tile of W][chain].
-template <int kRows>
-struct DotSums {
-    static constexpr int kChains = chains_of(kRows);
-    __m512 v[kRows][2][kChains];
-
-    void clear() {
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r)
-            for (int t = 0; t < 2; ++t)
-                for (int c = 0; c < kChains; ++c) v[r][t][c] = _mm512_setzero_ps();
-    }
-    __m512 total(int r, int t) const {
-        return kChains == 1 ? v[r][t][0] : _mm512_add_ps(v[r][t][0], v[r][t][kChains - 1]);
-    }
+// Prefetches lines in the order of memory, as the hardware prefetcher expects.
+struct InOrder {
+    void line(const uint8_t* p) const { prefetch_ahead(p); }
+    void keep(int, int, __m512i) const {}
 };
-
-// Adds the products of 32 columns, half a step.
-template <int kRows, class Format>
-inline __attribute__((always_inline)) void add_half(const Format& format, const uint8_t* step, int32_t scale_bytes,
-                                                    int half, const uint8_t* x, DotSums<kRows>& sums) {
-    constexpr int kVectors = kUnitPairs / Format::kPairs, kGroupVectors = kVectors / Format::kGroups;
-    constexpr int kTile = kVectors * kVectorBytes;
-    const uint8_t* data = step + scale_bytes + half * 2 * kTile;
-    for (int g = 0; g < Format::kGroups; ++g) {
-        const typename Format::Scales scales = format.scales(step, half, g);
-#pragma GCC unroll 2
-        for (int i = 0; i < kGroupVectors; ++i, x += Format::kPairs * 4) {
-            const int v = g * kGroupVectors + i;
-            // In the order of memory, as the hardware prefetcher expects.
-            for (int t = 0; t < 2; ++t) prefetch_ahead(data + (2 * v + t) * kVectorBytes);
-            __m512i pairs[2][Format::kPairs];
-            format.pairs(data + v * kVectorBytes, data + kTile + v * kVectorBytes, scales, pairs);
-#pragma GCC unroll 4
-            for (int p = 0; p < Format::kPairs; ++p)
-#pragma GCC unroll 16
-                for (int r = 0; r < kRows; ++r) {
-                    const __m512bh factor = broadcast_pair(x + r * kVectorBytes + p * 4);
-                    for (int t = 0; t < 2; ++t) {
-                        __m512& sum = sums.v[r][t][p % DotSums<kRows>::kChains];
-                        sum = _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(pairs[t][p]), factor);
-                    }
-                }
-        }
-    }
-}
 
 // out [kRows][kPanelRows] = kRows rows of x times a panel. Not inlined: next to other loops the compiler spills registers.
 template <int kRows, class Format>
@@ -72,7 +27,7 @@ __attribute__((noinline)) void multiply_panel(const Format& format, const Weight
         // The last group takes the columns of padding too.
         const int64_t end = Format::kBlocks && g + 1 < w.groups ? unit + group_units : units;
         for (; unit < end; ++unit, x += unit_bytes) {
-            add_half<kRows>(format, step, w.scale_bytes, static_cast<int>(unit & 1), x, sums);
+            add_half<kRows>(format, step, w.scale_bytes, static_cast<int>(unit & 1), x, sums, InOrder());
             if (unit & 1) step += w.step_bytes;
         }
         const float* scales = Format::kBlocks ? w.block_scale(p, g) : nullptr;
@@ -114,17 +69,12 @@ void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int p
 }
 
 bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first, int64_t last) {
-    const Tiling t = dot_tiling(x.m);
-    const int64_t tile_bytes = units_of(w) * t.unit_bytes();
+    const int rows = static_cast<int>(x.m);
     return with_format(w, first, [&](const auto& format) {
         alignas(64) float sums[kDotRows * kPanelRows];
         for (int64_t p = first; p < last; ++p) {
-            const Finish finish(w, y, p, p + 1, format.kFactor);
-            for (int64_t tile = 0; tile < t.pairs; ++tile) {
-                const int rows = rows_of(t, x.m, tile);
-                multiply_rows<kDotRows>(rows, format, w, p, prepared + tile * tile_bytes, t.unit_bytes(), sums);
-                store_dots(w, y, tile * t.rows, rows, p, p + 1, finish, sums, 0);
-            }
+            multiply_rows<kDotRows>(rows, format, w, p, prepared, rows * int64_t{kVectorBytes}, sums);
+            store_dots(w, y, 0, rows, p, p + 1, Finish(w, y, p, p + 1, format.kFactor), sums, 0);
         }
         return true;
     });

@@ -2,7 +2,8 @@
 // high; the four tiles of a step are decoded separately, so that decoding can be interleaved with products.
 //
 // tile() decodes a tile to memory; prefetch(p) is called for every line that is read, to prefetch a later line. pairs()
-// decodes in registers: a vector of each of the two tiles of a half step, kPairs pairs of columns of 16 rows each.
+// decodes in registers, for kRows rows of x: a vector of each of the two tiles of a half step, kPairs pairs of columns of
+// 16 rows each.
 // Vectors of a half step that share inline scales form a group; scales() reads the scales of a group.
 //
 // Exactness: E4M3 and E2M1 have at most 4 significant bits, their product with a scale in E4M3 at most 6, powers of two
@@ -80,6 +81,7 @@ class Bf16Tiles : public TilesDefaults {
     struct Scales {};
     Scales scales(const uint8_t*, int, int) const { return {}; }
 
+    template <int kRows>
     void pairs(const uint8_t* a, const uint8_t* b, const Scales&, __m512i (&out)[2][kPairs]) const {
         out[0][0] = _mm512_load_si512(a);
         out[1][0] = _mm512_load_si512(b);
@@ -143,10 +145,13 @@ class E4m3Tiles : public TilesDefaults {
         return {{e8m0_distance(step + half * kPanelRows), e8m0_distance(step + half * kPanelRows + kTileRows)}};
     }
 
+    template <int kRows>
     void pairs(const uint8_t* first, const uint8_t* second, const Scales& scales, __m512i (&out)[2][kPairs]) const {
+        // Bit matrices are fewer instructions, but take the place of dot products (by 10% of a product with 8 rows, Zen 4).
+        [[maybe_unused]] constexpr bool kLookUp = !kScaled && kRows >= 6;
         const __m512i a = _mm512_load_si512(first), b = _mm512_load_si512(second);
 #if defined(__GFNI__)
-        if (__builtin_expect(mostly_normal_ && all_normal(a, b), 1)) {
+        if (!kLookUp && __builtin_expect(mostly_normal_ && all_normal(a, b), 1)) {
             take(normal(a, scales.distance[0]), out[0]);
             take(normal(b, scales.distance[1]), out[1]);
             return;
@@ -216,6 +221,7 @@ class Mxfp4Tiles : public TilesDefaults {
         return {{e8m0_distance(step + half * kPanelRows), e8m0_distance(step + half * kPanelRows + kTileRows)}};
     }
 
+    template <int kRows>
     void pairs(const uint8_t* a, const uint8_t* b, const Scales& scales, __m512i (&out)[2][kPairs]) const {
         take_pairs(a, out[0], [&](__m512i shifted) { return value(shifted, scales.distance[0]); });
         take_pairs(b, out[1], [&](__m512i shifted) { return value(shifted, scales.distance[1]); });
@@ -268,6 +274,7 @@ class Nvfp4Tiles : public TilesDefaults {
         return {{scales_of(codes), scales_of(codes + kTileRows)}};
     }
 
+    template <int kRows>
     void pairs(const uint8_t* a, const uint8_t* b, const Scales& scales, __m512i (&out)[2][kPairs]) const {
         take_pairs(a, out[0], [&](__m512i shifted) { return value(shifted, scales.of[0]); });
         take_pairs(b, out[1], [&](__m512i shifted) { return value(shifted, scales.of[1]); });

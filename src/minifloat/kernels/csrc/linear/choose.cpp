@@ -34,7 +34,7 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
     constexpr int64_t kMaxSmall = 32;  // two tiles of x
     return m <= kMaxSmall ? kAmxSmallPath : kAmxLargePath;
 #elif defined(__AVX512BF16__)
-    constexpr int64_t kMaxSmall = 32;
+    constexpr int64_t kMaxSmall = 12;  // rows of x that share the decoding in registers
     if (is_bf16) return m <= kMaxSmall ? kBf16SmallPath : kBf16LargePath;
 #endif
     return kFloatPath;

@@ -61,6 +61,8 @@ void cut(Call& call, int threads) {
         const int pieces = call.threads * (job.path->piece_panels == 1 ? kPiecesPerThread : kLargePiecesPerThread);
         const int64_t by_count = w.panels * call.count / pieces;
         job.piece_panels = max<int64_t>(1, min(by_size, by_count));
+        // Whole groups of panels, of which more threads get equally many.
+        if (job.piece_panels > job.path->piece_panels) job.piece_panels -= job.piece_panels % job.path->piece_panels;
         job.pieces = ceil_div(w.panels, job.piece_panels);
         job.first_piece = call.pieces;
         call.pieces += job.pieces;
