@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from killing import finished_in, run_and_kill
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -331,29 +330,9 @@ for line in sys.stdin:
 """
 
 
-def finished_in(work: Path) -> int:
-    return len(list(work.glob("layer-*.safetensors")))
-
-
 @pytest.fixture(scope="module")
 def deep_folder(make_model: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("deep") / "model", "llama", num_hidden_layers=10)
-
-
-def run_and_kill(server: subprocess.Popen[str], log: Path, steps: int) -> list[str]:
-    """Start a child, kill it after a number of progress calls, and return the steps that it reported."""
-    log.write_text("")
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write("\n")
-    server.stdin.flush()
-    child = int(server.stdout.readline())
-    deadline = time.monotonic() + 60
-    while log.read_text().count("\n") < steps and time.monotonic() < deadline:
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    assert int(server.stdout.readline()) == -signal.SIGKILL, "the child ended before it was killed"
-    return log.read_text().splitlines()
 
 
 def test_a_run_killed_several_times_gives_the_same_statistics_and_runs_no_finished_layer_again(

@@ -6,14 +6,13 @@ import errno
 import os
 import pickle
 import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from killing import finished_in, run_and_kill
 from rounding_cases import Rounding, make_text, round_model, write_model
 
 from minifloat.calibration.layerwise import storage
@@ -85,26 +84,6 @@ for line in sys.stdin:
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-
-
-def finished_in(work: Path) -> int:
-    return len(list(work.glob("layer-*.safetensors")))
-
-
-def run_and_kill(server: subprocess.Popen[str], log: Path, steps: int) -> list[str]:
-    """Start a child, kill it after a number of progress calls, and return the steps that it reported."""
-    log.write_text("")
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write("\n")
-    server.stdin.flush()
-    child = int(server.stdout.readline())
-    deadline = time.monotonic() + 60
-    while log.read_text().count("\n") < steps and time.monotonic() < deadline:
-        time.sleep(0.0005)
-    os.kill(child, signal.SIGKILL)
-    assert int(server.stdout.readline()) == -signal.SIGKILL, "the child ended before it was killed"
-    return log.read_text().splitlines()
 
 
 def test_a_run_killed_several_times_gives_the_same_bits_and_runs_no_finished_layer_again(

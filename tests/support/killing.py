@@ -1,0 +1,36 @@
+"""Runs that are killed in the middle of their work, for the tests of runs over layers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+
+def finished_in(work: Path) -> int:
+    """The number of layers that are finished in a work folder."""
+    return len(list(work.glob("layer-*.safetensors")))
+
+
+def run_and_kill(server: subprocess.Popen[str], log: Path, steps: int) -> list[str]:
+    """Start a child, kill it after a number of progress calls, and return the steps that it reported.
+
+    Args:
+        server: Forks a child for each line on its standard input, and prints the child's id and then its exit code.
+        log: The file that the child writes a line to for each progress call.
+        steps: The number of calls.
+    """
+    log.write_text("")
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write("\n")
+    server.stdin.flush()
+    child = int(server.stdout.readline())
+    deadline = time.monotonic() + 60
+    while log.read_text().count("\n") < steps and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    os.kill(child, signal.SIGKILL)
+    assert int(server.stdout.readline()) == -signal.SIGKILL, "the child ended before it was killed"
+    return log.read_text().splitlines()
