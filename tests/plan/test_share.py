@@ -11,11 +11,11 @@ import pytest
 
 from minifloat.architecture.mtp import is_mtp
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import UsageError
+from minifloat.errors import UnsupportedTensorError, UsageError
 from minifloat.layouts import get_writer
 from minifloat.numerics.scheme import get_scheme
 from minifloat.plan.overrides import Override
-from minifloat.plan.quantization import make_plan
+from minifloat.plan.quantization import UNKNOWN_EXPERTS, make_plan
 from minifloat.plan.share import QuantizedShare, require_share
 from minifloat.plan.tensor_plan import QuantizationPlan
 from minifloat.quantize.job import quantize_checkpoint
@@ -80,13 +80,13 @@ def test_the_share_counts_parameters_by_reason_without_embeddings(make_checkpoin
     share = QuantizedShare.of(plan_of(make_checkpoint(tensors=HIDDEN)))
     assert (share.quantized, share.total, share.fraction) == (64 * 64, 5 * 64 * 64, 0.2)
     (left,) = share.kept
-    assert (left.reason, left.count, left.elements, left.nbytes) == ("other", 1, 4 * 64 * 64, 4 * 64 * 64 * 2)
+    assert (left.reason, left.count, left.elements, left.nbytes) == (UNKNOWN_EXPERTS, 1, 4 * 64 * 64, 4 * 64 * 64 * 2)
 
 
 def test_a_mostly_unknown_model_is_refused_with_names_reasons_and_bytes(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint(tensors=HIDDEN)
     message = (
-        r"only 20\.0% .* \(other: 1 tensor of 32\.0 KiB, as model\.layers\.\*\.moe\.secret_experts\).* --allow-partial"
+        r"only 20\.0% .* \(fused experts of unknown shape: 1 tensor of 32\.0 KiB, as .*\.secret_experts\).*-partial"
     )
     with pytest.raises(UsageError, match=message):
         quantize_checkpoint(source, tmp_path / "out", "fp8")
@@ -112,3 +112,9 @@ def test_the_report_says_that_multi_token_prediction_is_kept(make_checkpoint: Ma
     asked = quantize_checkpoint(source, tmp_path / "asked", "fp8", mtp=True)
     assert not any("--mtp" in note for note in asked.notes)
     assert " --mtp" in asked.provenance["command"]
+
+
+def test_an_override_of_experts_of_unknown_shape_is_refused_with_the_rule(make_checkpoint: Make) -> None:
+    path = make_checkpoint(tensors=HIDDEN)
+    with pytest.raises(UnsupportedTensorError, match=r"secret_experts: no family describes .*\[4, 64, 64\].*rows and"):
+        plan_of(path, "secret_experts=fp8")

@@ -21,6 +21,7 @@ from minifloat.errors import ShapeError, UsageError
 from minifloat.hub import open_headers
 from minifloat.layouts import compressed_tensors, get_writer, gpt_oss
 from minifloat.numerics.scheme import get_scheme
+from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import make_plan
 from minifloat.plan.tensor_plan import QuantizationPlan
@@ -148,6 +149,7 @@ def check_checkpoint(
             if overrides:
                 raise UsageError("overrides need a scheme: they change what quantize would write")
             return judge(str(model), None, Case(Subject.of_checkpoint(checkpoint), parsed_target))
+        refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
         chosen_scheme, writer = get_scheme(scheme), get_writer(layout)
         parsed_overrides = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
         try:

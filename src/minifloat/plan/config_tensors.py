@@ -22,6 +22,8 @@ _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 #: Largest number of layers times experts, so that a damaged config cannot exhaust memory.
 _MOST_MODULES = 1 << 20
+#: The router's bias, which is kept in float32.
+_CORRECTION = "e_score_correction_bias"
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 
 
@@ -71,7 +73,7 @@ def _known_tensors(config: Mapping[str, Any], folder: Path) -> tuple[OutputTenso
     shapes["model.norm.weight"] = (hidden,)
     if not fields.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (vocab, hidden)
-    return tuple(OutputTensor(name, dtype, shape) for name, shape in shapes.items())
+    return tuple(OutputTensor(name, "F32" if _CORRECTION in name else dtype, shape) for name, shape in shapes.items())
 
 
 def _dtype(config: Mapping[str, Any], folder: Path) -> str:
@@ -153,7 +155,7 @@ def _mlp(fields: Fields, layer: int) -> _Shapes:
     inner = fields.size("moe_intermediate_size")
     shapes = {"mlp.gate.weight": (experts, hidden)}
     if model_type == "deepseek_v3":
-        shapes["mlp.gate.e_score_correction_bias"] = (experts,)
+        shapes[f"mlp.gate.{_CORRECTION}"] = (experts,)
     for expert in range(experts):
         shapes |= _gated(f"mlp.experts.{expert}", hidden, inner)
     shared = fields.optional("n_shared_experts")

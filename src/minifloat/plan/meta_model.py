@@ -9,6 +9,7 @@ Left out: layers of multi-token prediction, which transformers does not build.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -62,7 +63,12 @@ def meta_tensors(config: PreTrainedConfig, dtype: str, folder: Path) -> tuple[tu
         note = f"Towers are not counted, because a library for them is missing: {missing}"
         model = _build(text, dtype, folder, text_only=True)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    strict = [re.compile(rf"(^|\.){name}(\.|$)") for name in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    state = {
+        name: tensor.float() if any(pattern.search(name) for pattern in strict) else tensor
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }
     saved = revert_weight_conversion(model, state)
     tensors = (OutputTensor(name, _dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in saved.items())
     return tuple(tensors), note
@@ -119,8 +125,7 @@ def _build(config: PreTrainedConfig, dtype: str, folder: Path, *, text_only: boo
     for build in builders:
         try:
             with torch.device("meta"), quiet_transformers():
-                model: Any = build(config, dtype=getattr(torch, dtype))
-                return model.to(getattr(torch, dtype))  # towers may have a dtype of their own
+                return build(config, dtype=getattr(torch, dtype))
         except Exception as error:  # whatever a model's constructor makes of numbers that do not fit
             failures.append(error)
     if not failures:

@@ -24,6 +24,7 @@ from minifloat.checkpoint.layout import is_weights
 from minifloat.errors import ConfigError, NotACheckpointError
 from minifloat.hub import list_model_files
 from minifloat.plan.config_tensors import derive_tensors
+from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.quantized_model import QuantizedModel, quantized_model
 from minifloat.plan.tensor_plan import TensorPlan
 
@@ -85,6 +86,7 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
     if any(is_weights(name) for name in files.names):
         with files.open() as checkpoint:
             quantization, tensors = checkpoint.quantization_config, checkpoint.tensors
+            refuse_contradictions(checkpoint.config, tensors, root)
             stored = None if quantization is None else quantized_model(checkpoint)
             distinct = (
                 _distinct(tensors.values(), checkpoint.config)

@@ -22,6 +22,11 @@ from minifloat.plan.overrides import KEEP, Override
 from minifloat.plan.parts import ModelHeaders, expert_parts, make_part
 from minifloat.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan, module_name
 
+#: Reason for copying fused experts whose rows and columns are unknown.
+UNKNOWN_EXPERTS = "fused experts of unknown shape"
+_EXPERTS = "expert"
+_FUSED_DIMENSIONS = 3
+
 
 def make_plan(
     checkpoint: ModelHeaders,
@@ -90,7 +95,7 @@ def _choose_scheme(
         matched: Indices of the overrides that matched a tensor.
     """
     if not (is_matrix(info) or role is Role.EXPERTS):
-        return None, role.value
+        return None, _reason_of_others(info, role, overrides)
     tensor_scheme, reason = (None, kept) if kept else (scheme, "")
     for index, override in enumerate(overrides):
         if re.search(override.pattern, module_name(info)):
@@ -104,6 +109,23 @@ def _choose_scheme(
             info.name, f"weights are quantized from BF16, F16 or F32, found {info.dtype}; keep it with --exclude"
         )
     return tensor_scheme, reason
+
+
+def _reason_of_others(info: TensorInfo, role: Role, overrides: Sequence[Override]) -> str:
+    """Return why a tensor is copied that is neither a matrix nor fused experts of a known family.
+
+    Raises:
+        UnsupportedTensorError: An override asks for fused experts that no family describes.
+    """
+    if len(info.shape) != _FUSED_DIMENSIONS or _EXPERTS not in info.name or role is not Role.OTHER:
+        return role.value
+    if any(override.scheme is not None and re.search(override.pattern, info.name) for override in overrides):
+        raise UnsupportedTensorError(
+            info.name,
+            f"no family describes fused experts {list(info.shape)} of this name, so that rows and columns are unknown; "
+            "remove the override, or add the family to minifloat.architecture.families",
+        )
+    return UNKNOWN_EXPERTS
 
 
 def _parts(

@@ -129,6 +129,7 @@ def require_share(plan: QuantizationPlan) -> None:
     left = "; ".join(str(group) for group in share.kept if not group.asked)
     raise UsageError(
         f"only {_percent(share.unasked_fraction)} of the linear weights would be quantized, by parameters, without "
-        f"embeddings and lm_head; the rest keeps its precision ({left}). Quantize them with --override "
-        "'REGEX=SCHEME', or accept this with --allow-partial"
+        f"embeddings and lm_head; the rest keeps its precision ({left}). --override 'REGEX=SCHEME' quantizes matrices, "
+        "fused experts need a description of their family (minifloat.architecture.families); --allow-partial accepts "
+        "this"
     )

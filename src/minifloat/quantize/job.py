@@ -45,6 +45,7 @@ from minifloat.kernels import processors
 from minifloat.layouts import compressed_tensors, get_writer
 from minifloat.layouts.decoded import DecodedCheckpoint
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
+from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import make_plan
 from minifloat.plan.share import QuantizedShare, require_share
@@ -176,6 +177,7 @@ def quantize_checkpoint(
         raise UsageError(f"base_model: expected the id of a model of the hub, ORG/NAME, got {base_model!r}")
     with Checkpoint.open(model_folder(source, revision=revision)) as stored:
         checkpoint = plain_view(stored) if from_quantized else stored
+        refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
         refuse_inside(checkpoint.path, Path(destination))
         CheckpointWriter.check_destination(destination, overwrite=overwrite)
 
