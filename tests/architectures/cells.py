@@ -36,6 +36,7 @@ from minifloat.numerics.scheme import get_scheme
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.static_scales import Calibration
 from minifloat.runtime.linear import QuantizedWeight
+from minifloat.serve.engine.sampling import MAX_LOGPROBS, TokenLogprob
 from minifloat.serve.engine.sequence import Request
 
 #: Largest relative error of logits, in float32, where the computation is the same.
@@ -46,6 +47,10 @@ STATIC = "fp8-static"
 _DECODED_TO_BFLOAT16 = ("mxfp8", "mxfp4", "nvfp4")
 #: Largest error of logits where inputs are rounded: of the flips that `_judge_products` describes.
 _FLIPPED = 0.2
+#: Largest difference of a log-probability of one of the most probable tokens.
+_LOGPROB = 1e-3
+#: Tokens of a step of the engine: prompts are computed in several steps.
+_STEP_TOKENS = 20
 #: Largest share of a model's bytes that the config alone may not tell: the dtype of biases of routers and the like.
 _SMALL_PARAMETERS = 1e-4
 _TARGET = "transformers:cpu-no-amx"
@@ -336,23 +341,30 @@ def engine(quantized: Quantized) -> Outcome:
     """Generate greedily with the engine; each token must be the most probable one of the reference."""
     expected = plain.greedy(quantized.model)
     try:
-        engine = Engine(quantized.folder, dtype="float32", kv_cache_memory=2**24)
+        engine = Engine(
+            quantized.folder,
+            dtype="float32",
+            kv_cache_memory=2**24,
+            max_num_seqs=2,
+            max_num_batched_tokens=_STEP_TOKENS,
+        )
         found = _generate(engine)
     except Exception as error:
         return Outcome.refused(error)
+    worst = 0.0
     for prompt, (tokens, steps) in enumerate(zip(found, expected, strict=True)):
-        for index, (token, (best, logits)) in enumerate(zip(tokens, steps, strict=False)):
-            if token == best:
-                continue
-            gap = float((logits[best] - logits[token]) / logits.std())
-            if gap > EXACT * 10:
-                if found == _cached(quantized.model):
+        for index, (choice, (best, logits)) in enumerate(zip(tokens, steps, strict=True)):
+            logprobs = logits.log_softmax(-1)
+            worst = max(worst, *(abs(float(logprobs[other.token]) - other.logprob) for other in choice.top))
+            if worst > _LOGPROB:
+                if [[choice.token for choice in tokens] for tokens in found] == _cached(quantized.model):
                     return Outcome(
                         Status.WITHIN, "as transformers with its cache, which answers otherwise than without"
                     )
-                return Outcome(Status.WRONG, f"prompt {prompt}, token {index}: {token} for {best}, {gap:.1e} apart")
-            break
-    return Outcome(Status.EXACT, engine.info.runner)
+                return Outcome(Status.WRONG, f"prompt {prompt}, token {index}: a log-probability is {worst:.1e} off")
+            if choice.token != best:  # two tokens are equally probable; the texts go on differently
+                break
+    return Outcome(Status.EXACT, f"{engine.info.runner}, log-probabilities {worst:.1e}")
 
 
 @torch.no_grad()
@@ -362,17 +374,18 @@ def _cached(model: Any) -> list[list[int]]:
     return [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in plain.PROMPTS]
 
 
-def _generate(engine: Engine) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=plain.NEW_TOKENS, ignore_eos=True)
-    tokens: dict[str, list[int]] = {}
+def _generate(engine: Engine) -> list[list[TokenLogprob]]:
+    """Return the greedy tokens of both prompts, with the log-probabilities of the most probable ones."""
+    params = SamplingParams(temperature=0.0, max_tokens=plain.NEW_TOKENS, ignore_eos=True, logprobs=MAX_LOGPROBS)
+    tokens: dict[str, list[TokenLogprob]] = {}
     for index, prompt in enumerate(plain.PROMPTS):
         tokens[str(index)] = []
         engine.add(Request(str(index), prompt, params))
     while engine.has_work:
         for delivery in engine.step():
-            tokens[delivery.request_id] += delivery.tokens
             if delivery.error:
                 raise RuntimeError(delivery.error)
+            tokens[delivery.request_id] += delivery.logprobs or ()
     return list(tokens.values())
 
 

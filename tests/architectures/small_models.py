@@ -15,7 +15,6 @@ import torch
 import transformers
 from families import LEFT_OUT, OVERRIDES
 from small_configs import small_config
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
@@ -102,9 +101,6 @@ def _randomize(model: PreTrainedModel) -> None:
             parameter.add_(noise * 0.1)
         else:
             parameter.add_(noise * 0.05)
-    embedding: Any = model.get_input_embeddings()
-    if isinstance(embedding, nn.Embedding):
-        embedding.weight.mul_(4)
 
 
 def byte_tokenizer() -> Any:

@@ -7,6 +7,7 @@ counted. Nothing is batched and no prefix is shared: this runner supports every 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
@@ -20,13 +21,22 @@ from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
 
+#: Names of the cache in arguments and outputs of models: with attention; Mamba and xLSTM; RWKV.
+_CACHE_NAMES = ("past_key_values", "cache_params", "state")
+
 
 @dataclass
 class _SequenceCache:
-    """transformers' cache of one sequence, and the number of tokens in the cache."""
+    """transformers' cache of one sequence as arguments of the forward pass, and the number of tokens in the cache."""
 
-    cache: Any
+    arguments: dict[str, Any]
     tokens: int
+
+    @classmethod
+    def of(cls, output: Any, tokens: int) -> _SequenceCache:
+        """Return the cache of an output; an empty one if the model returns none, so that all tokens run again."""
+        found = {name: output[name] for name in _CACHE_NAMES if output.get(name) is not None}
+        return cls(found, tokens if found else 0)
 
 
 class TransformersRunner:
@@ -42,6 +52,7 @@ class TransformersRunner:
 
     def __init__(self, model: PreTrainedModel, blocks: int, weight_bytes: int) -> None:
         self._model: Any = model
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._caches: dict[str, _SequenceCache] = {}
         self.weight_bytes = weight_bytes
         self.kv_element = str(model.dtype).removeprefix("torch.")
@@ -70,12 +81,13 @@ class TransformersRunner:
         )  # put back only when the model has returned: a forward that raised leaves the cache in an unknown state
         start = work.start
         if cached is None or cached.tokens != start:
-            cached, start = _SequenceCache(None, 0), 0
+            cached, start = _SequenceCache({}, 0), 0
         ids = torch.tensor([work.sequence.tokens[start : work.end]], device=self._model.device)
-        output = self._model(
-            input_ids=ids, past_key_values=cached.cache, use_cache=True, logits_to_keep=max(work.logits, 1)
-        )
-        self._caches[name] = _SequenceCache(output.past_key_values, work.end)
+        arguments = {"use_cache": True, "logits_to_keep": max(work.logits, 1), **cached.arguments}
+        if start and self._takes_positions:  # some models count from 0 in each call (Bamba)
+            arguments["position_ids"] = torch.arange(start, work.end, device=ids.device)[None]
+        output = self._model(input_ids=ids, **arguments)
+        self._caches[name] = _SequenceCache.of(output, work.end)
         logits: Tensor = output.logits[0]
         return logits[len(logits) - work.logits :].float().cpu()
 
