@@ -24,7 +24,7 @@ def test_static_scales_are_written_for_a_model_with_an_mtp_layer(
     source = make_model(tmp_path / "model", "deepseek_v3", num_nextn_predict_layers=1)
     tensors = load_file(source / "model.safetensors")
     last, mtp = f"model.layers.{_LAYERS - 1}.", f"model.layers.{_LAYERS}."
-    tensors |= {name.replace(last, mtp): tensor for name, tensor in tensors.items() if name.startswith(last)}
+    tensors |= {name.replace(last, mtp): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
     tensors[f"{mtp}eh_proj.weight"] = torch.randn(64, 128, dtype=torch.bfloat16)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     data = CalibrationSet((tuple(range(20, 120)),), {"sources": []})
