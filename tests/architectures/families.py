@@ -73,8 +73,21 @@ LEFT_OUT: dict[str, str] = {
         ),
         _NEEDS_IMAGE,
     ),
+    "cpmant": "the model puts tokens of its own before the text",
+    "shieldgemma2": "a classifier of images",
     **dict.fromkeys(("gemma3n", "fast_vlm", "perception_lm"), "its vision tower needs the package timm"),
 }
+
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+_HALF_SECTIONS = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 3, 3],
+    }
+}
+_ONE_ROPE = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
 
 #: Model type -> the fields of its small config.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -125,7 +138,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "glm5_next": {"text_config": _FOUR_HEADS},
     "cohere2_vision": {"alignment_intermediate_size": 64},
-    "glm46v": {"vision_config": {"out_hidden_size": HIDDEN}},
+    **{key: {"text_config": _SECTIONS} for key in ("qwen2_vl", "qwen2_5_vl", "glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker")},
+    "glm4v_moe": {"text_config": _HALF_SECTIONS},
+    "cohere_compass_text": _ONE_ROPE,
+    "cohere_compass": {"text_config": _ONE_ROPE},
+    "cosmos3_edge": {"text_config": _SECTIONS},
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, **_MOE_AND_SHARED},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": EXPERT, "moe_num_experts": EXPERTS, "moe_top_k": PER_TOKEN},
+    },
+    "step3p7": {"text_config": {"sliding_window": 64}},
     "inkling2": {"vision_config": {"text_hidden_size": HIDDEN}},
 }
 __all__ = ["DERIVED", "OVERRIDES"]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 #: Models with more weights than this are not small.
-MAX_WEIGHTS = 8_000_000
+MAX_WEIGHTS = 10_000_000
 _STD = 0.09  # 1 / sqrt(HIDDEN)
 _KEPT = ("A_log", "dt_bias", "inv_freq", "mamba.D")
 

@@ -16,7 +16,10 @@ from minifloat.architecture.family import GENERAL, Family, Role
 from minifloat.checkpoint import TensorInfo
 
 _LAYER = re.compile(r"(^|\.)(layers?|h|blocks?|decoder_layers)\.\d+\.")
-_TOWER = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|image\w*|multi_modal_projector|mm_projector|speech\w*)\.")
+_TOWER = re.compile(
+    r"(^|\.)(visual|vision\w*|video\w*|audio\w*|image\w*|multi_modal_projector|mm_projector|speech\w*|sam_model"
+    r"|perceiver_resampler)\."
+)
 _EMBEDDINGS = re.compile(
     r"(^|\.)(\w*embed(ding)?s?(_tokens|_in|_positions)?(_per_layer)?|\w*_embeddings?|wte|wpe|shared)\.weight$"
 )

@@ -14,8 +14,9 @@ from minifloat import Engine, SamplingParams
 from minifloat.serve.engine.sequence import Request
 
 _PROMPT, _NEW = tuple(range(40, 64)), 5
-#: The cache of attention; positions that start at 0 in each call; states of Mamba and of RWKV; a state in the modules.
-_MODEL_TYPES = ("gemma2", "bamba", "mamba2", "rwkv", "recurrent_gemma")
+#: The cache of attention; positions that start at 0 in each call; a state that each call of several tokens begins anew;
+#: states of Mamba and of RWKV; a state in the modules.
+_MODEL_TYPES = ("gemma2", "bamba", "jamba", "mamba2", "rwkv", "recurrent_gemma")
 
 
 @pytest.mark.parametrize("model_type", _MODEL_TYPES)

@@ -30,6 +30,8 @@ FAMILIES: tuple[Family, ...] = (
         stored_fused=True,
         servers_read_single=False,
     ),
+    # The vision tower has no prefix on disk.
+    Family("Cosmos 3 Omni", ("cosmos3_omni",), roles=((r"^blocks\.", Role.TOWER),)),
     Family("Gemma 3", ("gemma3",)),
     # The projections between its four residual streams have four rows or columns.
     Family("Gemma 3n", ("gemma3n", "gemma3n_text"), roles=((r"\.altup\.\w+\.weight$", Role.OTHER),)),

@@ -53,6 +53,8 @@ class TransformersRunner:
     def __init__(self, model: PreTrainedModel, blocks: int, weight_bytes: int) -> None:
         self._model: Any = model
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        # Some models with recurrent states begin with an empty state in each call of several tokens (Jamba).
+        self._is_stateful = bool(getattr(model, "_is_stateful", False))
         self._caches: dict[str, _SequenceCache] = {}
         self.weight_bytes = weight_bytes
         self.kv_element = str(model.dtype).removeprefix("torch.")
@@ -79,6 +81,8 @@ class TransformersRunner:
         cached = self._caches.pop(
             name, None
         )  # put back only when the model has returned: a forward that raised leaves the cache in an unknown state
+        if self._is_stateful and not work.logits:
+            return torch.empty(0, self.vocab)  # the last part of the prompt computes the whole prompt
         start = work.start
         if cached is None or cached.tokens != start:
             cached, start = _SequenceCache({}, 0), 0
