@@ -1,13 +1,13 @@
 """What the small configs of some architectures need beyond the general rules of `small_configs`.
 
-A value is nested as the config is. `DERIVED` stands for a field that the config class computes itself.
+A value is nested as the config is.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from small_configs import DERIVED, EXPERT, EXPERTS, HEADS, HIDDEN, PER_TOKEN
+from small_configs import EXPERT, EXPERTS, HEADS, HIDDEN, PER_TOKEN
 
 _FOUR_HEADS = {"num_key_value_heads": HEADS}
 _HEAD_DIM = {"head_dim": HIDDEN // HEADS}
@@ -78,6 +78,16 @@ LEFT_OUT: dict[str, str] = {
     **dict.fromkeys(("gemma3n", "fast_vlm", "perception_lm"), "its vision tower needs the package timm"),
 }
 
+_WITH_SECTIONS = (
+    "glm46v",
+    "glm4v",
+    "glm_ocr",
+    "glmga",
+    "paddleocr_vl",
+    "qwen2_5_omni_thinker",
+    "qwen2_5_vl",
+    "qwen2_vl",
+)
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
 _HALF_SECTIONS = {
     "rope_parameters": {
@@ -138,7 +148,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "glm5_next": {"text_config": _FOUR_HEADS},
     "cohere2_vision": {"alignment_intermediate_size": 64},
-    **{key: {"text_config": _SECTIONS} for key in ("qwen2_vl", "qwen2_5_vl", "glm46v", "glm4v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_5_omni_thinker")},
+    **{name: {"text_config": _SECTIONS} for name in _WITH_SECTIONS},
     "glm4v_moe": {"text_config": _HALF_SECTIONS},
     "cohere_compass_text": _ONE_ROPE,
     "cohere_compass": {"text_config": _ONE_ROPE},
@@ -151,4 +161,3 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config": {"sliding_window": 64}},
     "inkling2": {"vision_config": {"text_hidden_size": HIDDEN}},
 }
-__all__ = ["DERIVED", "OVERRIDES"]

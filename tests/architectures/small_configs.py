@@ -20,13 +20,6 @@ BOS, EOS = 256, 257
 _FIRST_SPECIAL = 300
 _MAX_LAYERS = 4
 
-
-class Derived:
-    """Stands in overrides for a field that the config class computes from others."""
-
-
-DERIVED = Derived()
-
 #: Patterns of the names of integer fields and their small values; the first that matches decides.
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|text_vocab_size|padded_vocab_size", VOCABULARY),
@@ -98,8 +91,7 @@ def small_config(model_type: str, overrides: Mapping[str, Any] | None = None) ->
 
     Args:
         model_type: A key of transformers' `CONFIG_MAPPING`.
-        overrides: Fields that the general rules do not make right, nested as the config is. A value None in a nested
-            place stands for the field's None.
+        overrides: Fields that the general rules do not make right, nested as the config is.
 
     Raises:
         Exception: Whatever the config class raises for these values.
@@ -134,13 +126,11 @@ def _shrunk(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str,
             small = _small_value(name, value, special)
             if small is not None:
                 values[name] = small
-        elif name == "pad_token_id" and value is None:
-            continue
         elif isinstance(value, list) and _SPECIAL_TOKEN.fullmatch(name):
             values[name] = [EOS] if name == "eos_token_id" else [next(special) for _ in value]
     nested = {name for name, value in fields.items() if isinstance(value, PreTrainedConfig)}
     own = {name: value for name, value in overrides.items() if name not in nested or not isinstance(value, dict)}
-    return {name: value for name, value in (values | own).items() if value is not DERIVED}
+    return values | own
 
 
 def _small_value(name: str, value: float, special: Any) -> float | None:
