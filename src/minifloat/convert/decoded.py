@@ -63,12 +63,29 @@ def decoded_tensors(checkpoint: Checkpoint, description: Description) -> Iterato
         name = weights[0].module.rpartition(".")[0]
         yield DecodedTensor(name, (len(weights), cols, rows), tuple((weight,) for weight in weights), transposed=True)
     transposed = stored_fused_as(checkpoint, family, places.values())
+    square = _with_square(places, single)
     for key, experts in single.items():
         if transposed is None:
             for weight in (weight for parts in experts.values() for weight in parts.values()):
                 yield DecodedTensor(f"{weight.module}.weight", weight.shape, ((weight,),))
         else:
-            yield _fused(places[key], experts, family, transposed)
+            upright = places[key].fused.both_exist and key[0] in square
+            yield _fused(places[key], experts, family, transposed and not upright)
+
+
+def _with_square(
+    places: Mapping[tuple[str, str], SingleExpert], single: Mapping[tuple[str, str], _Experts]
+) -> frozenset[str]:
+    """Return the parents of tensors of fused experts one of whose matrices is square.
+
+    Where files of both kinds exist, transformers takes a square matrix for ``[N, K]``.
+    """
+    parents = set()
+    for key, experts in single.items():
+        first = next(iter(next(iter(experts.values())).values()))
+        if first.shape[0] * len(places[key].fused.linears) == first.shape[1]:
+            parents.add(key[0])
+    return frozenset(parents)
 
 
 def _fused(
