@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minifloat.architecture.families import family_of
+from minifloat.architecture.groups import fused_group
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.rules import Max, MostRecent, MovingAverage, Percentile
 from minifloat.calibration.scales import activation_scales, kv_scales, saturation
@@ -60,6 +62,14 @@ def test_linears_that_a_server_fuses_share_the_largest_scale() -> None:
     found = activation_scales(make(inputs))
     assert list(found.amax.values()) == [3, 3, 3, 4, 7, 7]
     assert found.scales[names[0]] == found.scales[names[2]]
+
+
+def test_linears_that_only_their_family_fuses_share_the_scale_of_that_group() -> None:
+    names = [f"{LAYER}.linear_attn.in_proj_{name}" for name in ("qkv", "z", "b")]
+    inputs = {name: seen([float(index + 1)]) for index, name in enumerate(names)}
+    family = family_of({"model_type": "qwen3_5_text"})
+    found = activation_scales(make(inputs), group_of=lambda name: fused_group(name, family))
+    assert list(found.amax.values()) == [2, 2, 3]
 
 
 def test_different_layers_do_not_share_scales() -> None:

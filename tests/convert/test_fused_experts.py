@@ -27,6 +27,7 @@ FAMILIES = {
     "granitemoeshared": AutoModelForCausalLM,
     "llama4": AutoModelForImageTextToText,
     "qwen3_vl_moe": AutoModelForImageTextToText,
+    "qwen3_vl_moe, square": AutoModelForImageTextToText,  # gate_up_proj is 64x64, and 2 x 32 = 64
 }
 #: Families that have experts, and that plain transformers loads from single ones of compressed-tensors.
 READ_SINGLE = ("llama4", "phimoe", "mixtral")

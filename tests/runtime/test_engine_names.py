@@ -89,15 +89,18 @@ def test_declared_names_need_no_torch(folders: dict[str, Path]) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_model_that_transformers_does_not_know_keeps_its_names_and_says_so(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_unknown_model_keeps_its_names_and_the_report_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
     for file in folders["mixtral"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "never_heard_of"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with Checkpoint.open(tmp_path) as checkpoint:
         names = engine_names(checkpoint, ["model.layers.0.block_sparse_moe.gate"])
+    report = quantize_checkpoint(tmp_path, tmp_path.parent / "unknown-out", "fp8")
+    assert any("has no description of model_type 'never_heard_of'" in note for note in report.notes)
+    assert any(note == names.notes[0] for note in report.notes)
+    known = quantize_checkpoint(folders["mixtral"], tmp_path.parent / "known-out", "fp8")
+    assert not any("no description" in note for note in known.notes)
     assert names.others == {}
     assert "names of modules in transformers are not known" in names.notes[0]
     assert "never_heard_of" in names.notes[0]

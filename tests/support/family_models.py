@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,11 @@ def _llama4() -> PreTrainedModel:
     return t.Llama4ForConditionalGeneration(t.Llama4Config(text_config=text, vision_config=vision))
 
 
-def _qwen3_vl_moe() -> PreTrainedModel:
+def _qwen3_vl_moe(inner: int = 96) -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6], "mrope_interleaved": True}
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "patch_size": 8}
     vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
-    text = _TEXT | _QWEN_EXPERTS | {"rope_parameters": rope}
+    text = _TEXT | _QWEN_EXPERTS | {"rope_parameters": rope, "moe_intermediate_size": inner}
     config = t.Qwen3VLMoeConfig(text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]})
     return t.Qwen3VLMoeForConditionalGeneration(config)
 
@@ -121,6 +122,7 @@ _MODELS = {
     "mixtral": _mixtral,
     "phimoe": _phimoe,
     "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen3_vl_moe, square": functools.partial(_qwen3_vl_moe, 32),
 }
 
 
@@ -128,7 +130,7 @@ def save_family_model(name: str, folder: Path) -> Path:
     """Write a small model, as transformers saves it, and return its folder.
 
     Args:
-        name: A value of ``model_type``.
+        name: A key of `_MODELS`, most of which are values of ``model_type``.
         folder: The folder, which does not exist yet.
     """
     torch.manual_seed(0)

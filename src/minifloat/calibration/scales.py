@@ -7,7 +7,7 @@ result reports that. `saturation` measures what the scales would do to held-out 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -63,6 +63,7 @@ def activation_scales(
     modules: Iterable[str] | None = None,
     min_tokens: int = DEFAULT_MIN_TOKENS,
     element: ElementFormat = E4M3,
+    group_of: Callable[[str], str] = fused_group,
 ) -> StaticScales:
     """Return one scale for the input of each module.
 
@@ -72,6 +73,7 @@ def activation_scales(
         modules: Names in the checkpoint; None: all modules of `stats`.
         min_tokens: An expert with fewer tokens takes the largest amax of the same projection among its layer's experts.
         element: Format of the quantized inputs.
+        group_of: Group of linears that servers run as one, and that share a scale.
 
     Raises:
         NotCalibratedError: A module has no statistics, no token reached it, or its input was always zero.
@@ -87,8 +89,8 @@ def activation_scales(
     largest = _largest(amax, {name: _expert_projection(name) for name in amax})
     amax |= {name: largest[_expert_projection(name)] for name in starved}
     _require_nonzero(amax, selected)
-    shared = _largest(amax, {name: fused_group(name) for name in amax})
-    amax = {name: shared[fused_group(name)] for name in amax}
+    shared = _largest(amax, {name: group_of(name) for name in amax})
+    amax = {name: shared[group_of(name)] for name in amax}
     fallbacks = {
         name: f"saw {tokens} tokens, fewer than {min_tokens}: takes the largest amax among the experts of its layer"
         for name, tokens in starved.items()

@@ -11,6 +11,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from minifloat.architecture.families import family_of
 from minifloat.architecture.family import Role
 from minifloat.architecture.roles import role_of
 from minifloat.checkpoint import Checkpoint
@@ -182,12 +183,13 @@ def _stored_bytes(checkpoint: Checkpoint, stored: StoredWeight) -> int:
 
 def _plain_rows(checkpoint: Checkpoint, description: Description) -> list[TensorRow]:
     used = {name for stored in description.weights.values() for name in stored.tensors}
+    family = family_of(checkpoint.config)
     rows = []
     for name, info in checkpoint.tensors.items():
         if name in used:
             continue
         auxiliary = name in description.auxiliary
-        role = role_of(info)
+        role = role_of(info, family)
         kind = "scale" if auxiliary else ("unquantized linear" if role is Role.LINEAR else role.value)
         elements = 0 if auxiliary else math.prod(info.shape)
         rows.append(TensorRow(name, kind, info.dtype, info.shape, elements, info.nbytes))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minifloat._version import __version__
+from minifloat.architecture.families import unknown_family_notes
 from minifloat.architecture.groups import expert_group
 from minifloat.check import require_loadable
 from minifloat.check.subject import Subject
@@ -250,6 +251,7 @@ def quantize_checkpoint(
                 notes=(
                     *source_notes(source_facts),
                     *notes,
+                    *unknown_family_notes(checkpoint.config),
                     *names.notes,
                     *_mtp_note(plan),
                     *(() if rounded is None else rounded.notes),

@@ -113,9 +113,10 @@ def apply_calibration(
         return _weight_only(plan), (), _weight_only_notes(plan)
     calibration.stats.check_model(checkpoint)
     static, nested = _static_modules(plan)
-    inputs = activation_scales(calibration.stats, calibration.rule, modules=static)
+    group_of = {part.module: part.group for tensor in plan.tensors for part in tensor.parts}.__getitem__
+    inputs = activation_scales(calibration.stats, calibration.rule, modules=static, group_of=group_of)
     rule, rule_note = _nested_rule(calibration.rule) if nested else (calibration.rule, ())
-    under_divisor = activation_scales(calibration.stats, rule, modules=nested)
+    under_divisor = activation_scales(calibration.stats, rule, modules=nested, group_of=group_of)
     kv_rule, kv_note = _kv_rule(calibration.rule) if kv_cache else (calibration.rule, ())
     caches = kv_scales(calibration.stats, kv_rule, modules=plan.attention_modules) if kv_cache else {}
     divisors = {module: scalar_global_divisor(amax) for module, amax in under_divisor.amax.items()}

@@ -24,6 +24,17 @@ FAMILIES: tuple[Family, ...] = (
 _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
 
+def unknown_family_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a sentence for the user if there is no row for a model; else nothing."""
+    family = family_of(config)
+    if family.known:
+        return ()
+    return (
+        f"minifloat has no description of model_type {family.name!r}: which tensors are quantized, what servers fuse "
+        "and how experts are stored follow from the general rules. Check the table of tensors.",
+    )
+
+
 def native_decoder(model_type: str) -> NativeDecoder | None:
     """Return what the native decoders compute for a decoder's ``model_type``; None: transformers' code runs it."""
     row = _BY_TYPE.get(model_type)

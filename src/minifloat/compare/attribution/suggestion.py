@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from minifloat.architecture.families import family_of
 from minifloat.architecture.family import Role
 from minifloat.architecture.groups import serving_group
 from minifloat.architecture.roles import is_matrix, role_of
@@ -119,7 +120,7 @@ class KeepableGroups:
         checkpoint = baseline.headers()
         if checkpoint.quantization_config is not None:
             return cls((), ())
-        infos = dict(checkpoint.tensors)
+        infos, family = dict(checkpoint.tensors), family_of(checkpoint.config)
         assignments, _ = assign(baseline.model, infos)
         sources = {assignment.target: assignment.sources for assignment in assignments}
         grouped: dict[str, list[tuple[Difference, tuple[str, ...]]]] = defaultdict(list)
@@ -127,7 +128,7 @@ class KeepableGroups:
             location = difference.locations[0].name
             names = tuple(map(_module, sources.get(location) or sources.get(f"{location}.weight") or ()))
             if names and difference.is_quantization(baseline.model, candidate.model):
-                grouped[serving_group(names[0])].append((difference, names))
+                grouped[serving_group(names[0], family)].append((difference, names))
         groups = [
             ModuleGroup(
                 tuple(difference for difference, _ in members),
@@ -137,7 +138,7 @@ class KeepableGroups:
             )
             for members in grouped.values()
         ]
-        matrices = [name for name, info in infos.items() if is_matrix(info) or role_of(info) is Role.EXPERTS]
+        matrices = [name for name, info in infos.items() if is_matrix(info) or role_of(info, family) is Role.EXPERTS]
         return cls(tuple(sorted(groups, key=lambda group: -group.worth)), tuple(map(_module, matrices)))
 
 

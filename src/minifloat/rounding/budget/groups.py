@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minifloat.architecture.family import Role
-from minifloat.architecture.groups import expert_group, serving_group
+from minifloat.architecture.groups import expert_group
 from minifloat.layouts import WriteLayout
 from minifloat.numerics.scheme import Scheme
 from minifloat.plan.overrides import Override
@@ -97,8 +97,9 @@ def find_groups(
         counted_weights += _weights(tensor)
         module = module_name(tensor.source)
         if tensor.parts and not any(re.search(override.pattern, module) for override in user):
-            group = serving_group(tensor.parts[0].module)
-            together = experts_together and expert_group(tensor.parts[0].module) is not None
+            experts = expert_group(tensor.parts[0].module)
+            group = experts or tensor.parts[0].group
+            together = experts_together and experts is not None
             members.setdefault(_ALL_EXPERTS if together else group, []).append(tensor)
         else:
             counted_bytes += _output_bytes(tensor)
