@@ -70,7 +70,7 @@ def only_experts(scheme: str) -> Subject:
 
 
 HALF_OF_EXPERTS = (*only_experts("mxfp4").weights, *only_experts("fp8").weights)
-MISNAMED = replace(subject("mxfp4", "gpt-oss mxfp4"), weights=(), misnamed=True)
+MISNAMED = replace(subject("mxfp4", "gpt-oss"), weights=(), misnamed=True)
 RAGGED = {"mlp.gate_proj": (160, 1024), "mlp.up_proj": (160, 1024)}
 STATIC_WEIGHTS = weight_only(SCHEMES["fp8-static"])
 
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
     "vllm-cpu-static": ((subject("fp8-static"), "vllm:cpu"), (subject("fp8-static"), "vllm:h100")),
     "vllm-cpu-dynamic": ((subject("fp8-dynamic"), "vllm:cpu"), (subject("fp8-block"), "vllm:cpu")),
     "vllm-cpu-small-formats": ((subject("mxfp8"), "vllm:cpu"), (subject("fp8-block"), "vllm:cpu")),
-    "vllm-cpu-mxfp4": ((subject("mxfp4"), "vllm:cpu"), (subject("mxfp4", "gpt-oss mxfp4"), "vllm:cpu")),
+    "vllm-cpu-mxfp4": ((subject("mxfp4"), "vllm:cpu"), (subject("mxfp4", "gpt-oss"), "vllm:cpu")),
     "vllm-cpu-amx": ((subject("fp8-block"), "vllm:cpu-no-amx"), (subject("fp8-block"), "vllm:cpu")),
     "vllm-cpu-head-size": (
         (subject("fp8-block", config=CONFIG | {"head_dim": 72}), "vllm:cpu"),
@@ -226,7 +226,7 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
         (subject("fp8-block", "fp8"), "transformers:h100"),
     ),
     "transformers-decodes-mxfp4": (
-        (subject("mxfp4", "gpt-oss mxfp4"), "transformers:cpu"),
+        (subject("mxfp4", "gpt-oss"), "transformers:cpu"),
         (subject("mxfp4"), "transformers:cpu"),
     ),
     "transformers-kv-cache": (
@@ -313,7 +313,7 @@ def test_every_scheme_is_refused_or_has_a_named_kernel_on_every_machine(
 
 
 def test_experts_of_gpt_oss_and_fp8_blocks_of_experts_need_amx_too() -> None:
-    for needy in (subject("mxfp4", "gpt-oss mxfp4"), only_experts("fp8-block"), subject("fp8-block", "fp8")):
+    for needy in (subject("mxfp4", "gpt-oss"), only_experts("fp8-block"), subject("fp8-block", "fp8")):
         assert "vllm-cpu-amx" in applied((needy, "vllm:cpu-no-amx"))
     assert "vllm-cpu-amx" not in applied((subject("fp8-dynamic"), "vllm:cpu-no-amx"))
 

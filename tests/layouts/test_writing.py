@@ -307,4 +307,5 @@ def test_every_writer_is_found_by_its_name() -> None:
     assert {name: writer.name for name, writer in WRITERS.items()} == {
         "compressed-tensors": "compressed-tensors",
         "fp8": "fp8",
+        "gpt-oss": "gpt-oss",
     }

@@ -38,7 +38,8 @@ class CalibrationModel:
         if checkpoint.quantization_config is not None:
             method = checkpoint.quantization_config.get("quant_method", "unknown")
             raise AlreadyQuantizedError(
-                f"{checkpoint.path} is quantized already (quant_method {method!r}); calibrate the original checkpoint"
+                f"{checkpoint.path} is quantized already (quant_method {method!r}); calibrate the original checkpoint, "
+                "or its dequantized weights with quantize --from-quantized --calibration"
             )
         self.checkpoint = checkpoint
         self.description = describe(checkpoint)

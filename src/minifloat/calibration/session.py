@@ -35,6 +35,7 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DestinationError, UsageError
 from minifloat.hub import model_folder
+from minifloat.layouts.plain_view import plain_view
 from minifloat.runtime.config import plain_config, read_generation_config
 from minifloat.runtime.tokenizer import has_tokenizer, load_tokenizer, token_id_tokenizer
 
@@ -198,13 +199,14 @@ def collect(
     *,
     own_text_file: Path | None = None,
     write_copy: WriteCopy | None = None,
+    from_quantized: bool = False,
     progress: Progress | None = None,
     revision: str | None = None,
 ) -> Collected:
     """Run text through an unquantized model and return the statistics of its linears and KV caches.
 
     Args:
-        model: An unquantized model: a folder or a model of the hub.
+        model: An unquantized model: a folder or a model of the hub; with `from_quantized` a quantized one.
         sources: One or several files, folders or data sets, or ``self`` for text that the model itself writes; a string
             is parsed by `Source.parse`.
         text: How text becomes sequences of tokens.
@@ -212,18 +214,20 @@ def collect(
             `work_dir`, the same call continues after an interruption.
         own_text_file: Where the source ``self`` keeps its tokens, as `write_own_text`'s `file`.
         write_copy: Writes a smaller copy of the model where memory is short, as in `write_own_text`.
+        from_quantized: The model is quantized: it runs with its dequantized weights and 16-bit inputs.
         progress: Called after each sequence, and after each step while the model writes the source ``self``.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
         DataError: The text is missing, too short, or does not fit the model.
         HubError: The hub has no such model, refuses it, or cannot be reached.
-        AlreadyQuantizedError: The model is quantized.
+        AlreadyQuantizedError: The model is quantized, and `from_quantized` is False.
         NonFiniteError: An activation holds NaN or Inf; names module and sequence.
     """
     run_kept = replace(run, work_dir=_work_dir(run, "calibration"))
     run_held_out = replace(run, histogram=True, until_stable=None, work_dir=_work_dir(run, "held-out"))
-    with Checkpoint.open(model_folder(model, revision=revision)) as checkpoint:
+    with Checkpoint.open(model_folder(model, revision=revision)) as stored:
+        checkpoint = plain_view(stored) if from_quantized else stored
         opened = CalibrationModel(checkpoint, run)
         data = load_texts(
             checkpoint,

@@ -17,9 +17,9 @@ from minifloat.check.rules import RULES
 from minifloat.check.subject import Kind, Subject
 from minifloat.check.target import ENGINES, Target
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import ShapeError, UsageError
+from minifloat.errors import TensorError, UsageError
 from minifloat.hub import open_headers
-from minifloat.layouts import compressed_tensors, get_writer, gpt_oss
+from minifloat.layouts import choose_writer, gpt_oss
 from minifloat.numerics.scheme import get_scheme
 from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.overrides import Override
@@ -119,7 +119,7 @@ def check_checkpoint(
     target: str | Target,
     *,
     scheme: str | None = None,
-    layout: str = compressed_tensors.NAME,
+    layout: str | None = None,
     overrides: Sequence[str | Override] = (),
     revision: str | None = None,
 ) -> CheckReport:
@@ -129,7 +129,7 @@ def check_checkpoint(
         model: A folder in Hugging Face layout, or a model of the hub, whose weights stay there.
         target: ``"vllm:h100:tp4"``, or a `Target`.
         scheme: For a model that is not quantized: the scheme to quantize it to, with calibrated static scales.
-        layout: With `scheme`: a name of `layouts.WRITERS`.
+        layout: With `scheme`: a name of `layouts.WRITERS`; by default as `quantize_checkpoint` chooses it.
         overrides: With `scheme`: as in `quantize_checkpoint`.
         revision: Branch, tag or commit of a model of the hub, as in `minifloat.hub.model_folder`.
 
@@ -150,16 +150,17 @@ def check_checkpoint(
                 raise UsageError("overrides need a scheme: they change what quantize would write")
             return judge(str(model), None, Case(Subject.of_checkpoint(checkpoint), parsed_target))
         refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
-        chosen_scheme, writer = get_scheme(scheme), get_writer(layout)
+        chosen_scheme = get_scheme(scheme)
+        writer = choose_writer(layout, checkpoint.config, chosen_scheme)
         parsed_overrides = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
         try:
             writer.check(chosen_scheme)
             plan = make_plan(checkpoint, chosen_scheme, writer, parsed_overrides)
-        except (ShapeError, UsageError) as error:
+        except (TensorError, UsageError) as error:
             finding = Finding(
                 _QUANTIZE_REFUSES, LoadVerdict.REFUSED, f"minifloat quantize refuses: {error}", "", "this version", ()
             )
-            return CheckReport(str(model), scheme, parsed_target, layout, (), (finding,))
+            return CheckReport(str(model), scheme, parsed_target, writer.name, (), (finding,))
         return judge(str(model), scheme, Case(Subject.of_plan(checkpoint, plan), parsed_target))
 
 

@@ -23,7 +23,7 @@ from minifloat.layouts.stored import kv_scale_of
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, WeightSpec
-from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.plan.tensor_plan import Part, QuantizationPlan
 
 _HEAD = "lm_head"
 #: Roles of the unquantized weights that rules look at.
@@ -185,12 +185,23 @@ class Subject:
     def of_plan(cls, checkpoint: Checkpoint, plan: QuantizationPlan) -> Subject:
         """Describe the checkpoint that `minifloat.quantize.job.quantize_checkpoint` would write."""
         parts = [part for tensor in plan.tensors for part in tensor.parts]
-        quantized = tuple(Weight(part.module, part.shape, part.scheme.weight, part.scheme.activation) for part in parts)
+        quantized = tuple(weight for part in parts for weight in _weights_of(part))
         planned = {tensor.source.name.removesuffix(".weight") for tensor in plan.tensors if tensor.parts}
         plain = _unquantized_linears(checkpoint, planned)
         subject = _subject(checkpoint, plan.layout.name, (*quantized, *plain), plan.kv, plan.kv is not None)
         config = plan.layout.quantization_config(plan.modules, plan.kept, plan.kv)
         return replace(subject, head_named=_names_head(config))
+
+
+def _weights_of(part: Part) -> tuple[Weight, ...]:
+    """Return the weights of a part; those of experts that stay fused have the number of the expert in their name."""
+    scheme, (rows, cols) = part.scheme, part.shape
+    if part.matrices == 1:
+        return (Weight(part.module, part.shape, scheme.weight, scheme.activation),)
+    shape = (rows // part.matrices, cols)
+    return tuple(
+        Weight(f"{part.module}.{expert}", shape, scheme.weight, scheme.activation) for expert in range(part.matrices)
+    )
 
 
 def _names_head(config: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ class CheckParams:
     hardware: str
     tp: int
     scheme: str | None
-    layout: str
+    layout: str | None
     override: tuple[str, ...]
     as_json: bool
 
@@ -37,7 +37,7 @@ class CheckParams:
 )
 @click.option("--tp", default=1, show_default=True, type=COUNT, help="GPUs that share every matrix.")
 @click.option("--scheme", metavar="NAME", help="For a model that is not quantized: what to quantize it to.")
-@click.option("--layout", default="compressed-tensors", show_default=True, help="With --scheme, as for `quantize`.")
+@click.option("--layout", metavar="NAME", help="With --scheme, as for `quantize`.")
 @click.option("--override", multiple=True, metavar="REGEX=SCHEME|bf16", help="With --scheme, as for `quantize`.")
 @json_option()
 @pass_params(CheckParams)

@@ -46,7 +46,7 @@ class QuantizeParams(WritingParams):
     out: Path
     revision: str | None
     scheme: str | None
-    layout: str
+    layout: str | None
     override: tuple[str, ...]
     exclude: tuple[str, ...]
     stats: Path | None
@@ -85,7 +85,9 @@ def _scheme_help() -> str:
     help=f"What to quantize to; with a budget the cheapest format.  [default: {DEFAULT_SCHEME}; mxfp4 with a budget]",
 )
 @click.option(
-    "--layout", default="compressed-tensors", show_default=True, help="compressed-tensors, or fp8 (DeepSeek)."
+    "--layout",
+    metavar="NAME",
+    help="compressed-tensors, fp8 (DeepSeek) or gpt-oss.  [default: gpt-oss for its experts in mxfp4, else the first]",
 )
 @click.option("--override", multiple=True, metavar="REGEX=SCHEME|bf16", help="For modules that match; the last wins.")
 @click.option(
@@ -208,6 +210,7 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
                 allow_partial=True,
                 from_quantized=params.from_quantized,
             ),
+            from_quantized=params.from_quantized,
             progress=progress,
             revision=params.revision,
         )

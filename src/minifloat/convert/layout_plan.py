@@ -31,8 +31,6 @@ from minifloat.numerics.scheme import Scheme, WeightSpec
 from minifloat.plan.quantization import kept_linears
 from minifloat.runtime.engine_names import engine_names
 
-#: Name of gpt-oss' layout on the command line.
-GPT_OSS = "gpt-oss"
 _ONE = 1
 
 
@@ -50,10 +48,11 @@ def make_layout_plan(checkpoint: Checkpoint, name: str, *, allow_rounding: bool 
         ConversionError: The layout cannot hold a part of the checkpoint exactly; the message names the part, the reason
             and the cure.
     """
-    if name == GPT_OSS:
+    if name == gpt_oss.NAME:
         raise ConversionError(
             "minifloat does not convert to gpt-oss' layout: it holds only the fused experts of gpt-oss, which are "
-            "published in it, and vLLM runs any other model in this layout unquantized; use compressed-tensors"
+            "published in it, and vLLM runs any other model in this layout unquantized; use compressed-tensors, or "
+            "minifloat quantize for gpt-oss in BF16"
         )
     layout = lookup("layout", name, TARGETS)
     description = describe_quantized(checkpoint)

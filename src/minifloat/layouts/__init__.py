@@ -4,7 +4,7 @@
     int_pack.py             its packs of INT4 and INT8, with and without zero points: read
     fp8.py                  `quant_method: fp8` (DeepSeek blocks, SGLang's mxfp8: written and read; per tensor,
                             DeepSeek-V4 with MXFP4 experts: read)
-    gpt_oss.py              `quant_method: mxfp4` (fused experts): read
+    gpt_oss.py              `quant_method: mxfp4` (the fused experts of gpt-oss): written and read
     modelopt.py             NVIDIA ModelOpt's unified export: written and read
     reading.py, values.py   the bytes of a stored weight, decoded a few rows at a time
 
@@ -14,15 +14,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from minifloat.architecture.roles import text_config
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError, UnsupportedTensorError, lookup
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
 from minifloat.layouts.reading import read_weight
 from minifloat.layouts.stored import Description, StoredWeight
 from minifloat.layouts.writing import WeightTensors, WriteLayout
+from minifloat.numerics.scheme import Scheme
 
 __all__ = ["READERS", "TARGETS", "WRITERS", "Description", "StoredWeight", "WeightTensors", "WriteLayout"]
-__all__ += ["describe", "get_writer", "read_weight"]
+__all__ += ["choose_writer", "describe", "get_writer", "read_weight"]
 
 #: Function that describes a checkpoint, by the `quant_method` of its config.
 READERS = {
@@ -34,13 +39,15 @@ READERS = {
     "modelopt_fp4": modelopt.describe,
 }
 
-#: Layouts that `quantize` writes, by name on the command line; the first is the default.
-WRITERS: dict[str, WriteLayout] = {layout.name: layout for layout in (compressed_tensors.WRITER, fp8.WRITER)}
+#: Layouts that `quantize` writes, by name on the command line.
+WRITERS: dict[str, WriteLayout] = {
+    layout.name: layout for layout in (compressed_tensors.WRITER, fp8.WRITER, gpt_oss.WRITER)
+}
 
 #: Layouts that `convert` writes. `quantize` cannot write SGLang's MXFP8 and most formats of ModelOpt: they require
 #: quantized inputs that no scheme of `quantize` has, or a global scale that multiplies, while its cast writes divisors.
 TARGETS: dict[str, WriteLayout] = {
-    layout.name: layout for layout in (*WRITERS.values(), modelopt.WRITER, fp8.MXFP8_WRITER)
+    layout.name: layout for layout in (compressed_tensors.WRITER, fp8.WRITER, modelopt.WRITER, fp8.MXFP8_WRITER)
 }
 
 #: Integer dtypes of codes, and how the names of codes end.
@@ -55,6 +62,24 @@ def get_writer(name: str) -> WriteLayout:
         UnknownNameError: If there is no such layout; the message lists the valid names.
     """
     return lookup("layout", name, WRITERS)
+
+
+def choose_writer(name: str | None, config: Mapping[str, Any], scheme: Scheme) -> WriteLayout:
+    """Return the layout that `quantize` writes.
+
+    Args:
+        name: A name of `WRITERS`; None for the default: gpt-oss' own layout for gpt-oss in MXFP4, else
+            compressed-tensors.
+        config: The content of config.json.
+        scheme: What the model is quantized to.
+
+    Raises:
+        UnknownNameError: If there is no such layout; the message lists the valid names.
+    """
+    if name is not None:
+        return get_writer(name)
+    is_gpt_oss = text_config(config).get("model_type") == gpt_oss.MODEL_TYPE
+    return gpt_oss.WRITER if is_gpt_oss and gpt_oss.WRITER.holds(scheme) else compressed_tensors.WRITER
 
 
 def describe(checkpoint: Checkpoint) -> Description:

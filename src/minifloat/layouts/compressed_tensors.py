@@ -52,6 +52,7 @@ class CompressedTensorsWriter:
 
     name: str = NAME
     global_divides: bool = True
+    only_experts_of: str | None = None
 
     def check(self, scheme: Scheme) -> None:
         """Accept every scheme of floats.
@@ -65,7 +66,9 @@ class CompressedTensorsWriter:
                 "minifloat quantize --from-quantized with a scheme of floats"
             )
 
-    def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
+    def weight_tensors(
+        self, module: str, spec: WeightSpec, shape: tuple[int, int], experts: int | None = None
+    ) -> WeightTensors:
         """Return ``weight`` (``weight_packed`` for E2M1), ``weight_scale`` and for NVFP4 ``weight_global_scale``."""
         packed = "_packed" if spec.element is E2M1 else ""
         grid = (1,) if spec.granularity == TENSOR else spec.granularity.scale_shape(shape)

@@ -62,6 +62,7 @@ class Fp8Writer:
     scale: ElementFormat
     scheme: str
     global_divides: bool = True
+    only_experts_of: str | None = None
 
     def check(self, scheme: Scheme) -> None:
         """Check that the scheme is E4M3 in this block, with these scales and inputs in groups of the same width.
@@ -80,7 +81,9 @@ class Fp8Writer:
                 f"{scheme.name!r}; use compressed-tensors"
             )
 
-    def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
+    def weight_tensors(
+        self, module: str, spec: WeightSpec, shape: tuple[int, int], experts: int | None = None
+    ) -> WeightTensors:
         """Return ``weight`` and ``weight_scale_inv``.
 
         Raises:

@@ -65,6 +65,7 @@ class ModelOptWriter:
 
     name: str = NAME
     global_divides: bool = False
+    only_experts_of: str | None = None
 
     def check(self, scheme: Scheme) -> None:
         """Check that the formats of weights and inputs are in `ALGORITHMS`.
@@ -74,7 +75,9 @@ class ModelOptWriter:
         """
         _algorithm(scheme)
 
-    def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
+    def weight_tensors(
+        self, module: str, spec: WeightSpec, shape: tuple[int, int], experts: int | None = None
+    ) -> WeightTensors:
         """Return ``weight`` (packed for E2M1), ``weight_scale`` and for NVFP4 ``weight_scale_2``.
 
         Raises:

@@ -66,11 +66,25 @@ class WriteLayout(Protocol):
     def global_divides(self) -> bool:
         """Whether the global scale divides (compressed-tensors) or multiplies (ModelOpt) to dequantize."""
 
+    @property
+    def only_experts_of(self) -> str | None:
+        """The model type whose fused experts are all that the layout holds; None: linears of any model."""
+
     def check(self, scheme: Scheme) -> None:
         """Raise UsageError if the layout does not support the scheme."""
 
-    def weight_tensors(self, module: str, spec: WeightSpec, shape: tuple[int, int]) -> WeightTensors:
-        """Return names, dtypes and shapes of the tensors of one weight ``[N, K]``."""
+    def weight_tensors(
+        self, module: str, spec: WeightSpec, shape: tuple[int, int], experts: int | None = None
+    ) -> WeightTensors:
+        """Return names, dtypes and shapes of the tensors of one weight ``[N, K]``.
+
+        Args:
+            module: Name of the linear, or of the fused tensor.
+            spec: How it is quantized.
+            shape: ``(N, K)``.
+            experts: Number of experts that share the tensors; None for a weight of its own, which is all that layouts
+                without `only_experts_of` hold.
+        """
 
     def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
         """Return the tensor of the static input scale of a linear; for NVFP4, of the global input scale.

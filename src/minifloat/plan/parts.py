@@ -14,7 +14,7 @@ from minifloat.checkpoint import TensorInfo
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.layouts import WriteLayout
 from minifloat.numerics.scheme import Scheme
-from minifloat.plan.tensor_plan import Part
+from minifloat.plan.tensor_plan import Part, module_name
 
 #: Keys of the config with the inner size of an expert; the first that it has is taken.
 _INNER_SIZES = ("moe_intermediate_size", "intermediate_size")
@@ -96,18 +96,26 @@ def expert_parts(
     The family says which linears a tensor holds. It is ``[E, N, K]`` or ``[E, K, N]``; where files of both kinds exist,
     the sizes in the config decide.
 
+    In a layout of fused experts (gpt-oss) they stay one weight.
+
     Raises:
-        UnsupportedTensorError: The sizes do not decide or contradict the tensor, or the model interleaves gate and up.
+        UnsupportedTensorError: The sizes do not decide or contradict the tensor, or no engine loads these experts from
+            the layout.
     """
     fused = family.fused_tensor(info.name)
     assert fused is not None
-    if fused.interleaved:
+    whole = layout.only_experts_of is not None
+    if not whole and any(member.interleaved for member in family.fused_experts):
         raise UnsupportedTensorError(
             info.name,
-            f"{family.name} interleaves gate and up and ships its experts as MXFP4 already; keep them with --exclude",
+            f"engines load the experts of {family.name}, which have biases and interleave gate and up, from its own "
+            f"layout alone: use --scheme mxfp4 --layout {family.name}, or keep them with --exclude 'experts' "
+            "--allow-partial",
         )
     transposed = _are_transposed(checkpoint, family, info, fused)
     experts, rows, cols = (info.shape[0], *info.shape[:0:-1]) if transposed else info.shape
+    if whole:
+        return (_whole_part(info, scheme, (rows, cols), layout, transposed=transposed),)
     height = rows // len(fused.linears)
     parent = fused.parent(info.name)
     return tuple(
@@ -125,6 +133,29 @@ def expert_parts(
         for expert in range(experts)
         for position, linear in enumerate(fused.linears)
     )
+
+
+def _whole_part(
+    info: TensorInfo, scheme: Scheme, shape: tuple[int, int], layout: WriteLayout, *, transposed: bool
+) -> Part:
+    """Return the part that holds the matrices ``(N, K)`` of all experts, one below the other.
+
+    Raises:
+        ShapeError: The experts are empty, or their columns are no multiple of the scheme's groups.
+    """
+    experts, (rows, cols) = info.shape[0], shape
+    _, block_cols = scheme.weight.granularity.block(shape)
+    if experts == 0 or rows == 0 or cols == 0:
+        raise ShapeError(info.name, f"empty experts {list(info.shape)}")
+    if not scheme.weight.divides(shape):
+        raise ShapeError(
+            info.name,
+            f"{scheme.name} needs a multiple of {block_cols} columns, found {cols}: layout {layout.name!r} cannot hold "
+            "these experts",
+        )
+    module = module_name(info)
+    tensors = layout.weight_tensors(module, scheme.weight, shape, experts)
+    return Part(module, scheme, (experts * rows, cols), tensors, module, transposed=transposed, matrices=experts)
 
 
 def _are_transposed(checkpoint: ModelHeaders, family: Family, info: TensorInfo, fused: FusedTensor) -> bool:

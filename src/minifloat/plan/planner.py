@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from minifloat.errors import MinifloatError, TensorError, UsageError
-from minifloat.layouts import compressed_tensors, get_writer
+from minifloat.layouts import choose_writer, compressed_tensors
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, ElementFormat
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import SCHEMES, KVSpec, Scheme, get_scheme
@@ -186,7 +186,7 @@ def _candidates(
 
 def _weights(source: ModelSource, scheme: Scheme, request: _Request) -> Weights:
     """Return the weights as `quantize` writes them, with the static scales of inputs and of an FP8 KV cache."""
-    writer = get_writer(compressed_tensors.NAME)
+    writer = choose_writer(None, source.config, scheme)
     plan = make_plan(source, scheme, writer)
     kv = KVSpec(E4M3, TENSOR) if request.element is E4M3 else None
     caches = dict.fromkeys(plan.attention_modules, (1.0, 1.0)) if kv else {}

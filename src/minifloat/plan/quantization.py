@@ -13,7 +13,7 @@ from minifloat.architecture.families import family_of
 from minifloat.architecture.family import GENERAL, Family, Role
 from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.architecture.mtp import is_mtp
-from minifloat.architecture.roles import is_dense_float, is_matrix, role_of
+from minifloat.architecture.roles import is_dense_float, is_matrix, role_of, text_config
 from minifloat.checkpoint import TensorInfo
 from minifloat.errors import AlreadyQuantizedError, PatternError, UnsupportedTensorError, UsageError
 from minifloat.layouts import WriteLayout
@@ -59,12 +59,18 @@ def make_plan(
             "quantize its dequantized values with --from-quantized"
         )
     family = family_of(checkpoint.config)
+    quantized_roles: tuple[Role, ...] = (Role.LINEAR, Role.EXPERTS)
+    if layout.only_experts_of is not None:
+        _require_model_type(checkpoint, layout)
+        quantized_roles = (Role.EXPERTS,)
     matched_overrides: set[int] = set()
     tensors = []
     for info in checkpoint.tensors.values():
         role = role_of(info, family)
         drafts = is_mtp(info.name, checkpoint.config)
-        kept = MTP if drafts and not mtp else "" if role in (Role.LINEAR, Role.EXPERTS) else role.value
+        kept = MTP if drafts and not mtp else "" if role in quantized_roles else role.value
+        if role is Role.LINEAR and role not in quantized_roles:
+            kept = f"layout {layout.name} holds experts only"
         tensor_scheme, reason = _choose_scheme(info, role, scheme, kept, overrides, matched_overrides)
         parts = () if tensor_scheme is None else _parts(checkpoint, family, info, role, tensor_scheme, layout)
         tensors.append(TensorPlan(info, role, parts, reason, drafts=drafts))
@@ -73,12 +79,42 @@ def make_plan(
             raise PatternError(_no_match(override, tensors, checkpoint))
     plan = QuantizationPlan(scheme, layout, tuple(overrides), tuple(tensors), _kept(tensors, family))
     _check_groups(plan, family)
+    if layout.only_experts_of is not None:
+        _require_all_experts(plan)
     if not plan.modules:
         raise UsageError(
             f"{checkpoint.path}: nothing to quantize: no weight of a numbered decoder layer was found; "
             "name the weights with --override 'REGEX=SCHEME'"
         )
     return plan
+
+
+def _require_model_type(checkpoint: ModelHeaders, layout: WriteLayout) -> None:
+    """Refuse a model that the readers of the layout would run unquantized.
+
+    Raises:
+        UsageError: The layout is that of another model.
+    """
+    model_type = text_config(checkpoint.config).get("model_type")
+    if model_type != layout.only_experts_of:
+        raise UsageError(
+            f"layout {layout.name!r} holds the experts of {layout.only_experts_of}, and servers would run "
+            f"{model_type} in it unquantized: use --layout compressed-tensors"
+        )
+
+
+def _require_all_experts(plan: QuantizationPlan) -> None:
+    """Refuse experts in 16 bits beside quantized ones, which readers of a layout of experts do not expect.
+
+    Raises:
+        UsageError: Some experts are quantized and others are not.
+    """
+    kept = [tensor.source.name for tensor in plan.tensors if tensor.role is Role.EXPERTS and not tensor.parts]
+    if kept and plan.modules:
+        raise UsageError(
+            f"{kept[0]} would stay in 16 bits: layout {plan.layout.name!r} holds the experts of every layer; remove "
+            "the --exclude or --override that matches it"
+        )
 
 
 def _choose_scheme(

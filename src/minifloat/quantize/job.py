@@ -43,8 +43,9 @@ from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.errors import UsageError
 from minifloat.hub import is_hub_id, model_folder
 from minifloat.kernels import processors
-from minifloat.layouts import compressed_tensors, get_writer
+from minifloat.layouts import choose_writer, get_writer
 from minifloat.layouts.decoded import DecodedCheckpoint
+from minifloat.layouts.plain_view import plain_view
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
 from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.overrides import Override
@@ -57,7 +58,6 @@ from minifloat.quantize.provenance import describe_recipe, provenance, quantize_
 from minifloat.quantize.quantized_source import (
     describe_source,
     dropped_tensors,
-    plain_view,
     source_notes,
     with_dequantized_copies,
 )
@@ -92,7 +92,7 @@ def quantize_checkpoint(
     destination: str | os.PathLike[str],
     scheme: str | Scheme | None = None,
     *,
-    layout: str = compressed_tensors.NAME,
+    layout: str | None = None,
     overrides: Sequence[str | Override] = (),
     workers: int | None = None,
     overwrite: bool = False,
@@ -119,7 +119,7 @@ def quantize_checkpoint(
         destination: A folder that does not exist yet, in one that does.
         scheme: A name of `SCHEMES`, or a `Scheme`; by default ``"fp8-block"``. With `budget` the cheapest format of the
             mixture, by default the cheapest weight-only scheme that the model allows.
-        layout: A name of `layouts.WRITERS`.
+        layout: A name of `layouts.WRITERS`; by default compressed-tensors, and for gpt-oss in MXFP4 its own.
         overrides: ``REGEX=SCHEME`` or ``REGEX=bf16``; the last override that matches a module decides.
         workers: Threads; by default one per core that this process may use, at most 8.
         overwrite: Replace an existing destination, at the end.
@@ -164,7 +164,8 @@ def quantize_checkpoint(
     chosen_scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
     if budget is None:
         chosen_scheme = chosen_scheme or get_scheme(DEFAULT_SCHEME)
-    writer_layout = get_writer(layout)
+    if layout is not None:
+        get_writer(layout)
     parsed_overrides = [item if isinstance(item, Override) else Override.parse(item) for item in overrides]
     caster = Caster.of(device, impl)
     threads = processors.workers(workers)
@@ -183,6 +184,7 @@ def quantize_checkpoint(
         CheckpointWriter.check_destination(destination, overwrite=overwrite)
 
         def planner(scheme: Scheme, overrides: Sequence[Override]) -> QuantizationPlan:
+            writer_layout = choose_writer(layout, checkpoint.config, scheme)
             plan = make_plan(checkpoint, scheme, writer_layout, overrides, mtp=mtp)
             if not allow_partial:
                 require_share(plan)

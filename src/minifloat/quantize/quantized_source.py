@@ -1,4 +1,4 @@
-"""A source that is quantized already (`--from-quantized`): its plain view, its plan, and what the report says of it."""
+"""A source that is quantized already (`--from-quantized`): its plan, and what the report says of it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
-from minifloat.errors import UsageError
-from minifloat.layouts import describe
 from minifloat.layouts.decoded import DecodedCheckpoint, plain_dtype
 from minifloat.layouts.inspection import format_name
-from minifloat.layouts.refusal import refuse_unknown_quantization
 from minifloat.plan.tensor_plan import QuantizationPlan
 from minifloat.quantize.report import COPIED_CODES, TensorReport
-
-
-def plain_view(checkpoint: Checkpoint) -> DecodedCheckpoint:
-    """Return the plain checkpoint that a quantized one stands for.
-
-    Raises:
-        UsageError: The checkpoint is not quantized.
-        ConversionError: Its quantization has parts other than codes and scales.
-        CheckpointError: Its quantization_config cannot be understood.
-        TensorError: The shapes of codes and scales do not match.
-    """
-    description = describe(checkpoint)
-    if not description.weights:
-        raise UsageError(f"{checkpoint.path} is not quantized: leave --from-quantized out")
-    refuse_unknown_quantization(checkpoint, description)
-    return DecodedCheckpoint(checkpoint, description)
 
 
 def with_dequantized_copies(plan: QuantizationPlan, source: Checkpoint) -> QuantizationPlan:

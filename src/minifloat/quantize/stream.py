@@ -226,8 +226,7 @@ def quantize_part(
     cols = part.shape[1]
     row_bytes = cols * spec.element.bits // 8
     step, _ = spec.granularity.block(part.shape)
-    grid = spec.granularity.scale_shape(part.shape)
-    scales = np.empty(grid, np.float32 if spec.scale.bits > 8 else np.uint8)
+    _, grid_cols = spec.granularity.scale_shape(part.shape)
     stats, hasher, decoded = CastStats(), new_hasher(), _is_decoded(checkpoint, info)
     for start, stop, slab in _slabs(checkpoint, info, part, caster):
         if not decoded:
@@ -244,10 +243,11 @@ def quantize_part(
             out_codes=codes.reshape(stop - start, row_bytes),
         )
         _refuse(info, result.nonfinite, start, stop)
-        scales[start // step : -(-stop // step)] = result.scales
         shard.write(part.tensors.codes.name, codes, start * row_bytes)
+        if start % step == 0:  # one scale of the whole tensor is the same in every slab
+            itemsize = result.scales.dtype.itemsize
+            shard.write(part.tensors.scale.name, result.scales, start // step * grid_cols * itemsize)
         stats += result.stats
-    shard.write(part.tensors.scale.name, scales)
     if part.tensors.global_scale is not None:
         shard.write(part.tensors.global_scale.name, scalar_global_divisor(amax or 0.0).reshape(1))
     return stats, part_digest(checkpoint, info, part) if decoded else name_digest(hasher)
