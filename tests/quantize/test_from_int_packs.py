@@ -80,7 +80,7 @@ def test_codes_are_those_of_the_dequantized_values(name: str, scheme: str, tmp_p
     quantize_checkpoint(tmp_path / "plain", tmp_path / "expected", scheme)
     assert stored(tmp_path / "out") == stored(tmp_path / "expected")
     assert report.quantized_source is not None
-    assert list(report.quantized_source["formats"])[0].startswith(name[:4].upper())
+    assert next(iter(report.quantized_source["formats"])).startswith(name[:4].upper())
 
 
 @pytest.mark.parametrize("name", ARGS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from converting import FIXTURES, INTEROP, edited, interrupt_after, sharded, stored, transformers_logits
+from family_models import save_family_model
 from safetensors.torch import load_file
 
 from minifloat.checkpoint import Checkpoint
@@ -135,6 +136,23 @@ def test_weights_that_stay_unquantized_are_dequantized_once_to_the_dtype_of_the_
     assert (row.action, row.detail) == ("copied", "down_proj=bf16, dequantized to BF16")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert name in config["ignore"]
+
+
+def test_single_experts_of_a_model_that_is_loaded_with_fused_ones_are_not_dequantized_one_by_one(
+    tmp_path: Path,
+) -> None:
+    quantize_checkpoint(save_family_model("llama4", tmp_path / "model"), tmp_path / "quantized", "mxfp8")
+    quantize_checkpoint(tmp_path / "quantized", tmp_path / "out", "mxfp4", from_quantized=True)
+    assert decoded(tmp_path / "out").keys() == decoded(tmp_path / "quantized").keys()
+    with pytest.raises(UsageError, match=r"experts\.0\.\w+: the experts of Llama 4 are loaded fused .* --dequantize"):
+        quantize_checkpoint(
+            tmp_path / "quantized",
+            tmp_path / "partial",
+            "mxfp4",
+            overrides=[r"\.experts\.=bf16"],
+            allow_partial=True,
+            from_quantized=True,
+        )
 
 
 def test_every_tensor_of_the_source_is_in_the_report(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def make_dequantize_plan(checkpoint: Checkpoint, dtype: str | None = None) -> Co
     conversions = []
     for group in decoded_tensors(checkpoint, description):
         weights = [weight for matrix in group.matrices for weight in matrix]
-        names = (name for weight in weights for name in (weight.codes, weight.scale, weight.global_scale) if name)
+        names = (name for weight in weights for name in weight.tensors if name != weight.input_scale)
         infos = tuple(require_tensor(checkpoint, name) for name in dict.fromkeys(names))
         output = OutputTensor(group.name, stored_dtype, group.shape)
         detail = f"from {format_name(weights[0].spec, weights[0].activation)}"

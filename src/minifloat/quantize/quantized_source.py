@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from minifloat.architecture.families import family_of
 from minifloat.checkpoint import Checkpoint, TensorInfo
+from minifloat.errors import UsageError
 from minifloat.layouts.decoded import DecodedCheckpoint, plain_dtype
 from minifloat.layouts.inspection import format_name
-from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.plan.tensor_plan import QuantizationPlan, module_name
 from minifloat.quantize.report import COPIED_CODES, TensorReport
+from minifloat.runtime.stored_experts import stored_fused_as
 
 
 def with_dequantized_copies(plan: QuantizationPlan, source: Checkpoint) -> QuantizationPlan:
-    """Return the plan with the quantized weights that it copies dequantized to the dtype of config.json."""
+    """Return the plan with the quantized weights that it copies dequantized to the dtype of config.json.
+
+    Raises:
+        UsageError: It would copy single experts of a model that is loaded with fused ones.
+    """
     if not isinstance(source, DecodedCheckpoint):
         return plan
+    copied = [tensor for tensor in plan.tensors if not tensor.parts and tensor.source.name in source.weights]
+    _refuse_single_experts(source, [module_name(tensor.source) for tensor in copied])
     dtype = plain_dtype(source.config)
     tensors = tuple(
         replace(tensor, dtype=dtype) if not tensor.parts and tensor.source.name in source.weights else tensor
         for tensor in plan.tensors
     )
     return replace(plan, tensors=tensors)
+
+
+def _refuse_single_experts(source: DecodedCheckpoint, modules: Sequence[str]) -> None:
+    """Refuse to dequantize single experts where transformers loads unquantized experts fused only."""
+    family = family_of(source.config)
+    places = {module: place for module in modules if (place := family.single_expert(module)) is not None}
+    if places and stored_fused_as(source, family, places.values()) is not None:
+        raise UsageError(
+            f"{next(iter(places))}: the experts of {family.name} are loaded fused where they are unquantized, and the "
+            "source has single ones: quantize them, or start from the plain model of minifloat convert --dequantize"
+        )
 
 
 def dropped_tensors(
