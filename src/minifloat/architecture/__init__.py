@@ -1,1 +1,1 @@
-"""Facts about a model from its config and tensor names: tensor roles, fused groups, supported decoder families."""
+"""Facts about a model from its config and tensor names: one description per family, which every package reads."""
