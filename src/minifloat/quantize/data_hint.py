@@ -2,8 +2,8 @@
 
 The time is an estimate with three terms: products, whose rate on this machine is measured; factorizations of Hessians,
 which grow with the cube of the input channels; and the time between products, which is most of it for models of a few
-million weights. The factors were fitted to runs on a Sapphire Rapids server that other programs were using (a model of
-4M weights, and two layers of a 1.1B one in `benchmarks/rounding.py`). The true time may be half or twice as long.
+million weights. The factors were fitted to two runs on an otherwise idle machine with AVX-512 BF16 (a model of 4M weights,
+and two layers of a 1.1B one in `benchmarks/rounding.py`). Elsewhere the true time may be half or twice as long.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from minifloat.quantize.report import QuantizeReport
 
 #: Sequences and tokens of the default text, the held-out part included.
 _SEQUENCES, _TOKENS = 284, 284 * 256
-#: The operations that grow with the text, over those of one forward pass.
-_PASSES = 10.0
+#: The operations that grow with the text, over those of one forward pass; one pass is for writing the text.
+_PASSES = 5.5
 #: Factorizations are in float64: the time of K^3 operations of the measured product, times this.
-_FACTORIZATION = 40.0
-#: Seconds between products for each weight and each sequence; four tenths are for writing the text.
-_SECONDS_BETWEEN = 0.010
+_FACTORIZATION = 20.0
+#: Seconds between products for each weight and each sequence.
+_SECONDS_BETWEEN = 0.004
 _MINUTE, _HOUR = 60.0, 3600.0
 
 
