@@ -19,7 +19,7 @@ constexpr int64_t kChunkSteps = 4;  // 16 KiB of bf16
 constexpr int64_t kChunkUnits = kChunkSteps * 2;
 constexpr int64_t kChunkBytes = kChunkSteps * kStepTiles * kTileBytes;
 constexpr int64_t kFewTiles = 4;
-constexpr int64_t kBlockTiles = 20;  // tiles of x of a block: 240 KiB of sums
+constexpr int64_t kBlockTiles = 32;  // tiles of x of a block: 384 KiB of sums, 192 KiB of x
 constexpr int64_t kTileSums = kDotRows * kPanelRows;
 constexpr int64_t kScratchBytes = 2 << 20;  // in one 2 MB page
 
