@@ -18,7 +18,7 @@ import numpy as np
 import plain
 import torch
 from compressed_tensors.quantization import disable_quantization
-from decoded import decode_checkpoint, read_tensors
+from decoded import decode_checkpoint, decoded_tensors, read_tensors
 from products import InputRecorder, InputRounder, round_static, row_key
 from references import Reference, make_reference, slice_of
 from small_models import Case
@@ -32,6 +32,7 @@ from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats
 from minifloat.check import LoadVerdict
 from minifloat.errors import MinifloatError
+from minifloat.layouts import WRITERS
 from minifloat.numerics.scheme import get_scheme
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.static_scales import Calibration
@@ -106,14 +107,28 @@ class Quantized:
     logits: Tensor
 
 
+def stored_source(case: Case, plain_source: Path, work: Path) -> Path:
+    """Return the source of a case: the plain checkpoint, or a quantized one that is made of it."""
+    if case.stored is None:
+        return plain_source
+    scheme, layout = case.stored
+    stored = work / "stored"
+    if layout in WRITERS:
+        quantize_checkpoint(plain_source, stored, scheme, layout=layout, workers=1)
+        return stored
+    quantize_checkpoint(plain_source, work / "to-convert", scheme, workers=1)
+    convert_checkpoint(work / "to-convert", stored, layout, allow_rounding=True, workers=1)
+    return stored
+
+
 def quantize(case: Case, source: Path, work: Path, scheme: str, **options: Any) -> tuple[Outcome, Quantized | None]:
     """Quantize, and compare every tensor of the output with the source."""
     folder = work / scheme
     try:
-        quantize_checkpoint(source, folder, scheme, workers=1, **options)
+        quantize_checkpoint(source, folder, scheme, workers=1, from_quantized=case.stored is not None, **options)
     except Exception as error:
         return Outcome.refused(error), None
-    tensors = read_tensors(source)
+    tensors = decoded_tensors(source)
     reference = make_reference(tensors, decode_checkpoint(folder))
     if reference.problems:
         more = f" (and {len(reference.problems) - 1} more)" if len(reference.problems) > 1 else ""
@@ -251,9 +266,9 @@ def _expected_amax(case: Case, source: Path, quantized: Quantized) -> dict[str, 
     tensors = read_tensors(source)
     expected = {}
     for module, (name, slice_name) in quantized.reference.places.items():
-        key = row_key(slice_of(tensors[name], slice_name)[0])
-        if key in recorder.amax:
-            expected[module] = recorder.amax[key]
+        keys = {row_key(row) for row in slice_of(tensors[name], slice_name)}
+        if keys <= recorder.amax.keys():
+            expected[module] = max(recorder.amax[key] for key in keys)
     return expected
 
 

@@ -55,8 +55,10 @@ def decode_checkpoint(folder: Path) -> DecodedCheckpoint:
         if scale_name is None or name not in (f"{module}.weight", f"{module}.weight_packed"):
             continue
         divisor = tensors.get(f"{module}.weight_global_scale")
+        if f"{module}.weight_scale_2" in tensors:  # ModelOpt multiplies
+            divisor = 1 / tensors[f"{module}.weight_scale_2"].double()
         result.weights[module] = _decode(tensors[name], tensors[scale_name], divisor)
-        used |= {name, scale_name, f"{module}.weight_global_scale"}
+        used |= {name, scale_name, f"{module}.weight_global_scale", f"{module}.weight_scale_2"}
         if f"{module}.input_scale" in tensors:
             result.input_scales[module] = float(tensors[f"{module}.input_scale"])
     for name, tensor in tensors.items():
@@ -70,7 +72,7 @@ def _decode(codes: Tensor, scale: Tensor, divisor: Tensor | None) -> Tensor:
     values = codes.float() if codes.dtype != torch.uint8 else _unpack(codes)
     scales = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
     if divisor is not None:
-        scales = scales / divisor.float()
+        scales = (scales / divisor).float()
     if scales.ndim < 2:
         scales = scales.reshape(-1, 1)
     return values * _spread(scales, values.shape)
@@ -95,3 +97,9 @@ def _decode_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return ``[E, N, K]`` from gpt-oss' blocks ``[E, N, K / 32, 16]`` and scales ``[E, N, K / 32]``."""
     values = _unpack(blocks) * torch.exp2(scales.float() - 127)[..., None]
     return values.flatten(-2)
+
+
+def decoded_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a plain checkpoint, or what the tensors of a quantized one stand for."""
+    checkpoint = decode_checkpoint(folder)
+    return checkpoint.plain | {f"{module}.weight": weight for module, weight in checkpoint.weights.items()}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 #: Seconds after which a row is ended.
-_LIMIT = 60
+_LIMIT = 180
 
 
 @dataclass
@@ -57,12 +57,14 @@ def run_row(case: Any, schemes: Sequence[str], keep: Path | None = None) -> Row:
 
     started = time.perf_counter()
     row = Row(case.name)
-    work = Path(tempfile.mkdtemp(prefix=f"minifloat-{case.name}-")) if keep is None else keep / case.name
+    work = Path(tempfile.mkdtemp(prefix="minifloat-")) if keep is None else keep / case.name
     work.mkdir(parents=True, exist_ok=True)
     try:
         source = small_models.make_model(case, work / "source")
     except small_models.NotSmallError as error:
         return Row(case.name, str(error))
+
+    source = cells.stored_source(case, source, work)
 
     def note(column: str, outcome: cells.Outcome) -> None:
         row.cells[column] = (outcome.status.value, outcome.detail)
@@ -86,8 +88,14 @@ def run_row(case: Any, schemes: Sequence[str], keep: Path | None = None) -> Row:
     outcome, stats = cells.calibration(case, source, made[0] if made else None)
     note("calibrate", outcome)
     note(cells.STATIC, cells.static(case, source, work, stats))
+    if case.stored is not None:
+        return _finished(row, work, keep, started)
     for column, outcome in zip(("plan", "plan config"), cells.plan(source, work, made), strict=True):
         note(column, outcome)
+    return _finished(row, work, keep, started)
+
+
+def _finished(row: Row, work: Path, keep: Path | None, started: float) -> Row:
     if keep is None:
         shutil.rmtree(work, ignore_errors=True)
     row.seconds = time.perf_counter() - started

@@ -36,11 +36,13 @@ class Case:
         name: Name of the row: the model type, or the name of a variant or of a quantized source.
         model_type: Key of transformers' config mapping.
         overrides: Fields of the small config, beside those of `OVERRIDES`.
+        stored: Scheme and layout of a source that is quantized already; None: the source is in BF16.
     """
 
     name: str
     model_type: str
     overrides: dict[str, Any] = field(default_factory=dict)
+    stored: tuple[str, str] | None = None
 
     @property
     def architecture(self) -> str:
