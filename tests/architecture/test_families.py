@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForMaskedLM, BertConfig, BertForMaskedLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming
 
@@ -119,7 +126,9 @@ def test_the_heads_of_encoders_are_those_that_transformers_ties_to_the_embedding
     model_type: str, heads: tuple[str, ...]
 ) -> None:
     with torch.device("meta"):
-        model = AutoModelForMaskedLM.from_config(CONFIG_MAPPING[model_type]())
+        config = CONFIG_MAPPING[model_type]()
+        auto = AutoModelForMaskedLM if type(config) in MODEL_FOR_MASKED_LM_MAPPING else AutoModelForCausalLM
+        model = auto.from_config(config)
     tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys if name.endswith(".weight")}
     assert tied == set(heads)
 

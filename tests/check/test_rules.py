@@ -103,6 +103,22 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
         (subject("fp8-block", plain=("q_proj",)), "vllm:h100"),
         (subject("fp8-block", plain=("o_proj",)), "vllm:h100"),
     ),
+    "transformers-packed-weight": (
+        (subject("mxfp4", model_type="nanochat"), "transformers:cpu"),
+        (subject("mxfp8", model_type="nanochat"), "transformers:cpu"),
+    ),
+    "transformers-converted-packed": (
+        (subject("nvfp4", model_type="olmo_hybrid"), "transformers:cpu"),
+        (subject("nvfp4", model_type="olmo3"), "transformers:cpu"),
+    ),
+    "transformers-converted": (
+        (subject("fp8", outer_type="qianfan_ocr"), "transformers:cpu"),
+        (subject("fp8", outer_type="internvl"), "transformers:cpu"),
+    ),
+    "transformers-hrm-nvfp4": (
+        (subject("nvfp4", model_type="hrm_text"), "transformers:cpu"),
+        (subject("mxfp4", model_type="hrm_text"), "transformers:cpu"),
+    ),
     "vllm-indexer": ((subject("fp8-block", shapes=INDEXER), "vllm:h100"), (KEEPS_SCORES, "vllm:h100")),
     "sglang-indexer": ((subject("fp8-block", shapes=INDEXER), "sglang:h100"), (KEEPS_SCORES, "sglang:h100")),
     "vllm-mtp-projection": ((DRAFTS, "vllm:h100"), (replace(DRAFTS, model_type="nemotron_h"), "vllm:h100")),

@@ -45,6 +45,19 @@ def kinds(*selected: Kind, layout: str | None = None, experts: bool | None = Non
     return find
 
 
+def kinds_in_types(case: Case, *, kinds: Collection[Kind], model_types: Collection[str]) -> Iterator[str]:
+    """Weights of these kinds, in compressed-tensors, in models of these types.
+
+    Args:
+        case: The case.
+        kinds: The kinds.
+        model_types: Values of ``model_type``, of the config or of its text part.
+    """
+    is_of_type = {case.subject.model_type, case.subject.outer_type} & set(model_types)
+    if is_of_type and case.subject.layout == compressed_tensors.NAME:
+        yield from named(case.weights(*kinds))
+
+
 def has_layout(*layouts: str) -> Condition:
     """Return the condition that finds quantized weights in one of these layouts."""
 

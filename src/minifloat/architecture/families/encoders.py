@@ -1,4 +1,4 @@
-"""Encoders without a causal mask, as `encoder.layer.N`; they differ in the name of the head that predicts tokens."""
+"""Encoders without a causal mask, as `encoder.layer.N`, and the decoders whose head has another name than lm_head."""
 
 from __future__ import annotations
 
@@ -19,4 +19,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("ELECTRA", ("electra", "convbert"), renames=(), heads=("generator_lm_head",)),
     Family("DistilBERT", ("distilbert",), renames=(), heads=("vocab_projector",)),
     Family("ModernBERT", ("modernbert",), renames=(), heads=("decoder",)),
+    Family("ModernBERT decoder", ("modernbert-decoder",), renames=(), heads=("decoder",)),
+    Family("BioGPT", ("biogpt",), renames=(), heads=("output_projection",)),
+    Family("GPT-NeoX Japanese", ("gpt_neox_japanese",), renames=(), heads=("embed_out",)),
 )

@@ -6,12 +6,14 @@ import functools
 
 from minifloat.check import conditions
 from minifloat.check.loading_rule import LoadingRule, LoadVerdict
+from minifloat.check.rules import transformers_types
 from minifloat.check.rules.machines import ALL, CPUS, WITHOUT_FP8
 from minifloat.layouts import compressed_tensors, fp8
 
 _TRANSFORMERS_CPU = "transformers 5.23.0 on a CPU"
 
 RULES: tuple[LoadingRule, ...] = (
+    *transformers_types.RULES,
     LoadingRule(
         name="transformers-modelopt-fp8",
         hardware=ALL,
