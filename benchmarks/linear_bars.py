@@ -77,6 +77,16 @@ BARS: dict[str, dict[int, tuple[Bar, ...]]] = {
     "mxfp4": _MXFP4,
     "bf16": {1: (Bar("read", 0.90, 0.95),)},
 }
+#: The same on AVX512_BF16 without AMX, in place of those above except at M = 1.
+_AVX512_BF16 = {
+    8: (Bar("x torch", 3.0, 3.5),),
+    16: (Bar("x torch", 2.2, 3.0),),
+    32: (Bar("x torch", 1.6, 2.0),),
+    64: (Bar("x torch", 1.15, 1.4),),
+    256: (Bar("x torch", 1.0, 1.1),),
+    1024: (Bar("x torch", 1.0, 1.05),),
+}
+BARS_AVX512_BF16: dict[str, dict[int, tuple[Bar, ...]]] = {"fp8": _AVX512_BF16, "mxfp4": _AVX512_BF16}
 
 
 def parse_formats(text: str) -> tuple[str, ...]:
@@ -111,13 +121,14 @@ def parse_names(text: str, known: tuple[str, ...], kind: str) -> tuple[str, ...]
 def bars(contender: str, m: int | None, isa: str) -> tuple[Bar, ...]:
     """Return the bars of our `contender` at `m` rows of the input on `isa`; none for peers.
 
-    With AMX all bars apply; with AVX-512 alone those of M = 1; elsewhere, and if `m` is None, only the two rules, which
-    apply everywhere.
+    With AMX all bars apply; with AVX512_BF16 its own and those of M = 1; with AVX-512 alone those of M = 1; elsewhere,
+    and if `m` is None, only the two rules, which apply everywhere.
     """
     if contender not in FORMATS:
         return ()
     applies = isa == "amx" or (isa.startswith("avx512") and m == 1)
-    special = BARS.get(contender, {}).get(m, ()) if applies and m is not None else ()
+    table = BARS_AVX512_BF16 if isa == "avx512_bf16" and not applies else BARS if applies else {}
+    special = table.get(contender, {}).get(m, ()) if m is not None else ()
     rules = []
     if not any(bar.quantity == "x torch" for bar in special):
         rules.append(Bar("x torch", NEVER_BELOW_BASELINE))

@@ -76,6 +76,13 @@ def test_without_amx_only_one_row_has_the_bars_of_the_format(bars: ModuleType) -
     assert bars.judge(bars.bars("mxfp4", None, "amx"), measured).word == "pass"
 
 
+def test_dot_products_of_bfloat16_have_bars_of_their_own(bars: ModuleType) -> None:
+    assert bars.judge(bars.bars("fp8", 8, "avx512_bf16"), {"x torch": 2.99}).word == "short"
+    assert bars.judge(bars.bars("fp8", 8, "avx512_bf16"), {"x torch": 3.01}).word == "pass"
+    assert bars.judge(bars.bars("mxfp4", 1, "avx512_bf16"), {"x torch": 4.3}).word == "short"
+    assert bars.judge(bars.bars("nvfp4", 8, "avx512_bf16"), {"x torch": 1.01}).word == "pass"
+
+
 def test_peers_are_not_judged(bars: ModuleType) -> None:
     assert bars.judge(bars.bars("torch FP32", 1, "amx"), {"x torch": 0.1}) is None
 
