@@ -2,8 +2,8 @@
 
 The time is an estimate with three terms: products, whose rate on this machine is measured; factorizations of Hessians,
 which grow with the cube of the input channels; and the time between products, which is most of it for models of a few
-million weights. The factors were fitted to two runs on an otherwise idle machine with AVX-512 BF16 (a model of 4M weights,
-and two layers of a 1.1B one in `benchmarks/rounding.py`). Elsewhere the true time may be half or twice as long.
+million weights. The factors were fitted to two runs on an otherwise idle machine with AVX-512 BF16 (a model of 4M
+weights, and two layers of a 1.1B one in `benchmarks/rounding.py`). Elsewhere it may take half or twice as long.
 """
 
 from __future__ import annotations
