@@ -30,7 +30,9 @@ _RENAMED = (
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
-    return {name: save_family_model(name, root / name) for name in ("gemma3", "mistral3", "phimoe", "mixtral")}
+    return {
+        name: save_family_model(name, root / name) for name in ("biogpt", "gemma3", "mistral3", "phimoe", "mixtral")
+    }
 
 
 def plain(folder: Path) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -62,6 +64,17 @@ def test_plain_transformers_loads_a_checkpoint_whose_modules_have_other_names(
 
 def test_several_schemes_target_modules_by_both_names(folders: dict[str, Path], tmp_path: Path) -> None:
     quantize_checkpoint(folders["gemma3"], tmp_path / "out", "mxfp4", overrides=["self_attn=mxfp8"])
+    logits, problems = plain(tmp_path / "out")
+    assert not problems
+    assert relative_difference(logits, logits_of(load(tmp_path / "out", dtype=torch.float32))) < 2e-5
+
+
+def test_a_tied_head_of_another_name_is_listed_although_the_checkpoint_lacks_it(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    quantize_checkpoint(folders["biogpt"], tmp_path / "out", "fp8")
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "output_projection" in ignored
     logits, problems = plain(tmp_path / "out")
     assert not problems
     assert relative_difference(logits, logits_of(load(tmp_path / "out", dtype=torch.float32))) < 2e-5

@@ -55,6 +55,11 @@ def _aria() -> PreTrainedModel:
     return t.AriaForConditionalGeneration(config)
 
 
+def _biogpt() -> PreTrainedModel:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    return t.BioGptForCausalLM(t.BioGptConfig(**sizes, vocab_size=128, max_position_embeddings=256))
+
+
 def _phimoe() -> PreTrainedModel:
     return t.PhimoeForCausalLM(t.PhimoeConfig(**_TEXT, **_EXPERTS))
 
@@ -111,6 +116,7 @@ def _mixtral() -> PreTrainedModel:
 
 _MODELS = {
     "aria": _aria,
+    "biogpt": _biogpt,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gpt_oss": _gpt_oss,

@@ -21,7 +21,7 @@ from minifloat.convert.plan import (
 from minifloat.convert.report import Rounding
 from minifloat.convert.values import reciprocal
 from minifloat.errors import ConversionError, ShapeError, UsageError, lookup
-from minifloat.layouts import TARGETS, Description, StoredWeight, WriteLayout, gpt_oss
+from minifloat.layouts import TARGETS, Description, StoredWeight, WriteLayout, gpt_oss, modelopt
 from minifloat.layouts.decoded import without_quantization
 from minifloat.layouts.inspection import format_name
 from minifloat.layouts.refusal import refuse_kv
@@ -68,8 +68,9 @@ def make_layout_plan(checkpoint: Checkpoint, name: str, *, allow_rounding: bool 
     unquantized = kept_linears(copied, builder.schemes, family_of(checkpoint.config))
     linears = [module for module in builder.schemes if expert_group(module) is None]
     names = engine_names(checkpoint, (*unquantized, *linears))
+    listed = unquantized if layout.name == modelopt.NAME else (*unquantized, *names.unlisted)
     try:
-        quantization = layout.quantization_config(builder.schemes, unquantized, description.kv, names.others)
+        quantization = layout.quantization_config(builder.schemes, listed, description.kv, names.others)
         files = layout.extra_files(builder.schemes, unquantized, description.kv)
     except UsageError as error:
         raise ConversionError(str(error)) from None

@@ -385,7 +385,9 @@ def _write_small_files(
         shards = {shard: [output for tensor in group for output in tensor.outputs] for shard, group in plan.by_shard()}
         write_index(writer, shards)
     config = checkpoint.config | {
-        "quantization_config": plan.layout.quantization_config(plan.modules, plan.kept, plan.kv, names.others),
+        "quantization_config": plan.layout.quantization_config(
+            plan.modules, (*plan.kept, *names.unlisted), plan.kv, names.others
+        ),
     }
     writer.write_file(REPORT_FILE, encode_json(report.to_dict()))
     card = model_card(checkpoint, report, Subject.of_plan(checkpoint, plan), base_model)

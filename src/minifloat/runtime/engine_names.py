@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minifloat.architecture.families import family_of
+from minifloat.architecture.groups import expert_group
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError
 
@@ -24,10 +25,13 @@ class EngineNames:
     Attributes:
         others: Module in the checkpoint -> its names in transformers, for the modules whose names differ. A linear that
             transformers cuts into several has several names.
+        unlisted: Linears of transformers' model that are neither: a head that is tied, or that the checkpoint names
+            otherwise than a linear. They are not quantized.
         notes: Sentences for the user, if the names are not known.
     """
 
     others: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unlisted: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -38,7 +42,7 @@ def engine_names(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNames:
 
     Args:
         checkpoint: The checkpoint, or the one that a new checkpoint is made from; only its config is read.
-        modules: Names in the checkpoint, without ``.weight``.
+        modules: Names in the checkpoint, without ``.weight``: all linears, except those of routed experts.
     """
     family = family_of(checkpoint.config)
     if family.renames is None:
@@ -66,10 +70,13 @@ def _of_transformers(checkpoint: Checkpoint, modules: Iterable[str]) -> EngineNa
         problem = "The names of modules in transformers are not known; config.json lists those of the checkpoint"
         return EngineNames(notes=(f"{problem}: {error}",))
     others: dict[str, tuple[str, ...]] = {}
+    listed = set()
     for assignment in assign(model, [f"{module}.weight" for module in modules])[0]:
         names = tuple(target.removesuffix(".weight") for target in assignment.targets)
+        listed |= set(names)
         for source in assignment.sources:
             module = source.removesuffix(".weight")
             if names != (module,):
                 others[module] = names
-    return EngineNames(others)
+    linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return EngineNames(others, tuple(name for name in linears if name not in listed and expert_group(name) is None))
