@@ -19,7 +19,7 @@ _READ_WEIGHTS = (
     *("recurrent_gemma", "rwkv", "xlstm"),
 )
 #: Their linears are joined or cut while they are loaded.
-_CONVERT_FOUR_BITS = ("bailing_hybrid", "glm5_next", "glm5_next_text", "kimi_linear", "olmo_hybrid")
+_CONVERT_FOUR_BITS = ("bailing_hybrid", "glm5_next", "glm5_next_text", "kimi_linear", "olmo_hybrid", "step3p7")
 _CONVERT = ("inkling_mm_model", "qianfan_ocr")
 
 RULES: tuple[LoadingRule, ...] = (
