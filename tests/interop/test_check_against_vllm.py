@@ -9,23 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agreement import Answer, is_same_model
-from tools import has_amx, run_script
+from agreement import is_same_model
 from vllm_cases import CASES, FIXTURE_NAMES, NOT_STARTED, WORKER_DIED, Case, fixture
+from vllm_run import EXPECTED, HARDWARE, Started, answers_of, run_in_vllm, what_happened
 
 from minifloat.check import LoadVerdict, check_checkpoint
 from minifloat.check.rules import RULES
 
 pytestmark = pytest.mark.timeout(3600)
 
-HARDWARE = "cpu" if has_amx() else "cpu-no-amx"
-PROMPTS = [[3, 41, 17, 59, 8, 26, 33, 50], [5, 6, 7, 8, 9, 10]]
-EXPECTED = {
-    LoadVerdict.REFUSED: "refused",
-    LoadVerdict.WRONG: "wrong",
-    LoadVerdict.DEGRADED: "right",
-    LoadVerdict.LOADS: "right",
-}
 ALL = CASES | {f"fixture {name}": Case(fixture(name), compared=False) for name in FIXTURE_NAMES}
 
 
@@ -40,33 +32,8 @@ def folders(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture(scope="module")
 def started(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """vLLM's answers for each checkpoint, from one process; if a checkpoint kills it, another runs the rest."""
-    answers: dict[str, Any] = {}
-    folder = tmp_path_factory.mktemp("vllm")
-    while rest := [name for name in ALL if name not in answers]:
-        checkpoints = [
-            {"name": name, "path": str(folders[name]), "tp": ALL[name].tp, "as_if_amx": ALL[name].as_if_amx}
-            for name in rest
-        ]
-        request = {"prompts": PROMPTS, "tokens": 8, "logprobs": 20, "checkpoints": checkpoints}
-        done = run_script("vllm", "in_vllm.py", request, folder, timeout=3000)
-        answers |= {answer["name"]: answer for answer in done}
-        if len(done) < len(rest):
-            answers[rest[len(done)]] = {"error": "the process died", "outputs": []}
-    return answers
-
-
-def what_happened(case: Case, folder: Path, answer: Mapping[str, Any]) -> str:
-    if answer["error"] is not None:
-        return "refused"
-    return "right" if not case.compared or is_same_model(folder, answers_of(answer)) else "wrong"
-
-
-def answers_of(answer: Mapping[str, Any]) -> list[Answer]:
-    return [
-        Answer(prompt, output["tokens"], [{int(token): value for token, value in top.items()} for top in output["top"]])
-        for prompt, output in zip(PROMPTS, answer["outputs"], strict=True)
-    ]
+    checkpoints = {name: Started(folders[name], case.tp, case.as_if_amx) for name, case in ALL.items()}
+    return run_in_vllm(checkpoints, tmp_path_factory.mktemp("vllm"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -79,7 +46,7 @@ def test_vllm_behaves_as_check_predicts_and_for_the_predicted_reason(
     report = check_checkpoint(folders[name], target(case))
     lacks = {"vllm-cpu-amx"} if HARDWARE == "cpu-no-amx" and "vllm-cpu-amx" in rules(report) else set()
     assert rules(report) - {"head-unquantized"} - lacks == set(case.rules)
-    assert what_happened(case, folders[name], answer) == EXPECTED[report.verdict], answer["error"]
+    assert what_happened(folders[name], answer, compared=case.compared) == EXPECTED[report.verdict], answer["error"]
     if report.verdict is LoadVerdict.REFUSED:
         assert re.search(case.refusal, answer["error"])
 
@@ -90,7 +57,8 @@ def test_vllm_treats_checkpoints_of_other_tools_as_check_predicts(
 ) -> None:
     case = ALL[f"fixture {name}"]
     report = check_checkpoint(folders[f"fixture {name}"], target(case))
-    assert what_happened(case, folders[f"fixture {name}"], started[f"fixture {name}"]) == EXPECTED[report.verdict]
+    happened = what_happened(folders[f"fixture {name}"], started[f"fixture {name}"], compared=case.compared)
+    assert happened == EXPECTED[report.verdict]
 
 
 def test_every_rule_about_vllm_on_a_cpu_has_a_case_or_is_listed_as_not_started() -> None:

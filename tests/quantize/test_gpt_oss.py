@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,3 +146,20 @@ def test_blocks_without_scales_are_refused_by_name(quantized: Path, tmp_path: Pa
     )
     with pytest.raises(minifloat.MinifloatError, match=f"{name}_blocks has no {name}_scales beside it"):
         quantize_checkpoint(damaged, tmp_path / "out", "mxfp4", from_quantized=True)
+
+
+def test_experts_that_are_kept_are_listed_by_the_names_that_servers_ask_for(tmp_path: Path) -> None:
+    """vLLM builds the experts of a layer quantized unless the config lists its single experts."""
+    keep = ["experts=bf16", "lm_head=bf16"]
+    quantize_checkpoint(BASE, tmp_path / "out", "fp8-dynamic", overrides=keep, allow_partial=True)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    expected = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{linear}"
+        for layer in range(config["num_hidden_layers"])
+        for expert in range(config["num_local_experts"])
+        for linear in ("gate_proj", "up_proj", "down_proj")
+    }
+    listed = {name for name in config["quantization_config"]["ignore"] if "experts" in name}
+    patterns = [name.removeprefix("re:") for name in listed if name.startswith("re:")]
+    assert listed - {f"re:{pattern}" for pattern in patterns} == expected
+    assert all(sum(bool(re.fullmatch(pattern, name)) for pattern in patterns) == 1 for name in expected)

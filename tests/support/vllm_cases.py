@@ -68,7 +68,7 @@ def quantized(
 
     def make(folder: Path, make_model: MakeModel) -> object:
         source = STORYBOOK if model_type is None else random_model(folder, make_model, model_type, **sizes)
-        return quantize_checkpoint(source, folder, scheme, layout=layout, overrides=overrides)
+        return quantize_checkpoint(source, folder, scheme, layout=layout, overrides=overrides, allow_partial=True)
 
     return make
 
@@ -149,6 +149,12 @@ def without_kv_scales(_: Config, tensors: dict[str, torch.Tensor]) -> None:
     """Remove the scales of a declared FP8 KV cache."""
     for name in [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]:
         del tensors[name]
+
+
+def unlisted_experts(config: Config, _: dict[str, torch.Tensor]) -> None:
+    """Remove the experts from the list of exceptions."""
+    listed = config["quantization_config"]["ignore"]
+    config["quantization_config"]["ignore"] = [name for name in listed if "experts" not in name]
 
 
 def gpt_oss_mxfp4(config: Config, tensors: dict[str, torch.Tensor]) -> None:
@@ -242,6 +248,14 @@ CASES: dict[str, Case] = {
     "experts-nvfp4": Case(experts("nvfp4"), ("vllm-cpu-small-formats",), "No NvFp4 MoE backend supports"),
     "gpt-oss-bf16": Case(plain("gpt_oss", **_GPT_OSS)),
     "gpt-oss-mxfp4": Case(changed(plain("gpt_oss", **_GPT_OSS), gpt_oss_mxfp4), (), _AMX_EXPERTS, amx=True),
+    "gpt-oss-kept-experts": Case(
+        quantized("fp8-dynamic", "gpt_oss", overrides=["experts=bf16"], **_GPT_OSS), ("vllm-cpu-dynamic",)
+    ),
+    "gpt-oss-unlisted-experts": Case(
+        changed(quantized("fp8-dynamic", "gpt_oss", overrides=["experts=bf16"], **_GPT_OSS), unlisted_experts),
+        ("vllm-experts-unlisted", "vllm-cpu-dynamic"),
+        r"experts\.w2_bias",
+    ),
     # ------------------------------------------------------------------------------------ lm_head
     "head-bf16": Case(quantized("fp8-dynamic", "llama"), ("vllm-cpu-dynamic",)),
     "head": Case(quantized("fp8-dynamic", "llama", overrides=_HEAD), ("vllm-cpu-dynamic",)),

@@ -226,6 +226,11 @@ def single_experts(case: Case, *, reader: Callable[[Case], bool]) -> Iterator[st
         yield from named(experts)
 
 
+def unlisted_experts(case: Case) -> Iterator[str]:
+    """Fused experts in 16 bits that a config group targets by class, and that the list of exceptions does not have."""
+    yield from named(case.subject.unlisted_experts)
+
+
 def transformers_reads_single(case: Case) -> bool:
     """Return whether transformers makes the experts of a model from single ones."""
     family = case.subject.family

@@ -18,7 +18,8 @@ from minifloat.architecture.family import Family, Role
 from minifloat.architecture.groups import expert_group
 from minifloat.architecture.roles import role_of, text_config
 from minifloat.checkpoint import Checkpoint
-from minifloat.layouts import describe, gpt_oss
+from minifloat.layouts import compressed_tensors, describe, gpt_oss
+from minifloat.layouts.exclusion import by_name_or_pattern
 from minifloat.layouts.stored import kv_scale_of
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR
@@ -26,6 +27,10 @@ from minifloat.numerics.scheme import ActivationSpec, KVSpec, WeightSpec
 from minifloat.plan.tensor_plan import Part, QuantizationPlan
 
 _HEAD = "lm_head"
+#: The class of linears, as a target of a config group.
+_LINEAR = "Linear"
+#: Fused experts are ``[E, N, K]`` or ``[E, K, N]``.
+_FUSED_DIMENSIONS = 3
 #: Roles of the unquantized weights that rules look at.
 _MULTIPLIED = (Role.LINEAR, Role.LM_HEAD, Role.UNQUANTIZED_IN_SERVERS)
 
@@ -121,6 +126,7 @@ class Subject:
         misnamed: Whether it declares quant_method `mxfp4` and has none of gpt-oss' fused experts.
         outer_type: ``model_type`` of the whole config, which differs in a multimodal model.
         head_named: Whether a config group of compressed-tensors targets lm_head by name or pattern, not by class alone.
+        unlisted_experts: Fused experts in 16 bits that a config group of compressed-tensors targets by class.
     """
 
     layout: str | None
@@ -134,6 +140,7 @@ class Subject:
     misnamed: bool = False
     outer_type: str = ""
     head_named: bool = False
+    unlisted_experts: tuple[Weight, ...] = ()
 
     @cached_property
     def family(self) -> Family:
@@ -179,7 +186,11 @@ class Subject:
         has_scales = any(kv_scale_of(name) is not None for name in description.auxiliary)
         plain = _unquantized_linears(checkpoint, {name.removesuffix(".weight") for name in used})
         subject = _subject(checkpoint, description.layout, (*quantized, *plain), description.kv, has_scales)
-        return replace(subject, head_named=_names_head(checkpoint.quantization_config or {}))
+        config = checkpoint.quantization_config or {}
+        unlisted = (
+            _unlisted_experts(checkpoint, config, subject.family) if subject.layout == compressed_tensors.NAME else ()
+        )
+        return replace(subject, head_named=_names_head(config), unlisted_experts=unlisted)
 
     @classmethod
     def of_plan(cls, checkpoint: Checkpoint, plan: QuantizationPlan) -> Subject:
@@ -210,6 +221,22 @@ def _names_head(config: Mapping[str, Any]) -> bool:
     targets = [str(target) for group in groups.values() for target in group.get("targets") or ()]
     patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
     return _HEAD in targets or any(re.match(pattern, _HEAD) for pattern in patterns)
+
+
+def _unlisted_experts(checkpoint: Checkpoint, config: Mapping[str, Any], family: Family) -> tuple[Weight, ...]:
+    """Return the fused experts whose single experts the list of exceptions does not have; the shape is that of one."""
+    groups = (config.get("config_groups") or {}).values()
+    if not any(_LINEAR in (group.get("targets") or ()) for group in groups):
+        return ()
+    listed, unlisted = config.get("ignore") or (), []
+    for info in checkpoint.tensors.values():
+        fused = family.fused_tensor(info.name)
+        if fused is None or len(info.shape) != _FUSED_DIMENSIONS:
+            continue
+        single = [fused.parent(info.name) + linear.format(0) for linear in fused.linears]
+        if not all(any(by_name_or_pattern(entry, name) for entry in listed) for name in single):
+            unlisted.append(Weight(info.name.removesuffix(".weight"), (info.shape[1], info.shape[2])))
+    return tuple(unlisted)
 
 
 def _unquantized_linears(checkpoint: Checkpoint, quantized_modules: set[str]) -> tuple[Weight, ...]:

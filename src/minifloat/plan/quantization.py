@@ -16,7 +16,7 @@ from minifloat.architecture.mtp import is_mtp
 from minifloat.architecture.roles import is_dense_float, is_matrix, role_of, text_config
 from minifloat.checkpoint import TensorInfo
 from minifloat.errors import AlreadyQuantizedError, PatternError, UnsupportedTensorError, UsageError
-from minifloat.layouts import WriteLayout
+from minifloat.layouts import WriteLayout, compressed_tensors
 from minifloat.numerics.scheme import Scheme
 from minifloat.plan.overrides import KEEP, Override
 from minifloat.plan.parts import ModelHeaders, expert_parts, make_part
@@ -197,6 +197,27 @@ def kept_linears(copied: Iterable[TensorInfo], quantized: Collection[str], famil
     """
     kept = tuple(module_name(info) for info in copied if is_matrix(info) and role_of(info) is not Role.EMBEDDING)
     return (*kept, *(head for head in family.heads if head not in quantized and head not in kept))
+
+
+def kept_experts(plan: QuantizationPlan, family: Family) -> tuple[str, ...]:
+    """Return entries for a config's list of exceptions that name the fused experts that are copied.
+
+    vLLM builds the experts of a layer as the config says for its single experts: quantized, if the list does not have
+    them. They are listed by name, which vLLM translates for models with towers, and in compressed-tensors by a pattern
+    too: vLLM gives the experts of some models other names than their checkpoints do.
+    """
+    names: dict[str, None] = {}
+    for tensor in plan.tensors:
+        fused = family.fused_tensor(tensor.source.name)
+        if fused is None or tensor.role is not Role.EXPERTS or tensor.parts:
+            continue
+        parent = fused.parent(tensor.source.name)
+        if plan.layout.name == compressed_tensors.NAME:
+            experts = parent + fused.linears[0].partition("{}")[0]
+            names[f"re:{re.escape(experts)}.*"] = None
+        for expert in range(tensor.source.shape[0]):
+            names |= dict.fromkeys(parent + linear.format(expert) for linear in fused.linears)
+    return tuple(names)
 
 
 def _check_groups(plan: QuantizationPlan, family: Family) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minifloat._version import __version__
-from minifloat.architecture.families import unknown_family_notes
+from minifloat.architecture.families import family_of, unknown_family_notes
 from minifloat.architecture.groups import expert_group
 from minifloat.check import require_loadable
 from minifloat.check.subject import Subject
@@ -49,7 +49,7 @@ from minifloat.layouts.plain_view import plain_view
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
 from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.overrides import Override
-from minifloat.plan.quantization import make_plan
+from minifloat.plan.quantization import kept_experts, make_plan
 from minifloat.plan.share import QuantizedShare, require_share
 from minifloat.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan
 from minifloat.quantize.card import BUDGET_CHART, model_card
@@ -384,10 +384,9 @@ def _write_small_files(
     if len(checkpoint.shards) > 1:
         shards = {shard: [output for tensor in group for output in tensor.outputs] for shard, group in plan.by_shard()}
         write_index(writer, shards)
+    kept = (*plan.kept, *names.unlisted, *kept_experts(plan, family_of(checkpoint.config)))
     config = checkpoint.config | {
-        "quantization_config": plan.layout.quantization_config(
-            plan.modules, (*plan.kept, *names.unlisted), plan.kv, names.others
-        ),
+        "quantization_config": plan.layout.quantization_config(plan.modules, kept, plan.kv, names.others),
     }
     writer.write_file(REPORT_FILE, encode_json(report.to_dict()))
     card = model_card(checkpoint, report, Subject.of_plan(checkpoint, plan), base_model)

@@ -234,6 +234,19 @@ RULES: tuple[LoadingRule, ...] = (
         source="models/aria.py, models/gpt_oss.py: load_weights maps no single experts",
     ),
     LoadingRule(
+        name="vllm-experts-unlisted",
+        hardware=ALL,
+        verdict=LoadVerdict.REFUSED,
+        condition=conditions.unlisted_experts,
+        problem=(
+            "fused experts in 16 bits are not in the config's list of exceptions by the names of single experts: "
+            "vLLM builds them quantized, and their weights have no place"
+        ),
+        cure="quantize the original again with minifloat quantize, which lists them",
+        source="compressed_tensors_moe/compressed_tensors_moe.py: get_moe_method asks for the names of single experts",
+        confirmed_with=f"{VLLM_CPU} (gpt-oss)",
+    ),
+    LoadingRule(
         name="vllm-cpu-experts",
         hardware=CPUS,
         verdict=LoadVerdict.REFUSED,

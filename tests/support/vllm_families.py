@@ -1,0 +1,56 @@
+"""Small random models of real families, quantized for a vLLM on a CPU without AMX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import small_models
+
+from minifloat.quantize.job import quantize_checkpoint
+
+#: The only format of linears that such a vLLM computes; it has none for experts.
+SCHEME = "fp8-dynamic"
+_KEEP_EXPERTS = (r"\.experts\.=bf16",)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family, by its model type in transformers.
+
+    Attributes:
+        model_type: Key of transformers' config mapping.
+        config: Fields of the small config beside those that the matrix of architectures takes.
+        overrides: Overrides of `quantize`.
+        refusal: Regular expression of vLLM's error; empty if it answers.
+    """
+
+    model_type: str
+    config: dict[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    refusal: str = ""
+
+    def make(self, source: Path, folder: Path) -> None:
+        """Write the BF16 model into `source`, and the quantized one into `folder`."""
+        small_models.make_model(small_models.Case(self.model_type, self.model_type, self.config), source)
+        quantize_checkpoint(source, folder, SCHEME, overrides=self.overrides, allow_partial=bool(self.overrides))
+
+
+_NO_EXPERTS = "Unsupported FP8 MoE backend: NONE"
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("llama"),
+    "qwen3": Family("qwen3"),
+    "gemma2": Family("gemma2"),
+    "gemma3": Family("gemma3_text"),
+    "glm4": Family("glm4"),
+    "phi3": Family("phi3"),
+    "qwen3-moe": Family("qwen3_moe", overrides=_KEEP_EXPERTS),
+    "mixtral": Family("mixtral", overrides=_KEEP_EXPERTS),
+    # vLLM reads head_dim from the config, where every released model has it.
+    "glm4-moe": Family("glm4_moe", {"head_dim": 32}, overrides=_KEEP_EXPERTS),
+    "gpt-oss": Family("gpt_oss", overrides=_KEEP_EXPERTS),
+    "granite-moe": Family("granitemoe", overrides=(r"(input|output)_linear=bf16",)),
+    "granite-moe-experts": Family("granitemoe", refusal=_NO_EXPERTS),
+}
