@@ -220,6 +220,13 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
         (subject("mxfp4", experts=True, model_type="aria_text"), "vllm:h100"),
         (subject("mxfp4", experts=True, model_type="gemma4_text"), "vllm:h100"),
     ),
+    "vllm-experts-unlisted": (
+        (
+            subject("fp8-dynamic", unlisted_experts=(Weight("model.layers.0.mlp.experts.down_proj", (768, 1024)),)),
+            "vllm:h100",
+        ),
+        (subject("fp8-dynamic"), "vllm:h100"),
+    ),
     "transformers-experts-blocks": (
         (only_experts("fp8-block"), "transformers:cpu"),
         (only_experts("fp8-dynamic"), "transformers:cpu"),

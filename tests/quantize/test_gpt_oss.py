@@ -163,3 +163,13 @@ def test_experts_that_are_kept_are_listed_by_the_names_that_servers_ask_for(tmp_
     patterns = [name.removeprefix("re:") for name in listed if name.startswith("re:")]
     assert listed - {f"re:{pattern}" for pattern in patterns} == expected
     assert all(sum(bool(re.fullmatch(pattern, name)) for pattern in patterns) == 1 for name in expected)
+    assert "vllm-experts-unlisted" not in rules_of(tmp_path / "out")
+    config["quantization_config"]["ignore"] = [
+        name for name in config["quantization_config"]["ignore"] if "experts" not in name
+    ]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert "vllm-experts-unlisted" in rules_of(tmp_path / "out")
+
+
+def rules_of(folder: Path) -> set[str]:
+    return {finding.rule for finding in check_checkpoint(folder, "vllm:h100").findings}
