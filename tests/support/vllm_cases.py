@@ -248,9 +248,6 @@ CASES: dict[str, Case] = {
     "experts-nvfp4": Case(experts("nvfp4"), ("vllm-cpu-small-formats",), "No NvFp4 MoE backend supports"),
     "gpt-oss-bf16": Case(plain("gpt_oss", **_GPT_OSS)),
     "gpt-oss-mxfp4": Case(changed(plain("gpt_oss", **_GPT_OSS), gpt_oss_mxfp4), (), _AMX_EXPERTS, amx=True),
-    "gpt-oss-kept-experts": Case(
-        quantized("fp8-dynamic", "gpt_oss", overrides=["experts=bf16"], **_GPT_OSS), ("vllm-cpu-dynamic",)
-    ),
     "gpt-oss-unlisted-experts": Case(
         changed(quantized("fp8-dynamic", "gpt_oss", overrides=["experts=bf16"], **_GPT_OSS), unlisted_experts),
         ("vllm-experts-unlisted", "vllm-cpu-dynamic"),
