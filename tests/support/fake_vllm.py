@@ -87,7 +87,7 @@ def main() -> None:
         print(Path(os.environ["FAKE_LOG"]).read_text(), flush=True)
     if "FAKE_EXIT" in os.environ:
         for number in range(100):
-            print(f"line {number}")
+            print(f"line {number}", flush=True)
         print("RuntimeError: Engine core initialization failed.", file=sys.stderr)
         sys.exit(int(os.environ["FAKE_EXIT"]))
     if "--headless" in arguments:

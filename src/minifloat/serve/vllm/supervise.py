@@ -105,11 +105,22 @@ class Child:
             self._show.write(lines)
             self._show.flush()
         except (OSError, ValueError):
+            _discard(self._show)
             self._show = None
 
     def _wait(self) -> None:
         self._process.wait()
         self._changed()
+
+
+def _discard(stream: BinaryIO) -> None:
+    """Let what a stream still holds go nowhere: otherwise the interpreter fails to flush it at its end, status 120."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
