@@ -15,7 +15,7 @@ _CURE = "load it with minifloat.load, or decode it: minifloat convert --dequanti
 
 #: Their code reads `weight` of a linear by name, which packed linears do not have.
 _READ_WEIGHTS = (
-    *("falcon", "gpt_bigcode", "mamba2", "modernbert", "modernbert-decoder", "nanochat"),
+    *("falcon", "falcon_mamba", "gpt_bigcode", "mamba", "mamba2", "modernbert", "modernbert-decoder", "nanochat"),
     *("recurrent_gemma", "rwkv", "xlstm"),
 )
 #: Their linears are joined or cut while they are loaded.
