@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from minifloat.runtime.experts import batches_experts
+from minifloat.runtime.forward import replace_forward
 
 #: Called with the expert's index, whether the input is that of the down projection, the input ``[n, K]``, and the index
 #: of each of its tokens, int64 ``[n]``. Returns the input to compute with instead, or None.
@@ -52,18 +53,9 @@ def watch_experts(module: Any, record: Record) -> Callable[[], None]:
     Returns:
         A function that restores the former method.
     """
-    former = module.__dict__.get("forward")
     if is_routed(module):
-        module.forward = functools.partial(_forward, module, record)
-    else:
-        module.forward = functools.partial(_batched_forward, module, module.forward, record)
-
-    def undo() -> None:
-        del module.forward
-        if former is not None:
-            module.forward = former
-
-    return undo
+        return replace_forward(module, functools.partial(_forward, module, record))
+    return replace_forward(module, functools.partial(_batched_forward, module, module.forward, record))
 
 
 def inner_inputs(module: Any, hidden_states: Tensor, *routing: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -29,6 +29,7 @@ from minifloat.numerics.activation import describe_activation
 from minifloat.numerics.cast import torch_dtype
 from minifloat.numerics.formats import BFLOAT16, FLOAT16, FLOAT32
 from minifloat.runtime.experts import QuantizedExperts
+from minifloat.runtime.forward import replace_forward
 from minifloat.runtime.kv_scales import KVScales, kv_scales
 from minifloat.runtime.linear import QuantizedWeight
 from minifloat.runtime.load import load_opened
@@ -212,11 +213,11 @@ class Predictor:
 @contextmanager
 def _replaced(module: nn.Module, output: Any) -> Iterator[None]:
     """Let a module return a fixed output while the context lasts."""
-    module.forward = lambda *_, **__: output
+    undo = replace_forward(module, lambda *_, **__: output)
     try:
         yield
     finally:
-        del module.forward
+        undo()
 
 
 def match_experts_implementation(predictors: Sequence[Predictor]) -> None:

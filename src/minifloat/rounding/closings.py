@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.calibration.layerwise.storage import StoredTensor, TensorFile
 from minifloat.rounding.stages import Stage, first_tensor
+from minifloat.runtime.forward import replace_forward
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def find_closings(
 @contextmanager
 def _replaced(model: nn.Module, closing: Closing, read: Callable[[], Tensor]) -> Iterator[None]:
     """Let a closed module apply its linear to kept inputs, without the hooks of the linear."""
-    module: Any = model.get_submodule(closing.path)
+    module = model.get_submodule(closing.path)
     linear: Any = model.get_submodule(closing.linear)
 
     def forward(*_: Any, **__: Any) -> Any:
@@ -131,14 +132,11 @@ def _replaced(model: nn.Module, closing: Closing, read: Callable[[], Tensor]) ->
         output = linear.forward(inputs[None] if closing.dimensions == 3 else inputs)
         return (output, *[None] * (closing.returned - 1)) if closing.returned else output
 
-    own = module.__dict__.get("forward")  # set by somebody who wraps the method of the class
-    module.forward = forward
+    undo = replace_forward(module, forward)
     try:
         yield
     finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
+        undo()
 
 
 def _returned(result: Any, output: Tensor) -> int | None:

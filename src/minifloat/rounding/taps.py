@@ -16,6 +16,7 @@ from minifloat.calibration.layerwise.calls import LayerCall
 from minifloat.errors import NonFiniteError
 from minifloat.rounding.stages import Stage, first_tensor
 from minifloat.rounding.statistics import Rows
+from minifloat.runtime.forward import replace_forward
 
 
 @dataclass(frozen=True)
@@ -209,14 +210,11 @@ def _routing_only(module: Any, found: dict[int, Reading], quantize: Record | Non
         found[0] = _join(rows, hidden_states.shape[-1], hidden_states)
         raise _Reached
 
-    former = module.__dict__.get("forward")
-    module.forward = forward
+    undo = replace_forward(module, forward)
     try:
         yield
     finally:
-        del module.forward
-        if former is not None:
-            module.forward = former
+        undo()
 
 
 def _join(rows: Sequence[tuple[int, Tensor, Tensor]], width: int, like: Tensor) -> Reading:
