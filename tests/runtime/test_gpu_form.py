@@ -101,6 +101,7 @@ def test_gpu_modules_are_packed_there_and_unpacked_when_they_leave(scheme: str) 
     plain = module(x)
     assert module.pack() == ""
     assert isinstance(module.held, GpuWeight)
-    torch.testing.assert_close(module(x), plain, rtol=2e-2, atol=2e-2)
+    difference = (module(x) - plain).float()  # the reference rounds weights to bfloat16
+    assert float(difference.norm() / plain.float().norm()) < 5e-3
     assert_holds(module.cpu(), scheme)
     assert not module.is_packed

@@ -95,7 +95,8 @@ def test_on_a_gpu_they_are_near_the_references_in_bf16(element: str, window: int
     )
     expected = reference.rotate_and_store(qkv, norms, 1e-5, rotary, positions, slots, caches[0], 0)
     torch.testing.assert_close(q.cpu(), expected, atol=1e-2, rtol=1e-2)
-    assert torch.equal(caches[1].data[0, :, 1].cpu(), caches[0].data[0, :, 1])  # values are only rounded
+    values = [cache.data[0, :, 1].contiguous().view(torch.uint8).cpu() for cache in caches]  # NaN where nothing was written
+    assert torch.equal(values[0], values[1])  # values are only rounded
     last = torch.tensor(contexts, dtype=torch.int32) - 1
     caches[0].data.copy_(caches[1].data)
     found = [attend(q[last.long()], last.cuda(), tables.cuda(), caches[1], 0, d**-0.5, window) for _ in range(3)]

@@ -12,10 +12,14 @@ from minifloat.kernels.triton_runtime import why_unavailable
 MIN_CAPABILITY = (8, 0)
 
 
-@cache
+@torch.compiler.assume_constant_result  # `torch.compile` cannot trace the search for triton
 def why_not(device: torch.device | str = "cuda") -> str:
     """Return why the kernels cannot compute on a device; empty if they can."""
-    device = torch.device(device)
+    return _why_not(torch.device(device))
+
+
+@cache
+def _why_not(device: torch.device) -> str:
     if device.type != "cuda":
         return f"Triton kernels run on CUDA devices, not on {device}"
     reason = why_unavailable(str(device))

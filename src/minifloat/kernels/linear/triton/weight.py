@@ -131,7 +131,7 @@ def why_not(spec: WeightSpec, shape: tuple[int, int], device: torch.device | str
         shape: ``(N, K)``.
         device: The device of the weight.
     """
-    reason = why_no_device(device)
+    reason: str = why_no_device(device)
     if reason:
         return reason
     form = form_of(spec, shape)
@@ -204,7 +204,7 @@ def arrange(weight: QuantizedTensor, order: Order) -> GpuWeight:
 def _coded_powers(weight: QuantizedTensor, elements: Tensor, form: GpuForm) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return factors of E8M0 scales, the scales if the factors do not determine them, and the factors of the rows."""
     coded, largest = fragments.code_powers(elements, weight.scale, weight.spec.element)
-    row_scale = torch.ldexp(decode(largest, E8M0).double(), torch.tensor(-fragments.SHIFTS[form])).float()
+    row_scale = (decode(largest, E8M0).double() * 2.0 ** -fragments.SHIFTS[form]).float()
     nan = torch.eq(weight.scale, E8M0.nan_code or 0).any() | (_is_nan(elements).any() & (weight.spec.element is E4M3))
     is_exact = ~nan & torch.eq(fragments.powers(coded, largest), weight.scale).all()
     return fragments.pack_factors(coded, form), None if bool(is_exact) else weight.scale, row_scale
@@ -218,7 +218,7 @@ def _coded_scales(weight: QuantizedTensor, elements: Tensor) -> tuple[Tensor, Te
     coded = fragments.code_scales(weight.scale)
     cols = weight.shape[1]
     usual = (weight.scale > 0) & (weight.scale < _SIGN) & ~_is_nan(weight.scale)
-    rows = torch.ldexp(factor, torch.tensor(-fragments.SHIFTS[GpuForm.NVFP4])).expand(weight.shape[0]).clone()
+    rows = (factor * 2.0 ** -fragments.SHIFTS[GpuForm.NVFP4]).expand(weight.shape[0]).clone()
     packed = fragments.pack_factors(coded, GpuForm.NVFP4)
     if bool(usual.all()):
         return elements, packed, None, rows
