@@ -21,7 +21,7 @@ import triton_cases
 from minifloat.kernels.linear.triton.config import Config, Device, by_arithmetic
 from minifloat.kernels.linear.triton.kernels import dequantize_kernel, product_kernel
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order
-from minifloat.kernels.linear.triton.product import PARTS, constants
+from minifloat.kernels.linear.triton.product import AHEAD, PARTS, constants
 
 #: Data sheets: multiprocessors, and the shared memory that one CTA may have.
 A100 = Device((8, 0), 108, 163 << 10, "A100")
@@ -91,6 +91,7 @@ def compile_product(
         "PARTS": PARTS[dtype],
         "RAGGED": False,
         "BIAS": bias,
+        "AHEAD": AHEAD if device.capability >= (9, 0) else 0,
         **constants(form, Order.of(device.capability)),
     }
     signature = {f"{name}_ptr": kind for name, kind in zip(names, kinds, strict=True)} | dict.fromkeys(sizes, "i32")

@@ -19,6 +19,7 @@ from torch import Tensor
 from minifloat.kernels.decoder.types import BLOCK_TOKENS
 from minifloat.kernels.paged.cache import PagedCache
 from minifloat.kernels.triton_cast import INF_BITS, MAGNITUDE, bits_of, constants, encode_magnitude, sign_of
+from minifloat.kernels.triton_overlap import launch_options, overlaps, wait
 from minifloat.numerics.formats import E4M3, FLOAT16
 
 #: Maximum number of programs that share the keys of a sequence.
@@ -61,16 +62,20 @@ def _decode(codes):
 
 
 @triton.jit
-def _add_norm(x, delta, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _add_norm(
+    x, delta, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * HIDDEN
     j = tl.arange(0, BLOCK)
     inside = j < HIDDEN
+    scale = tl.load(weight + j, mask=inside, other=0.0)
+    wait(OVERLAP)
     value = tl.load(x + row + j, mask=inside, other=0.0)
     if ADD:
         value += tl.load(delta + row + j, mask=inside, other=0.0).to(tl.float32)
         tl.store(x + row + j, value, mask=inside)
     factor = tl.rsqrt(tl.sum(value * value, 0) / HIDDEN + eps)
-    normed = value * factor * tl.load(weight + j, mask=inside, other=0.0)
+    normed = value * factor * scale
     tl.store(out + row + j, normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -80,8 +85,10 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype:
     out = torch.empty(rows, hidden, dtype=dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
     warps = min(max(block // 1024, 4), 16)
+    overlap = overlaps(x.device)
+    delta, add = (x, False) if delta is None else (delta, True)
     _add_norm[(rows,)](
-        x, x if delta is None else delta, weight, out, eps, hidden, block, delta is not None, num_warps=warps
+        x, delta, weight, out, eps, hidden, block, add, overlap, num_warps=warps, **launch_options(overlap)
     )
     return out
 
@@ -111,8 +118,10 @@ def _rotate_and_store(
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     FP8: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Handle one head of one token: of q, of k or of v."""
+    wait(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * D
     j = tl.arange(0, BLOCK)
@@ -164,6 +173,7 @@ def rotate_and_store(
     heads = qkv.shape[-1] // d - 2 * kv_heads
     queries = torch.empty(qkv.shape[0], heads, d, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = norms
+    overlap = overlaps(qkv.device)
     _rotate_and_store[(qkv.shape[0], heads + 2 * kv_heads)](
         qkv,
         rotary if q_norm is None else q_norm,
@@ -188,13 +198,16 @@ def rotate_and_store(
         q_norm is not None,
         k_norm is not None,
         cache.element == E4M3.name,
+        overlap,
         num_warps=1,
+        **launch_options(overlap),
     )
     return queries
 
 
 @triton.jit
-def _silu_and_multiply(gate_up, out, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_multiply(gate_up, out, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    wait(OVERLAP)
     row, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = j < COLUMNS
     gate = tl.load(gate_up + row * (2 * COLUMNS) + j, mask=inside, other=0.0).to(tl.float32)
@@ -207,7 +220,9 @@ def silu_and_multiply(gate_up: Tensor) -> Tensor:
     """Implement `minifloat.kernels.paged.silu_and_multiply`."""
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
-    _silu_and_multiply[(rows, triton.cdiv(columns, _COLUMNS))](gate_up, out, columns, _COLUMNS, num_warps=4)
+    overlap = overlaps(gate_up.device)
+    grid = (rows, triton.cdiv(columns, _COLUMNS))
+    _silu_and_multiply[grid](gate_up, out, columns, _COLUMNS, overlap, num_warps=4, **launch_options(overlap))
     return out
 
 
@@ -238,8 +253,10 @@ def _attend(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Attend to one run of the keys of one sequence and key-value head."""
+    wait(OVERLAP)
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     context = tl.load(positions + row * position_stride) + 1
     first = 0
@@ -319,6 +336,7 @@ def attend(
     # Results of each run: the weighted sums; the largest score and the sum of the weights.
     partial = torch.empty(rows * heads * _SPLITS, d, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows * heads * _SPLITS, 2, dtype=torch.float32, device=q.device)
+    overlap = overlaps(q.device)
     _attend[(rows, kv_heads, _SPLITS)](
         q,
         data,
@@ -345,6 +363,8 @@ def attend(
         _SPLITS,
         window is not None,
         cache.element == E4M3.name,
+        overlap,
         num_warps=_WARPS if d <= _WIDE else 2 * _WARPS,
+        **launch_options(overlap),
     )
     return out

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from minifloat.kernels.linear.triton.decode import FP8_BLOCK, decode
+from minifloat.kernels.triton_overlap import LINE_BYTES, prefetch, wait
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def product_kernel(
     M, N, K, x_stride, y_stride, tiles, block_stride, block_rows,
     FORM: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, UNITS: tl.constexpr, WORDS: tl.constexpr, BLOCK_TILES: tl.constexpr,
-    RAGGED: tl.constexpr, BIAS: tl.constexpr, INTERP: tl.constexpr,
+    RAGGED: tl.constexpr, BIAS: tl.constexpr, INTERP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Compute ``y[m, n] = sum over k of x[m, k] * w[n, k]``, times the factor of row n, plus the bias.
 
@@ -77,6 +78,8 @@ def product_kernel(
         RAGGED: Whether the last step reaches beyond K.
         BIAS: Whether there is a bias.
         INTERP: Whether this is Triton's interpreter.
+        AHEAD: Steps whose weights are read into the L2 cache before the kernels before this one have ended; 0: none,
+            and kernels do not overlap (`minifloat.kernels.triton_overlap`).
     """
     P: tl.constexpr = BN // 64
     HALVES: tl.constexpr = 1 if P == 1 else 2
@@ -95,6 +98,13 @@ def product_kernel(
         panels = tl.minimum(block_n * P // 2 + tl.arange(0, P // 2), (N - 1) // 128).to(tl.int64)
         first = ((panels * tiles + begin * T) * 2)[None, :, None]
     in_step = 2 * tl.arange(0, T)[:, None, None]
+    if AHEAD > 0:
+        LINE: tl.constexpr = LINE_BYTES // 2
+        lines = codes_ptr + (
+            first * UNITS + in_step * UNITS + LINE * tl.arange(0, UNITS * HALVES // LINE)[None, None, :]
+        )
+        for step in tl.static_range(AHEAD):
+            prefetch(lines + tl.minimum(step, end - begin - 1) * (2 * T * UNITS))
     codes = codes_ptr + (first * UNITS + in_step * UNITS + tl.arange(0, UNITS * HALVES)[None, None, :])
     if WORDS > 0:
         factors = factors_ptr + (first * WORDS + in_step * WORDS + tl.arange(0, WORDS * HALVES)[None, None, :])
@@ -104,6 +114,7 @@ def product_kernel(
         scale = tl.load(blocks + begin // BLOCK_TILES)
     in_m = (rows_m < M)[:, None]
     acc = tl.zeros((BN, BM * PARTS), tl.float32)
+    wait(AHEAD > 0)
     for step in range(begin, end):
         pairs = tl.load(codes, eviction_policy="evict_first")
         words = pairs

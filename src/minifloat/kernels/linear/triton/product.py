@@ -16,12 +16,15 @@ from minifloat.kernels.linear.triton import counters, kernels
 from minifloat.kernels.linear.triton.config import Config, Device
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order, units_per_tile, words_per_tile
 from minifloat.kernels.linear.triton.weight import GpuWeight
+from minifloat.kernels.triton_overlap import launch_options, overlaps
 from minifloat.kernels.triton_runtime import is_interpreted
 
 #: Number of bfloat16 numbers whose sum is an element of x.
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 4}
 #: Bytes of a decoded weight that are in memory at the same time.
 SCRATCH_BYTES = 128 << 20
+#: Steps of a CTA whose weights are read ahead (`AHEAD` of the kernel).
+AHEAD = 2
 
 
 def multiply(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor, config: Config | None = None) -> None:
@@ -49,6 +52,7 @@ def _multiply_small(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor
     rows, cols = weight.shape
     grid = (-(-x.shape[0] // config.rows_m), -(-rows // config.rows_n), config.split)
     sums = counts = weight.row_scale  # never read
+    overlap = overlaps(x.device)
     if config.split > 1:
         ctas = grid[0] * grid[1] * grid[2]
         sums = x.new_empty(ctas * config.rows_m * config.rows_n, dtype=torch.float32)
@@ -75,9 +79,11 @@ def _multiply_small(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor
         PARTS=parts,
         RAGGED=cols % (config.tiles * TILE_COLS) != 0,
         BIAS=bias is not None,
+        AHEAD=AHEAD if overlap else 0,
         **_constants(weight),
         num_warps=config.warps,
         num_stages=config.stages,
+        **launch_options(overlap),
     )
 
 
