@@ -5,7 +5,6 @@ Each function returns an `Outcome`; `row.py` runs them. "Exact" is against the s
 
 from __future__ import annotations
 
-import copy
 import enum
 import shutil
 from collections.abc import Iterator
@@ -172,15 +171,15 @@ def dequantize(case: Case, quantized: Quantized, work: Path) -> Outcome:
     return Outcome.of_error(plain.relative_error(logits, quantized.logits))
 
 
-def transformers(case: Case, quantized: Quantized) -> tuple[Outcome, Outcome]:
+def transformers(case: Case, source: Path, quantized: Quantized) -> tuple[Outcome, Outcome]:
     """Load with plain transformers, and hold the verdict of `check` to its answer; return both outcomes."""
     report = check_checkpoint(quantized.folder, _TARGET)
     promised = not report.failures and report.verdict is not LoadVerdict.UNKNOWN
     reason = f"{report.failures[0].rule}: {report.failures[0].problem}" if report.failures else report.verdict.value
     try:
         logits = _transformers_logits(case, quantized)
-        answers = ((plain.relative_error(logits, expected), note) for expected, note in _declared(quantized))
-        error, note = min(answers)
+        declared = _declared(case, source, quantized)
+        error, note = min((plain.relative_error(logits, expected), note) for expected, note in declared)
         right, found = error <= EXACT, f"{error:.1e}{note}"
     except Exception as problem:
         right, found = False, f"{type(problem).__name__}: {' '.join(str(problem).split())}"
@@ -212,14 +211,15 @@ def _transformers_logits(case: Case, quantized: Quantized) -> Tensor:
     return plain.logits_of(nn.Module.float(model))
 
 
-def _declared(quantized: Quantized) -> Iterator[tuple[Tensor, str]]:
-    """Yield the right answers, with notes: those of the decoded weights, also rounded to bfloat16."""
+def _declared(case: Case, source: Path, quantized: Quantized) -> Iterator[tuple[Tensor, str]]:
+    """Yield the right answers, with notes: those of the decoded weights, then of these weights in bfloat16.
+
+    Weights that are not quantized keep their values: some parameters are stored in float32, such as attention sinks.
+    """
     yield quantized.logits, ""
     if quantized.scheme in _DECODED_TO_BFLOAT16:
-        model = copy.deepcopy(quantized.model)
-        for parameter in model.parameters():  # those of the source are in bfloat16 already
-            parameter.data = parameter.data.bfloat16().float()
-        yield plain.logits_of(model), ", weights in bfloat16"
+        folder = quantized.reference.rounded().write(source, quantized.folder.parent / f"{quantized.scheme}-rounded")
+        yield plain.logits_of(plain.load_plain(case, folder)), ", weights in bfloat16"
 
 
 def _rounding(quantized: Quantized, rules: dict[str, Any]) -> InputRounder:

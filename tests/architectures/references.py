@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -42,6 +42,14 @@ class Reference:
     places: dict[str, tuple[str, str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     quantized: int = 0
+
+    def rounded(self) -> Reference:
+        """Return it with quantized weights rounded to bfloat16, and all other tensors as they are."""
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        for name, slice_name in self.places.values():
+            view = slice_of(tensors[name], slice_name)
+            view.copy_(view.bfloat16())
+        return replace(self, tensors=tensors)
 
     def write(self, source: Path, folder: Path) -> Path:
         """Write it as a float32 checkpoint with the config of the source."""

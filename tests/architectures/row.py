@@ -79,7 +79,7 @@ def run_row(case: Any, schemes: Sequence[str], keep: Path | None = None) -> Row:
         loaded = cells.load_ours(quantized)
         note(f"load {scheme}", loaded)
         note(f"dequantize {scheme}", cells.dequantize(case, quantized, work))
-        there, verdict = cells.transformers(case, quantized)
+        there, verdict = cells.transformers(case, source, quantized)
         note(f"transformers {scheme}", there)
         note(f"check {scheme}", verdict)
         note(f"check-ours {scheme}", cells.check_ours(quantized, loaded))
@@ -130,6 +130,7 @@ def run_rows(cases: Sequence[Any], schemes: Sequence[str], workers: int, keep: P
 
 
 def _child(case: Any, schemes: Sequence[str], keep: Path | None, sender: Connection) -> None:
+    _renew_thread_pool()
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(_LIMIT)
 
@@ -146,6 +147,18 @@ def _child(case: Any, schemes: Sequence[str], keep: Path | None, sender: Connect
     sender.send_bytes(json.dumps(asdict(row)).encode())
     sender.close()
     os._exit(0)
+
+
+def _renew_thread_pool() -> None:
+    """Make PyTorch replace the thread pool of the parent here, before other threads of this process do.
+
+    The first call of at::set_num_threads after a fork replaces the pool, without a lock; a new thread makes this call
+    at its first operation. Threads that do so at once, as those in which transformers loads weights, find no pool
+    ("Invalid thread pool"). Source: pytorch, caffe2/utils/threadpool/pthreadpool-cpp.cc and ATen/ParallelOpenMP.cpp.
+    """
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _late(*_: Any) -> None:

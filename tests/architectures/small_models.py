@@ -6,6 +6,7 @@ its own, seeded by its name.
 
 from __future__ import annotations
 
+import json
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,8 +87,16 @@ def make_model(case: Case, folder: Path) -> Path:
         raise NotSmallError("its logits are not finite")
     model.save_pretrained(folder)
     cls.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)  # some parameters stay in float32
+    _state_dtype(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _state_dtype(folder: Path) -> None:
+    """Write bfloat16 as the dtype of a config: transformers writes that of the first parameter."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=2))
 
 
 @torch.no_grad()

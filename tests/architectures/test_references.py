@@ -9,7 +9,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
-from decoded import decode_checkpoint, read_tensors
+from decoded import DecodedCheckpoint, decode_checkpoint, read_tensors
 from references import make_reference
 from safetensors.torch import save_file
 from small_models import Case, make_model
@@ -91,3 +91,14 @@ def test_packed_nvfp4_is_decoded_as_compressed_tensors_does(folders: tuple[Path,
     expected = NVFP4PackedCompressor.decompress(stored, preset_name_to_scheme("NVFP4A16", ["Linear"]))["weight"]
     decoded = decode_checkpoint(tmp_path / "quantized").weights[module]
     assert torch.equal(decoded.to(expected.dtype), expected)
+
+
+def test_only_quantized_weights_of_a_reference_are_rounded_to_bfloat16() -> None:
+    source = {"a.weight": torch.randn(4, 32), "sinks": torch.tensor([1.001])}
+    reference = make_reference(
+        source, DecodedCheckpoint({"a": source["a.weight"] * 1.01}, {}, {"sinks": source["sinks"]})
+    )
+    rounded = reference.rounded().tensors
+    assert torch.equal(rounded["sinks"], source["sinks"])
+    assert torch.equal(rounded["a.weight"], reference.tensors["a.weight"].bfloat16().float())
+    assert not torch.equal(rounded["a.weight"], reference.tensors["a.weight"])

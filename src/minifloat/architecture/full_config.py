@@ -62,6 +62,15 @@ def full_config(values: Mapping[str, Any], folder: Path) -> PreTrainedConfig:
     return config
 
 
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """Return the number of tokens that the language model of a config can attend to; None if it states no limit.
+
+    XLNet, whose positions are relative, states -1.
+    """
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
 def is_in_transformers(values: Mapping[str, Any]) -> bool:
     """Return whether the installed transformers has the model type of a config.json."""
     from transformers import CONFIG_MAPPING

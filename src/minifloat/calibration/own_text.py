@@ -37,6 +37,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from minifloat.architecture.full_config import position_limit
 from minifloat.calibration.data import OWN_TEXT, CalibrationSet, describe_sequences, fingerprint
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.memory import available_memory
@@ -138,7 +139,7 @@ def _check(checkpoint: Checkpoint, samples: int, seq_len: int, prefix: list[int]
     least = len(prefix) + 2
     if samples < 1 or seq_len < least:
         raise DataError(f"own text: expected samples >= 1 and seq_len >= {least}; got {samples} and {seq_len}")
-    positions = getattr(plain_config(checkpoint).get_text_config(), "max_position_embeddings", None)
+    positions = position_limit(plain_config(checkpoint))
     if positions is not None and seq_len > positions:
         raise DataError(f"own text: sequences of {seq_len} tokens, but the model has {positions} positions")
 

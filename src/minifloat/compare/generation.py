@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from minifloat.architecture.full_config import position_limit
 from minifloat.checkpoint.progress import Progress
 from minifloat.compare.intervals import Estimate, fraction_interval, mean_interval
 from minifloat.compare.kv_cache import CacheFactory, check_takes_cache
@@ -191,8 +192,8 @@ def _check(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new_tokens:
             "expected prompts of one length, with at least one token, and at least one token to generate; got "
             f"{len(prompts)} prompts of {sorted(lengths)} tokens and {new_tokens} to generate"
         )
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < max(lengths) + new_tokens:
+    limit = position_limit(model.config)
+    if limit is not None and limit < max(lengths) + new_tokens:
         raise UsageError(
             f"prompts of {max(lengths)} tokens and {new_tokens} new tokens are too long: the model attends to {limit}; "
             "generate fewer tokens"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from minifloat.architecture.full_config import position_limit
 from minifloat.checkpoint import Checkpoint
 from minifloat.compare.kv_cache import CacheFactory
 from minifloat.errors import UsageError
@@ -256,9 +257,8 @@ def common_tokenizer(predictors: Sequence[Predictor]) -> PreTrainedTokenizerBase
 
 def longest_window(predictors: Sequence[Predictor]) -> int | None:
     """Return the number of tokens that every model can attend to; None if no config states a limit."""
-    configs = [model.model.config.get_text_config() for model in predictors]
-    limits = [getattr(config, "max_position_embeddings", None) for config in configs]
-    return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+    limits = (position_limit(model.model.config) for model in predictors)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def describe_inputs(model: PreTrainedModel) -> str:

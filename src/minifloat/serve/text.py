@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from minifloat.architecture.full_config import position_limit
 from minifloat.errors import UsageError
 from minifloat.runtime.load import load
 from minifloat.runtime.tokenizer import load_tokenizer
@@ -80,7 +81,7 @@ def generate(
     ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id]
     if ids == [None]:
         raise UsageError("the prompt is empty, and the tokenizer has no token to begin a text with")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = position_limit(model.config)
     room = max_new_tokens if limit is None else limit - len(ids)
     if room < 1:
         raise UsageError(f"the prompt has {len(ids)} tokens; the model attends to {limit}")

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from minifloat.architecture.full_config import position_limit
 from minifloat.errors import UsageError
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.serve.engine.cache import blocks_for
@@ -43,7 +44,7 @@ def sequence_length(options: EngineOptions, config: Any) -> int:
     Raises:
         UsageError: If the model has fewer positions than `max_model_len`.
     """
-    positions = int(getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
+    positions = position_limit(config) or sys.maxsize
     length = options.max_model_len or positions
     if length > positions:
         raise UsageError(f"max_model_len: the model has {positions} positions, got {length}")
