@@ -9,7 +9,7 @@ import pytest
 from minifloat.serve.engine import Engine
 
 #: The modules of the engine that read the time.
-_MODULES = ("engine", "listener", "scheduler", "sequence")
+_MODULES = ("engine", "scheduler", "sequence")
 
 
 class EngineClock:

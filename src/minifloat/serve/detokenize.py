@@ -2,13 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 #: Tokens that one character may be spread over: one for each byte.
 _LONGEST_CHARACTER = 4
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenDecoder:
+    """Decodes tokens with one tokenizer, for any number of texts. The text of a single token is decoded once.
+
+    Args:
+        tokenizer: The tokenizer of the model; its special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._single: dict[int, str | None] = {}
+        #: Text of several tokens, without special tokens.
+        self.text = _decoder_of(tokenizer)
+
+    def single(self, token: int) -> str | None:
+        """Return the text of a token alone; None if it has none.
+
+        Special tokens and those that pad the vocabulary have no text, and may stand inside a character.
+        """
+        try:
+            return self._single[token]
+        except KeyError:
+            is_empty = token in self._special or self._tokenizer.convert_ids_to_tokens(token) is None
+            text = self._single[token] = None if is_empty else self.text([token])
+            return text
+
+
+def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Return the function that decodes tokens without special tokens and without cleaning spaces up."""
+    kind = type(tokenizer)
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerBase.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+    ):
+        decode = tokenizer.backend_tokenizer.decode  # transformers adds checks of its arguments, which take longer
+        return lambda ids: str(decode(ids, skip_special_tokens=True))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class Detokenizer:
@@ -19,21 +59,20 @@ class Detokenizer:
     held back.
 
     Args:
-        tokenizer: The tokenizer of the model; its special tokens have no text.
+        tokenizer: The tokenizer of the model; or a decoder, so that several texts use one.
         prompt: Token ids before the first token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | TokenDecoder, prompt: Sequence[int]) -> None:
+        self._decoder = tokenizer if isinstance(tokenizer, TokenDecoder) else TokenDecoder(tokenizer)
+        self._decode = self._decoder.text
         # Only the tokens that `_pending` may decode again are kept: a text may be long.
         self._ids = list(prompt[-_LONGEST_CHARACTER:])
         self._num_emitted = len(self._ids)
 
     def add(self, token: int) -> str:
         """Add a token, and return the text that is now certain; it may be empty."""
-        # Special tokens and those that pad the vocabulary have no text, and may stand inside a character.
-        if token in self._special or self.tokenizer.convert_ids_to_tokens(token) is None:
+        if self._decoder.single(token) is None:
             return ""
         self._ids.append(token)
         piece = self._pending()
@@ -62,8 +101,8 @@ class Detokenizer:
         return 0
 
     def _pending(self) -> str:
-        before, after = self._decode(self._ids[: self._num_emitted]), self._decode(self._ids)
-        return after[len(before) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        ids, emitted = self._ids, self._num_emitted
+        before = self._decoder.single(ids[0]) if emitted == 1 else None
+        if before is None:  # several tokens, or one that has no text of its own
+            before = self._decode(ids[:emitted])
+        return self._decode(ids)[len(before) :]

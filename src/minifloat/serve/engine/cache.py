@@ -34,11 +34,15 @@ class BlockPool:
     Args:
         count: Number of blocks.
         share: Whether sequences with equal beginnings share blocks.
+
+    Attributes:
+        count: Number of blocks.
+        shares: Whether sequences with equal beginnings share blocks.
     """
 
     def __init__(self, count: int, *, share: bool = True) -> None:
         self.count = count
-        self._share = share
+        self.shares = share
         self._salt = secrets.token_bytes(_SALT_BYTES)
         self._users = [0] * count
         self._digests: list[bytes | None] = [None] * count
@@ -123,7 +127,7 @@ class BlockPool:
 
     def publish(self, block: int, digest: bytes) -> None:
         """Record the digest of a full block, once its keys and values have been computed."""
-        if self._share and self._digests[block] is None and digest not in self._known:
+        if self.shares and self._digests[block] is None and digest not in self._known:
             self._digests[block] = digest
             self._known[digest] = block
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class StepResult:
     @property
     def sampled(self) -> list[Sequence]:
         """The sequences whose next token can be chosen now."""
-        return [item.sequence for item in self.items if item.samples]
+        return [sequence for sequence, _, end, _ in self.items if end == len(sequence.tokens)]
 
 
 def compute(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> StepResult:
@@ -48,11 +49,14 @@ def compute(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> St
         texts: Adds texts to log-probabilities.
     """
     logits, failures = _run(runner, items)
-    logits, unscored = _score_prompts(
-        [item for item in items if item.sequence.request_id not in failures], logits, texts
-    )
-    failures |= unscored
-    return StepResult([item for item in items if item.sequence.request_id not in failures], logits, failures)
+    items = _without(items, failures)
+    logits, unscored = _score_prompts(items, logits, texts)
+    return StepResult(_without(items, unscored), logits, failures | unscored)
+
+
+def _without(items: Sequences[WorkItem], failures: Collection[str]) -> list[WorkItem]:
+    """Return the work of the requests that have not failed."""
+    return [item for item in items if item.sequence.request_id not in failures] if failures else list(items)
 
 
 def _run(runner: Runner, items: Sequences[WorkItem]) -> tuple[Tensor, dict[str, Exception]]:

@@ -6,11 +6,12 @@ thread of its own for a server.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Sequences
 from typing import Any, Literal, overload
 
@@ -22,6 +23,7 @@ from minifloat.runtime.devices import current, device_named
 from minifloat.runtime.heap import returned_when_freed
 from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.runtime.tokens import end_tokens
+from minifloat.serve.detokenize import TokenDecoder
 from minifloat.serve.engine.cache import BlockPool
 from minifloat.serve.engine.computing import StepResult, compute
 from minifloat.serve.engine.grammar import Grammars
@@ -126,6 +128,7 @@ class Engine:
         self.generation_defaults = sampling_defaults(opened.generation_config)
         self._reporter = Reporter(observer)
         self._texts = TokenTexts(self.tokenizer)
+        self._decoder = TokenDecoder(self.tokenizer)
         self._end_tokens = end_tokens(opened.generation_config, opened.config, self.tokenizer)
         self._grammars = Grammars(self.tokenizer, self._runner.vocab, sorted(self._end_tokens))
         self._sample = sample_on_device if self._runner.name == "device" else sample
@@ -187,7 +190,7 @@ class Engine:
         stops = {*self._end_tokens, *params.stop_token_ids}
         return Sequence(
             request,
-            TextStream(self.tokenizer, request.prompt, params.stop, params.include_stop),
+            TextStream(self._decoder, request.prompt, params.stop, params.include_stop),
             SamplingState(params, request.prompt, sorted(stops), grammar),
             self._pool.root(request.cache_salt),
         )
@@ -236,10 +239,10 @@ class Engine:
             started = time.perf_counter()
             result = compute(self._runner, self._scheduler.schedule(), self._texts)
             self._scheduler.computed(result.items)
-            choices = self._choose(result)
+            choices, now = self._choose(result), time.monotonic()
             deliveries = [self._fail(name, error) for name, error in result.failures.items()]
-            deliveries += [self._deliver(sequence, choice) for sequence, choice in choices]
-            generated, seconds = sum(len(delivery.tokens) for delivery in deliveries), time.perf_counter() - started
+            deliveries += [self._deliver(sequence, choice, now) for sequence, choice in choices]
+            generated, seconds = sum([len(delivery.tokens) for delivery in deliveries]), time.perf_counter() - started
             self._reporter.step(self._scheduler, result.items, generated, seconds, self._runner.weight_bytes)
             return deliveries
 
@@ -253,8 +256,14 @@ class Engine:
         """End a request with an error."""
         return self._finish(self._sequences[request_id], Delivery(request_id), "error", str(error))
 
-    def _deliver(self, sequence: Sequence, choice: TokenChoice | Exception) -> Delivery:
-        """Add a token to a sequence, end the sequence where that token is its last, and return the delivery."""
+    def _deliver(self, sequence: Sequence, choice: TokenChoice | Exception, now: float) -> Delivery:
+        """Add a token to a sequence, end the sequence where that token is its last, and return the delivery.
+
+        Args:
+            sequence: The sequence.
+            choice: The token, or why there is none.
+            now: Time at which the step chose its tokens, in seconds of `time.monotonic`.
+        """
         name, params = sequence.request_id, sequence.request.params
         if isinstance(choice, Exception):
             _LOG.error("request %s: %s", name, choice)
@@ -267,9 +276,10 @@ class Engine:
         token = choice.token
         sequence.tokens.append(token)
         sequence.sampling.add(token)
-        self._reporter.token(sequence)
+        self._reporter.token(sequence, now)
         logprobs = None if choice.logprob is None else (self._texts.logprob(choice),)
-        may_end = sequence.output_length >= params.min_tokens
+        length = len(sequence.tokens) - sequence.prompt_length
+        may_end = length >= params.min_tokens
         ends = may_end and token in self._end_tokens and not params.ignore_eos
         stops = may_end and token in params.stop_token_ids
         text, stop = ("", None) if ends or stops else sequence.text.add(token)
@@ -277,8 +287,7 @@ class Engine:
         delivery = Delivery(name, (token,), text, logprobs, stop_reason=reason, prompt_logprobs=prompt_logprobs)
         if ends or stops or stop is not None or sequence.sampling.ended:
             return self._finish(sequence, delivery, "stop")
-        limit = self.info.max_model_len - sequence.prompt_length
-        if sequence.output_length >= min(params.max_tokens or limit, limit):
+        if length == params.max_tokens or len(sequence.tokens) >= self.info.max_model_len:
             return self._finish(sequence, delivery, "length")
         return delivery
 
@@ -346,13 +355,14 @@ class Engine:
             for index, prompt in enumerate(several)
         ]
         deliveries = self._stream(requests)
+        names = {request.request_id: str(index) for index, request in enumerate(requests)}
         if stream:
-            return deliveries
-        whole: dict[str, Delivery] = {}
+            return _renamed(deliveries, names)
+        parts: dict[str, list[Delivery]] = {request.request_id: [] for request in requests}
         for delivery in deliveries:
-            name = delivery.request_id
-            whole[name] = whole[name] + delivery if name in whole else delivery
-        return [GeneratedText.of(request, whole[str(index)]) for index, request in enumerate(requests)]
+            parts[delivery.request_id].append(delivery)
+        wholes = [Delivery.joined(parts[request.request_id]).renamed(names[request.request_id]) for request in requests]
+        return [GeneratedText.of(request, whole) for request, whole in zip(requests, wholes, strict=True)]
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""
@@ -365,20 +375,28 @@ class Engine:
             ids = [self.tokenizer.bos_token_id]
         return tuple(ids)
 
-    def _stream(self, requests: Sequences[Request]) -> Iterator[Delivery]:
-        names = {request.request_id: str(index) for index, request in enumerate(requests)}
+    def _stream(self, requests: Sequences[Request]) -> Generator[Delivery, None, None]:
+        """Yield the deliveries of requests until all are finished; cancel them if the iterator is closed before."""
+        names = {request.request_id for request in requests}
         for request in requests:
             self.check(request.prompt, request.params)
         try:
             for request in requests:
                 self.add(request)
-            while any(name in self._sequences for name in names):
+            while not names.isdisjoint(self._sequences):
                 for delivery in self.step():
                     if delivery.request_id in names:
-                        yield delivery.renamed(names[delivery.request_id])
+                        yield delivery
         finally:
             for name in names:
                 self.cancel(name)
+
+
+def _renamed(deliveries: Generator[Delivery, None, None], names: Mapping[str, str]) -> Iterator[Delivery]:
+    """Yield deliveries under other request ids."""
+    with contextlib.closing(deliveries):
+        for delivery in deliveries:
+            yield delivery.renamed(names[delivery.request_id])
 
 
 _UNIQUE = itertools.count()

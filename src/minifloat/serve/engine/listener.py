@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Protocol
@@ -84,7 +83,13 @@ class Reporter:
         self._reported_totals = totals
         if self.listener is None:
             return
-        prompt_tokens = sum(max(min(item.end, item.sequence.prompt_length) - item.start, 0) for item in items)
+        prompt_tokens = sum(
+            [
+                min(end, sequence.prompt_length) - start
+                for sequence, start, end, _ in items
+                if start < sequence.prompt_length
+            ]
+        )
         self.listener.step(
             StepStats(
                 running=len(scheduler.running),
@@ -100,9 +105,9 @@ class Reporter:
             )
         )
 
-    def token(self, sequence: Sequence) -> None:
-        """Note the time of a sequence's new token, and report it."""
-        now, timings = time.monotonic(), sequence.timings
+    def token(self, sequence: Sequence, now: float) -> None:
+        """Note the time of a sequence's new token, in seconds of `time.monotonic`, and report it."""
+        timings = sequence.timings
         if timings.first_token is None:
             timings.first_token = now
             if self.listener is not None:

@@ -15,8 +15,9 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,11 @@ MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 #: Where only the most probable tokens can be drawn, tokens whose logit is at most this far below the largest are sorted
 #: first.
 _NEAR = 12.0
+#: Numbers that Philox makes per count, of which a position takes the first.
+_PHILOX_BLOCK = 4
+#: Positions whose numbers are generated at a time.
+_POSITIONS = 64
+_NONE: list[float] = []
 
 Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]
@@ -123,12 +129,17 @@ class SamplingParams:
         if len(self.logit_bias) > MAX_LOGIT_BIAS or not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise UsageError(f"logit_bias: expected at most {MAX_LOGIT_BIAS} values of -100 .. 100")
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0.0
 
-    @property
+    @cached_property
+    def limits(self) -> bool:
+        """Whether only the most probable tokens can be drawn."""
+        return bool(self.top_k or self.min_p or self.top_p < 1.0)
+
+    @cached_property
     def changes_logits(self) -> bool:
         """Whether any parameter changes the logits before a token is chosen."""
         return bool(
@@ -160,8 +171,7 @@ class TokenLogprob:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True)
-class TokenChoice:
+class TokenChoice(NamedTuple):
     """The token that was chosen for a sequence; `logprob` and `top` (ids and log-probabilities) only on request."""
 
     token: int
@@ -193,12 +203,16 @@ class SamplingState:
         self._bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self._counts: dict[int, int] = {}
         self._seen = dict.fromkeys(prompt) if params.repetition_penalty != 1.0 else {}
+        self._counts_tokens = bool(params.presence_penalty or params.frequency_penalty)
+        self._uniform, self._first_uniform = _NONE, 0
         self.length = 0
 
     def add(self, token: int) -> None:
         """Record a token of the output."""
         self.length += 1
-        if self.params.presence_penalty or self.params.frequency_penalty:
+        if not self.params.changes_logits:
+            return
+        if self._counts_tokens:
             self._counts[token] = self._counts.get(token, 0) + 1
         if self.params.repetition_penalty != 1.0:
             self._seen[token] = None
@@ -231,8 +245,16 @@ class SamplingState:
         return logits
 
     def uniform(self) -> float:
-        """Return the number in [0, 1) that the next token is drawn with."""
-        return float(np.random.Generator(np.random.Philox(key=self._key, counter=self.length)).random())
+        """Return the number in [0, 1) that the next token is drawn with: the first of Philox's block at its position.
+
+        The numbers of several positions are generated at a time, because making a generator takes longer than they do.
+        """
+        index = self.length - self._first_uniform
+        if not 0 <= index < len(self._uniform):
+            generator = np.random.Generator(np.random.Philox(key=self._key, counter=self.length))
+            self._uniform = generator.random(_POSITIONS * _PHILOX_BLOCK)[::_PHILOX_BLOCK].tolist()
+            self._first_uniform, index = self.length, 0
+        return self._uniform[index]
 
 
 class NonFiniteLogits(Exception):
@@ -291,7 +313,7 @@ def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
     """
     scaled = logits.astype(np.float64) / params.temperature
     scaled -= scaled.max()
-    if params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0:
+    if not params.limits:
         return _invert(np.exp(scaled), uniform)
     # Sorting the tokens near the largest logit is enough nearly always; else all are sorted. The result is the same.
     near = _nearest(scaled, np.flatnonzero(scaled >= -_NEAR), params)

@@ -8,7 +8,6 @@ float64; sums are taken in another order, so a draw that hits the border of two 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from enum import Enum
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minifloat.serve.engine.device.transfer import fetch, send
-from minifloat.serve.engine.sampling import NonFiniteLogits, SamplingState, TokenChoice
+from minifloat.serve.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice
 from minifloat.serve.engine.sampling import sample as sample_on_host
 
 
@@ -33,27 +32,27 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
     """
     groups: dict[_Kind, list[int]] = {kind: [] for kind in _Kind}
     for row, state in enumerate(states):
-        groups[_kind(state)].append(row)
+        groups[_kind(state.params)].append(row)
     tokens = logits.argmax(dim=-1)
     best = logits.gather(1, tokens[:, None])[:, 0]
     for kind in (_Kind.DRAWN, _Kind.LIMITED):
         if groups[kind]:
             table = send(np.array([_settings(row, states[row]) for row in groups[kind]]), logits.device)
-            rows = table[:, 0].long()
-            tokens[rows] = draw(logits[rows], table[:, 1:], limited=kind is _Kind.LIMITED)
+            limited = kind is _Kind.LIMITED
+            if len(groups[kind]) == len(states):
+                tokens = draw(logits, table[:, 1:], limited=limited)
+            else:
+                rows = table[:, 0].long()
+                tokens[rows] = draw(logits[rows], table[:, 1:], limited=limited)
     fetched = [torch.stack([tokens.double(), best.double()])]
     others = groups[_Kind.HOST]
     if others:
         fetched.append(logits[send(np.array(others), logits.device)])
     fetched = fetch(*fetched)
-    choices: list[TokenChoice | Exception] = []
-    for token, logit in zip(*fetched[0].tolist(), strict=True):
-        finite = math.isfinite(logit)
-        choices.append(
-            TokenChoice(int(token))
-            if finite
-            else NonFiniteLogits(f"the model's logits are not finite (one is {logit})")
-        )
+    numbers = fetched[0].numpy()
+    choices: list[TokenChoice | Exception] = list(map(TokenChoice, numbers[0].astype(np.int64).tolist()))
+    for row in np.flatnonzero(~np.isfinite(numbers[1])).tolist():
+        choices[row] = NonFiniteLogits(f"the model's logits are not finite (one is {numbers[1, row]})")
     if others:
         for row, choice in zip(others, sample_on_host(fetched[1], [states[row] for row in others]), strict=True):
             choices[row] = choice
@@ -69,13 +68,12 @@ class _Kind(Enum):
     HOST = "on the host"
 
 
-def _kind(state: SamplingState) -> _Kind:
-    params = state.params
+def _kind(params: SamplingParams) -> _Kind:
     if params.changes_logits or params.logprobs is not None:
         return _Kind.HOST
     if params.is_greedy:
         return _Kind.GREEDY
-    return _Kind.LIMITED if params.top_k or params.min_p or params.top_p < 1.0 else _Kind.DRAWN
+    return _Kind.LIMITED if params.limits else _Kind.DRAWN
 
 
 def _settings(row: int, state: SamplingState) -> tuple[float, ...]:

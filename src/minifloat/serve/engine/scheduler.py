@@ -17,7 +17,7 @@ import bisect
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.serve.engine.cache import BlockPool, blocks_for
@@ -27,8 +27,7 @@ from minifloat.serve.engine.sequence import Sequence, State
 SCORED_TOKENS = 256
 
 
-@dataclass(frozen=True)
-class WorkItem:
+class WorkItem(NamedTuple):
     """Tokens ``start .. end - 1`` of a sequence, to be computed in one step.
 
     Attributes:
@@ -114,8 +113,9 @@ class Scheduler:
         if work:
             budget = min(budget, self.max_prompt_tokens_beside)
         scored = self.max_scored_tokens
-        for sequence in [other for other in self.running if other.pending > 1]:
-            budget, scored = self._take(sequence, work, budget, scored)
+        if len(work) < len(self.running):
+            for sequence in [other for other in self.running if other.pending > 1]:
+                budget, scored = self._take(sequence, work, budget, scored)
         while budget > 0 and (admitted := self._admit()) is not None:
             budget, scored = self._take(admitted, work, budget, scored)
         return work
@@ -127,10 +127,9 @@ class Scheduler:
 
     def _publish(self, item: WorkItem) -> None:
         sequence = item.sequence
-        before, sequence.computed = sequence.computed, item.end
-        full = blocks_for(item.end + 1) - 1
-        first = blocks_for(before + 1) - 1
-        if full > first:
+        first, full = sequence.computed // BLOCK_TOKENS, item.end // BLOCK_TOKENS  # blocks that are full
+        sequence.computed = item.end
+        if full > first and self.pool.shares:
             sequence.digests = self.pool.digests(sequence.root, sequence.tokens[: item.end], sequence.digests[:full])
             for index in range(first, full):
                 self.pool.publish(sequence.blocks[index], sequence.digests[index])
@@ -153,11 +152,16 @@ class Scheduler:
     def _next_tokens(self) -> list[WorkItem]:
         """Return work of one token for each sequence that is past its prompt, and give it a block."""
         work: list[WorkItem] = []
+        preemptions = self.preemptions
         for sequence in list(self.running):
-            if sequence.state is not State.RUNNING or sequence.pending != 1 or len(work) == self.max_tokens:
+            length, computed = len(sequence.tokens), sequence.computed
+            if length - computed != 1 or sequence.state is not State.RUNNING or len(work) == self.max_tokens:
                 continue
-            if self._extend(sequence):
-                work.append(WorkItem(sequence, sequence.computed, len(sequence.tokens)))
+            has_room = length <= len(sequence.blocks) * BLOCK_TOKENS
+            if has_room or self._extend(sequence):
+                work.append(WorkItem(sequence, computed, length))
+        if self.preemptions == preemptions:
+            return work
         return [item for item in work if item.sequence.state is State.RUNNING]
 
     def _extend(self, sequence: Sequence) -> bool:
@@ -168,7 +172,7 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        sequence.blocks += self.pool.allocate(max(needed, 0))
+        sequence.blocks += self.pool.allocate(needed)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -188,7 +192,8 @@ class Scheduler:
         sequence = self.waiting[0]
         length = len(sequence.tokens)
         # The last token is always computed: the next token is chosen by its logits.
-        sequence.digests = self.pool.digests(sequence.root, sequence.tokens[:-1], sequence.digests)
+        if self.pool.shares:
+            sequence.digests = self.pool.digests(sequence.root, sequence.tokens[:-1], sequence.digests)
         most = len(sequence.prompt_logprobs) if sequence.unscored else length - 1
         shared = self.pool.share(sequence.digests[: most // BLOCK_TOKENS])
         needed = length + 1 if self.running else length  # a sequence that runs alone may take the last block

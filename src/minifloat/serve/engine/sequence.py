@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 
 from minifloat.serve.engine.sampling import SamplingParams, SamplingState, TokenLogprob
 from minifloat.serve.engine.text import TextStream
@@ -81,20 +83,26 @@ class Delivery:
 
     def __add__(self, later: Delivery) -> Delivery:
         """Join this delivery and the next one of the same request."""
-        logprobs = (
-            None if self.logprobs is None and later.logprobs is None else (self.logprobs or ()) + (later.logprobs or ())
-        )
+        return Delivery.joined([self, later])
+
+    @staticmethod
+    def joined(deliveries: Sequences[Delivery]) -> Delivery:
+        """Join deliveries of one request, at least one, in their order."""
+        last = deliveries[-1]
+        logprobs = [each.logprobs for each in deliveries if each.logprobs is not None]
+        prompt_logprobs = [each.prompt_logprobs for each in deliveries if each.prompt_logprobs is not None]
+        stop_reasons = [each.stop_reason for each in deliveries if each.stop_reason is not None]
         return Delivery(
-            self.request_id,
-            self.tokens + later.tokens,
-            self.text + later.text,
-            logprobs,
-            later.finish_reason,
-            self.stop_reason if later.stop_reason is None else later.stop_reason,
-            later.error,
-            later.usage,
-            later.timings,
-            self.prompt_logprobs if later.prompt_logprobs is None else later.prompt_logprobs,
+            last.request_id,
+            tuple(chain.from_iterable(each.tokens for each in deliveries)),
+            "".join(each.text for each in deliveries),
+            tuple(chain.from_iterable(logprobs)) if logprobs else None,
+            last.finish_reason,
+            stop_reasons[-1] if stop_reasons else None,
+            last.error,
+            last.usage,
+            last.timings,
+            prompt_logprobs[-1] if prompt_logprobs else None,
         )
 
 
@@ -157,6 +165,8 @@ class Sequence:
         root: Digest before the first block (`BlockPool.root`).
 
     Attributes:
+        request_id: Id of the request.
+        prompt_length: Number of tokens of the prompt.
         tokens: Tokens of prompt and output.
         computed: Number of tokens, from the first, whose keys and values are in the cache.
         blocks: Blocks of the cache that hold those keys and values, in order.
@@ -169,6 +179,8 @@ class Sequence:
 
     def __init__(self, request: Request, text: TextStream, sampling: SamplingState, root: bytes) -> None:
         self.request = request
+        self.request_id = request.request_id
+        self.prompt_length = len(request.prompt)
         self.text = text
         self.sampling = sampling
         self.root = root
@@ -182,16 +194,6 @@ class Sequence:
         self.preempted = 0
         self.timings = Timings(time.monotonic())
         self.last_token: float | None = None
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request."""
-        return self.request.request_id
-
-    @property
-    def prompt_length(self) -> int:
-        """Number of tokens of the prompt."""
-        return len(self.request.prompt)
 
     @property
     def output(self) -> list[int]:

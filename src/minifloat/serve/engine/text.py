@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from minifloat.serve.detokenize import Detokenizer
+from minifloat.serve.detokenize import Detokenizer, TokenDecoder
 
 
 class StopStrings:
@@ -27,6 +27,8 @@ class StopStrings:
             The text that is certain, and the stop string that ended the text, or None. If several stop strings begin
             at the same character, the first of `stops` counts.
         """
+        if not self.stops:
+            return piece, None
         text = self._held + piece
         matches = [(index, order) for order, stop in enumerate(self.stops) if (index := text.find(stop)) >= 0]
         if matches:
@@ -54,14 +56,18 @@ class TextStream:
     """The text of one sequence.
 
     Args:
-        tokenizer: The tokenizer of the model.
+        tokenizer: The tokenizer of the model; or a decoder, so that several texts use one.
         prompt: Token ids before the first one of the output.
         stops: Stop strings.
         include_stop: Whether the stop string is part of the text.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Sequence[str], include_stop: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase | TokenDecoder,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        include_stop: bool,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopStrings(stops)

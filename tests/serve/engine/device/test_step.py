@@ -24,7 +24,8 @@ from minifloat.serve.engine.blueprint import blueprint_of
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.device import DeviceRunner, build_device_decoder
 from minifloat.serve.engine.device.decoder import FusedLinear, Inputs, Piece, step
-from minifloat.serve.engine.device.graphs import COLUMNS, bucket_sizes
+from minifloat.serve.engine.device.graphs import bucket_sizes
+from minifloat.serve.engine.device.tables import COLUMNS
 from minifloat.serve.engine.sampling_device import draw
 from minifloat.serve.engine.scheduler import WorkItem
 

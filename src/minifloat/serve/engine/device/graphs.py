@@ -20,10 +20,9 @@ from torch import Tensor
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.kernels.paged import PagedCache
 from minifloat.serve.engine.device.decoder import DeviceDecoder, Inputs, step
+from minifloat.serve.engine.device.tables import COLUMNS
 from minifloat.serve.engine.device.transfer import staged
 
-#: Columns before the block table: token, position, slot.
-COLUMNS = 3
 _EVERY = 8
 
 

@@ -5,19 +5,18 @@ All numbers of a step go to the device in one asynchronous copy; the logits stay
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Sequences
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.kernels.paged import PagedCache
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.device.decoder import DeviceDecoder, Inputs, Piece, step
-from minifloat.serve.engine.device.graphs import COLUMNS, DecodeGraphs
+from minifloat.serve.engine.device.graphs import DecodeGraphs
+from minifloat.serve.engine.device.tables import COLUMNS, BlockTables
 from minifloat.serve.engine.device.transfer import send
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
@@ -49,7 +48,7 @@ class DeviceRunner:
         max_model_len: int,
     ) -> None:
         self._decoder, self._device = decoder, decoder.device
-        self._tables: dict[str, array[int]] = {}
+        self._tables = BlockTables(max_num_seqs, blocks_for(max_model_len))
         self.weight_bytes = decoder.bytes_per_token
         self.vocab = decoder.vocab
         sizes = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
@@ -60,44 +59,26 @@ class DeviceRunner:
     @torch.no_grad()
     def run(self, works: Sequences[WorkItem]) -> Tensor:
         """Compute tokens, as `Runner.run`; the logits are on the device, and the next call may overwrite them."""
-        if all(work.samples and work.end - work.start == 1 for work in works):
+        if all(end - start == 1 and end == len(sequence.tokens) for sequence, start, end, _ in works):
             rows = self._graphs.rows(self._graphs.size(len(works)), self._width(works))
-            self._fill(rows, works)
+            self._tables.fill(rows, works)
             return self._graphs.run(rows)[: len(works)]
         return step(self._decoder, self._cache, self._mixed(works)).float()
 
     def release(self, sequence: Sequence) -> None:
         """Forget the block table of a sequence, whose blocks may be given to another."""
-        self._tables.pop(sequence.request_id, None)
+        self._tables.release(sequence)
 
     def _width(self, works: Sequences[WorkItem]) -> int:
-        return max((blocks_for(work.end) for work in works), default=0)
-
-    def _blocks(self, work: WorkItem) -> NDArray[np.int32]:
-        """Return the blocks of a sequence up to the end of its work.
-
-        The table is kept between steps, because converting a list of thousands of blocks takes long.
-        """
-        sequence = work.sequence
-        held = self._tables.setdefault(sequence.request_id, array("i"))
-        held.extend(sequence.blocks[len(held) :])
-        return np.array(held, dtype=np.int32)[: blocks_for(work.end)]
-
-    def _fill(self, rows: NDArray[np.int32], works: Sequences[WorkItem]) -> None:
-        """Write token, position, slot and blocks of work of one token each into rows."""
-        for row, work in zip(rows, works, strict=False):
-            blocks, position = self._blocks(work), work.start
-            slot = blocks[-1] * BLOCK_TOKENS + position % BLOCK_TOKENS
-            row[:COLUMNS] = work.sequence.tokens[position], position, slot
-            row[COLUMNS : COLUMNS + len(blocks)] = blocks
+        return blocks_for(max([work.end for work in works], default=0))
 
     def _mixed(self, works: Sequences[WorkItem]) -> Inputs:
         """Return the inputs of any work, single tokens first, then pieces; one array is sent and cut on the device."""
         singles = [work for work in works if work.end - work.start == 1]
         pieces = [work for work in works if work.end - work.start > 1]
         table = np.zeros((len(singles), COLUMNS + self._width(singles)), dtype=np.int32)
-        self._fill(table, singles)
-        rows, blocks = [table[:, :COLUMNS]], [self._blocks(work) for work in pieces]
+        self._tables.fill(table, singles)
+        rows, blocks = [table[:, :COLUMNS]], [self._tables.blocks(work) for work in pieces]
         ends: dict[str, int] = {work.sequence.request_id: row for row, work in enumerate(singles)}
         count = len(singles)
         for work, own in zip(pieces, blocks, strict=True):
