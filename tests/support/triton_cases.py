@@ -47,6 +47,7 @@ class Compiled:
     """A kernel, compiled.
 
     Attributes:
+        llir: What LLVM compiled.
         ptx: Its assembly.
         cubin: Its machine code.
         stack: Bytes of stack and local memory that a thread needs.
@@ -54,6 +55,7 @@ class Compiled:
         shared: Bytes of shared memory.
     """
 
+    llir: str
     ptx: str
     cubin: bytes
     stack: int
@@ -64,6 +66,16 @@ class Compiled:
     def sass(self) -> str:
         """The disassembled machine code, which takes half a second; empty if there is no disassembler."""
         return _tool("nvdisasm", self.cubin, "-c")
+
+    @property
+    def fused(self) -> int:
+        """Fused multiply-adds of floating-point numbers in the PTX, one of two numbers counted twice."""
+        return sum(1 + opcode.endswith("x2") for opcode in self.opcodes(r"(fma|mad)\..*f(32|64)"))
+
+    @property
+    def fused_on_request(self) -> int:
+        """Fused multiply-adds that the kernel itself asks for; a difference to `fused` was made by the compiler."""
+        return sum(int(width or 1) for width in re.findall(r"call .*@llvm\.fma\.(?:v(\d+))?f(?:32|64)\(", self.llir))
 
     def opcodes(self, pattern: str) -> list[str]:
         """The PTX instructions that match, without their operands."""
@@ -101,6 +113,7 @@ def compile_ahead(
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options or {}))
     usage = _resources(compiled.asm["cubin"])
     return Compiled(
+        llir=compiled.asm["llir"],
         ptx=compiled.asm["ptx"],
         cubin=compiled.asm["cubin"],
         stack=usage.get("STACK", 0) + usage.get("LOCAL", 0),

@@ -1,19 +1,23 @@
 """Rounding to formats of at most 8 bits inside Triton kernels, bit for bit as `numerics/cast.py` and `scale.py`.
 
-Every step is integer arithmetic on the bits of float32, or one float32 operation that IEEE 754 defines. Hardware casts
-are not used: only some architectures have them, and Triton's interpreter, which the tests run, gets them wrong. Two
-things would change bits and are prevented: fused multiply-adds (every launch passes `OPTIONS`) and approximate division
-(kernels use `tl.div_rn`, not the operator). Imports triton; `triton_runtime` tells whether it is installed.
+Every step is integer arithmetic on the bits of float32, or one float32 operation that IEEE 754 defines. Only where
+`rounds_e4m3` says so may a kernel use the cast to E4M3 of the hardware. Two things would change bits and are prevented:
+multiply-adds that the compiler fuses by itself (every launch passes `OPTIONS`; `fused` asks for one where it is meant)
+and approximate division (kernels use `tl.div_rn` or `divide`, not the operator). Imports triton; `triton_runtime` tells
+whether it is installed.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
+from minifloat.kernels import triton_runtime
 from minifloat.numerics.formats import FLOAT32, ElementFormat
 
 #: Options of every launch of a kernel that rounds.
@@ -24,6 +28,7 @@ _MANTISSA: Any = tl.constexpr(FLOAT32.mantissa_bits)
 _ONE: Any = tl.constexpr(1)  # the interpreter cannot shift a plain number by a constexpr
 _BIAS: Any = tl.constexpr(FLOAT32.bias)
 _SIGN: Any = tl.constexpr(FLOAT32.bits - 1)
+_INTERPRETED: Any = tl.constexpr(triton_runtime.is_interpreted())
 MAGNITUDE: Any = tl.constexpr((1 << (FLOAT32.bits - 1)) - 1)
 INF_BITS: Any = tl.constexpr(FLOAT32.max_code + 1)
 _MIN_NORMAL_BITS: Any = tl.constexpr(1 << FLOAT32.mantissa_bits)
@@ -39,6 +44,16 @@ def constants(fmt: ElementFormat, prefix: str) -> dict[str, int]:
     """
     largest = int.from_bytes(struct.pack("<f", fmt.max), "little")
     return {f"{prefix}_MANTISSA": fmt.mantissa_bits, f"{prefix}_BIAS": fmt.bias, f"{prefix}_MAX": largest}
+
+
+@functools.cache
+def rounds_e4m3(device: torch.device) -> bool:
+    """Return whether kernels on `device` may round float32 to E4M3 by the instruction of compute capability 8.9.
+
+    It rounds to nearest, ties to even, and clamps to the largest value, as `encode` does, NaN apart. The interpreter
+    gets this rounding wrong.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @triton.jit
@@ -86,6 +101,69 @@ def encode_magnitude(magnitude, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX:
 
 
 @triton.jit
+def fused(a, b, c):
+    """Return ``a * b + c`` of float32 numbers, rounded once."""
+    if _INTERPRETED:  # it would round twice; in float64 the product is exact
+        return (a.to(tl.float64) * b + c).to(tl.float32)
+    return tl.fma(a, b, c)
+
+
+@triton.jit
+def divide(w, divisor, inverse):
+    """Return ``w / divisor`` as IEEE 754 rounds it, in five operations; a zero may lose its sign.
+
+    Two steps of Markstein's correction: the first quotient is off by up to 1.5 units in the last place, the second by
+    less than one, and the third is the rounded one, because the remainder of the second is exact.
+
+    Args:
+        w: float32, of which ``w * inverse`` is finite. Of quotients below 2**-20 only the size is right.
+        divisor: float32, from 2**-85 to 2**64.
+        inverse: ``1 / divisor``, rounded to nearest.
+
+    Source: P. Markstein, Computation of elementary functions on the IBM RISC System/6000 processor, 1990, theorem 2.
+    """
+    quotient = w * inverse
+    quotient = fused(fused(quotient, -divisor, w), inverse, quotient)
+    return fused(fused(quotient, -divisor, w), inverse, quotient)
+
+
+@triton.jit
+def round_magnitude(
+    x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, STEP: tl.constexpr, CLAMP: tl.constexpr
+):
+    """Round float32 numbers >= 0 to the nearest values of a format times `STEP`, ties to even.
+
+    The sum of a number and of the power of two whose last bit weighs as much as the last bit of the result is rounded
+    there.
+
+    Args:
+        x: float32 >= 0; NaN becomes the largest value where `CLAMP`.
+        MANTISSA: Mantissa bits of the format.
+        BIAS: Exponent bias of the format.
+        LARGEST: The largest value of the format, a float.
+        STEP: A power of two.
+        CLAMP: Whether numbers may be beyond the largest value; they are clamped to it.
+    """
+    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS) * STEP
+    MAGIC: tl.constexpr = 2.0 ** (_MANTISSA - MANTISSA)
+    if CLAMP:
+        x = tl.minimum(x, LARGEST * STEP)
+    power = tl.maximum(float_of(bits_of(x) & INF_BITS), SMALLEST_NORMAL)
+    return fused(power, -MAGIC, fused(power, MAGIC, x))
+
+
+@triton.jit
+def code_of(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Return the int32 code of a float32 >= 0 that is a value of the format.
+
+    The power of two moves the smallest normal number of the format to that of float32: the exponent fields agree.
+    """
+    SHIFT: tl.constexpr = _MANTISSA - MANTISSA
+    DOWN: tl.constexpr = 2.0 ** (BIAS - _BIAS)
+    return bits_of(value * DOWN) >> SHIFT
+
+
+@triton.jit
 def decode_magnitude(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """Decode an int32 code without a sign to float32; the code is not NaN."""
     SMALLEST: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA)
@@ -122,3 +200,10 @@ def float_scales(amax, LARGEST: tl.constexpr):
 def decode_e8m0(code):
     """Return 2**(code - bias) as float32, a subnormal for code 0; `code` is int32 and not NaN."""
     return float_of(tl.where(code == 0, _ONE << (_MANTISSA - 1), code << _MANTISSA))
+
+
+@triton.jit
+def inverse_of_power(power):
+    """Return ``1 / power`` of powers of two from 2**-127 to 2**127, float32."""
+    bits = bits_of(power)
+    return decode_e8m0(tl.where(bits < _MIN_NORMAL_BITS, 2 * _BIAS, 2 * _BIAS - (bits >> _MANTISSA)))

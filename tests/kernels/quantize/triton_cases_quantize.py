@@ -10,7 +10,7 @@ import torch
 from modes import each_value
 from triton_cases import device
 
-from minifloat.kernels.quantize import QuantizedRows, amax, quantize_rows
+from minifloat.kernels.quantize import QuantizedRows, amax, quantize_rows, triton
 from minifloat.numerics.formats import E2M1, E4M3, E5M2, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, GROUP_128, TENSOR, block_granularity
 from minifloat.numerics.scheme import SCHEMES, ScaleRule, WeightSpec
@@ -84,6 +84,12 @@ def assert_matches(w: torch.Tensor, spec: WeightSpec, tensor_amax: float | None 
 def test_ragged_shapes(name: str) -> None:
     for seed, shape in enumerate(SHAPES if name in KINDS else SHAPES[2:3] + SHAPES[4:]):
         assert_matches(gaussian(shape, torch.bfloat16, seed), SPECS[name])
+
+
+@kinds
+def test_programs_of_several_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "_MANY_TILES", 2)
+    assert_matches(gaussian((150, 390), torch.bfloat16), SPECS[name])
 
 
 @pytest.mark.parametrize(("name", "dtype"), each_value(KINDS, ["F16", "F32"]))

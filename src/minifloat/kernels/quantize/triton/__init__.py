@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from minifloat.kernels.quantize.slab import Slab
-from minifloat.kernels.quantize.triton import blocks
-from minifloat.kernels.triton_cast import OPTIONS, constants
+from minifloat.kernels.quantize.triton import blocks, scales
+from minifloat.kernels.triton_cast import OPTIONS, constants, rounds_e4m3
 from minifloat.numerics.cast import encode
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
@@ -32,19 +32,25 @@ from minifloat.numerics.scheme import ScaleRule, WeightSpec
 _DTYPES = {"BF16": torch.int16, "F16": torch.float16, "F32": torch.float32}
 
 _SCALINGS = {
-    (FLOAT32, ScaleRule.AMAX): blocks.FLOAT_SCALES,
-    (E4M3, ScaleRule.AMAX): blocks.CODED_SCALES,
-    (E8M0, ScaleRule.FLOOR): blocks.FLOOR,
-    (E8M0, ScaleRule.EVEN): blocks.EVEN,
-    (E8M0, ScaleRule.RCEIL): blocks.RCEIL,
-    (E8M0, ScaleRule.SEARCH): blocks.SEARCH,
-    (E4M3, ScaleRule.SEARCH): blocks.CODED_SEARCH,
+    (FLOAT32, ScaleRule.AMAX): scales.FLOAT_SCALES,
+    (E4M3, ScaleRule.AMAX): scales.CODED_SCALES,
+    (E8M0, ScaleRule.FLOOR): scales.FLOOR,
+    (E8M0, ScaleRule.EVEN): scales.EVEN,
+    (E8M0, ScaleRule.RCEIL): scales.RCEIL,
+    (E8M0, ScaleRule.SEARCH): scales.SEARCH,
+    (E4M3, ScaleRule.SEARCH): scales.CODED_SEARCH,
 }
 
-#: Elements that a program holds at a time.
+#: Elements that a thread holds at a time, and a program. A search keeps a block in each thread.
+_PER_THREAD = 16
 _TILE = 4096
-LAUNCH: dict[str, Any] = {"num_warps": 8, **OPTIONS}
+#: Tiles that a program casts one after the other if there are many, so that it adds up statistics less often.
+_TILES = 4
+_MANY_TILES = 4096
+#: Threads that load 16 bytes at once read memory at its full speed.
+_VECTOR_BYTES = 16
 _AMAX_CHUNK = 16384
+_AMAX_WARPS = 8
 
 _streams = threading.local()
 #: Held while a thread launches a kernel, so that each kernel is compiled once.
@@ -82,7 +88,14 @@ def amax(data: npt.NDArray[np.uint8], dtype: str, device: str) -> tuple[float, i
         results = torch.empty(2, programs, dtype=torch.int32, device=device)
         with _launching:
             blocks.amax_of_chunks[(programs,)](
-                w, results[0], results[1], w.numel(), BF16=dtype == "BF16", CHUNK=_AMAX_CHUNK, **LAUNCH
+                w,
+                results[0],
+                results[1],
+                w.numel(),
+                BF16=dtype == "BF16",
+                CHUNK=_AMAX_CHUNK,
+                num_warps=_AMAX_WARPS,
+                **OPTIONS,
             )
         largest, nonfinite = torch.stack((results[0].max().long(), results[1].sum())).tolist()
     return float(np.int32(largest).view(np.float32)), int(nonfinite)
@@ -95,17 +108,14 @@ def quantize_rows(slab: Slab, device: str) -> tuple[CastStats, int]:
         w = _on(device, slab.data).view(_DTYPES[slab.dtype]).view(slab.shape)
         codes = torch.empty(slab.codes.shape, dtype=torch.uint8, device=device)
         scales = torch.empty(slab.scales.shape, dtype=scale_dtype, device=device)
-        sums, counts = launch(w, slab.spec, slab.tensor_amax, codes, scales)
+        statistics = launch(w, slab.spec, slab.tensor_amax, codes, scales)
         torch.from_numpy(slab.codes).copy_(codes, non_blocking=True)
         torch.from_numpy(slab.scales).copy_(scales)
-        signal, noise = sums.tolist()
-        saturated, flushed, nonfinite = counts.tolist()
-    return CastStats(w.numel(), signal, noise, saturated, flushed), nonfinite
+        signal, noise, saturated, flushed, nonfinite = statistics.tolist()
+    return CastStats(w.numel(), signal, noise, int(saturated), int(flushed)), int(nonfinite)
 
 
-def launch(
-    w: Tensor, spec: WeightSpec, tensor_amax: float | None, codes: Tensor, scales: Tensor
-) -> tuple[Tensor, Tensor]:
+def launch(w: Tensor, spec: WeightSpec, tensor_amax: float | None, codes: Tensor, scales: Tensor) -> Tensor:
     """Launch the kernel on tensors of the device, without waiting for the result.
 
     Args:
@@ -116,55 +126,78 @@ def launch(
         scales: The grid, float32 or uint8, filled.
 
     Returns:
-        float64 ``[2]``: the sums of ``w**2`` and of the squared errors; and int64 ``[3]``: the numbers of saturated
-        elements, of flushed elements, and of NaN and Inf.
+        float64 ``[5]``: the sums of ``w**2`` and of the squared errors, and the numbers of saturated elements, of
+        flushed elements, and of NaN and Inf.
     """
     rows, cols = w.shape
     block_cols = spec.granularity.cols
     grid_cols = -(-cols // block_cols) if block_cols else 1
     count = scales.numel() if block_cols else rows
-    arguments = kernel_arguments(spec, w.dtype, cols)
-    programs = -(-count // arguments["BLOCKS"])
-    sums = torch.empty(programs, 2, dtype=torch.float64, device=w.device)
-    counts = torch.empty(programs, 3, dtype=torch.int32, device=w.device)
+    arguments = kernel_arguments(spec, w.dtype, cols, rounds_e4m3=rounds_e4m3(w.device))
+    tiles = -(-count // arguments["BLOCKS"])
+    at_once = _TILES if tiles >= _MANY_TILES else 1
+    programs = -(-tiles // at_once)
+    statistics = torch.empty(programs, len(blocks.STATISTICS), dtype=torch.float64, device=w.device)
     amax, divisor = tensor_amax or 0.0, _divisor(spec, tensor_amax)
-    pointers = (w, codes, scales, sums, counts)
+    pointers = (w, codes, scales, statistics)
     with _launching:
         blocks.quantize_blocks[(programs,)](
-            *pointers, rows, cols, grid_cols, count, amax, divisor, **arguments, **LAUNCH
+            *pointers, rows, cols, grid_cols, count, at_once, amax, divisor, **arguments, **options(arguments)
         )
-    return sums.sum(0), counts.sum(0)
+    return statistics.sum(0)
 
 
-def kernel_arguments(spec: WeightSpec, dtype: torch.dtype, cols: int) -> dict[str, Any]:
+def options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the launch of a kernel with the constants `arguments`."""
+    block = arguments["PARTS"] * arguments["VECTOR"]
+    searches = arguments["PART_AXIS"] == 0
+    per_thread = block if searches else _PER_THREAD
+    warps = min(max(arguments["BLOCKS"] * block // (32 * per_thread), 1), 16)
+    return {"num_warps": warps, **OPTIONS}
+
+
+def kernel_arguments(spec: WeightSpec, dtype: torch.dtype, cols: int, *, rounds_e4m3: bool = False) -> dict[str, Any]:
     """Return the constants that `blocks.quantize_blocks` is compiled with.
 
     Args:
         spec: Format, scales and granularity of the quantized weight.
         dtype: The dtype that the kernel reads.
         cols: Columns of the slab.
+        rounds_e4m3: Whether the device has an instruction that rounds float32 to E4M3.
     """
     element = spec.element
     coded = spec.scale if spec.has_global_scale else E4M3
     block_cols = spec.granularity.cols or 0
     block_rows = (spec.granularity.rows or 1) if block_cols else 1
-    chunk = min(block_rows * (block_cols or _power_of_two(cols)), _TILE)
+    size = block_rows * (block_cols or _power_of_two(cols))
+    searches = spec.rule is ScaleRule.SEARCH
+    vector = min(_VECTOR_BYTES // dtype.itemsize, block_cols or _power_of_two(cols))
+    chunk = min(size, _TILE)
+    scaling = _SCALINGS[spec.scale, spec.rule]
+    one_scale = spec.granularity == TENSOR
     return {
         "BF16": dtype == torch.int16,
         "PACKED": element.bits * 2 == torch.iinfo(torch.uint8).bits,
-        "ONE_SCALE": spec.granularity == TENSOR,
-        "SCALING": _SCALINGS[spec.scale, spec.rule],
+        "ONE_SCALE": one_scale,
+        "SCALING": scaling,
+        "SATURATES": scaling is not scales.RCEIL and (scaling is not scales.FLOAT_SCALES or one_scale),
+        "POWERS": spec.scale is E8M0,
+        "HARDWARE": rounds_e4m3 and element is E4M3,
         "ZERO_SCALE": int(encode(torch.tensor(2.0**-coded.mantissa_bits), coded)),
         "BLOCK_ROWS": block_rows,
         "BLOCK_COLS": block_cols,
         "BLOCKS": _TILE // chunk,
-        "CHUNK": chunk,
-        "LEVELS": chunk.bit_length() - 1,
+        "PARTS": chunk // vector,
+        "VECTOR": vector,
+        "PART_AXIS": 0 if searches else 1,
+        "WHOLE": chunk == size,
+        "RAGGED": bool(cols % (block_cols or chunk)),
         "LARGEST": element.max,
         "LIMIT": element.max + 2.0 ** (element.emax - element.mantissa_bits - 1),
         "EMAX": element.emax,
+        "ELEMENT_MANTISSA": element.mantissa_bits,
+        "ELEMENT_BIAS": element.bias,
         "ELEMENT_SIGN": element.bits - 1,
-        **constants(element, "ELEMENT"),
         **constants(coded, "SCALE"),
         "LAST_SCALE": coded.max_code,
         "SCALE_OFFSETS": NVFP4_SEARCH_OFFSETS,

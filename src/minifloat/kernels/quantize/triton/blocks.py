@@ -1,9 +1,13 @@
 """The Triton kernels of the quantizer: blocks of a slab to codes, scales and error statistics; and amax.
 
-A program handles whole blocks: many small ones (groups of 16 or 32), or one block in chunks (128x128, a row), which it
-reads twice, the second time from the cache. For any block shape, it holds a matrix ``[BLOCKS, CHUNK]``. The operations
-that determine bits are those of `triton_cast`, `numerics/scale_rules.py` and `numerics/scale_search.py`, in the same
-order. Sums of squares are float64, one pair per program, so that the order of programs does not change them.
+A program handles whole blocks: many small ones (groups of 16 or 32), or one large one (128x128, a row). Blocks that fit
+stay in registers; a longer row is read twice, the second time from the cache. The operations that determine bits are
+those of `triton_cast` and `scales`, in the same order as in `numerics`. Sums of squares are float64, one pair per
+program, so that the order of programs does not change them.
+
+A tile has the dimensions ``[BLOCKS, PARTS, VECTOR]``, or ``[PARTS, BLOCKS, VECTOR]`` where scales are searched for: a
+vector is 16 bytes of a row, and the order of the dimensions is the order in which Triton gives vectors to threads.
+Neighbouring threads then hold neighbouring vectors, or each thread a whole block.
 """
 
 from __future__ import annotations
@@ -13,162 +17,157 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from minifloat.kernels.quantize.triton.scales import block_scales
 from minifloat.kernels.triton_cast import (
     INF_BITS,
     MAGNITUDE,
-    bits_of,
-    decode_e8m0,
-    decode_magnitude,
-    encode_magnitude,
+    code_of,
+    divide,
     float_of,
-    float_scales,
+    inverse_of_power,
     load_bits,
-    sign_of,
+    round_magnitude,
     with_sign,
 )
-from minifloat.numerics.formats import E8M0, FLOAT32
+from minifloat.numerics.formats import FLOAT32
 
-#: Values of SCALING: how scales are computed.
-FLOAT_SCALES: Any = tl.constexpr(0)
-CODED_SCALES: Any = tl.constexpr(1)
-FLOOR: Any = tl.constexpr(2)
-EVEN: Any = tl.constexpr(3)
-RCEIL: Any = tl.constexpr(4)
-SEARCH: Any = tl.constexpr(5)
-CODED_SEARCH: Any = tl.constexpr(6)
-
-_MANTISSA: Any = tl.constexpr(FLOAT32.mantissa_bits)
+_SIGN: Any = tl.constexpr(FLOAT32.bits - 1)
 _ONE: Any = tl.constexpr(1)  # the interpreter cannot shift a plain number by a constexpr
-_LAST_MANTISSA: Any = tl.constexpr((1 << FLOAT32.mantissa_bits) - 1)
-_LARGEST_E8M0: Any = tl.constexpr(E8M0.max_code)
-_E8M0_BIAS: Any = tl.constexpr(E8M0.bias)
+#: Scales outside of this range are multiplied, with their elements, by a power of two that brings them near it.
+_SMALL: Any = tl.constexpr(2.0**-40)
+_LARGE: Any = tl.constexpr(2.0**40)
+_UP: Any = tl.constexpr(2.0**64)
+_DOWN: Any = tl.constexpr(2.0**-64)
+#: Larger quotients are larger than the largest element of any format.
+_LARGEST_QUOTIENT: Any = tl.constexpr(2.0**20)
+#: A tile has fewer elements than a count has values.
+_COUNT_BITS: Any = tl.constexpr(16)
+_COUNT: Any = tl.constexpr((1 << 16) - 1)
+#: Columns of the statistics of a program.
+STATISTICS = ("signal", "noise", "saturated", "flushed", "nonfinite")
+_STATISTICS: Any = tl.constexpr(len(STATISTICS))
 
 
 @triton.jit
-def _sum_halves(x, BLOCKS: tl.constexpr, LEVELS: tl.constexpr):
-    """Sum ``[BLOCKS, 2**LEVELS]`` by the tree of `scale_search._block_error`: the upper half is added to the lower."""
-    for level in tl.static_range(LEVELS):
-        halves = tl.reshape(x, [BLOCKS, 2, _ONE << (LEVELS - 1 - level)])
-        low, high = tl.split(tl.permute(halves, (0, 2, 1)))
-        x = low + high
-    return tl.reshape(x, [BLOCKS])
+def _spread(x, PART_AXIS: tl.constexpr):
+    """Give a value per block the dimensions of a tile."""
+    return tl.expand_dims(tl.expand_dims(x, PART_AXIS), 2)
 
 
 @triton.jit
-def _round(y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
-    """Round each float32 to the value of the nearest element."""
-    bits = bits_of(y)
-    return with_sign(decode_magnitude(encode_magnitude(bits & MAGNITUDE, MANTISSA, BIAS, MAX), MANTISSA, BIAS), bits)
+def _mask(exists, row, rows, col, cols, RAGGED: tl.constexpr):
+    """Return which elements of a tile exist; a mask that is the same for all of a vector allows wide loads."""
+    mask = tl.broadcast_to(exists & (row < rows), col.shape)
+    if RAGGED:
+        mask &= col < cols
+    return mask
 
 
 @triton.jit
-def _block_error(
-    y,
-    STEP: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAX: tl.constexpr,
+def _finite(bits):
+    """Replace NaN and Inf by zeros."""
+    return tl.where((bits & MAGNITUDE) < INF_BITS, bits, 0)
+
+
+@triton.jit
+def _store_codes(
+    codes_ptr, code, start, inner, length, mask, PACKED: tl.constexpr, PART_AXIS: tl.constexpr, RAGGED: tl.constexpr
 ):
-    """Compute `scale_search._block_error`; dividing by a power of two is multiplying by its inverse."""
-    INVERSE: tl.constexpr = 1.0 / STEP
-    d = y - _round(y * INVERSE, MANTISSA, BIAS, MAX) * STEP
-    return _sum_halves(d * d, BLOCKS, LEVELS)
-
-
-@triton.jit
-def _search(
-    w,
-    amax,
-    EMAX: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAX: tl.constexpr,
-):
-    """Compute `scale_search.search_e8m0_scales` with the offsets in the order of `SEARCH_OFFSETS`: 0, 1, -1."""
-    floor = tl.maximum((bits_of(amax) >> _MANTISSA) - EMAX, 0)
-    y = w * decode_e8m0(-(floor - 2 * _E8M0_BIAS))[:, None]  # in the interpreter a constexpr cannot stand first
-    error = _block_error(y, 1.0, BLOCKS, LEVELS, MANTISSA, BIAS, MAX)
-    above = _block_error(y, 2.0, BLOCKS, LEVELS, MANTISSA, BIAS, MAX)
-    below = _block_error(y, 0.5, BLOCKS, LEVELS, MANTISSA, BIAS, MAX)
-    code = tl.where(above < error, floor + 1, floor)
-    return tl.where((below < tl.minimum(above, error)) & (floor > 0), floor - 1, code)
-
-
-@triton.jit
-def _try_code(
-    x,
-    first,
-    best_code,
-    best_error,
-    OFFSET: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAX: tl.constexpr,
-    SCALE_MANTISSA: tl.constexpr,
-    SCALE_BIAS: tl.constexpr,
-    LAST_CODE: tl.constexpr,
-):
-    """Return the better of the best code so far and ``first + OFFSET``, and its error."""
-    code = tl.minimum(tl.maximum(first + OFFSET, 1), LAST_CODE)
-    value = decode_magnitude(code, SCALE_MANTISSA, SCALE_BIAS)
-    inverse = tl.div_rn(tl.full(value.shape, 1.0, tl.float32), value)
-    error = _block_error(x * inverse[:, None], 1.0, BLOCKS, LEVELS, MANTISSA, BIAS, MAX) * (value * value)
-    better = error < best_error
-    return tl.where(better, code, best_code), tl.where(better, error, best_error)
-
-
-@triton.jit
-def _search_codes(
-    x,
-    first,
-    BLOCKS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    MAX: tl.constexpr,
-    SCALE_MANTISSA: tl.constexpr,
-    SCALE_BIAS: tl.constexpr,
-    LAST_CODE: tl.constexpr,
-    OFFSETS: tl.constexpr,
-):
-    """Compute `scale_search.search_nvfp4_scales`."""
-    code, error = first, tl.full(first.shape, float("inf"), tl.float32)
-    for index in tl.static_range(len(OFFSETS)):
-        code, error = _try_code(
-            x,
-            first,
-            code,
-            error,
-            OFFSETS[index],
-            BLOCKS,
-            LEVELS,
-            MANTISSA,
-            BIAS,
-            MAX,
-            SCALE_MANTISSA,
-            SCALE_BIAS,
-            LAST_CODE,
-        )
-    return code
-
-
-@triton.jit
-def _e8m0(amax, SCALING: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr):
-    """Compute `scale_rules.e8m0_scales`."""
-    if SCALING == FLOOR:
-        code = (bits_of(amax) >> _MANTISSA) - EMAX
-    elif SCALING == EVEN:
-        code = ((bits_of(amax) + (_ONE << (_MANTISSA - MANTISSA - 1))) >> _MANTISSA) - EMAX
+    """Store the codes of a tile; the arguments are those of `_cast`."""
+    VECTOR: tl.constexpr = code.shape[2]
+    if PACKED:
+        PAIRS: tl.constexpr = VECTOR // 2
+        even, odd = tl.split(tl.reshape(code, [code.shape[0], code.shape[1], PAIRS, 2]))
+        byte = (even | (odd << 4)).to(tl.uint8)
+        if PART_AXIS == 0:  # a thread holds a block: it stores all of it at once
+            BYTES: tl.constexpr = code.shape[0] * PAIRS
+            byte = tl.reshape(tl.permute(byte, (1, 0, 2)), [code.shape[1], BYTES])
+            to = (start // 2)[:, None] + tl.arange(0, BYTES)
+            inside = tl.broadcast_to((length > 0)[:, None], byte.shape)
+            if RAGGED:
+                inside &= tl.arange(0, BYTES)[None, :] < (length // 2)[:, None]
+        else:
+            to = _spread(start // 2, PART_AXIS) + (_spread(inner // 2, 1 - PART_AXIS) + tl.arange(0, PAIRS))
+            both, _ = tl.split(tl.reshape(mask.to(tl.int32), [code.shape[0], code.shape[1], PAIRS, 2]))
+            inside = both != 0
+        tl.store(codes_ptr + to, byte, inside)
     else:
-        bits = bits_of(tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32)))
-        code = (bits >> _MANTISSA) + ((bits & _LAST_MANTISSA) != 0).to(tl.int32)
-    return tl.minimum(tl.maximum(code, 0), _LARGEST_E8M0)
+        to = _spread(start, PART_AXIS) + (_spread(inner, 1 - PART_AXIS) + tl.arange(0, VECTOR))
+        tl.store(codes_ptr + to, code.to(tl.uint8), mask)
+
+
+@triton.jit
+def _cast(
+    bits,
+    factor,
+    codes_ptr,
+    start,
+    inner,
+    length,
+    mask,
+    PACKED: tl.constexpr,
+    PART_AXIS: tl.constexpr,
+    RAGGED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    POWERS: tl.constexpr,
+    SATURATES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LIMIT: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    SIGN: tl.constexpr,
+):
+    """Round a tile and store its codes.
+
+    Args:
+        bits: Of float32, finite.
+        factor: float32 ``[BLOCKS]``: the scales.
+        codes_ptr: As in `quantize_blocks`.
+        start: int64 ``[BLOCKS]``: the first elements of the blocks.
+        inner: ``[PARTS]``: distance of each vector from there.
+        length: ``[BLOCKS]``: columns of each block that exist; 0 for a block that does not.
+        mask: Which elements of the tile exist.
+        PACKED: Whether two codes share a byte.
+        PART_AXIS: As in `quantize_blocks`.
+        RAGGED: As in `quantize_blocks`.
+        HARDWARE: As in `quantize_blocks`.
+        POWERS: Whether scales are powers of two: dividing is multiplying by the inverse.
+        SATURATES: Whether elements may be beyond LIMIT.
+        LARGEST: The largest value of the format, a float.
+        LIMIT: As in `quantize_blocks`.
+        MANTISSA: `triton_cast.constants` of the format.
+        BIAS: `triton_cast.constants` of the format.
+        SIGN: Bit number of the sign of a code.
+
+    Returns:
+        Without the last dimension of the tile, the sums of ``w**2`` and of the squared errors, float64, and two counts
+        in an int32: saturated elements in the upper half and flushed ones in the lower.
+    """
+    w = float_of(bits & MAGNITUDE)
+    if POWERS:
+        quotient = w * _spread(inverse_of_power(factor), PART_AXIS)
+    else:
+        power = tl.where(factor < _SMALL, _UP, tl.where(factor > _LARGE, _DOWN, 1.0))
+        divisor = factor * power
+        inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        dividend = w * _spread(power, PART_AXIS)
+        if SATURATES:
+            dividend = tl.minimum(dividend, _spread(divisor * _LARGEST_QUOTIENT, PART_AXIS))
+        quotient = divide(dividend, _spread(divisor, PART_AXIS), _spread(inverse, PART_AXIS))
+    if HARDWARE:
+        code = with_sign(quotient, bits).to(tl.float8e4nv)
+        value = tl.abs(code.to(tl.float32))
+        code = code.to(tl.uint8, bitcast=True)
+    else:
+        value = round_magnitude(quotient, MANTISSA, BIAS, LARGEST, 1.0, SATURATES)
+        code = code_of(value, MANTISSA, BIAS) | ((bits >> (_SIGN - SIGN)) & (_ONE << SIGN))
+    exact = w.to(tl.float64)
+    error = exact - (value * _spread(factor, PART_AXIS)).to(tl.float64)
+    counts = ((w != 0.0) & (value == 0.0)).to(tl.int32)
+    if SATURATES:
+        counts += (quotient > LIMIT).to(tl.int32) << _COUNT_BITS
+    _store_codes(codes_ptr, code, start, inner, length, mask, PACKED, PART_AXIS, RAGGED)
+    return tl.sum(exact * exact, 2), tl.sum(error * error, 2), tl.sum(counts, 2)
 
 
 @triton.jit
@@ -176,30 +175,35 @@ def quantize_blocks(
     w_ptr,
     codes_ptr,
     scales_ptr,
-    sums_ptr,
-    counts_ptr,
+    statistics_ptr,
     rows,
     cols,
     grid_cols,
     blocks,
+    tiles,
     given_amax,
     divisor,
     BF16: tl.constexpr,
     PACKED: tl.constexpr,
     ONE_SCALE: tl.constexpr,
     SCALING: tl.constexpr,
+    SATURATES: tl.constexpr,
+    POWERS: tl.constexpr,
+    HARDWARE: tl.constexpr,
     ZERO_SCALE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr,
+    PARTS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    PART_AXIS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    RAGGED: tl.constexpr,
     LARGEST: tl.constexpr,
     LIMIT: tl.constexpr,
     EMAX: tl.constexpr,
     ELEMENT_MANTISSA: tl.constexpr,
     ELEMENT_BIAS: tl.constexpr,
-    ELEMENT_MAX: tl.constexpr,
     ELEMENT_SIGN: tl.constexpr,
     SCALE_MANTISSA: tl.constexpr,
     SCALE_BIAS: tl.constexpr,
@@ -207,36 +211,41 @@ def quantize_blocks(
     LAST_SCALE: tl.constexpr,
     SCALE_OFFSETS: tl.constexpr,
 ):
-    """Quantize ``BLOCKS`` blocks of a slab.
+    """Quantize `tiles` times ``BLOCKS`` blocks of a slab.
 
     Args:
         w_ptr: ``[rows, cols]``, contiguous; int16 where BF16, else float16 or float32.
         codes_ptr: uint8 ``[rows, cols]``, or half of the columns where PACKED.
         scales_ptr: The grid, float32 or uint8; with ONE_SCALE a single scale.
-        sums_ptr: float64 ``[programs, 2]``: signal and noise.
-        counts_ptr: int32 ``[programs, 3]``: numbers of saturated, flushed and non-finite elements.
+        statistics_ptr: float64 ``[programs, 5]``: `STATISTICS`.
         rows: Rows of the slab.
         cols: Columns of the slab; even with PACKED.
         grid_cols: Blocks per row of the grid.
         blocks: Number of blocks.
+        tiles: Tiles that a program casts, one after the other.
         given_amax: float32: with ONE_SCALE used as the amax of every block.
         divisor: float32: the global divisor of NVFP4.
         BF16: Whether the slab is bfloat16.
         PACKED: Whether two codes share a byte.
         ONE_SCALE: Whether all blocks share one scale; blocks are then rows.
         SCALING: How scales are computed.
+        SATURATES: Whether elements may be beyond the largest value times their scale.
+        POWERS: Whether scales are powers of two.
+        HARDWARE: Whether elements are E4M3, and the device rounds to it.
         ZERO_SCALE: CODED_SCALES: the code of the scale of a block of zeros.
         BLOCK_ROWS: Rows of a block.
         BLOCK_COLS: Columns of a block, a power of two; 0 for all columns.
-        BLOCKS: Blocks per program.
-        CHUNK: Elements of a block that are loaded together; the whole block for SEARCH and CODED_SEARCH.
-        LEVELS: log2 of CHUNK.
+        BLOCKS: Blocks of a tile.
+        PARTS: Vectors of a block that are loaded together; all of the block for SEARCH and CODED_SEARCH.
+        VECTOR: Elements of a vector.
+        PART_AXIS: The dimension of the tile that counts parts: 1, or 0 for SEARCH and CODED_SEARCH.
+        WHOLE: Whether a tile holds all of its blocks.
+        RAGGED: Whether the last vectors or blocks of a row may reach beyond it.
         LARGEST: The largest value of the element format, a float.
         LIMIT: Magnitudes above this limit count as saturated.
         EMAX: The exponent of the largest value of the element format.
         ELEMENT_MANTISSA: `triton_cast.constants` of the element format.
         ELEMENT_BIAS: `triton_cast.constants` of the element format.
-        ELEMENT_MAX: `triton_cast.constants` of the element format.
         ELEMENT_SIGN: Bit number of the sign of a code.
         SCALE_MANTISSA: `triton_cast.constants` of the format of coded scales.
         SCALE_BIAS: `triton_cast.constants` of the format of coded scales.
@@ -244,107 +253,126 @@ def quantize_blocks(
         LAST_SCALE: The code of the largest finite coded scale.
         SCALE_OFFSETS: CODED_SEARCH: the codes to try, relative to that of amax, in order (`NVFP4_SEARCH_OFFSETS`).
     """
-    index = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    element = tl.arange(0, CHUNK)
+    part = tl.arange(0, PARTS)
     if BLOCK_COLS == 0:  # one row, of any width
-        first_row, first_col, chunks = index, index * 0, tl.cdiv(cols, CHUNK)
-        inner_row, inner_col = element * 0, element
+        inner_row, inner_col = part * 0, part * VECTOR
+        chunks = 1 if WHOLE else tl.cdiv(cols, PARTS * VECTOR)
     else:
-        first_row, first_col = index // grid_cols * BLOCK_ROWS, index % grid_cols * BLOCK_COLS
-        chunks = BLOCK_ROWS * BLOCK_COLS // CHUNK
-        inner_row, inner_col = element // BLOCK_COLS, element % BLOCK_COLS
-    row = first_row[:, None] + inner_row[None, :]
-    col = first_col[:, None] + inner_col[None, :]
-    inside = (index < blocks)[:, None] & (row < rows)
+        inner_row, inner_col = part // (BLOCK_COLS // VECTOR), part % (BLOCK_COLS // VECTOR) * VECTOR
+        chunks = BLOCK_ROWS * BLOCK_COLS // (PARTS * VECTOR)
     # Distance to the next chunk: columns of a row, or rows of a block.
-    row_step: tl.constexpr = 0 if BLOCK_COLS == 0 else CHUNK // BLOCK_COLS
-    col_step: tl.constexpr = CHUNK if BLOCK_COLS == 0 else 0
+    row_step: tl.constexpr = 0 if BLOCK_COLS == 0 else PARTS * VECTOR // BLOCK_COLS
+    col_step: tl.constexpr = PARTS * VECTOR if BLOCK_COLS == 0 else 0
+    distance = tl.cast(row_step, tl.int64) * cols + col_step
+    inner = inner_row * cols + inner_col
+    FIRST: tl.constexpr = BLOCKS if PART_AXIS == 1 else PARTS
+    SECOND: tl.constexpr = PARTS if PART_AXIS == 1 else BLOCKS
+    signal = tl.zeros([FIRST, SECOND], tl.float64)
+    noise = tl.zeros([FIRST, SECOND], tl.float64)
+    saturated = tl.zeros([FIRST, SECOND], tl.int32)
+    flushed = tl.zeros([FIRST, SECOND], tl.int32)
+    nonfinite = tl.zeros([BLOCKS], tl.int32)
+    for tile in range(tiles):
+        index = (tl.program_id(0) * tiles + tile) * BLOCKS + tl.arange(0, BLOCKS)
+        if BLOCK_COLS == 0:
+            first_row, first_col = index, index * 0
+        else:
+            first_row, first_col = index // grid_cols * BLOCK_ROWS, index % grid_cols * BLOCK_COLS
+        start = first_row.to(tl.int64) * cols + first_col
+        row = _spread(first_row, PART_AXIS) + _spread(inner_row, 1 - PART_AXIS)
+        col = _spread(first_col, PART_AXIS) + (_spread(inner_col, 1 - PART_AXIS) + tl.arange(0, VECTOR))
+        exists = _spread(index < blocks, PART_AXIS)
+        mask = _mask(exists, row, rows, col, cols, RAGGED)
+        length = tl.where(index < blocks, cols - first_col, 0)
+        offsets = _spread(start, PART_AXIS) + (_spread(inner, 1 - PART_AXIS) + tl.arange(0, VECTOR))
 
-    amax_bits = tl.zeros([BLOCKS], tl.int32)
-    invalid = tl.zeros([BLOCKS], tl.int32)
-    for step in range(chunks):
-        at_row, at_col = row + step * row_step, col + step * col_step
-        mask = inside & (at_row < rows) & (at_col < cols)
-        magnitude = load_bits(w_ptr, at_row * cols + at_col, mask, BF16) & MAGNITUDE
-        invalid += tl.sum((magnitude >= INF_BITS).to(tl.int32), 1)
-        amax_bits = tl.maximum(amax_bits, tl.max(tl.where(magnitude < INF_BITS, magnitude, 0), 1))
-    amax = float_of(amax_bits)
-    if ONE_SCALE:
-        amax = tl.zeros([BLOCKS], tl.float32) + given_amax
+        bits = load_bits(w_ptr, offsets, mask, BF16)
+        of_vectors = tl.max(bits & MAGNITUDE, 2)
+        if not WHOLE:
+            for step in range(1, chunks):
+                inside = _mask(exists, row + step * row_step, rows, col + step * col_step, cols, RAGGED)
+                more = load_bits(w_ptr, offsets + step * distance, inside, BF16)
+                of_vectors = tl.maximum(of_vectors, tl.max(more & MAGNITUDE, 2))
+        largest = tl.max(of_vectors, PART_AXIS)
+        # As integers, the bits of NaN and Inf are larger than those of all numbers.
+        dirty = tl.max(largest, 0) >= INF_BITS
+        if dirty:
+            invalid = (bits & MAGNITUDE) >= INF_BITS
+            bits = _finite(bits)
+            nonfinite += tl.sum(tl.sum(invalid.to(tl.int32), 2), PART_AXIS)
+            largest = tl.max(tl.max(bits & MAGNITUDE, 2), PART_AXIS)
+            if not WHOLE:
+                for step in range(1, chunks):
+                    inside = _mask(exists, row + step * row_step, rows, col + step * col_step, cols, RAGGED)
+                    more = load_bits(w_ptr, offsets + step * distance, inside, BF16)
+                    invalid = (more & MAGNITUDE) >= INF_BITS
+                    nonfinite += tl.sum(tl.sum(invalid.to(tl.int32), 2), PART_AXIS)
+                    largest = tl.maximum(largest, tl.max(tl.max(_finite(more) & MAGNITUDE, 2), PART_AXIS))
+        amax = float_of(largest)
+        if ONE_SCALE:
+            amax = tl.zeros([BLOCKS], tl.float32) + given_amax
 
-    if SCALING == FLOAT_SCALES:
-        scale = float_scales(amax, LARGEST)
-        stored = scale
-    elif SCALING == CODED_SCALES or SCALING == CODED_SEARCH:  # noqa: SIM109 (Triton has no `in`)
-        unrounded = divisor * tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
-        rounded = encode_magnitude(bits_of(unrounded) & MAGNITUDE, SCALE_MANTISSA, SCALE_BIAS, SCALE_MAX)
-        stored = tl.where(amax == 0.0, ZERO_SCALE, tl.maximum(rounded, 1))
-        if SCALING == CODED_SEARCH:
-            bits = load_bits(w_ptr, row * cols + col, inside & (col < cols), BF16)
-            x = float_of(tl.where((bits & MAGNITUDE) < INF_BITS, bits, 0)) * divisor
-            stored = _search_codes(
-                x,
-                stored,
-                BLOCKS,
-                LEVELS,
+        stored, factor = block_scales(
+            float_of(bits & MAGNITUDE),
+            amax,
+            divisor,
+            SCALING,
+            ZERO_SCALE,
+            BLOCKS,
+            PARTS,
+            VECTOR,
+            LARGEST,
+            EMAX,
+            ELEMENT_MANTISSA,
+            ELEMENT_BIAS,
+            SCALE_MANTISSA,
+            SCALE_BIAS,
+            SCALE_MAX,
+            LAST_SCALE,
+            SCALE_OFFSETS,
+        )
+        stored = stored.to(scales_ptr.dtype.element_ty)
+        if ONE_SCALE:
+            tl.store(scales_ptr + index * 0, stored, index == 0)
+        else:
+            tl.store(scales_ptr + index, stored, index < blocks)
+
+        for step in range(chunks):
+            if not WHOLE:
+                mask = _mask(exists, row + step * row_step, rows, col + step * col_step, cols, RAGGED)
+                bits = load_bits(w_ptr, offsets + step * distance, mask, BF16)
+                if dirty:
+                    bits = _finite(bits)
+            squares, errors, counts = _cast(
+                bits,
+                factor,
+                codes_ptr,
+                start + step * distance,
+                inner,
+                length,
+                mask,
+                PACKED,
+                PART_AXIS,
+                RAGGED,
+                HARDWARE,
+                POWERS,
+                SATURATES,
+                LARGEST,
+                LIMIT,
                 ELEMENT_MANTISSA,
                 ELEMENT_BIAS,
-                ELEMENT_MAX,
-                SCALE_MANTISSA,
-                SCALE_BIAS,
-                LAST_SCALE,
-                SCALE_OFFSETS,
+                ELEMENT_SIGN,
             )
-        scale = tl.div_rn(
-            decode_magnitude(stored, SCALE_MANTISSA, SCALE_BIAS), tl.zeros([BLOCKS], tl.float32) + divisor
-        )
-    elif SCALING == SEARCH:
-        bits = load_bits(w_ptr, row * cols + col, inside & (col < cols), BF16)
-        w = float_of(tl.where((bits & MAGNITUDE) < INF_BITS, bits, 0))
-        stored = _search(w, amax, EMAX, BLOCKS, LEVELS, ELEMENT_MANTISSA, ELEMENT_BIAS, ELEMENT_MAX)
-        scale = decode_e8m0(stored)
-    else:
-        stored = _e8m0(amax, SCALING, LARGEST, EMAX, ELEMENT_MANTISSA)
-        scale = decode_e8m0(stored)
-    if ONE_SCALE:
-        tl.store(scales_ptr + index * 0, stored.to(scales_ptr.dtype.element_ty), index == 0)
-    else:
-        tl.store(scales_ptr + index, stored.to(scales_ptr.dtype.element_ty), index < blocks)
-
-    signal = tl.zeros([BLOCKS], tl.float64)
-    noise = tl.zeros([BLOCKS], tl.float64)
-    saturated = tl.zeros([BLOCKS], tl.int32)
-    flushed = tl.zeros([BLOCKS], tl.int32)
-    full = tl.broadcast_to(scale[:, None], [BLOCKS, CHUNK])
-    for step in range(chunks):
-        at_row, at_col = row + step * row_step, col + step * col_step
-        mask = inside & (at_row < rows) & (at_col < cols)
-        bits = load_bits(w_ptr, at_row * cols + at_col, mask, BF16)
-        bits = tl.where((bits & MAGNITUDE) < INF_BITS, bits, 0)
-        w = float_of(bits)
-        quotient = bits_of(tl.div_rn(w, full)) & MAGNITUDE
-        code = encode_magnitude(quotient, ELEMENT_MANTISSA, ELEMENT_BIAS, ELEMENT_MAX)
-        value = with_sign(decode_magnitude(code, ELEMENT_MANTISSA, ELEMENT_BIAS), bits)
-        error = w.to(tl.float64) - (value * full).to(tl.float64)
-        signal += tl.sum(w.to(tl.float64) * w.to(tl.float64), 1)
-        noise += tl.sum(error * error, 1)
-        saturated += tl.sum((float_of(quotient) > LIMIT).to(tl.int32), 1)
-        flushed += tl.sum(((w != 0.0) & (code == 0)).to(tl.int32), 1)
-        code |= sign_of(bits) << ELEMENT_SIGN
-        if PACKED:
-            even, odd = tl.split(tl.reshape(code, [BLOCKS, CHUNK // 2, 2]))
-            to = tl.reshape(at_row * (cols // 2) + at_col // 2, [BLOCKS, CHUNK // 2, 2])
-            to, _ = tl.split(to)
-            inside_even, _ = tl.split(tl.reshape(mask.to(tl.int32), [BLOCKS, CHUNK // 2, 2]))
-            tl.store(codes_ptr + to, (even | (odd << 4)).to(tl.uint8), inside_even != 0)
-        else:
-            tl.store(codes_ptr + at_row * cols + at_col, code.to(tl.uint8), mask)
-    program = tl.program_id(0)
-    tl.store(sums_ptr + program * 2, tl.sum(signal, 0))
-    tl.store(sums_ptr + program * 2 + 1, tl.sum(noise, 0))
-    tl.store(counts_ptr + program * 3, tl.sum(saturated, 0))
-    tl.store(counts_ptr + program * 3 + 1, tl.sum(flushed, 0))
-    tl.store(counts_ptr + program * 3 + 2, tl.sum(invalid, 0))
+            signal += squares
+            noise += errors
+            saturated += counts >> _COUNT_BITS
+            flushed += counts & _COUNT
+    to = statistics_ptr + tl.program_id(0) * _STATISTICS
+    tl.store(to, tl.sum(signal))
+    tl.store(to + 1, tl.sum(noise))
+    tl.store(to + 2, tl.sum(saturated).to(tl.float64))
+    tl.store(to + 3, tl.sum(flushed).to(tl.float64))
+    tl.store(to + 4, tl.sum(nonfinite, 0).to(tl.float64))
 
 
 @triton.jit
