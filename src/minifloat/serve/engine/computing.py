@@ -1,46 +1,57 @@
-"""Computes the work of one step; a sequence that fails does not end the others."""
+"""Computes the work of steps; a sequence that fails does not end the others."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from minifloat.serve.engine.device.runner import DeviceRunner
+from minifloat.serve.engine.device.transfer import send
 from minifloat.serve.engine.runner import Runner
-from minifloat.serve.engine.sampling import NonFiniteLogits
+from minifloat.serve.engine.sampling import NonFiniteLogits, TokenChoice, sample
+from minifloat.serve.engine.sampling_device import PendingChoices
+from minifloat.serve.engine.sampling_device import sample as sample_on_device
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.scoring import score
-from minifloat.serve.engine.sequence import Sequence
+from minifloat.serve.engine.sequence import Sequence, State
 from minifloat.serve.engine.token_texts import TokenTexts
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What the work of a step came to.
+class Step:
+    """A step that the model computes, or has computed.
 
     Attributes:
-        items: The work that was computed.
-        logits: float32 ``[n, vocab]``: a row for each of `sampled`.
-        failures: Errors by request id.
+        items: The work that did not fail.
+        sequences: The sequences whose next token the step chooses.
+        choices: For each of them its token, or the error of the choice; or what waits for those.
+        failures: Errors of the model by request id.
     """
 
     items: list[WorkItem]
-    logits: Tensor
+    sequences: list[Sequence]
+    choices: list[TokenChoice | Exception] | PendingChoices
     failures: dict[str, Exception]
 
     @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences whose next token can be chosen now."""
-        return [sequence for sequence, _, end, _ in self.items if end == len(sequence.tokens)]
+    def is_stale(self) -> bool:
+        """Whether all its sequences have ended meanwhile."""
+        return all(item.sequence.state is not State.RUNNING for item in self.items)
+
+    def wait(self) -> list[TokenChoice | Exception]:
+        """Return the choices."""
+        return self.choices.wait() if isinstance(self.choices, PendingChoices) else self.choices
 
 
-def compute(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> StepResult:
+def launch(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> Step:
     """Compute the work of a step, and note the log-probabilities of prompts where they are asked for.
 
     Args:
@@ -51,7 +62,43 @@ def compute(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> St
     logits, failures = _run(runner, items)
     items = _without(items, failures)
     logits, unscored = _score_prompts(items, logits, texts)
-    return StepResult(_without(items, unscored), logits, failures | unscored)
+    items = _without(items, unscored)
+    sequences = [sequence for sequence, _, end, _ in items if end == len(sequence.tokens)]
+    states = [sequence.sampling for sequence in sequences]
+    choices: list[TokenChoice | Exception] | PendingChoices = []
+    if states:
+        choices = sample_on_device(logits, states) if runner.name == "device" else sample(logits, states)
+    return Step(items, sequences, choices, failures | unscored)
+
+
+def launch_next(
+    runner: DeviceRunner, before: Step, schedule: Callable[[list[WorkItem]], list[WorkItem] | None]
+) -> Step | None:
+    """Compute the step after one whose tokens the device has not chosen yet, if the device needs no host for it.
+
+    Args:
+        runner: Computes the logits.
+        before: The step before.
+        schedule: `Scheduler.next_step`, or a function like it.
+    """
+    choices = before.choices
+    if not isinstance(choices, PendingChoices) or choices.tokens is None:
+        return None
+    items = schedule(before.items)
+    if not items:
+        return None
+    sequences, tokens = [item.sequence for item in items], choices.tokens
+    if len(sequences) < len(before.sequences):
+        rows = {sequence.request_id: row for row, sequence in enumerate(before.sequences)}
+        kept = np.array([rows[sequence.request_id] for sequence in sequences])
+        tokens = tokens[send(kept, tokens.device)]
+    try:
+        logits = runner.run_ahead(items, tokens)
+    except Exception:  # the same work is computed again in the next step, one sequence at a time if need be
+        _LOG.exception("a step of %d sequences failed", len(items))
+        return None
+    states = [sequence.sampling for sequence in sequences]
+    return Step(items, sequences, sample_on_device(logits, states, ahead=1), {})
 
 
 def _without(items: Sequences[WorkItem], failures: Collection[str]) -> list[WorkItem]:

@@ -25,15 +25,15 @@ from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.runtime.tokens import end_tokens
 from minifloat.serve.detokenize import TokenDecoder
 from minifloat.serve.engine.cache import BlockPool
-from minifloat.serve.engine.computing import StepResult, compute
+from minifloat.serve.engine.computing import Step, launch, launch_next
+from minifloat.serve.engine.device.runner import DeviceRunner
 from minifloat.serve.engine.grammar import Grammars
 from minifloat.serve.engine.listener import EngineListener, Reporter
 from minifloat.serve.engine.opening import open_model, sampling_defaults
 from minifloat.serve.engine.options import EngineOptions
-from minifloat.serve.engine.sampling import SamplingParams, SamplingState, TokenChoice, sample
-from minifloat.serve.engine.sampling_device import sample as sample_on_device
+from minifloat.serve.engine.sampling import SamplingParams, SamplingState, TokenChoice
 from minifloat.serve.engine.scheduler import Scheduler
-from minifloat.serve.engine.sequence import Delivery, GeneratedText, Request, Sequence
+from minifloat.serve.engine.sequence import Delivery, GeneratedText, Request, Sequence, State
 from minifloat.serve.engine.text import TextStream
 from minifloat.serve.engine.token_texts import TokenTexts
 
@@ -131,7 +131,6 @@ class Engine:
         self._decoder = TokenDecoder(self.tokenizer)
         self._end_tokens = end_tokens(opened.generation_config, opened.config, self.tokenizer)
         self._grammars = Grammars(self.tokenizer, self._runner.vocab, sorted(self._end_tokens))
-        self._sample = sample_on_device if self._runner.name == "device" else sample
         shares = prefix_cache and self._runner.name != "transformers"
         self._pool = BlockPool(self.info.kv_blocks, share=shares)
         self._scheduler = Scheduler(
@@ -142,6 +141,7 @@ class Engine:
             preempted=self._runner.release,
         )
         self._sequences: dict[str, Sequence] = {}
+        self._next: Step | None = None  # the step that the device computes already
 
     @property
     def observer(self) -> EngineListener | None:
@@ -188,11 +188,14 @@ class Engine:
         self.check(request.prompt, params)
         grammar = None if params.grammar is None else self._grammars.begin(params.grammar)
         stops = {*self._end_tokens, *params.stop_token_ids}
+        room = self.info.max_model_len - len(request.prompt)
+        max_length = len(request.prompt) + (room if params.max_tokens is None else min(params.max_tokens, room))
         return Sequence(
             request,
             TextStream(self._decoder, request.prompt, params.stop, params.include_stop),
             SamplingState(params, request.prompt, sorted(stops), grammar),
             self._pool.root(request.cache_salt),
+            max_length,
         )
 
     def add(self, request: Request | Sequence) -> None:
@@ -234,23 +237,30 @@ class Engine:
         return self._pool.usage
 
     def step(self) -> list[Delivery]:
-        """Schedule, run, sample, deliver: compute one step for all sequences and return its results."""
+        """Schedule, run, sample, deliver: compute one step for all sequences and return its results.
+
+        On a GPU the step after it is begun first, where that is possible without knowing this step's tokens: the GPU
+        computes while the host delivers. A sequence that this step ends is then computed once more, for nothing.
+        """
         with current(self._device):
             started = time.perf_counter()
-            result = compute(self._runner, self._scheduler.schedule(), self._texts)
-            self._scheduler.computed(result.items)
-            choices, now = self._choose(result), time.monotonic()
-            deliveries = [self._fail(name, error) for name, error in result.failures.items()]
-            deliveries += [self._deliver(sequence, choice, now) for sequence, choice in choices]
+            step, self._next = self._next, None
+            if step is None or step.is_stale:
+                step = launch(self._runner, self._scheduler.schedule(), self._texts)
+            if isinstance(self._runner, DeviceRunner):
+                self._next = launch_next(self._runner, step, self._scheduler.next_step)
+            choices, now = step.wait(), time.monotonic()
+            items = [item for item in step.items if item.sequence.state is State.RUNNING]
+            self._scheduler.computed(items)
+            deliveries = [self._fail(name, error) for name, error in step.failures.items()]
+            deliveries += [
+                self._deliver(sequence, choice, now)
+                for sequence, choice in zip(step.sequences, choices, strict=True)
+                if sequence.state is State.RUNNING
+            ]
             generated, seconds = sum([len(delivery.tokens) for delivery in deliveries]), time.perf_counter() - started
-            self._reporter.step(self._scheduler, result.items, generated, seconds, self._runner.weight_bytes)
+            self._reporter.step(self._scheduler, items, generated, seconds, self._runner.weight_bytes)
             return deliveries
-
-    def _choose(self, result: StepResult) -> list[tuple[Sequence, TokenChoice | Exception]]:
-        """Choose the next token of each sequence that has logits for one."""
-        sequences = result.sampled
-        choices = self._sample(result.logits, [sequence.sampling for sequence in sequences]) if sequences else []
-        return list(zip(sequences, choices, strict=True))
 
     def _fail(self, request_id: str, error: Exception) -> Delivery:
         """End a request with an error."""
@@ -287,7 +297,7 @@ class Engine:
         delivery = Delivery(name, (token,), text, logprobs, stop_reason=reason, prompt_logprobs=prompt_logprobs)
         if ends or stops or stop is not None or sequence.sampling.ended:
             return self._finish(sequence, delivery, "stop")
-        if length == params.max_tokens or len(sequence.tokens) >= self.info.max_model_len:
+        if len(sequence.tokens) >= sequence.max_length:
             return self._finish(sequence, delivery, "length")
         return delivery
 

@@ -244,16 +244,20 @@ class SamplingState:
             self.grammar.forbid(logits)
         return logits
 
-    def uniform(self) -> float:
-        """Return the number in [0, 1) that the next token is drawn with: the first of Philox's block at its position.
+    def uniform(self, ahead: int = 0) -> float:
+        """Return the number in [0, 1) that a token is drawn with: the first of Philox's block at its position.
 
         The numbers of several positions are generated at a time, because making a generator takes longer than they do.
+
+        Args:
+            ahead: Number of tokens between the last one added and this one.
         """
-        index = self.length - self._first_uniform
+        position = self.length + ahead
+        index = position - self._first_uniform
         if not 0 <= index < len(self._uniform):
-            generator = np.random.Generator(np.random.Philox(key=self._key, counter=self.length))
+            generator = np.random.Generator(np.random.Philox(key=self._key, counter=position))
             self._uniform = generator.random(_POSITIONS * _PHILOX_BLOCK)[::_PHILOX_BLOCK].tolist()
-            self._first_uniform, index = self.length, 0
+            self._first_uniform, index = position, 0
         return self._uniform[index]
 
 

@@ -15,20 +15,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minifloat.serve.engine.device.transfer import fetch, send
+from minifloat.serve.engine.device.transfer import Fetch, send
 from minifloat.serve.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice
 from minifloat.serve.engine.sampling import sample as sample_on_host
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice | Exception]:
-    """Choose the next token of each sequence; waits for the device once.
+class PendingChoices:
+    """The next tokens of some sequences, which the device chooses while the host does other work.
+
+    Attributes:
+        tokens: int64 ``[sequences]``, on the device; None if the host chooses any of them.
+    """
+
+    def __init__(self, tokens: Tensor, best: Tensor, logits: Tensor | None, states: dict[int, SamplingState]) -> None:
+        self.tokens = tokens if logits is None else None
+        self._states = states
+        numbers = torch.stack([tokens.double(), best.double()])
+        self._fetch = Fetch(numbers) if logits is None else Fetch(numbers, logits)
+
+    def wait(self) -> list[TokenChoice | Exception]:
+        """Return the choices, as `minifloat.serve.engine.sampling.sample`; waits for the device once."""
+        first, *rest = self._fetch.wait()
+        numbers = first.numpy()
+        choices: list[TokenChoice | Exception] = list(map(TokenChoice, numbers[0].astype(np.int64).tolist()))
+        for row in np.flatnonzero(~np.isfinite(numbers[1])).tolist():
+            choices[row] = NonFiniteLogits(f"the model's logits are not finite (one is {numbers[1, row]})")
+        for logits in rest:
+            chosen = sample_on_host(logits, list(self._states.values()))
+            for row, choice in zip(self._states, chosen, strict=True):
+                choices[row] = choice
+        return choices
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState], *, ahead: int = 0) -> PendingChoices:
+    """Begin to choose the next token of each sequence; does not wait for the device.
 
     Args:
-        logits: float32 ``[sequences, vocab]``, on any device.
+        logits: float32 ``[sequences, vocab]``, on any device; they may be overwritten afterwards.
         states: States of the sequences.
-
-    Returns:
-        As `minifloat.serve.engine.sampling.sample`.
+        ahead: Number of tokens of each sequence that its state does not know yet.
     """
     groups: dict[_Kind, list[int]] = {kind: [] for kind in _Kind}
     for row, state in enumerate(states):
@@ -37,26 +62,16 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
     best = logits.gather(1, tokens[:, None])[:, 0]
     for kind in (_Kind.DRAWN, _Kind.LIMITED):
         if groups[kind]:
-            table = send(np.array([_settings(row, states[row]) for row in groups[kind]]), logits.device)
+            table = send(np.array([_settings(row, states[row], ahead) for row in groups[kind]]), logits.device)
             limited = kind is _Kind.LIMITED
             if len(groups[kind]) == len(states):
                 tokens = draw(logits, table[:, 1:], limited=limited)
             else:
                 rows = table[:, 0].long()
                 tokens[rows] = draw(logits[rows], table[:, 1:], limited=limited)
-    fetched = [torch.stack([tokens.double(), best.double()])]
     others = groups[_Kind.HOST]
-    if others:
-        fetched.append(logits[send(np.array(others), logits.device)])
-    fetched = fetch(*fetched)
-    numbers = fetched[0].numpy()
-    choices: list[TokenChoice | Exception] = list(map(TokenChoice, numbers[0].astype(np.int64).tolist()))
-    for row in np.flatnonzero(~np.isfinite(numbers[1])).tolist():
-        choices[row] = NonFiniteLogits(f"the model's logits are not finite (one is {numbers[1, row]})")
-    if others:
-        for row, choice in zip(others, sample_on_host(fetched[1], [states[row] for row in others]), strict=True):
-            choices[row] = choice
-    return choices
+    of_others = logits[send(np.array(others), logits.device)] if others else None
+    return PendingChoices(tokens, best, of_others, {row: states[row] for row in others})
 
 
 class _Kind(Enum):
@@ -76,10 +91,15 @@ def _kind(params: SamplingParams) -> _Kind:
     return _Kind.LIMITED if params.limits else _Kind.DRAWN
 
 
-def _settings(row: int, state: SamplingState) -> tuple[float, ...]:
+def is_on_device(params: SamplingParams) -> bool:
+    """Whether the device alone chooses the tokens of a request, so that the host need not know the one before."""
+    return _kind(params) is not _Kind.HOST
+
+
+def _settings(row: int, state: SamplingState, ahead: int) -> tuple[float, ...]:
     """Return the index of a row and the settings that `draw` takes."""
     params = state.params
-    return float(row), params.temperature, params.top_k, params.top_p, params.min_p, state.uniform()
+    return float(row), params.temperature, params.top_k, params.top_p, params.min_p, state.uniform(ahead)
 
 
 def draw(logits: Tensor, settings: Tensor, *, limited: bool) -> Tensor:

@@ -17,6 +17,7 @@ import bisect
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequences
 from typing import NamedTuple
 
 from minifloat.kernels.decoder import BLOCK_TOKENS
@@ -118,6 +119,36 @@ class Scheduler:
                 budget, scored = self._take(sequence, work, budget, scored)
         while budget > 0 and (admitted := self._admit()) is not None:
             budget, scored = self._take(admitted, work, budget, scored)
+        return work
+
+    def next_step(self, items: Sequences[WorkItem]) -> list[WorkItem] | None:
+        """Return the work of the step after one that is being computed, before its tokens are known.
+
+        Sequences that end with their next token get no work. Nothing is preempted, and no prompt begins.
+
+        Args:
+            items: The work of the step that is being computed.
+
+        Returns:
+            One token of each sequence, or None: no sequence goes on for certain, a prompt could begin or continue, or
+            there are too few blocks.
+        """
+        if self.waiting and len(self.running) < self.max_sequences:
+            return None
+        live = [item for item in items if item.sequence.state is State.RUNNING]
+        if len(live) != len(self.running) or not all(item.samples for item in live):
+            return None
+        work = []
+        needed = 0
+        for sequence, _, end, _ in live:
+            if end + 1 < sequence.max_length:
+                work.append(WorkItem(sequence, end, end + 1))
+                needed += end == len(sequence.blocks) * BLOCK_TOKENS
+        if not work or needed > self.pool.free:
+            return None
+        for sequence, _, end, _ in work:
+            if end > len(sequence.blocks) * BLOCK_TOKENS:
+                sequence.blocks += self.pool.allocate(1)
         return work
 
     def computed(self, items: Iterable[WorkItem]) -> None:

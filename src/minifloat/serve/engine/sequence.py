@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
@@ -163,10 +164,12 @@ class Sequence:
         text: Turns the output's tokens into text.
         sampling: The state that the choice of tokens depends on.
         root: Digest before the first block (`BlockPool.root`).
+        max_length: Tokens of prompt and output with which the sequence ends.
 
     Attributes:
         request_id: Id of the request.
         prompt_length: Number of tokens of the prompt.
+        max_length: Tokens of prompt and output with which the sequence ends.
         tokens: Tokens of prompt and output.
         computed: Number of tokens, from the first, whose keys and values are in the cache.
         blocks: Blocks of the cache that hold those keys and values, in order.
@@ -177,10 +180,13 @@ class Sequence:
         preempted: Number of times that the sequence lost its blocks.
     """
 
-    def __init__(self, request: Request, text: TextStream, sampling: SamplingState, root: bytes) -> None:
+    def __init__(
+        self, request: Request, text: TextStream, sampling: SamplingState, root: bytes, max_length: int = sys.maxsize
+    ) -> None:
         self.request = request
         self.request_id = request.request_id
         self.prompt_length = len(request.prompt)
+        self.max_length = max_length
         self.text = text
         self.sampling = sampling
         self.root = root

@@ -193,19 +193,19 @@ def test_sixteen_bits_are_near_float32(dtype: str, device: str, llama_folder: Pa
 def test_a_step_waits_for_the_device_once(device: str, llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = on_device(llama_folder, device)
     waits = 0
-    fetch = transfer.fetch
+    wait = transfer.Fetch.wait
 
-    def counted(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def counted(fetch: transfer.Fetch) -> list[torch.Tensor]:
         nonlocal waits
         waits += 1
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-        found = fetch(*tensors)
+        found = wait(fetch)
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         return found
 
-    monkeypatch.setattr("minifloat.serve.engine.sampling_device.fetch", counted)
+    monkeypatch.setattr(transfer.Fetch, "wait", counted)
     from minifloat.serve.engine import Request
 
     kinds = [

@@ -63,7 +63,7 @@ def test_rows_of_every_kind_get_the_choice_of_the_host(device: str) -> None:
     logits[:, 0] = 9.0
     logits[11:13, 5], logits[22, 0] = math.nan, math.inf
     for _ in range(3):
-        found, expected = sample(logits.to(device), states), sample_on_host(logits, states)
+        found, expected = sample(logits.to(device), states).wait(), sample_on_host(logits, states)
         for row, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
             if row in (11, 12, 22):
                 assert isinstance(mine, NonFiniteLogits)
@@ -79,7 +79,7 @@ def test_the_numbers_of_a_seed_are_those_of_the_host() -> None:
     logits = torch.zeros(1, 1000)
     state = SamplingState(SamplingParams(temperature=1.0, seed=9), [1])
     for _ in range(20):
-        (choice,) = sample(logits, [state])
+        (choice,) = sample(logits, [state]).wait()
         assert isinstance(choice, TokenChoice)
         assert choice.token == int(np.float64(state.uniform()) * 1000)
         state.add(choice.token)

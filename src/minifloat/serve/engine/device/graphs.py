@@ -105,17 +105,20 @@ class DecodeGraphs:
         """Return the smallest batch size with a graph that holds `count` sequences."""
         return min(size for size in self._graphs if size >= count)
 
-    def run(self, rows: NDArray[np.int32]) -> Tensor:
+    def run(self, rows: NDArray[np.int32], tokens: Tensor | None = None) -> Tensor:
         """Compute one token of each sequence.
 
         Args:
             rows: Rows made by `rows`, as many as `size` returns, the first ones filled in.
+            tokens: The tokens of the first rows, on the device; None: those in `rows`.
 
         Returns:
             float32 ``[len(rows), vocab]``, overwritten by the next call.
         """
         count, columns = rows.shape
         self.inputs[:count, :columns].copy_(staged(rows, self._device), non_blocking=True)
+        if tokens is not None:
+            self.inputs[: len(tokens), 0].copy_(tokens)
         self._graphs[count].replay()
         return self.logits[:count]
 

@@ -60,10 +60,23 @@ class DeviceRunner:
     def run(self, works: Sequences[WorkItem]) -> Tensor:
         """Compute tokens, as `Runner.run`; the logits are on the device, and the next call may overwrite them."""
         if all(end - start == 1 and end == len(sequence.tokens) for sequence, start, end, _ in works):
-            rows = self._graphs.rows(self._graphs.size(len(works)), self._width(works))
-            self._tables.fill(rows, works)
-            return self._graphs.run(rows)[: len(works)]
+            return self._run_graph(works)
         return step(self._decoder, self._cache, self._mixed(works)).float()
+
+    @torch.no_grad()
+    def run_ahead(self, works: Sequences[WorkItem], tokens: Tensor) -> Tensor:
+        """Compute one token of each sequence, as `run`, before the host knows the tokens.
+
+        Args:
+            works: Work of one token each.
+            tokens: int64 ``[n]``: the tokens, on the device.
+        """
+        return self._run_graph(works, tokens)
+
+    def _run_graph(self, works: Sequences[WorkItem], tokens: Tensor | None = None) -> Tensor:
+        rows = self._graphs.rows(self._graphs.size(len(works)), self._width(works))
+        self._tables.fill(rows, works)
+        return self._graphs.run(rows, tokens)[: len(works)]
 
     def release(self, sequence: Sequence) -> None:
         """Forget the block table of a sequence, whose blocks may be given to another."""

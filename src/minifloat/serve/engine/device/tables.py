@@ -37,6 +37,8 @@ class BlockTables:
     def fill(self, rows: NDArray[np.int32], works: Sequences[WorkItem]) -> None:
         """Write work of one token each into rows: token, position, slot and blocks.
 
+        A token that is not known yet is left out.
+
         Args:
             rows: ``[n, COLUMNS + W]``, `n` at least the number of works and `W` at least the blocks of each. What
                 follows the blocks of a sequence in its row is undefined.
@@ -48,7 +50,8 @@ class BlockTables:
         blocks = rows[:count, COLUMNS:]
         own = np.array([self._row(work.sequence) for work in works], dtype=np.int64)
         blocks[:] = self._blocks[own, : blocks.shape[1]]
-        rows[:count, 0] = [work.sequence.tokens[start] for work, start in zip(works, starts, strict=True)]
+        tokens = [sequence.tokens[start] for sequence, start, _, _ in works if start < len(sequence.tokens)]
+        rows[: len(tokens), 0] = tokens
         rows[:count, 1] = positions
         rows[:count, 2] = blocks[np.arange(count), positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
 

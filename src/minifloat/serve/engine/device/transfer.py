@@ -23,13 +23,23 @@ def send(array: NDArray[Any], device: torch.device) -> Tensor:
     return staged(array, device).to(device, non_blocking=True)
 
 
-def fetch(*tensors: Tensor) -> list[Tensor]:
-    """Copy tensors of one device to the host. Only here does a step wait for the device."""
-    if not tensors[0].is_cuda:
-        return [tensor.clone() for tensor in tensors]
-    copies = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        for tensor in tensors
-    ]
-    torch.cuda.current_stream(tensors[0].device).synchronize()
-    return copies
+class Fetch:
+    """A copy of tensors of one device to the host, which begins now and does not wait."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        if tensors[0].is_cuda:
+            self._copies = [
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in tensors
+            ]
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+            self._done.record(torch.cuda.current_stream(tensors[0].device))
+        else:
+            self._copies = [tensor.clone() for tensor in tensors]
+
+    def wait(self) -> list[Tensor]:
+        """Return the copies. Only here does a step wait for the device."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copies
