@@ -32,6 +32,13 @@ _INTERPRETED: Any = tl.constexpr(triton_runtime.is_interpreted())
 MAGNITUDE: Any = tl.constexpr((1 << (FLOAT32.bits - 1)) - 1)
 INF_BITS: Any = tl.constexpr(FLOAT32.max_code + 1)
 _MIN_NORMAL_BITS: Any = tl.constexpr(1 << FLOAT32.mantissa_bits)
+#: Scales outside of this range are brought near it before a division.
+_SMALL: Any = tl.constexpr(2.0**-40)
+_LARGE: Any = tl.constexpr(2.0**40)
+_UP: Any = tl.constexpr(2.0**64)
+_DOWN: Any = tl.constexpr(2.0**-64)
+#: Larger quotients are larger than the largest element of any format.
+LARGEST_QUOTIENT: Any = tl.constexpr(2.0**20)
 _EPSILON: Any = tl.constexpr(2.0**-FLOAT32.mantissa_bits)
 
 
@@ -125,6 +132,23 @@ def divide(w, divisor, inverse):
     quotient = w * inverse
     quotient = fused(fused(quotient, -divisor, w), inverse, quotient)
     return fused(fused(quotient, -divisor, w), inverse, quotient)
+
+
+@triton.jit
+def division_terms(scale):
+    """Return a factor for dividends, a divisor and its inverse: ``divide`` then divides by any `scale` > 0.
+
+    Scales outside of the range that `divide` takes are multiplied, with their dividends, by a power of two. Dividends
+    that this makes subnormal have quotients far below the smallest element. By Inf, finite numbers give 0 and Inf gives
+    NaN; by NaN, everything gives NaN.
+    """
+    factor = tl.where(scale < _SMALL, _UP, tl.where(scale > _LARGE, _DOWN, 1.0))
+    divisor = scale * factor
+    is_number = bits_of(scale) < INF_BITS
+    factor = tl.where(is_number, factor, scale - scale)  # Inf - Inf is NaN
+    factor = tl.where(bits_of(scale) == INF_BITS, 0.0, factor)
+    divisor = tl.where(is_number, divisor, 1.0)
+    return factor, divisor, tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
 
 
 @triton.jit

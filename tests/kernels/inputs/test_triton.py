@@ -50,15 +50,17 @@ def test_it_compiles_to_operations_that_round_as_ieee_754_has_it(
 
     integers = ("rows", "cols", "groups", "total", "x_stride", "scale_row_stride", "scale_col_stride")
     pointers = {"x_ptr": "*i16", "codes_ptr": "*u8", "scales_ptr": "*fp32", "given_ptr": "*fp32"}
-    arguments = triton.kernel_arguments(spec, torch.bfloat16, cols, given=not spec.dynamic)
+    has_cast = capability >= 89
+    arguments = triton.kernel_arguments(spec, torch.bfloat16, cols, given=not spec.dynamic, rounds_e4m3=has_cast)
     signature = pointers | dict.fromkeys(integers, "i32")
     aligned = ("x_ptr", "codes_ptr", "scales_ptr", "cols", "x_stride")
-    compiled = compile_ahead(triton.quantize_groups, signature, arguments, capability, triton.LAUNCH, aligned)
+    options = triton.options(arguments)
+    compiled = compile_ahead(triton.quantize_groups, signature, arguments, capability, options, aligned)
     assert compiled.opcodes(r"div\.rn\.f32$")
     assert not compiled.opcodes(r"div\.(full|approx)")
-    assert not compiled.opcodes(r"(fma|mad)\..*f32")
+    assert compiled.fused == compiled.fused_on_request
     assert ".ftz" not in compiled.ptx
-    assert not compiled.opcodes(r"cvt\..*e4m3")
+    assert set(compiled.opcodes(r"cvt\..*e4m3")) == ({"cvt.rn.satfinite.e4m3x2.f32"} if has_cast else set())
     assert compiled.stack == 0
     assert compiled.opcodes(r"ld\.global\..*v4")  # 16 bytes at a time
 

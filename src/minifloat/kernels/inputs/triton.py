@@ -15,17 +15,22 @@ from torch import Tensor
 
 from minifloat.kernels.triton_cast import (
     INF_BITS,
+    LARGEST_QUOTIENT,
     MAGNITUDE,
     OPTIONS,
     bits_of,
-    constants,
-    encode_magnitude,
+    code_of,
+    divide,
+    division_terms,
     float_of,
     float_scales,
     load_bits,
+    round_magnitude,
+    rounds_e4m3,
     sign_of,
+    with_sign,
 )
-from minifloat.numerics.formats import FLOAT32, ElementFormat
+from minifloat.numerics.formats import E4M3, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scale_rules import amax
 from minifloat.numerics.scale_rules import float_scales as scales_of
@@ -34,7 +39,8 @@ from minifloat.numerics.scheme import ActivationSpec
 #: Elements that a program holds at a time: for small groups, and at most.
 _TILE = 2048
 _LARGEST_TILE = 8192
-LAUNCH: dict[str, Any] = {"num_warps": 8, **OPTIONS}
+#: Elements that a thread holds at a time.
+_PER_THREAD = 16
 
 
 def why_not(spec: ActivationSpec) -> str:
@@ -69,8 +75,8 @@ def quantize_groups(
     LARGEST: tl.constexpr,
     ELEMENT_MANTISSA: tl.constexpr,
     ELEMENT_BIAS: tl.constexpr,
-    ELEMENT_MAX: tl.constexpr,
     ELEMENT_SIGN: tl.constexpr,
+    HARDWARE: tl.constexpr,
     NAN_CODE: tl.constexpr,
 ):
     """Quantize ``GROUPS`` groups of columns.
@@ -96,12 +102,12 @@ def quantize_groups(
         LARGEST: The largest value of the format, a float.
         ELEMENT_MANTISSA: `triton_cast.constants` of the format.
         ELEMENT_BIAS: `triton_cast.constants` of the format.
-        ELEMENT_MAX: `triton_cast.constants` of the format.
         ELEMENT_SIGN: Bit number of the sign of a code.
+        HARDWARE: Whether the format is E4M3, and the device rounds to it.
         NAN_CODE: The NaN code of the format.
     """
-    index = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    row, group = index // groups, index % groups
+    index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    row, group = (index // groups).to(tl.int64), index % groups
     col = (group * GROUP)[:, None] + tl.arange(0, CHUNK)[None, :]
     exists = (index < total)[:, None]
     inside = exists & (row < rows)[:, None]
@@ -119,17 +125,24 @@ def quantize_groups(
         # As integers, the bits of NaN are larger than those of Inf, and those larger than all numbers.
         scale = float_scales(float_of(largest), LARGEST)
         tl.store(scales_ptr + row * scale_row_stride + group * scale_col_stride, scale, index < total)
-    full = tl.broadcast_to(scale[:, None], [GROUPS, CHUNK])
+    factor, divisor, inverse = division_terms(scale)
+    limit = (divisor * LARGEST_QUOTIENT)[:, None]
+    factor, divisor, inverse = factor[:, None], divisor[:, None], inverse[:, None]
     for chunk in range(chunks):
         at = col + chunk * CHUNK
         bits = first
         if not WHOLE:
             bits = load_bits(x_ptr, row[:, None] * x_stride + at, inside & (at < cols), BF16)
-        quotient = bits_of(tl.div_rn(float_of(bits), full))
-        magnitude = quotient & MAGNITUDE
-        code = encode_magnitude(magnitude, ELEMENT_MANTISSA, ELEMENT_BIAS, ELEMENT_MAX)
-        code |= sign_of(quotient) << ELEMENT_SIGN
-        code = tl.where(magnitude > INF_BITS, NAN_CODE, code)
+        dividend = float_of(bits & MAGNITUDE) * factor
+        if GIVEN:  # a comparison, because the minimum with NaN is a number
+            dividend = tl.where(dividend > limit, limit, dividend)
+        quotient = divide(dividend, divisor, inverse)
+        if HARDWARE:
+            code = with_sign(quotient, bits).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            value = round_magnitude(quotient, ELEMENT_MANTISSA, ELEMENT_BIAS, LARGEST, 1.0, True)
+            code = (code_of(value, ELEMENT_MANTISSA, ELEMENT_BIAS) | (sign_of(bits) << ELEMENT_SIGN)).to(tl.uint8)
+        code = tl.where((bits_of(quotient) & MAGNITUDE) > INF_BITS, NAN_CODE, code)
         tl.store(codes_ptr + row[:, None] * cols + at, code.to(tl.uint8), exists & (at < cols))
 
 
@@ -152,16 +165,24 @@ def quantize_inputs(x: Tensor, spec: ActivationSpec, scale: Tensor | None, rows:
     total = rows * groups
     if total and cols:
         source = x.view(torch.int16) if x.dtype == torch.bfloat16 else x
-        arguments = kernel_arguments(spec, x.dtype, cols, given=scale is not None)
+        arguments = kernel_arguments(spec, x.dtype, cols, given=scale is not None, rounds_e4m3=rounds_e4m3(x.device))
         with torch.cuda.device_of(x):
             quantize_groups[(-(-total // arguments["GROUPS"]),)](
                 source, codes, grid, static_scale, x.shape[0], cols, groups, total, x.stride(0), *grid.stride(),
-                **arguments, **LAUNCH,
+                **arguments, **options(arguments),
             )  # fmt: skip
     return codes, grid
 
 
-def kernel_arguments(spec: ActivationSpec, dtype: torch.dtype, cols: int, *, given: bool) -> dict[str, Any]:
+def options(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the launch of the kernel with the constants `arguments`."""
+    elements = arguments["GROUPS"] * arguments["CHUNK"]
+    return {"num_warps": min(max(elements // (32 * _PER_THREAD), 1), 16), **OPTIONS}
+
+
+def kernel_arguments(
+    spec: ActivationSpec, dtype: torch.dtype, cols: int, *, given: bool, rounds_e4m3: bool = False
+) -> dict[str, Any]:
     """Return the constants that `quantize_groups` is compiled with.
 
     Args:
@@ -169,6 +190,7 @@ def kernel_arguments(spec: ActivationSpec, dtype: torch.dtype, cols: int, *, giv
         dtype: The dtype of the input.
         cols: Columns of the input.
         given: Whether the caller passes the scale.
+        rounds_e4m3: As in `quantize.triton.kernel_arguments`.
     """
     element: ElementFormat = spec.element
     width = spec.granularity.cols or 0
@@ -183,5 +205,7 @@ def kernel_arguments(spec: ActivationSpec, dtype: torch.dtype, cols: int, *, giv
         "LARGEST": element.max,
         "ELEMENT_SIGN": element.bits - 1,
         "NAN_CODE": element.nan_code,
-        **constants(element, "ELEMENT"),
+        "ELEMENT_MANTISSA": element.mantissa_bits,
+        "ELEMENT_BIAS": element.bias,
+        "HARDWARE": rounds_e4m3 and element is E4M3,
     }

@@ -20,9 +20,11 @@ import triton.language as tl
 from minifloat.kernels.quantize.triton.scales import block_scales
 from minifloat.kernels.triton_cast import (
     INF_BITS,
+    LARGEST_QUOTIENT,
     MAGNITUDE,
     code_of,
     divide,
+    division_terms,
     float_of,
     inverse_of_power,
     load_bits,
@@ -33,13 +35,6 @@ from minifloat.numerics.formats import FLOAT32
 
 _SIGN: Any = tl.constexpr(FLOAT32.bits - 1)
 _ONE: Any = tl.constexpr(1)  # the interpreter cannot shift a plain number by a constexpr
-#: Scales outside of this range are multiplied, with their elements, by a power of two that brings them near it.
-_SMALL: Any = tl.constexpr(2.0**-40)
-_LARGE: Any = tl.constexpr(2.0**40)
-_UP: Any = tl.constexpr(2.0**64)
-_DOWN: Any = tl.constexpr(2.0**-64)
-#: Larger quotients are larger than the largest element of any format.
-_LARGEST_QUOTIENT: Any = tl.constexpr(2.0**20)
 #: A tile has fewer elements than a count has values.
 _COUNT_BITS: Any = tl.constexpr(16)
 _COUNT: Any = tl.constexpr((1 << 16) - 1)
@@ -147,12 +142,10 @@ def _cast(
     if POWERS:
         quotient = w * _spread(inverse_of_power(factor), PART_AXIS)
     else:
-        power = tl.where(factor < _SMALL, _UP, tl.where(factor > _LARGE, _DOWN, 1.0))
-        divisor = factor * power
-        inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+        power, divisor, inverse = division_terms(factor)
         dividend = w * _spread(power, PART_AXIS)
         if SATURATES:
-            dividend = tl.minimum(dividend, _spread(divisor * _LARGEST_QUOTIENT, PART_AXIS))
+            dividend = tl.minimum(dividend, _spread(divisor * LARGEST_QUOTIENT, PART_AXIS))
         quotient = divide(dividend, _spread(divisor, PART_AXIS), _spread(inverse, PART_AXIS))
     if HARDWARE:
         code = with_sign(quotient, bits).to(tl.float8e4nv)
