@@ -148,3 +148,17 @@ def test_logits_that_are_not_finite_are_an_error_of_their_own_row() -> None:
     logits[3, 4] = -torch.inf
     choices = sample(logits, [SamplingState(SamplingParams(temperature=0.0), [])] * 4)
     assert [type(choice) for choice in choices] == [TokenChoice, NonFiniteLogits, NonFiniteLogits, TokenChoice]
+
+
+def test_numbers_of_draws_are_those_of_philox_at_each_position_in_any_order() -> None:
+    state = SamplingState(SamplingParams(seed=11), [1])
+
+    def expected(position: int) -> float:
+        return float(np.random.Generator(np.random.Philox(key=11, counter=position)).random())
+
+    for position in range(150):
+        assert state.uniform(1) == expected(position + 1)
+        assert state.uniform() == expected(position)
+        state.add(0)
+    assert state.uniform(1000) == expected(1150)
+    assert state.uniform() == expected(150)

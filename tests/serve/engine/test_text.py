@@ -79,3 +79,10 @@ def test_a_stop_string_may_be_found_only_when_no_more_tokens_come(llama_folder: 
     stream = TextStream(tokenizer, [], ["\N{REPLACEMENT CHARACTER}"], include_stop=False)
     assert "".join(stream.add(token)[0] for token in tokens) == "ok"
     assert stream.finish() == ("", "\N{REPLACEMENT CHARACTER}")
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(llama_folder)
+    monkeypatch.setattr(type(tokenizer), "decode", lambda self, ids, **_: "".join(f"<{token}>" for token in ids))
+    stream = Detokenizer(tokenizer, [3])
+    assert [stream.add(5), stream.add(6)] == ["<5>", "<6>"]
