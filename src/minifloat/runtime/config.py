@@ -1,16 +1,20 @@
 """The transformers config of a checkpoint, its dtype and its generation config; no modelling code is imported.
 
-Code that comes with a checkpoint is never run.
+Code that comes with a checkpoint is never run. transformers is imported when a function needs it.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import GenerationConfig, PreTrainedConfig
 
 from minifloat.architecture.full_config import full_config
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint
 from minifloat.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig
 
 _GENERATION_FILE = "generation_config.json"
 
@@ -49,6 +53,8 @@ def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
     Raises:
         ConfigError: If transformers cannot use the file.
     """
+    from transformers import GenerationConfig
+
     path = checkpoint.path / _GENERATION_FILE
     if not path.is_file():
         return None

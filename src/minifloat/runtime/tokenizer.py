@@ -1,21 +1,41 @@
-"""The tokenizer of a model folder, by transformers."""
+"""The tokenizer of a model folder: by transformers, which is imported when a function needs it, or without it."""
 
 from __future__ import annotations
 
 import fnmatch
+import logging
 import os
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Tokenizer, models
-from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from minifloat.checkpoint.files import list_folder
 from minifloat.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from minifloat.runtime.file_tokenizer import FileTokenizer
+
+    TextTokenizer: TypeAlias = FileTokenizer | PreTrainedTokenizerBase
+
+_LOG = logging.getLogger(__name__)
 #: Name patterns of files that only a folder with a tokenizer has.
 _FILES = ("tokenizer*", "tekken.json", "spiece.model", "sentencepiece*.model", "*.tiktoken", "vocab*", "merges.txt")
+
+
+def serving_tokenizer(path: str | os.PathLike[str]) -> TextTokenizer:
+    """Load the tokenizer of a model folder, without transformers where that gives the same tokens.
+
+    Raises:
+        CheckpointError: If transformers has to read it and finds no tokenizer, or cannot load it.
+    """
+    from minifloat.runtime.tokenizer_files import read_file_tokenizer
+
+    tokenizer = read_file_tokenizer(Path(path))
+    if not isinstance(tokenizer, str):
+        return tokenizer
+    _LOG.info("transformers reads the tokenizer, which takes seconds, because %s", tokenizer)
+    return load_tokenizer(path)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
@@ -24,6 +44,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError: If transformers finds no tokenizer, or cannot load it.
     """
+    from transformers import AutoTokenizer
+
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=False, local_files_only=True
@@ -48,6 +70,10 @@ def token_id_tokenizer(*configs: Any) -> PreTrainedTokenizerBase:
         configs: transformers' config of the text model, then others that may name BOS, EOS and the padding token; the
             first that names one counts.
     """
+    from tokenizers import Tokenizer, models
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {str(token): token for token in range(configs[0].vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
     special: dict[str, str] = {}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from minifloat.runtime.tokenizer import TextTokenizer
 
 
-def end_tokens(generation_config: Any, config: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
+def end_tokens(generation_config: Any, config: Any, tokenizer: TextTokenizer | None = None) -> frozenset[int]:
     """Return the tokens at which a model's texts end.
 
     Args:
@@ -23,7 +24,7 @@ def end_tokens(generation_config: Any, config: Any, tokenizer: PreTrainedTokeniz
     return frozenset()
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int, text: str) -> bytes:
+def token_bytes(tokenizer: TextTokenizer, token: int, text: str) -> bytes:
     """Return the bytes of a token; those of its text where the tokenizer's alphabet is not known.
 
     Args:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from minifloat.runtime.file_tokenizer import FileTokenizer
+
+if TYPE_CHECKING:
+    from minifloat.runtime.tokenizer import TextTokenizer
 
 #: Tokens that one character may be spread over: one for each byte.
 _LONGEST_CHARACTER = 4
@@ -18,7 +22,7 @@ class TokenDecoder:
         tokenizer: The tokenizer of the model; its special tokens have no text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
         self._single: dict[int, str | None] = {}
@@ -38,16 +42,21 @@ class TokenDecoder:
             return text
 
 
-def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+def _decoder_of(tokenizer: TextTokenizer) -> Callable[[list[int]], str]:
     """Return the function that decodes tokens without special tokens and without cleaning spaces up."""
+    if isinstance(tokenizer, FileTokenizer):
+        decode = tokenizer.backend.decode
+        return lambda ids: str(decode(ids, skip_special_tokens=True))
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
     kind = type(tokenizer)
     if (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and kind.decode is PreTrainedTokenizerBase.decode
         and kind._decode is PreTrainedTokenizerFast._decode
     ):
-        decode = tokenizer.backend_tokenizer.decode  # transformers adds checks of its arguments, which take longer
-        return lambda ids: str(decode(ids, skip_special_tokens=True))
+        fast = tokenizer.backend_tokenizer.decode  # transformers adds checks of its arguments, which take longer
+        return lambda ids: str(fast(ids, skip_special_tokens=True))
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
@@ -63,7 +72,7 @@ class Detokenizer:
         prompt: Token ids before the first token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | TokenDecoder, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: TextTokenizer | TokenDecoder, prompt: Sequence[int]) -> None:
         self._decoder = tokenizer if isinstance(tokenizer, TokenDecoder) else TokenDecoder(tokenizer)
         self._decode = self._decoder.text
         # Only the tokens that `_pending` may decode again are kept: a text may be long.

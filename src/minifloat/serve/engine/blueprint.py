@@ -1,9 +1,8 @@
 """The structure of a model of the Llama family: what its config says, and the names and shapes of its parameters.
 
 Both decoders, that of the CPU (`native_decoder.py`) and that of GPUs (`device/decoder.py`), are built from a
-`Blueprint` and a `WeightSource`. No model of transformers is built for that: its config classes supply the defaults and
-its RoPE functions the rotary frequencies. Structure and names are those of transformers' classes, which
-tests/serve/engine/test_blueprint.py compares.
+`Blueprint` and a `WeightSource`. No model of transformers is built for that. Structure and names are those of
+transformers' classes, which tests/serve/engine/test_blueprint.py compares.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minifloat.architecture.decoder_families import why_not_family
 from minifloat.checkpoint import CONFIG_FILE
@@ -22,6 +19,7 @@ from minifloat.errors import ConfigError
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.runtime.tensors import ignorable_names
 from minifloat.runtime.weights import FusedParameter, ModelParameters
+from minifloat.serve.engine.rotary import rotary_frequencies
 
 #: ``model_type`` -> the class in transformers.
 _ARCHITECTURES = {
@@ -164,7 +162,7 @@ class Blueprint:
 
     Attributes:
         architecture: Class of the model in transformers.
-        config: transformers' config.
+        config: A `DecoderConfig`, or transformers' config.
         dtype: Dtype of the activations and of the weights that are not quantized.
         heads: Heads of queries.
         kv_heads: Heads of keys and values.
@@ -227,26 +225,25 @@ class Blueprint:
         )
 
 
-def why_not_supported(config: PreTrainedConfig, dtype: torch.dtype, *, experts: bool = True) -> str:
+def why_not_supported(config: Any, dtype: torch.dtype, *, experts: bool = True) -> str:
     """Return why a decoder does not support a model; an empty text if it does, as far as the config tells.
 
     Args:
-        config: transformers' config.
+        config: A `DecoderConfig`, or transformers' config.
         dtype: Dtype of the activations.
         experts: Whether the decoder supports mixtures of experts.
     """
     if dtype not in DTYPES:
         return f"it is {dtype}"
-    values: Any = config
-    rope = (getattr(values, "rope_parameters", None) or {}).get("rope_type", "default")
-    return why_not_family(values.model_type, getattr(values, "hidden_act", None), rope, experts=experts)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return why_not_family(config.model_type, getattr(config, "hidden_act", None), rope, experts=experts)
 
 
-def blueprint_of(config: PreTrainedConfig, dtype: torch.dtype) -> Blueprint:
+def blueprint_of(config: Any, dtype: torch.dtype) -> Blueprint:
     """Return the structure of a model.
 
     Args:
-        config: transformers' config of a model that `why_not_supported` has nothing against.
+        config: A `DecoderConfig`, or transformers' config, of a model that `why_not_supported` has nothing against.
         dtype: Dtype of the activations and of the weights that are not quantized.
 
     Raises:
@@ -277,16 +274,6 @@ def blueprint_of(config: PreTrainedConfig, dtype: torch.dtype) -> Blueprint:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
         path = f"{values.name_or_path}/{CONFIG_FILE}"
         raise ConfigError(path, f"no {values.model_type} model can be built of it: {error!r}") from error
-
-
-def rotary_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
-    """Return the radians per position, float32 ``[head_dim / 2]``, and the factor of cosines and sines."""
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type != "default":
-        inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[rope_type](config)
-        return inv_freq.float().contiguous(), float(attention_scaling)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
 
 
 def _layer(config: Any, index: int, head_dim: int) -> LayerPlan:

@@ -13,15 +13,13 @@ import os
 import time
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Sequences
-from typing import Any, Literal, overload
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.hub import model_folder
 from minifloat.runtime.devices import current, device_named
 from minifloat.runtime.heap import returned_when_freed
-from minifloat.runtime.tokenizer import load_tokenizer
+from minifloat.runtime.tokenizer import serving_tokenizer
 from minifloat.runtime.tokens import end_tokens
 from minifloat.serve.detokenize import TokenDecoder
 from minifloat.serve.engine.cache import BlockPool
@@ -36,6 +34,9 @@ from minifloat.serve.engine.scheduler import Scheduler
 from minifloat.serve.engine.sequence import Delivery, GeneratedText, Request, Sequence, State
 from minifloat.serve.engine.text import TextStream
 from minifloat.serve.engine.token_texts import TokenTexts
+
+if TYPE_CHECKING:
+    from minifloat.runtime.tokenizer import TextTokenizer
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,8 +72,8 @@ class Engine:
 
     Attributes:
         info: Name, formats and sizes of the model.
-        config: transformers' config of the model.
-        tokenizer: The tokenizer that was given, or that of the folder.
+        config: The model's config, with the fields of transformers' class.
+        tokenizer: The tokenizer that was given, or that of the folder: a `FileTokenizer` or transformers' own.
         generation_defaults: Sampling parameters of generation_config.json, by the names of `SamplingParams`.
 
     Raises:
@@ -99,7 +100,7 @@ class Engine:
         impl: str = "auto",
         observer: EngineListener | None = None,
         revision: str | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: TextTokenizer | None = None,
     ) -> None:
         options = EngineOptions(
             dtype=dtype,
@@ -121,7 +122,7 @@ class Engine:
                 f"max_num_batched_tokens: expected more than max_num_seqs, {max_num_seqs}; got {max_num_batched_tokens}"
             )
         folder = model_folder(path, revision=revision)
-        self.tokenizer = load_tokenizer(folder) if tokenizer is None else tokenizer
+        self.tokenizer = serving_tokenizer(folder) if tokenizer is None else tokenizer
         with returned_when_freed(), current(self._device):
             opened = open_model(folder, options)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner

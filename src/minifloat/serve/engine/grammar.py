@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minifloat.errors import KernelUnavailable, UsageError
+from minifloat.runtime.file_tokenizer import FileTokenizer
 
 MAX_SCHEMA_BYTES = 64 << 10
 #: White space as `json.dumps` writes it: if any amount is allowed, a weak model may write nothing else.
@@ -61,7 +62,6 @@ class Grammar:
 def _llguidance() -> Any:
     try:
         import llguidance
-        import llguidance.hf
     except ImportError as error:
         raise KernelUnavailable("JSON output needs llguidance: pip install 'minifloat[serve]'") from error
     return llguidance
@@ -71,7 +71,7 @@ class Grammars:
     """Compiles grammars for one tokenizer.
 
     Args:
-        tokenizer: transformers' tokenizer; it must be a fast one.
+        tokenizer: A `FileTokenizer`, or transformers' tokenizer, which must be a fast one.
         vocab: Number of logits of the model.
         end_tokens: The model's end-of-sequence tokens.
     """
@@ -90,13 +90,22 @@ class Grammars:
         module = _llguidance()
         if self._llguidance_tokenizer is None:
             try:
-                self._llguidance_tokenizer = module.hf.from_tokenizer(self._tokenizer, self._vocab, self._end or None)
+                self._llguidance_tokenizer = self._compile(module)
             except Exception as error:  # llguidance raises several kinds for tokenizers that it cannot read
                 raise KernelUnavailable(f"JSON output is not possible with this tokenizer: {error}") from error
         problem = module.LLMatcher.validate_grammar(grammar.source, self._llguidance_tokenizer)
         if problem:
             raise UsageError(f"response_format: {problem}")
         return GrammarState(module.LLMatcher(self._llguidance_tokenizer, grammar.source, log_level=0), self._vocab)
+
+    def _compile(self, module: Any) -> Any:
+        """Return llguidance's form of the tokenizer."""
+        if isinstance(self._tokenizer, FileTokenizer):
+            end = self._end or self._tokenizer.eos_token_id
+            return module.LLTokenizer(self._tokenizer.backend.to_str(), n_vocab=self._vocab, eos_token=end)
+        from llguidance.hf import from_tokenizer  # imports transformers
+
+        return from_tokenizer(self._tokenizer, self._vocab, self._end or None)
 
 
 class GrammarState:

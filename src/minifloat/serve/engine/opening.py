@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import GenerationConfig
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
@@ -27,7 +26,7 @@ from minifloat.layouts import Description, describe
 from minifloat.layouts.inspection import inspect_opened
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
-from minifloat.runtime.config import plain_config, read_generation_config
+from minifloat.runtime.decoder_config import read_decoder_config, read_generation
 from minifloat.runtime.devices import device_named
 from minifloat.runtime.kv_scales import kv_head_scales, kv_scales
 from minifloat.runtime.tensors import StoredTensors
@@ -53,8 +52,8 @@ class OpenedModel:
     Attributes:
         runner: What runs it.
         info: Its numbers.
-        config: transformers' config.
-        generation_config: transformers' generation config, or None.
+        config: A `DecoderConfig`, or transformers' config.
+        generation_config: Sampling parameters and end tokens, or transformers' generation config; or None.
     """
 
     runner: Runner
@@ -124,7 +123,7 @@ def _load_decoder(
     """Load the decoder of the CPU or of the GPU, or return why it does not support the model."""
     if options.runner == "transformers":
         return None, "the transformers runner was asked for"
-    config = plain_config(checkpoint)
+    config = _config(checkpoint)
     tensors = StoredTensors(checkpoint, description)
     dtype = options.torch_dtype or tensors.dtype()
     on_device = options.runner == "device" or device.type == "cuda"
@@ -139,8 +138,37 @@ def _load_decoder(
         runner, size = load(blueprint, weights, tensors, options, device)
     except NotNative as error:
         return None, str(error)
-    generation = read_generation_config(checkpoint) or GenerationConfig.from_model_config(config)
-    return _Loaded(runner, blueprint.architecture, dtype, config, generation, size), ""
+    return _Loaded(runner, blueprint.architecture, dtype, config, _generation(checkpoint), size), ""
+
+
+def _config(checkpoint: Checkpoint) -> Any:
+    """Return the config of the model; transformers reads what `read_decoder_config` leaves to it.
+
+    Raises:
+        ConfigError: If transformers refuses the config.
+    """
+    config = read_decoder_config(checkpoint.config, checkpoint.path)
+    if not isinstance(config, str):
+        return config
+    from minifloat.runtime.config import plain_config
+
+    _LOG.info("transformers reads config.json, which takes seconds, because %s", config)
+    return plain_config(checkpoint)
+
+
+def _generation(checkpoint: Checkpoint) -> Any:
+    """Return the generation config, None without a file; transformers reads what `read_generation` leaves to it.
+
+    Raises:
+        ConfigError: If transformers refuses the file.
+    """
+    generation = read_generation(checkpoint)
+    if not isinstance(generation, str):
+        return generation
+    from minifloat.runtime.config import read_generation_config
+
+    _LOG.info("transformers reads generation_config.json, which takes seconds, because %s", generation)
+    return read_generation_config(checkpoint)
 
 
 def _load_native(

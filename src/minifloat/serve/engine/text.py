@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from minifloat.serve.detokenize import Detokenizer, TokenDecoder
+
+if TYPE_CHECKING:
+    from minifloat.runtime.tokenizer import TextTokenizer
 
 
 class StopStrings:
@@ -64,7 +66,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase | TokenDecoder,
+        tokenizer: TextTokenizer | TokenDecoder,
         prompt: Sequence[int],
         stops: Sequence[str],
         include_stop: bool,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from minifloat.runtime.tokens import token_bytes
 from minifloat.serve.engine.sampling import TokenChoice, TokenLogprob
+
+if TYPE_CHECKING:
+    from minifloat.runtime.tokenizer import TextTokenizer
 
 
 class TokenTexts:
@@ -15,7 +18,7 @@ class TokenTexts:
         tokenizer: The tokenizer of the model.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, tuple[str, bytes]] = {}
 

@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from minifloat.errors import UsageError
+
+if TYPE_CHECKING:
+    from minifloat.runtime.tokenizer import TextTokenizer
 
 #: The file name that Jinja gives to the code of a template made from a string.
 _TEMPLATE_CODE = "<template>"
@@ -31,9 +32,7 @@ class ChatTemplate:
         max_characters: Limit on the length of the rendered prompt.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: str | None, seconds: float, max_characters: int
-    ) -> None:
+    def __init__(self, tokenizer: TextTokenizer, template: str | None, seconds: float, max_characters: int) -> None:
         self._tokenizer, self._template = tokenizer, template
         self._seconds, self._max_characters = seconds, max_characters
 

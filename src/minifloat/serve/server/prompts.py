@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minifloat.errors import UsageError
 from minifloat.serve.server.chat import ChatTemplate
 from minifloat.serve.server.protocol import Message
+
+if TYPE_CHECKING:
+    from minifloat.runtime.tokenizer import TextTokenizer
 
 _Result = TypeVar("_Result")
 
@@ -30,9 +31,7 @@ class Prompts:
         vocab_size: Number of token ids.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, max_characters: int, vocab_size: int
-    ) -> None:
+    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate, max_characters: int, vocab_size: int) -> None:
         self.template = template
         self._tokenizer, self._max_characters, self._vocab_size = tokenizer, max_characters, vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minifloat-tokenizer")
@@ -100,4 +99,5 @@ class Prompts:
 
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Return the names of tokens in the vocabulary."""
-        return [str(piece) for piece in await self.run_in_thread(self._tokenizer.convert_ids_to_tokens, list(tokens))]
+        name = self._tokenizer.convert_ids_to_tokens
+        return await self.run_in_thread(lambda: [str(name(token)) for token in tokens])

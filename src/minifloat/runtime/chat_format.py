@@ -1,0 +1,195 @@
+"""Chat templates without transformers: rendered in the same sandbox, with control tokens of messages kept apart.
+
+A chat template is a Jinja program that comes with a checkpoint. It runs in Jinja's immutable sandbox and sees strings,
+numbers and containers only. Control tokens in the text of messages are marked before the template runs and are
+tokenized as plain text afterwards, so that a message cannot pretend to be another role.
+
+Source: transformers, ``utils/chat_template_utils.py``, with which tests/runtime/test_file_tokenizer.py compares. Left
+out: tools, documents, masks of the assistant's tokens, and continuing the last message.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+#: Characters for private use, around the control tokens in the text of messages.
+_START, _END = "\U000f0000", "\U000f0001"
+
+
+class _Generation(jinja2.ext.Extension):
+    """The block ``{% generation %}``, which marks the assistant's text for training; here only its content matters."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class _Dictionary:
+    """What templates may do with the name `dict`: call it, without the attributes of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """Return a dictionary of the given keys."""
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A namespace without names that begin with an underscore, by which templates could reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja2, so that `namespace(self=...)` works
+        self, others = args[0], args[1:]
+        values = dict(*others, **kwargs)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"templates cannot set {name!r}: it begins with an underscore")
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Return JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _now(template: str) -> str:
+    return datetime.now().strftime(template)
+
+
+@functools.cache
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": _now,
+        "dict": _Dictionary(),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def render(template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
+    """Return the text that a chat template makes of messages.
+
+    Args:
+        template: Jinja source.
+        messages: ``role``, ``content`` and further texts of each message.
+        variables: Strings, numbers and booleans that the template sees besides.
+
+    Raises:
+        jinja2.TemplateError: If the template is not valid, or refuses the messages.
+        Exception: Whatever else the template's code raises.
+    """
+    values: dict[str, Any] = {"tools": None, "documents": None, **variables}
+    return _compiled(template).render(messages=[dict(message) for message in messages], **values)
+
+
+class ControlTokens:
+    """The control tokens of one chat template.
+
+    Args:
+        template: Jinja source.
+        added: The added tokens of the tokenizer: text -> whether it is special. Special tokens are control tokens, and
+            so are those that the template writes, except white space.
+    """
+
+    def __init__(self, template: str, added: Mapping[str, bool]) -> None:
+        literals = _literals(template)
+        control = [text for text, special in added.items() if special or (text in literals and not text.isspace())]
+        self._control = _any_of(control)
+        self._marked = re.compile(f"{_START}({_any_of(added).pattern}){_END}|[{_START}{_END}]")
+
+    def mark(self, text: str) -> str:
+        """Return a text with marks around its control tokens; marks that it has already are dropped."""
+        text = text.replace(_START, "").replace(_END, "")
+        return self._control.sub(f"{_START}\\g<0>{_END}", text)
+
+    def encode(
+        self,
+        rendered: str,
+        encode: Callable[[str], list[int]],
+        encode_as_text: Callable[[str], list[int]],
+        token_id: Callable[[str], int | None],
+    ) -> list[int]:
+        """Return the tokens of a rendered chat; marked control tokens are tokenized as text.
+
+        Args:
+            rendered: What a template made of marked messages.
+            encode: Tokenizes a text, with control tokens.
+            encode_as_text: Tokenizes a text without recognizing any added token.
+            token_id: Returns the token of an added token's text.
+
+        Raises:
+            ValueError: If the tokenizer makes a control token of plain text.
+        """
+        first, *pieces = self._marked.split(rendered)
+        newline, ids = encode("\n"), encode(first)
+        for index, piece in enumerate(pieces):
+            if not piece:
+                continue
+            is_marked = index % 2 == 0
+            found = _encode_inside(piece, encode_as_text if is_marked else encode, newline)
+            if is_marked and token_id(piece) in found:
+                raise ValueError(f"the tokenizer makes the control token {piece!r} of plain text")
+            ids = ids + found
+        return ids
+
+
+def _encode_inside(piece: str, encode: Callable[[str], list[int]], newline: list[int]) -> list[int]:
+    """Tokenize a text that does not begin the chat, so that no space is put before it.
+
+    SentencePiece's tokenizers begin every text with a space. After a newline they do not.
+    """
+    ids = encode("\n" + piece)
+    return ids[len(newline) :] if ids[: len(newline)] == newline else encode(piece)
+
+
+def _any_of(texts: Sequence[str] | Mapping[str, bool]) -> re.Pattern[str]:
+    """Return the pattern of any of the texts, longer ones first; of nothing if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+@functools.lru_cache(maxsize=16)
+def _literals(template: str) -> str:
+    """Return the text that a template contains, its string constants included, joined by NUL."""
+    tree = _environment().parse(template)
+    found = {node.data for node in tree.find_all(jinja2.nodes.TemplateData)}
+    found |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+    return "\0".join(found)

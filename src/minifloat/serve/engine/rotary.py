@@ -1,0 +1,92 @@
+"""The frequencies of rotary embeddings, in the bits of transformers' functions, which take seconds to import.
+
+`minifloat.architecture.decoder_families` lists the types. Only those are here whose frequencies do not depend on the
+length of the text.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rotary_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
+    """Return the radians per position, float32 ``[head_dim / 2]``, and the factor of cosines and sines.
+
+    Args:
+        config: The config, with `rope_parameters` of one rotary embedding for all layers.
+        head_dim: Size of a head.
+
+    Raises:
+        KeyError: If a parameter is missing, or the type is another.
+    """
+    rope = config.rope_parameters
+    rope_type = rope["rope_type"]
+    if rope_type == "default":
+        return _frequencies(rope["rope_theta"], head_dim), 1.0
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if rope_type == "yarn":
+        return _yarn(rope, dim, config.max_position_embeddings)
+    scale = {"linear": _linear, "llama3": _llama3}[rope_type]
+    return scale(_frequencies(rope["rope_theta"], dim), rope), 1.0
+
+
+def _frequencies(theta: float, dim: int) -> Tensor:
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+def _linear(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Stretch all wavelengths by a factor."""
+    factor: float = rope["factor"]
+    return frequencies / factor
+
+
+def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Stretch the wavelengths that exceed the context of training, keep short ones, and interpolate between them.
+
+    Source: Llama 3.1, ``apply_scaling``.
+    """
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    context = rope["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    is_long, is_short = wavelengths > context / low, wavelengths < context / high
+    stretched = torch.where(is_long, frequencies / factor, frequencies)
+    share = (context / wavelengths - low) / (high - low)
+    between = (1 - share) * stretched / factor + share * stretched
+    return torch.where(~is_short & ~is_long, between, stretched)
+
+
+def _yarn(rope: dict[str, Any], dim: int, positions: int) -> tuple[Tensor, float]:
+    """Stretch the wavelengths that turn seldom within the context of training, and keep those that turn often.
+
+    Source: YaRN (arXiv 2309.00071), sections 3.2 to 3.4.
+    """
+    theta, context = rope["rope_theta"], rope["original_max_position_embeddings"]
+    factor = rope["factor"] if rope["factor"] is not None else positions / context
+    attention = rope.get("attention_factor")
+    if attention is None:
+        mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention = _mscale(factor, 1)
+        if mscale and mscale_all:
+            attention = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+
+    def dimension(turns: float) -> float:
+        """Return the dimension whose wave turns this often within the context."""
+        return (dim * math.log(context / (turns * 2 * math.pi))) / (2 * math.log(theta))
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # the ramp needs a width
+    kept = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    powers = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, float(attention)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
