@@ -12,11 +12,14 @@ from minifloat.kernels.triton_runtime import why_unavailable
 MIN_CAPABILITY = (8, 0)
 
 
-@torch.compiler.assume_constant_result  # `torch.compile` cannot trace the search for triton
 def why_not(device: torch.device | str = "cuda") -> str:
     """Return why the kernels cannot compute on a device; empty if they can."""
     return _why_not(torch.device(device))
 
+
+# `torch.compile` cannot trace the search for triton. This mark is what `torch.compiler.assume_constant_result` sets,
+# which imports the compiler: that takes longer than the rest of the package.
+why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @cache
 def _why_not(device: torch.device) -> str:
