@@ -27,7 +27,10 @@ from minifloat.kernels.linear.triton.config import (
     table_path,
     write_table,
 )
-from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order
+from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm, Order, form_of
+from minifloat.kernels.linear.triton.tune import SCHEME_NAMES
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import quantize_tensor
 
 A100, L40S = Device((8, 0), 108, 163 << 10), Device((8, 9), 142, 99 << 10)
 H200, B200 = Device((9, 0), 132, 227 << 10, "NVIDIA H200"), Device((10, 0), 148, 227 << 10)
@@ -58,8 +61,32 @@ def test_few_rows_of_x_fill_the_device(form: GpuForm) -> None:
     for shape in ((4096, 4096), (6144, 4096), (4096, 14336), (28672, 4096)):
         config = by_arithmetic(form, shape, 1, 1, H200)
         ctas = -(-shape[0] // config.rows_n) * config.split
-        assert ctas >= 1.3 * H200.multiprocessors
-        assert shape[1] // TILE_COLS // config.tiles // config.split >= 4
+        assert ctas >= 0.9 * H200.multiprocessors
+        assert shape[1] // TILE_COLS // config.tiles // config.split >= 2
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "rows", "fastest"),
+    [
+        (GpuForm.FP8, (4096, 4096), 16, Config(16, 64, 2, 4, 6, 2)),
+        (GpuForm.FP8, (6144, 4096), 16, Config(16, 64, 1, 4, 6, 4)),
+        (GpuForm.FP8, (4096, 14336), 16, Config(16, 64, 2, 4, 6, 2)),
+        (GpuForm.FP8, (8192, 8192), 16, Config(16, 64, 2, 4, 6, 1)),
+        (GpuForm.FP8_BLOCK, (4096, 4096), 16, Config(16, 64, 1, 4, 6, 6)),
+        (GpuForm.MXFP4, (4096, 4096), 16, Config(16, 64, 2, 4, 4, 6)),
+        (GpuForm.MXFP4, (6144, 4096), 16, Config(16, 64, 2, 4, 4, 4)),
+        (GpuForm.MXFP4, (4096, 14336), 16, Config(16, 64, 2, 4, 4, 6)),
+        (GpuForm.MXFP4, (8192, 8192), 16, Config(16, 64, 2, 4, 4, 3)),
+        (GpuForm.FP8, (4096, 4096), 64, Config(64, 64, 1, 4, 4, 4)),
+        (GpuForm.FP8, (4096, 14336), 64, Config(64, 64, 1, 4, 4, 4)),
+        (GpuForm.MXFP4, (28672, 4096), 64, Config(64, 128, 1, 8, 3, 1)),
+    ],
+)
+def test_the_arithmetic_finds_what_was_fastest_on_an_h100(
+    form: GpuForm, shape: tuple[int, int], rows: int, fastest: Config
+) -> None:
+    """Within 3% of the fastest of about 40 configurations each, measured on 2026-11-23 with 16 and 64 rows of x."""
+    assert by_arithmetic(form, shape, rows, 1, H200) == fastest
 
 
 def test_many_rows_of_x_are_multiplied_by_cublas() -> None:
@@ -130,6 +157,12 @@ def test_the_table_of_a_device_lies_in_the_users_cache(monkeypatch: pytest.Monke
     assert table_path("NVIDIA H200") == Path("/a/cache/minifloat/linear-nvidia-h200.json")
     monkeypatch.setenv(configs.TABLE_VARIABLE, "")
     assert table_path("NVIDIA H200") is None
+
+
+@pytest.mark.parametrize("form", GpuForm)
+def test_tuning_has_weights_of_every_form(form: GpuForm) -> None:
+    weight = quantize_tensor(torch.randn(256, 256), SCHEMES[SCHEME_NAMES[form]].weight)
+    assert form_of(weight.spec, weight.shape) is form
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -1,10 +1,11 @@
 """Chooses the tiles of a product, by arithmetic or from a table measured on a device. Imports no triton.
 
-Goals of the arithmetic: two CTAs on each multiprocessor, so that one decodes while the other loads; as many steps in
-flight as shared memory holds for both; from 33 rows of x on, one CTA of 256 rows of the weight, so that x is read from
-the L2 cache less often than the weight from memory. K is split if there are too few tiles of the result to fill the
-device, but not below four steps. Serving measures nothing; `minifloat.kernels.linear.triton.tune` measures on a device
-and writes a table.
+Goals of the arithmetic: CTAs that are all on the device at once, with as many steps of loads in flight as shared memory
+holds for them. K is split if there are too few tiles of the result to fill the device. On Hopper and Blackwell the
+tiles are those that were fastest on an H100 for the weights of an 8B model: three small CTAs on each multiprocessor,
+or for weights whose tiles just fill the device once, one CTA that loads further ahead; more than 32 rows of x take the
+shared memory of two. Elsewhere two CTAs, so that one decodes while the other loads. Serving measures nothing;
+`minifloat.kernels.linear.triton.tune` measures on a device and writes a table.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ BUCKETS = (16, 32, 64, 128, 256, 512, 1024)
 MAX_SPLIT = 16
 #: Maximum number of tiles of the result with counters in one launch.
 MAX_TILES = 1 << 12
-_MIN_STEPS = 4
+#: Smallest number of steps of a CTA that shares its tile, where two or fewer CTAs are on a multiprocessor, and where
+#: more are.
+_MIN_STEPS = (4, 2)
+#: What a CTA costs beside its steps, in steps: its first loads, and the sum of the others.
+_STEPS_BESIDE = 2
 #: Shared memory available to one CTA. Source: CUDA programming guide, technical specifications per compute capability.
 _SHARED_BYTES = {
     (8, 0): 163 << 10,
@@ -122,33 +127,83 @@ def bucket(rows: int) -> int:
     return next((most for most in BUCKETS if rows <= most), BUCKETS[-1])
 
 
+@functools.cache
 def by_arithmetic(form: GpuForm, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
     """Return the configuration that `choose` returns without a table."""
     if rows > large_from(parts, device):
         return LARGE
     width = next((most for most in (16, 32, 64, 128) if rows <= most and most * parts <= 128), 128 // parts)
     columns = width * parts
-    if columns > 32 and device.capability[0] in (9, 10):
-        rows_n, warps = 256 if columns == 64 else 128, 8
-    else:
-        rows_n, warps = 64 if shape[0] <= 6144 or columns > 32 else 128, 4
     even = -(-shape[1] // TILE_COLS) % 2 == 0
-    tiles = 2 if even and columns <= 32 and form is not GpuForm.FP8_BLOCK else 1
-    return cut(Config(width, rows_n, tiles, warps, 0, 1), form, shape, rows, parts, device)
+    pairs = 2 if even and columns <= 32 and form is not GpuForm.FP8_BLOCK else 1
+    if device.capability[0] not in (9, 10):
+        rows_n = 64 if shape[0] <= 6144 or columns > 32 else 128
+        return cut(Config(width, rows_n, pairs, 4, 0, 1), form, shape, rows, parts, device)
+    small = -(-shape[0] // 64) * -(-rows // width)  # tiles of the result, of 64 rows of the weight
+    if columns > 64:
+        rows_n = 256 if small >= 4 * device.multiprocessors else 128
+        return cut(Config(width, rows_n, 1, 8, 0, 1), form, shape, rows, parts, device)
+    if columns > 32:
+        rows_n, warps, most = (64, 4, 4) if small <= 2 * device.multiprocessors else (128, 8, 3)
+        wide = Config(width, rows_n, 1, warps, 0, 1)
+        return cut(wide, form, shape, rows, parts, device, resident=2, most_stages=most)
+    few = small <= 3 * device.multiprocessors
+    if form in (GpuForm.MXFP4, GpuForm.NVFP4):
+        best = Config(width, 64, pairs, 4, 0, 1)
+        return cut(best, form, shape, rows, parts, device, resident=3 if few or columns == 32 else 4)
+    if not few:
+        many = cut(Config(width, 128, pairs, 4, 0, 1), form, shape, rows, parts, device, most_stages=6)
+        return many if many.stages > 2 else cut(replace(many, tiles=1), form, shape, rows, parts, device)
+    three = cut(Config(width, 64, 1, 4, 0, 1), form, shape, rows, parts, device, resident=3, most_stages=6)
+    if pairs == 1:
+        return three
+    one = cut(Config(width, 64, pairs, 4, 0, 1), form, shape, rows, parts, device, resident=1, most_stages=6)
+    is_one_round = small * one.split <= device.multiprocessors
+    costs = [_cost(one, shape, rows, 1, device), _cost(three, shape, rows, 3, device)]
+    return one if is_one_round and costs[0] < costs[1] else three
 
 
-def cut(config: Config, form: GpuForm, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
-    """Set the stages of a configuration to as many as fit, and split K so that the device is full."""
-    resident = 2 if config.warps == 4 else 1
+def cut(
+    config: Config,
+    form: GpuForm,
+    shape: tuple[int, int],
+    rows: int,
+    parts: int,
+    device: Device,
+    *,
+    resident: int | None = None,
+    most_stages: int = 4,
+) -> Config:
+    """Set the stages of a configuration to as many as fit, and split K so that the device is full.
+
+    Args:
+        config: Its stages and split are replaced.
+        form: The form of the weight.
+        shape: ``(N, K)``.
+        rows: M.
+        parts: Number of bfloat16 numbers per element of x.
+        device: The GPU.
+        resident: CTAs that are on a multiprocessor at once; by default two of 4 warps, or one of more.
+        most_stages: Largest number of stages.
+    """
+    resident = resident or (2 if config.warps == 4 else 1)
     room = device.shared_bytes // resident - _RESERVED
-    fitting = (n for n in (4, 3) if shared_bytes(replace(config, stages=n), form, parts) <= room)
-    places = resident * device.multiprocessors
+    fitting = (n for n in range(most_stages, 2, -1) if shared_bytes(replace(config, stages=n), form, parts) <= room)
+    config = replace(config, stages=next(fitting, 2))
     steps = -(-shape[1] // TILE_COLS) // config.tiles
     results = -(-shape[0] // config.rows_n) * -(-rows // config.rows_m)
-    splits = range(1, max(1, min(MAX_SPLIT, steps // _MIN_STEPS)) + 1) if results <= MAX_TILES else (1,)
-    # A CTA costs its steps and about two more: its first loads, and the sum of the others.
-    split = min(splits, key=lambda split: -(-results * split // places) * (-(-steps // split) + 2))
-    return replace(config, stages=next(fitting, 2), split=split)
+    fills = results >= resident * device.multiprocessors
+    most = 1 if fills or results > MAX_TILES else max(1, min(MAX_SPLIT, steps // _MIN_STEPS[resident > 2]))
+    splits = [replace(config, split=split) for split in range(1, most + 1)]
+    return min(splits, key=lambda each: _cost(each, shape, rows, resident, device))
+
+
+def _cost(config: Config, shape: tuple[int, int], rows: int, resident: int, device: Device) -> int:
+    """Return weights that a multiprocessor loads if all CTAs take equally long, those loaded beside the steps too."""
+    ctas = -(-shape[0] // config.rows_n) * -(-rows // config.rows_m) * config.split
+    rounds = -(-ctas // (resident * device.multiprocessors))
+    steps = -(-(-(-shape[1] // TILE_COLS) // config.tiles) // config.split) + _STEPS_BESIDE
+    return rounds * resident * steps * config.rows_n * config.tiles * TILE_COLS
 
 
 def large_from(parts: int, device: Device) -> int:

@@ -36,7 +36,7 @@ def parts_of(x, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, INTERP:
     return rows.reshape(BM * PARTS, BK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # or each batch size would compile it again
 def product_kernel(
     x_ptr, codes_ptr, factors_ptr, blocks_ptr, rows_ptr, bias_ptr, y_ptr, sums_ptr, counts_ptr,
     M, N, K, x_stride, y_stride, tiles, block_stride, block_rows,

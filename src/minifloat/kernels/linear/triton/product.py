@@ -23,8 +23,8 @@ from minifloat.kernels.triton_runtime import is_interpreted
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 4}
 #: Bytes of a decoded weight that are in memory at the same time.
 SCRATCH_BYTES = 128 << 20
-#: Steps of a CTA whose weights are read ahead (`AHEAD` of the kernel).
-AHEAD = 2
+#: Steps of a CTA whose weights are read ahead (`AHEAD` of the kernel); on an H100, 4 were slower than 1.
+AHEAD = 1
 
 
 def multiply(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor, config: Config | None = None) -> None:

@@ -26,19 +26,18 @@ from minifloat.kernels.linear.triton.availability import why_not
 from minifloat.kernels.linear.triton.config import BUCKETS, LARGE, MAX_SPLIT, Config, Device
 from minifloat.kernels.linear.triton.layout import TILE_COLS, GpuForm
 from minifloat.kernels.linear.triton.weight import GpuWeight, pack
-from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
-from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32
-from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
 
 #: q/k/v, out, gate/up and down of an 8B Llama.
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-_SPECS = {
-    GpuForm.FP8: WeightSpec(E4M3, CHANNEL, FLOAT32),
-    GpuForm.FP8_BLOCK: WeightSpec(E4M3, BLOCK_128, FLOAT32),
-    GpuForm.MXFP8: WeightSpec(E4M3, GROUP_32, E8M0),
-    GpuForm.MXFP4: WeightSpec(E2M1, GROUP_32, E8M0),
-    GpuForm.NVFP4: WeightSpec(E2M1, GROUP_16, E4M3),
+#: A scheme whose weights have the form.
+SCHEME_NAMES = {
+    GpuForm.FP8: "fp8",
+    GpuForm.FP8_BLOCK: "fp8-block",
+    GpuForm.MXFP8: "mxfp8",
+    GpuForm.MXFP4: "mxfp4",
+    GpuForm.NVFP4: "nvfp4",
 }
 _WORTH_IT = 0.97
 _ROTATED_BYTES = 256 << 20  #: bytes of weights in rotation, so that they come from memory rather than a cache
@@ -101,7 +100,7 @@ def candidates(base: Config, form: GpuForm, shape: tuple[int, int], rows: int, d
         yield base
     for split in {max(1, base.split // 2), min(2 * base.split, MAX_SPLIT)} - {base.split}:
         yield replace(base, split=split)
-    for stages in {2, 3, 4} - {base.stages}:
+    for stages in {2, 3, 4, 6} - {base.stages}:
         yield replace(base, stages=stages)
     for rows_n, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
         if (rows_n, warps) != (base.rows_n, base.warps):
@@ -111,7 +110,7 @@ def candidates(base: Config, form: GpuForm, shape: tuple[int, int], rows: int, d
 
 
 def _weights(form: GpuForm, shape: tuple[int, int]) -> list[GpuWeight]:
-    weight = quantize_tensor(torch.randn(shape, device="cuda") * 0.02, _SPECS[form])
+    weight = quantize_tensor(torch.randn(shape, device="cuda") * 0.02, SCHEMES[SCHEME_NAMES[form]].weight)
     return [pack(weight) for _ in range(max(1, math.ceil(_ROTATED_BYTES / weight.nbytes)))]
 
 
