@@ -31,6 +31,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature 0.8": {"temperature": 0.8, "seed": 1},
     "temperature 0.8, top_p 0.95": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
+    "temperature 0.6, top_k 20": {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "seed": 1},
 }
 INPUT = 8
 

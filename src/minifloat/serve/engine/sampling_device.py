@@ -19,6 +19,10 @@ from minifloat.serve.engine.device.transfer import Fetch, send
 from minifloat.serve.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice
 from minifloat.serve.engine.sampling import sample as sample_on_host
 
+#: The largest top_k whose tokens are searched for; for larger ones, and without top_k, all tokens are sorted.
+_MOST_TOP_K = 1024
+_LOW_31_BITS = 0x7FFFFFFF
+
 
 class PendingChoices:
     """The next tokens of some sequences, which the device chooses while the host does other work.
@@ -60,15 +64,16 @@ def sample(logits: Tensor, states: Sequence[SamplingState], *, ahead: int = 0) -
         groups[_kind(state.params)].append(row)
     tokens = logits.argmax(dim=-1)
     best = logits.gather(1, tokens[:, None])[:, 0]
-    for kind in (_Kind.DRAWN, _Kind.LIMITED):
+    for kind in (_Kind.DRAWN, _Kind.TOP_K, _Kind.SORTED):
         if groups[kind]:
-            table = send(np.array([_settings(row, states[row], ahead) for row in groups[kind]]), logits.device)
-            limited = kind is _Kind.LIMITED
+            settings = np.array([_settings(row, states[row], ahead) for row in groups[kind]])
+            table = send(settings, logits.device)
+            most = {_Kind.DRAWN: 0, _Kind.TOP_K: int(settings[:, 2].max()), _Kind.SORTED: logits.shape[1]}[kind]
             if len(groups[kind]) == len(states):
-                tokens = draw(logits, table[:, 1:], limited=limited)
+                tokens = draw(logits, table[:, 1:], most=most)
             else:
                 rows = table[:, 0].long()
-                tokens[rows] = draw(logits[rows], table[:, 1:], limited=limited)
+                tokens[rows] = draw(logits[rows], table[:, 1:], most=most)
     others = groups[_Kind.HOST]
     of_others = logits[send(np.array(others), logits.device)] if others else None
     return PendingChoices(tokens, best, of_others, {row: states[row] for row in others})
@@ -79,7 +84,8 @@ class _Kind(Enum):
 
     GREEDY = "the most probable one"
     DRAWN = "drawn from all"
-    LIMITED = "drawn from the most probable ones"
+    TOP_K = "drawn from a few of the most probable ones"
+    SORTED = "drawn from the most probable ones, of which there may be many"
     HOST = "on the host"
 
 
@@ -88,12 +94,9 @@ def _kind(params: SamplingParams) -> _Kind:
         return _Kind.HOST
     if params.is_greedy:
         return _Kind.GREEDY
-    return _Kind.LIMITED if params.limits else _Kind.DRAWN
-
-
-def is_on_device(params: SamplingParams) -> bool:
-    """Whether the device alone chooses the tokens of a request, so that the host need not know the one before."""
-    return _kind(params) is not _Kind.HOST
+    if 0 < params.top_k <= _MOST_TOP_K:
+        return _Kind.TOP_K
+    return _Kind.SORTED if params.limits else _Kind.DRAWN
 
 
 def _settings(row: int, state: SamplingState, ahead: int) -> tuple[float, ...]:
@@ -102,30 +105,47 @@ def _settings(row: int, state: SamplingState, ahead: int) -> tuple[float, ...]:
     return float(row), params.temperature, params.top_k, params.top_p, params.min_p, state.uniform(ahead)
 
 
-def draw(logits: Tensor, settings: Tensor, *, limited: bool) -> Tensor:
+def draw(logits: Tensor, settings: Tensor, *, most: int) -> Tensor:
     """Draw a token of each row, as `minifloat.serve.engine.sampling.draw` does.
 
     Args:
         logits: float32 ``[m, vocab]``.
         settings: float64 ``[m, 5]``: temperature, top_k, top_p, min_p, and a number in [0, 1).
-        limited: Whether top_k, top_p and min_p are looked at: rows are sorted then.
+        most: Number of most probable tokens that are looked at, at least every row's top_k and the vocabulary where
+            that is 0; 0: no row has top_k, top_p or min_p.
 
     Returns:
         int64 ``[m]``.
     """
     temperature, top_k, top_p, min_p, uniform = settings[:, :, None].unbind(1)
-    if not limited:
+    if not most:
         scaled = logits.double() / temperature
         return _invert((scaled - scaled.amax(dim=1, keepdim=True)).exp(), uniform)[:, 0]
-    ordered, tokens = logits.sort(dim=1, descending=True, stable=True)
+    if most < logits.shape[1]:
+        tokens = _most_probable(logits, most)
+        ordered = logits.gather(1, tokens)
+    else:
+        ordered, tokens = logits.sort(dim=1, descending=True, stable=True)
     scaled = ordered.double() / temperature
     weights = (scaled - scaled[:, :1]).exp()
-    rank = torch.arange(logits.shape[1], device=logits.device)
+    rank = torch.arange(ordered.shape[1], device=logits.device)
     kept = ((top_k == 0) | (rank < top_k)) & (weights >= min_p)
     weights = torch.where(kept, weights, 0.0)
     before = weights.cumsum(dim=1) - weights
     kept = (top_p == 1.0) | (before < top_p * weights.sum(dim=1, keepdim=True))
     return tokens.gather(1, _invert(torch.where(kept, weights, 0.0), uniform))[:, 0]
+
+
+def _most_probable(logits: Tensor, count: int) -> Tensor:
+    """Return int64 ``[m, count]``: the most probable tokens in the order of a stable sort, which takes longer.
+
+    `topk` leaves the order of equal logits open, so it compares integers that contain logit and token.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # the sum makes -0 and 0 equal
+    ordered = torch.where(bits < 0, bits ^ _LOW_31_BITS, bits).long()  # as integers in the order of the logits
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    largest = ((ordered << 32) | (_LOW_31_BITS - tokens)).topk(count).values
+    return _LOW_31_BITS - (largest & _LOW_31_BITS)
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from minifloat.serve.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice
 from minifloat.serve.engine.sampling import draw as draw_on_host
 from minifloat.serve.engine.sampling import sample as sample_on_host
-from minifloat.serve.engine.sampling_device import draw, sample
+from minifloat.serve.engine.sampling_device import _most_probable, draw, sample
 
 devices = pytest.mark.parametrize(
     "device",
@@ -39,10 +39,23 @@ def test_thousands_of_draws_are_those_of_the_host(device: str, rounded: bool) ->
         temperature, top_k, top_p, min_p = settings
         params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         table = torch.cat([torch.tensor([settings], dtype=torch.float64).expand(40, 4), numbers[:, None]], dim=1)
-        limited = bool(top_k or min_p or top_p < 1.0)
-        found = draw(logits.to(device), table.to(device), limited=limited).tolist()
+        most = (top_k or logits.shape[1]) if params.limits else 0
+        found = draw(logits.to(device), table.to(device), most=most).tolist()
         expected = [draw_on_host(row.numpy(), params, float(u)) for row, u in zip(logits, numbers, strict=True)]
         assert found == expected, settings
+
+
+@devices
+def test_the_most_probable_tokens_are_in_the_order_of_a_stable_sort(device: str) -> None:
+    random = torch.Generator().manual_seed(4)
+    logits = (torch.randn(20, 700, generator=random) * 2).round()  # many are equal
+    logits[:, ::7] *= -0.0
+    logits[3] = -torch.inf
+    logits[4, 10:] = -torch.inf
+    logits[5] = 1e-42 * torch.arange(700.0)  # subnormal numbers
+    for count in (1, 5, 64, 699):
+        expected = logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        assert torch.equal(_most_probable(logits.to(device), count).cpu(), expected)
 
 
 @devices

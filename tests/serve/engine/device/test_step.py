@@ -239,8 +239,8 @@ def test_a_step_of_tokens_depends_on_no_value(scheme: str | None, impl: str, ele
         rows = mode.from_tensor(torch.zeros(4, COLUMNS + 8, dtype=torch.int32))
         logits = step(decoder, cache, Inputs(rows[:, :COLUMNS], rows[:, COLUMNS:]))
         assert tuple(logits.shape) == (4, decoder.vocab)
-        drawn = [draw(logits.float(), torch.ones(4, 5).double(), limited=limited) for limited in (False, True)]
-        assert [tuple(tensor.shape) for tensor in drawn] == [(4,), (4,)]
+        drawn = [draw(logits.float(), torch.ones(4, 5).double(), most=most) for most in (0, 7, VOCAB)]
+        assert [tuple(tensor.shape) for tensor in drawn] == [(4,)] * 3
 
 
 def without_values(value: Any) -> Any:
@@ -268,7 +268,7 @@ def test_all_that_a_step_makes_is_on_the_device_of_its_inputs(element: str) -> N
     with pytest.raises(RuntimeError, match="device"):
         step(replace(decoder, norm=torch.ones(64)), cache, Inputs(rows, tables, pieces, chosen))
     settings = torch.ones(6, 5, dtype=torch.float64, device="meta")
-    assert [draw(logits.float(), settings, limited=limited).is_meta for limited in (False, True)] == [True, True]
+    assert all(draw(logits.float(), settings, most=most).is_meta for most in (0, 7, VOCAB))
 
 
 @pytest.mark.parametrize(
