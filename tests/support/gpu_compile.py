@@ -47,6 +47,7 @@ class Compiled:
         shared_bytes: Of a CTA.
         sass: Returns the machine code, disassembled.
         weights: That a thread decodes in one pass through it.
+        ttgir: The program with the layouts of its tensors.
     """
 
     registers: int
@@ -54,11 +55,27 @@ class Compiled:
     shared_bytes: int
     sass: Callable[[], str]
     weights: float
+    ttgir: str
 
     @functools.cached_property
     def loop(self) -> collections.Counter[str]:
         """How often each instruction occurs in the main loop; empty if there is no loop."""
         return collections.Counter(_main_loop(self.sass()))
+
+    @property
+    def first_axis_in_a_lane(self) -> int | None:
+        """The axis, counted from the end, along which the first two units differ that a lane gives to the decoding PTX.
+
+        None if there is no such PTX.
+        """
+        operands = [line for line in self.ttgir.splitlines() if "elementwise_inline_asm" in line and "bf16x2" in line]
+        if not operands:
+            return None
+        layout = re.findall(r"xi16, (#\w+)>", operands[0])[0]
+        registers = re.search(rf"^{layout} = #ttg.linear<{{register = \[\[([\d, ]+)\]", self.ttgir, re.MULTILINE)
+        assert registers is not None, layout
+        basis = [int(value) for value in registers[1].split(",")]
+        return len(basis) - basis.index(1)
 
     @property
     def per_weight(self) -> float:
@@ -91,6 +108,7 @@ def compile_product(
         "PARTS": PARTS[dtype],
         "RAGGED": False,
         "BIAS": bias,
+        "INTERP": False,
         "AHEAD": AHEAD if device.capability >= (9, 0) else 0,
         **constants(form, Order.of(device.capability)),
     }
@@ -123,7 +141,7 @@ def _target(device: Device) -> int:
 
 
 def _counted(compiled: triton_cases.Compiled, weights: float) -> Compiled:
-    return Compiled(compiled.registers, compiled.stack, compiled.shared, lambda: compiled.sass, weights)
+    return Compiled(compiled.registers, compiled.stack, compiled.shared, lambda: compiled.sass, weights, compiled.ttgir)
 
 
 def _main_loop(sass: str) -> list[str]:

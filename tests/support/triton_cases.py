@@ -47,6 +47,7 @@ class Compiled:
     """A kernel, compiled.
 
     Attributes:
+        ttgir: The program with the layouts of its tensors.
         llir: What LLVM compiled.
         ptx: Its assembly.
         cubin: Its machine code.
@@ -55,6 +56,7 @@ class Compiled:
         shared: Bytes of shared memory.
     """
 
+    ttgir: str
     llir: str
     ptx: str
     cubin: bytes
@@ -113,6 +115,7 @@ def compile_ahead(
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options or {}))
     usage = _resources(compiled.asm["cubin"])
     return Compiled(
+        ttgir=compiled.asm["ttgir"],
         llir=compiled.asm["llir"],
         ptx=compiled.asm["ptx"],
         cubin=compiled.asm["cubin"],

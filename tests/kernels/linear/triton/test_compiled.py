@@ -38,6 +38,7 @@ def compiled(form: GpuForm, shape: tuple[int, int], rows: int, dtype: torch.dtyp
     assert result.slow == []
     assert result.tensor_core > 0
     assert result.shared_bytes <= device.shared_bytes
+    assert result.first_axis_in_a_lane == 1  # the two units of a word, which the decoding PTX takes as one register
     return result
 
 

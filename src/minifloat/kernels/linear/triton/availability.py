@@ -21,6 +21,7 @@ def why_not(device: torch.device | str = "cuda") -> str:
 # which imports the compiler: that takes longer than the rest of the package.
 why_not._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
+
 @cache
 def _why_not(device: torch.device) -> str:
     if device.type != "cuda":

@@ -141,7 +141,8 @@ def by_arithmetic(form: GpuForm, shape: tuple[int, int], rows: int, parts: int, 
         return cut(Config(width, rows_n, pairs, 4, 0, 1), form, shape, rows, parts, device)
     small = -(-shape[0] // 64) * -(-rows // width)  # tiles of the result, of 64 rows of the weight
     if columns > 64:
-        rows_n = 256 if small >= 4 * device.multiprocessors else 128
+        # The sums of blocks need registers of their own.
+        rows_n = 256 if small >= 4 * device.multiprocessors and form is not GpuForm.FP8_BLOCK else 128
         return cut(Config(width, rows_n, 1, 8, 0, 1), form, shape, rows, parts, device)
     if columns > 32:
         rows_n, warps, most = (64, 4, 4) if small <= 2 * device.multiprocessors else (128, 8, 3)

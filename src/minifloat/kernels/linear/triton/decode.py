@@ -5,7 +5,7 @@ Masks of the sign, the low exponent bits and the first mantissa bits turn every 
 small by a power of two. The multiplier corrects this and applies the scale of the block. Both steps are exact:
 significands have at most 6 bits, and results are normal numbers, except in blocks far below the largest of their row.
 
-Triton's interpreter has no PTX and computes with bfloat16 as if it were an integer, so INTERP takes the same masks and
+Triton's interpreter has no PTX and computes with bfloat16 as if it were an integer, so PLAIN takes the same masks and
 shifts in Triton's own operations, and float32 values. Weights multiply as float32 there.
 
 Needs triton; imported only where kernels run or are compiled.
@@ -61,9 +61,7 @@ E4M3_MULTIPLIER = tl.constexpr(0x7B807B80)
 
 
 @triton.jit
-def decode(
-    pairs, words, FORM: tl.constexpr, T: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, INTERP: tl.constexpr
-):
+def decode(pairs, words, FORM: tl.constexpr, T: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, PLAIN: tl.constexpr):
     """Decode the elements of a tile and multiply them with their coded scales.
 
     Args:
@@ -73,7 +71,8 @@ def decode(
         T: Number of tiles.
         P: Number of half panels.
         WIDE: `Order.WIDE`.
-        INTERP: Whether this is Triton's interpreter.
+        PLAIN: Whether to use Triton's own operations. The PTX takes two neighbouring units as one word, so a lane must
+            hold them side by side; Triton lays out operands of `tl.dot` so, but not every tensor.
 
     Returns:
         ``[64 * P, 128 * T]``, bfloat16, or float32 in the interpreter.
@@ -88,7 +87,7 @@ def decode(
             factors = fields.reshape(T, P, 4, 4, 8, 1, 1, 2, 1) * 0x00800080
         else:
             factors = tl.full([1, 1, 1, 1, 1, 1, 1, 1, 1], E4M3_MULTIPLIER, tl.int32)
-        if INTERP:
+        if PLAIN:
             word, factor = _word(units), _broadcast(factors, units)
             first = _values(word & 0x87F087F0, factor)
             second = _values(_rotated(word) & 0x87808780 | (word << 4) & 0x00700070, factor)
@@ -122,7 +121,7 @@ def decode(
             fields = fields.reshape(T, P, 4, 8, 2, 2, 2).permute(0, 1, 6, 2, 3, 5, 4)
             early = fields.reshape(T, P, 2, 4, 8, 1, 2, 2, 1) * 0x00800080
             late = early
-        if INTERP:
+        if PLAIN:
             word = _word(units)
             a = _values((word << 6) & 0x81C081C0, _broadcast(early, units))
             b = _values((word << 2) & 0x81C081C0, _broadcast(early, units))

@@ -165,7 +165,6 @@ def product_kernel(
 def dequantize_kernel(
     codes_ptr, factors_ptr, blocks_ptr, rows_ptr, y_ptr, first_row, N, K, tiles, block_stride, block_rows,
     FORM: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr, WORDS: tl.constexpr, BLOCK_TILES: tl.constexpr,
-    INTERP: tl.constexpr,
 ):  # fmt: skip
     """Decode rows of a weight ``[N, K]`` from `first_row`, a multiple of 64, into contiguous `y_ptr`, rounded once.
 
@@ -182,6 +181,6 @@ def dequantize_kernel(
     scale = tl.load(rows_ptr + rows, mask=in_n, other=0.0)
     if FORM == FP8_BLOCK:
         scale *= tl.load(blocks_ptr + rows // block_rows * block_stride + tile // BLOCK_TILES, mask=in_n, other=0.0)
-    w = decode(pairs, words, FORM, 1, 1, WIDE, INTERP).to(tl.float32) * scale[:, None]
+    w = decode(pairs, words, FORM, 1, 1, WIDE, True).to(tl.float32) * scale[:, None]
     y = y_ptr + (rows - first_row).to(tl.int64)[:, None] * K + cols[None, :]
     tl.store(y, w.to(y_ptr.dtype.element_ty), mask=in_n[:, None] & (cols < K)[None, :])

@@ -79,6 +79,7 @@ def _multiply_small(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor
         PARTS=parts,
         RAGGED=cols % (config.tiles * TILE_COLS) != 0,
         BIAS=bias is not None,
+        INTERP=is_interpreted(),
         AHEAD=AHEAD if overlap else 0,
         **_constants(weight),
         num_warps=config.warps,
@@ -127,7 +128,6 @@ def constants(form: GpuForm, order: Order, block_tiles: int = 1) -> dict[str, An
         "UNITS": units_per_tile(form),
         "WORDS": words_per_tile(form),
         "BLOCK_TILES": block_tiles,
-        "INTERP": is_interpreted(),
     }
 
 
