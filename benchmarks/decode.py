@@ -9,9 +9,9 @@ with random weights, which the first run writes. Every engine is a process of it
 time; in a round every engine runs each batch in turn. The prompts of a batch have 256 tokens in total: one prompt of
 256, or eight of 32. "step" is the time in which every sequence gets one token. "read" is the bytes of a step (weights,
 keys and values) divided by its time, as a share of the machine's read bandwidth, which is measured in the same rounds.
-Ratios are taken inside rounds. Each time is printed as it is measured; after --minutes no further round begins. Engines
-that tell only the end of a batch get their step by subtraction; one that comes out at zero or less is measured again, and
-is an error the third time.
+Ratios are taken inside rounds. Each time is printed as it is measured; after --minutes no further round begins. Of
+engines that tell only the end of a batch, the step is a difference of two times; if it comes out at zero or less, it is
+measured again, and the third time it is an error.
 
 Other engines run in environments of their own (`decode_peers.py`), with models written by `decode_models.py`; engines
 whose option is not set are left out.
@@ -146,14 +146,12 @@ class Measured:
                 break
         else:
             raise MinifloatError(
-                f"{self.name}, batch {batch}: {1e3 * step:.2f} ms per step after {_ATTEMPTS} attempts; the machine is busy, "
-                "or --output-len is too short for its noise"
+                f"{self.name}, batch {batch}: {1e3 * step:.2f} ms per step after {_ATTEMPTS} attempts; the machine is "
+                "busy, or --output-len is too short for its noise"
             )
         if number >= 0:
-            click.echo(
-                f"round {number + 1}, batch {batch}: {self.name} {1e3 * step:.2f} ms per step, prompt {1e3 * first:.1f} ms",
-                err=True,
-            )
+            times = f"{1e3 * step:.2f} ms per step, prompt {1e3 * first:.1f} ms"
+            click.echo(f"round {number + 1}, batch {batch}: {self.name} {times}", err=True)
             self.first.setdefault(batch, []).append(first)
             self.step.setdefault(batch, []).append(step)
 

@@ -66,7 +66,7 @@ def test_a_step_of_no_time_is_measured_again_and_then_an_error(decode: ModuleTyp
     engine.sample(load, 0, 1, 4)
     assert engine.step == {1: [0.02]}
     engine = decode.Measured("noisy", Fake((0.1, 0.0), (0.1, -0.2), (0.0, 0.1)))
-    with pytest.raises(decode.MinifloatError, match="noisy, batch 1: .* after 3 attempts"):
+    with pytest.raises(decode.MinifloatError, match=r"noisy, batch 1: .* after 3 attempts"):
         engine.sample(load, 0, 1, 4)
 
 
