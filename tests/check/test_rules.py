@@ -33,6 +33,7 @@ CONFIG = {"hidden_act": "silu", "rope_parameters": {"rope_type": "default"}}
 FP8_KV = KVSpec(E4M3, TENSOR)
 BLOCKS_32 = Scheme("blocks of 32", "", WeightSpec(E4M3, block_granularity(32, 32)))
 NVFP4_W4A4 = SCHEMES["nvfp4-w4a4"]
+DEEPSEEK_V4: dict[str, Any] = {"experts": True, "model_type": "deepseek_v4"}
 
 
 def subject(scheme: str | Scheme, layout: str | None = "compressed-tensors", **facts: Any) -> Subject:
@@ -219,6 +220,10 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
     "vllm-single-experts": (
         (subject("mxfp4", experts=True, model_type="aria_text"), "vllm:h100"),
         (subject("mxfp4", experts=True, model_type="gemma4_text"), "vllm:h100"),
+    ),
+    "vllm-expert-dtype": (
+        (subject("fp8-block", "fp8", **DEEPSEEK_V4), "vllm:h100"),
+        (subject("fp8-block", "fp8", **DEEPSEEK_V4, config=CONFIG | {"expert_dtype": "fp8"}), "vllm:h100"),
     ),
     "vllm-experts-unlisted": (
         (

@@ -12,6 +12,7 @@ import torch
 from converting import stored
 from safetensors.torch import load_file, save_file
 
+from minifloat.check import check_checkpoint
 from minifloat.convert import convert_checkpoint
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.quantize.job import quantize_checkpoint
@@ -91,6 +92,17 @@ def test_experts_keep_their_codes_as_mxfp4_and_the_attention_as_blocks(tmp_path:
     assert report.quantized_source is not None
     assert report.quantized_source["copied_codes"] == 7
     assert "expert_dtype" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("fp8", "fp8"), ("compressed-tensors", None)])
+def test_the_config_states_the_format_of_the_experts_where_vllm_reads_it(
+    layout: str, dtype: str | None, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "model")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", "fp8-block", layout=layout, from_quantized=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()).get("expert_dtype") == dtype
+    rules = {finding.rule for finding in check_checkpoint(tmp_path / "out", "vllm:h100").findings}
+    assert "vllm-expert-dtype" not in rules
 
 
 def rewrite(folder: Path, name: str, tensor: torch.Tensor | None) -> None:

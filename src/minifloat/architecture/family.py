@@ -123,6 +123,8 @@ class Family:
         renames: Regular expression and replacement, applied in order to the name of a module in the checkpoint; the
             result is the module's name in transformers. None: the tables of the installed transformers decide.
         heads: Names of output linears, which have no tensor of their own where they are tied to the embedding.
+        states_expert_dtype: Whether servers read the format of experts in the layout fp8 from ``expert_dtype`` of the
+            config, and take 4 bits where it is missing.
         conv1d: Whether the matrices are Conv1D weights ``[in, out]``.
         known: Whether there is a row for the model; False: the general rules alone decide.
     """
@@ -138,6 +140,7 @@ class Family:
     servers_read_single: bool = True
     renames: tuple[tuple[str, str], ...] | None = None
     heads: tuple[str, ...] = ("lm_head",)
+    states_expert_dtype: bool = False
     conv1d: bool = False
     known: bool = True
 

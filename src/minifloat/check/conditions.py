@@ -7,10 +7,9 @@ yields nothing where the rule does not apply. Each docstring says what the condi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from minifloat.architecture.groups import serving_group
-from minifloat.architecture.transformers_tables import merges_single_experts
 from minifloat.check.loading_rule import Case, Condition
 from minifloat.check.subject import MXFP4_KINDS, Kind, Weight
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
@@ -186,65 +185,6 @@ def weight_only_blocks(case: Case) -> Iterator[str]:
     yield from named(w for w in case.weights(Kind.FP8_WEIGHT_ONLY) if w.spec and w.spec.granularity == BLOCK_128)
 
 
-def _experts_fused_by_transformers(case: Case) -> Iterator[Weight]:
-    """Yield the experts whose weights transformers stacks while it loads them; it keeps those of Llama 4 as linears."""
-    experts = case.weights(experts=True) if case.subject.layout == compressed_tensors.NAME else ()
-    if experts and not case.subject.family.transformers_splits and transformers_reads_single(case):
-        yield from experts
-
-
-def experts_in_blocks(case: Case) -> Iterator[str]:
-    """E4M3 experts whose scales are neither one per tensor nor one per channel."""
-    for weight in _experts_fused_by_transformers(case):
-        assert weight.spec is not None
-        grid = weight.spec.granularity.scale_shape(weight.shape)
-        if weight.spec.element is E4M3 and any(n not in (1, size) for n, size in zip(grid, weight.shape, strict=True)):
-            yield from named([weight])
-
-
-def experts_with_global_scale(case: Case) -> Iterator[str]:
-    """NVFP4 experts."""
-    yield from named(w for w in _experts_fused_by_transformers(case) if w.spec and w.spec.has_global_scale)
-
-
-def experts_of_several_elements(case: Case) -> Iterator[str]:
-    """Experts in several element formats, such as 4 and 8 bits."""
-    experts = list(_experts_fused_by_transformers(case))
-    if len({weight.spec.element for weight in experts if weight.spec is not None}) > 1:
-        yield from named(experts)
-
-
-def single_experts(case: Case, *, reader: Callable[[Case], bool]) -> Iterator[str]:
-    """Single experts of a model that stores experts fused when it is not quantized.
-
-    Args:
-        case: The case.
-        reader: Whether the engine makes its experts of single ones for this model.
-    """
-    experts = [weight for weight in case.weights(experts=True) if case.subject.family.single_expert(weight.module)]
-    if experts and not reader(case):
-        yield from named(experts)
-
-
-def unlisted_experts(case: Case) -> Iterator[str]:
-    """Fused experts in 16 bits that a config group targets by class, and that the list of exceptions does not have."""
-    yield from named(case.subject.unlisted_experts)
-
-
-def transformers_reads_single(case: Case) -> bool:
-    """Return whether transformers makes the experts of a model from single ones."""
-    family = case.subject.family
-    if family.stored_fused is None:
-        return merges_single_experts((case.subject.model_type, case.subject.outer_type))
-    splits = family.transformers_splits and case.subject.layout == compressed_tensors.NAME
-    return not family.stored_fused or splits
-
-
-def servers_read_single(case: Case) -> bool:
-    """Return whether vLLM makes the experts of a model from single ones."""
-    return case.subject.family.servers_read_single
-
-
 def needs_amx(case: Case) -> Iterator[str]:
     """Weights that vLLM multiplies with AMX on a CPU: E4M3 in blocks, and experts as gpt-oss stores them."""
     yield from named(case.weights(Kind.FP8_BLOCK))
@@ -256,12 +196,6 @@ def head_size_not_in(case: Case, *, sizes: Collection[int]) -> Iterator[str]:
     size = case.subject.head_size
     if size and size not in sizes:
         yield f"heads of {size}"
-
-
-def fused_experts(case: Case) -> Iterator[str]:
-    """Experts as gpt-oss stores them."""
-    if case.subject.layout == gpt_oss.NAME:
-        yield from named(case.weights(*MXFP4_KINDS))
 
 
 def several_gpus(case: Case) -> Iterator[str]:
@@ -286,3 +220,9 @@ def not_native(case: Case) -> Iterator[str]:
     reason = why_not_family(case.subject.model_type, str(config.get("hidden_act")), str(kind), experts=experts)
     if reason:
         yield re.sub(r"^(its|it is) ", "", reason)
+
+
+def fused_experts(case: Case) -> Iterator[str]:
+    """Experts as gpt-oss stores them."""
+    if case.subject.layout == gpt_oss.NAME:
+        yield from named(case.weights(*MXFP4_KINDS))

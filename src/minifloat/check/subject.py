@@ -20,6 +20,7 @@ from minifloat.architecture.roles import role_of, text_config
 from minifloat.checkpoint import Checkpoint
 from minifloat.layouts import compressed_tensors, describe, gpt_oss
 from minifloat.layouts.exclusion import by_name_or_pattern
+from minifloat.layouts.model_config import quantized_model_config
 from minifloat.layouts.stored import kv_scale_of
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR
@@ -200,8 +201,9 @@ class Subject:
         planned = {tensor.source.name.removesuffix(".weight") for tensor in plan.tensors if tensor.parts}
         plain = _unquantized_linears(checkpoint, planned)
         subject = _subject(checkpoint, plan.layout.name, (*quantized, *plain), plan.kv, plan.kv is not None)
-        config = plan.layout.quantization_config(plan.modules, plan.kept, plan.kv)
-        return replace(subject, head_named=_names_head(config))
+        quantization = plan.layout.quantization_config(plan.modules, plan.kept, plan.kv)
+        config = quantized_model_config(checkpoint.config, plan.layout, quantization)
+        return replace(subject, config=text_config(config), head_named=_names_head(quantization))
 
 
 def _weights_of(part: Part) -> tuple[Weight, ...]:

@@ -22,8 +22,8 @@ from minifloat.convert.report import Rounding
 from minifloat.convert.values import reciprocal
 from minifloat.errors import ConversionError, ShapeError, UsageError, lookup
 from minifloat.layouts import TARGETS, Description, StoredWeight, WriteLayout, gpt_oss, modelopt
-from minifloat.layouts.decoded import without_quantization
 from minifloat.layouts.inspection import format_name
+from minifloat.layouts.model_config import quantized_model_config
 from minifloat.layouts.refusal import refuse_kv
 from minifloat.layouts.stored import SCALE_FORMATS, kv_scale_of
 from minifloat.numerics.formats import E4M3, E8M0, FLOAT32
@@ -74,13 +74,12 @@ def make_layout_plan(checkpoint: Checkpoint, name: str, *, allow_rounding: bool 
         files = layout.extra_files(builder.schemes, unquantized, description.kv)
     except UsageError as error:
         raise ConversionError(str(error)) from None
-    config = without_quantization(checkpoint.config) | {"quantization_config": quantization}
     return ConvertPlan(
         source_layout=str(description.layout),
         layout=layout,
         dtype=None,
         conversions=conversions,
-        config=config,
+        config=quantized_model_config(checkpoint.config, layout, quantization),
         files=files,
         rounding=builder.rounding,
         notes=(*builder.notes(), *names.notes),

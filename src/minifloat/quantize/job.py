@@ -45,6 +45,7 @@ from minifloat.hub import is_hub_id, model_folder
 from minifloat.kernels import processors
 from minifloat.layouts import choose_writer, get_writer
 from minifloat.layouts.decoded import DecodedCheckpoint
+from minifloat.layouts.model_config import quantized_model_config
 from minifloat.layouts.plain_view import plain_view
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
 from minifloat.plan.contradictions import refuse_contradictions
@@ -385,9 +386,8 @@ def _write_small_files(
         shards = {shard: [output for tensor in group for output in tensor.outputs] for shard, group in plan.by_shard()}
         write_index(writer, shards)
     kept = (*plan.kept, *names.unlisted, *kept_experts(plan, family_of(checkpoint.config)))
-    config = checkpoint.config | {
-        "quantization_config": plan.layout.quantization_config(plan.modules, kept, plan.kv, names.others),
-    }
+    quantization = plan.layout.quantization_config(plan.modules, kept, plan.kv, names.others)
+    config = quantized_model_config(checkpoint.config, plan.layout, quantization)
     writer.write_file(REPORT_FILE, encode_json(report.to_dict()))
     card = model_card(checkpoint, report, Subject.of_plan(checkpoint, plan), base_model)
     writer.write_file(CARD_FILE, card.encode())

@@ -27,6 +27,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("Qwen mixture", ("qwen2_moe", "qwen3_moe"), native=NativeDecoder.MIXTURE, stored_fused=False, renames=()),
     Family("DeepSeek", ("deepseek_v2", "deepseek_v3"), stored_fused=False, renames=()),
     Family("DeepSeek sparse attention", ("deepseek_v32", "glm_moe_dsa")),
+    # vLLM 0.32.0, models/deepseek_v4/quant_config.py: DeepseekV4FP8Config.expert_dtype.
+    Family("DeepSeek-V4", ("deepseek_v4",), states_expert_dtype=True),
     Family("GLM mixture", ("glm4_moe", "glm4_moe_lite"), stored_fused=False, renames=()),
     Family("OLMoE", ("olmoe",), stored_fused=False, renames=()),
     Family("Granite mixture", ("granitemoe", "granitemoeshared"), fused_experts=_GRANITE_EXPERTS, stored_fused=True),

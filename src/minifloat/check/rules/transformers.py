@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from minifloat.check import conditions
+from minifloat.check import conditions, expert_conditions
 from minifloat.check.loading_rule import LoadingRule, LoadVerdict
 from minifloat.check.rules import transformers_types
 from minifloat.check.rules.machines import ALL, CPUS, WITHOUT_FP8
@@ -85,7 +85,9 @@ RULES: tuple[LoadingRule, ...] = (
         name="transformers-single-experts",
         hardware=ALL,
         verdict=LoadVerdict.WRONG,
-        condition=functools.partial(conditions.single_experts, reader=conditions.transformers_reads_single),
+        condition=functools.partial(
+            expert_conditions.single_experts, reader=expert_conditions.transformers_reads_single
+        ),
         problem=(
             "experts are stored one by one, as servers read them, and transformers knows only fused experts of this "
             "model: it starts with random ones, with a warning"
@@ -98,7 +100,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="transformers-experts-blocks",
         hardware=ALL,
         verdict=LoadVerdict.REFUSED,
-        condition=conditions.experts_in_blocks,
+        condition=expert_conditions.experts_in_blocks,
         problem="experts are fused while they are loaded, and the scales of blocks are not expanded to the blocks",
         cure="quantize the experts with --scheme fp8, fp8-dynamic or mxfp4; or load it with minifloat.load",
         source=(
@@ -110,7 +112,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="transformers-experts-nvfp4",
         hardware=ALL,
         verdict=LoadVerdict.WRONG,
-        condition=conditions.experts_with_global_scale,
+        condition=expert_conditions.experts_with_global_scale,
         problem="experts are fused while they are loaded, and without their global scale: they are far too large",
         cure="quantize the experts with --scheme mxfp4; or load it with minifloat.load",
         source="integrations/compressed_tensors.py: CompressedTensorsDequantize is not given weight_global_scale",
@@ -120,7 +122,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="transformers-experts-mixed",
         hardware=ALL,
         verdict=LoadVerdict.REFUSED,
-        condition=conditions.experts_of_several_elements,
+        condition=expert_conditions.experts_of_several_elements,
         problem=(
             "experts are fused while they are loaded, all of them in the format of the first config group that has "
             "experts"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from minifloat.check import conditions
+from minifloat.check import conditions, expert_conditions
 from minifloat.check.conditions import kinds
 from minifloat.check.loading_rule import LoadingRule, LoadVerdict
 from minifloat.check.rules import unquantized, vllm_parallel
@@ -43,6 +43,15 @@ RULES: tuple[LoadingRule, ...] = (
         cure=_ON_CPU,
         source=f"{VLLM_KERNEL_LISTS}: _POSSIBLE_WFP8A16_KERNELS is empty for CPU and ROCm",
         confirmed_with=f"{VLLM_CPU} (CPU)",
+    ),
+    LoadingRule(
+        name="vllm-expert-dtype",
+        hardware=ALL,
+        verdict=LoadVerdict.REFUSED,
+        condition=expert_conditions.experts_taken_for_mxfp4,
+        problem="the experts are FP8, and vLLM takes them for MXFP4 because the config has no expert_dtype",
+        cure='add "expert_dtype": "fp8" to config.json, as minifloat quantize does',
+        source="models/deepseek_v4/quant_config.py: DeepseekV4FP8Config.expert_dtype is fp4 where the config has none",
     ),
     LoadingRule(
         name="vllm-cpu-amx",
@@ -228,7 +237,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="vllm-single-experts",
         hardware=ALL,
         verdict=LoadVerdict.REFUSED,
-        condition=functools.partial(conditions.single_experts, reader=conditions.servers_read_single),
+        condition=functools.partial(expert_conditions.single_experts, reader=expert_conditions.servers_read_single),
         problem="vLLM reads the experts of this model only fused, as the unquantized checkpoint stores them",
         cure="keep the experts in 16 bits: --exclude '\\.experts\\.', or serve it with minifloat",
         source="models/aria.py, models/gpt_oss.py: load_weights maps no single experts",
@@ -237,7 +246,7 @@ RULES: tuple[LoadingRule, ...] = (
         name="vllm-experts-unlisted",
         hardware=ALL,
         verdict=LoadVerdict.REFUSED,
-        condition=conditions.unlisted_experts,
+        condition=expert_conditions.unlisted_experts,
         problem=(
             "fused experts in 16 bits are not in the config's list of exceptions by the names of single experts: "
             "vLLM builds them quantized, and their weights have no place"
