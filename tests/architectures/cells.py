@@ -234,14 +234,16 @@ def calibration(case: Case, source: Path, quantized: Quantized | None) -> tuple[
     """Calibrate, and compare the amax of every input with what torch multiplies."""
     try:
         data = CalibrationSet(_SEQUENCES, {"sources": []})
-        stats = calibrate(source, data, RunOptions(dtype=torch.float32))
+        stats = calibrate(source, data, RunOptions(dtype=torch.float32), from_quantized=case.stored is not None)
     except Exception as error:
         return Outcome.refused(error), None
     if quantized is None:
         return Outcome(Status.LEFT_OUT, "nothing was quantized, so that it cannot be compared"), stats
     expected = _expected_amax(case, source, quantized)
     fused = {module for module, (_, name) in quantized.reference.places.items() if name in ("whole", "transposed")}
-    fused = {module for module in fused if f"{module}.weight" not in read_tensors(source)}  # statistics are per expert
+    fused -= {
+        name.removesuffix(".weight") for name in decoded_tensors(source)
+    }  # statistics of the others are per expert
     missing = [module for module in quantized.reference.places if module not in stats.inputs and module not in fused]
     if missing:
         return Outcome(Status.WRONG, f"{len(missing)} quantized weights have no statistics: {missing[0]}"), stats
@@ -271,11 +273,13 @@ def _observed(stats: ActivationStats, module: str) -> float:
 
 def _expected_amax(case: Case, source: Path, quantized: Quantized) -> dict[str, float]:
     """Return the largest input of each quantized module, from the products of plain transformers."""
+    tensors = decoded_tensors(source)
+    if case.stored is not None:
+        source = Reference(tensors).write(source, quantized.folder.parent / "decoded-source")
     model = plain.load_plain(case, source, experts_implementation="eager")
     with torch.no_grad(), InputRecorder() as recorder:
         for ids in _SEQUENCES:
             model(input_ids=torch.tensor([ids]))
-    tensors = read_tensors(source)
     expected = {}
     for module, (name, slice_name) in quantized.reference.places.items():
         keys = {row_key(row) for row in slice_of(tensors[name], slice_name)}

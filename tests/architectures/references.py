@@ -54,7 +54,8 @@ class Reference:
     def write(self, source: Path, folder: Path) -> Path:
         """Write it as a float32 checkpoint with the config of the source."""
         folder.mkdir(exist_ok=True)
-        save_file(self.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        tensors = {name: tensor.float().contiguous() for name, tensor in self.tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((source / "config.json").read_text())
         config.pop("quantization_config", None)
         (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""`--from-quantized` with `--calibration` and `--data`: the source runs with its dequantized weights."""
+"""`--from-quantized` with `--calibration`, `--data` and `calibrate`: the source runs with its dequantized weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from converting import stored
+from rounding_cases import scale_channels
 
+from minifloat.calibration.rules import parse_rule
+from minifloat.calibration.session import collect
+from minifloat.calibration.stats_file import read_stats
 from minifloat.commands.main import main
 from minifloat.convert import convert_checkpoint
+from minifloat.errors import AlreadyQuantizedError, StatsError
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.static_scales import Calibration
 
 SIZE = ("--calibration-samples", "60", "--calibration-seq-len", "32")
 
@@ -22,7 +28,9 @@ SIZE = ("--calibration-samples", "60", "--calibration-seq-len", "32")
 def models(make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A quantized Llama and its weights dequantized in BF16."""
     folder = tmp_path_factory.mktemp("models")
-    quantize_checkpoint(make_llama(folder / "llama"), folder / "quantized", "mxfp8")
+    llama = make_llama(folder / "llama")
+    scale_channels(llama, [f"model.layers.{layer}.input_layernorm.weight" for layer in range(2)])
+    quantize_checkpoint(llama, folder / "quantized", "mxfp8")
     convert_checkpoint(folder / "quantized", folder / "plain", dequantize=True, dtype="bfloat16")
     return folder / "quantized", folder / "plain"
 
@@ -35,8 +43,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def run(*arguments: str | Path) -> str:
-    result = CliRunner().invoke(main, ["quantize", *map(str, arguments), *SIZE], catch_exceptions=False)
+def run(*arguments: str | Path, command: str = "quantize", size: tuple[str, ...] = SIZE) -> str:
+    result = CliRunner().invoke(main, [command, *map(str, arguments), *size], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -58,13 +66,52 @@ def test_static_scales_are_those_of_the_dequantized_model(
 def test_codes_are_chosen_with_text_that_runs_through_the_dequantized_model(
     models: tuple[Path, Path], text: Path, tmp_path: Path
 ) -> None:
-    options = ("--scheme", "mxfp4", "--data", text, "--no-fold")
+    options = ("--scheme", "mxfp4", "--data", text)
     run(models[0], tmp_path / "out", *options, "--from-quantized")
     run(models[1], tmp_path / "plain", *options)
     assert stored(tmp_path / "out") == stored(tmp_path / "plain")
     report = json.loads((tmp_path / "out" / "minifloat.json").read_text())
     assert report["quantized_source"]["formats"] == {"mxfp8": 14}
+    assert any(row["folded"] for row in report["rounding"]["folds"])
     assert report["rounding"]["held_out"]["method"] < report["rounding"]["held_out"]["nearest"]
     command = report["provenance"]["command"]
     assert "--from-quantized" in command
     assert "--data" in command
+
+
+def test_calibrate_runs_the_dequantized_model_if_asked_for(
+    models: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    stats, size = [tmp_path / f"{name}.safetensors" for name in ("quantized", "plain")], ("--samples", "60")
+    for model, file, options in zip(models, stats, (["--from-quantized"], []), strict=True):
+        run(model, file, "--data", text, "--seq-len", "32", *options, command="calibrate", size=size)
+    inputs = [read_stats(file).inputs for file in stats]
+    assert {name: list(found.amax) for name, found in inputs[0].items()} == {
+        name: list(found.amax) for name, found in inputs[1].items()
+    }
+    options = ("--scheme", "fp8-static", "--from-quantized")
+    run(models[0], tmp_path / "out", *options, "--stats", stats[0], size=())
+    with pytest.raises(StatsError, match="another model"):
+        quantize_checkpoint(
+            models[0],
+            tmp_path / "other",
+            "fp8-static",
+            calibration=Calibration(read_stats(stats[1]), parse_rule("max")),
+            from_quantized=True,
+        )
+
+
+def test_stored_hessians_of_a_quantized_model_give_the_codes_of_its_text(
+    models: tuple[Path, Path], text: Path, tmp_path: Path
+) -> None:
+    stats, options = tmp_path / "stats.safetensors", ("--scheme", "mxfp4", "--method", "gptq", "--from-quantized")
+    sizes = ("--samples", "60", "--seq-len", "32", "--from-quantized", "--hessians")
+    run(models[0], stats, "--data", text, command="calibrate", size=sizes)
+    run(models[0], tmp_path / "stored", *options, "--stats", stats, size=())
+    run(models[0], tmp_path / "text", *options, "--data", text)
+    assert stored(tmp_path / "stored") == stored(tmp_path / "text")
+
+
+def test_calibrate_refuses_a_quantized_model_unasked(models: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
+    with pytest.raises(AlreadyQuantizedError, match=r"calibrate the original .* or run .* with --from-quantized$"):
+        collect(models[0], text)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rounding_cases import make_text, round_model, write_model
+from rounding_cases import make_text, round_model, scale_channels, write_model
 
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.model import CalibrationModel
@@ -212,23 +212,6 @@ def test_the_student_of_a_folded_model_starts_at_the_divergence_of_the_rounded_m
             kl = torch.nn.functional.kl_div(own, original, reduction="none", log_target=True)
             kls.append(float(kl.sum(-1).mean()))
         assert sum(kls) / len(kls) == pytest.approx(rounded.held_out["method"], rel=0.2)
-
-
-def scale_channels(folder: Path, norms: list[str]) -> None:
-    """Give two channels behind each norm outliers."""
-    from safetensors.torch import load_file, save_file
-
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    for name in norms:
-        tensors[name][:2] *= 32
-        prefix, _, kind = name.removesuffix(".weight").rpartition(".")
-        inside = ("self_attn.q", "self_attn.k", "self_attn.v") if kind.startswith("input") else ("mlp", "block_sparse")
-        for reader, weight in tensors.items():
-            reads = reader.startswith(tuple(f"{prefix}.{part}" for part in inside))
-            if reads and weight.ndim > 1 and "down_proj" not in reader and ".w2" not in reader:
-                weight[:, :2] /= 32
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def test_too_little_memory_is_refused_before_anything_runs(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -177,3 +177,18 @@ def open_layer(folder: Path, file: Path, text: CalibrationSet, index: int = 0) -
             prefix = f"{stack.path}.{index}"
             stages = find_stages(stack.model, prefix, layer, stack.sites_of(index), own[0], hidden[0])
             yield OpenLayer(stack, layer, stages, own, hidden)
+
+
+def scale_channels(folder: Path, norms: list[str]) -> None:
+    """Give two channels behind each norm outliers."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in norms:
+        tensors[name][:2] *= 32
+        prefix, _, kind = name.removesuffix(".weight").rpartition(".")
+        inside = ("self_attn.q", "self_attn.k", "self_attn.v") if kind.startswith("input") else ("mlp", "block_sparse")
+        for reader, weight in tensors.items():
+            reads = reader.startswith(tuple(f"{prefix}.{part}" for part in inside))
+            if reads and weight.ndim > 1 and "down_proj" not in reader and ".w2" not in reader:
+                weight[:, :2] /= 32
+    save_file(tensors, file, metadata={"format": "pt"})

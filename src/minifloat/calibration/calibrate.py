@@ -1,9 +1,9 @@
 """Run calibration text through a model and return the statistics of its activations.
 
-The model runs without lm_head, one sequence at a time, and must be unquantized: statistics of a quantized model would
-contain its rounding errors. A model that fits into the memory limit is loaded whole (`calibration.whole`); a larger one
-runs layer by layer (`calibration.layerwise`). An interrupted run returns nothing, because partial statistics cannot be
-told from complete ones; a layer-by-layer run can be continued.
+The model runs without lm_head, one sequence at a time. A quantized model runs only if asked for (`from_quantized`),
+because its statistics contain its rounding errors. A model that fits into the memory limit is loaded whole
+(`calibration.whole`); a larger one runs layer by layer (`calibration.layerwise`). An interrupted run returns nothing,
+because partial statistics cannot be told from complete ones; a layer-by-layer run can be continued.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from minifloat.calibration.whole import calibrate_whole
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
 from minifloat.hub import model_folder
+from minifloat.layouts.plain_view import plain_view
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,14 +30,16 @@ def calibrate(
     data: CalibrationSet,
     options: RunOptions = DEFAULT_RUN,
     *,
+    from_quantized: bool = False,
     progress: Progress | None = None,
 ) -> ActivationStats:
     """Return the statistics of a model's activations on calibration text.
 
     Args:
-        model: An unquantized checkpoint: a folder or a model of the hub.
+        model: An unquantized checkpoint: a folder or a model of the hub; with `from_quantized` a quantized one.
         data: The sequences, with the record of their origin, which the result keeps.
         options: How to run the model and what to record.
+        from_quantized: The model is quantized: it runs with its dequantized weights and 16-bit inputs.
         progress: Called after each sequence.
 
     Returns:
@@ -44,13 +47,14 @@ def calibrate(
         ran, and the record says so under ``stopped``.
 
     Raises:
-        AlreadyQuantizedError: The checkpoint is quantized.
+        AlreadyQuantizedError: The checkpoint is quantized, and `from_quantized` is False.
         DataError: There is no sequence, an empty one, or a token id beyond the vocabulary.
         CheckpointError: The model cannot be loaded.
         NonFiniteError: An activation holds NaN or Inf; names the module and the sequence.
         UsageError: A single layer needs more memory than `RunOptions.max_memory`.
     """
-    with Checkpoint.open(model_folder(model)) as checkpoint:
+    with Checkpoint.open(model_folder(model)) as stored:
+        checkpoint = plain_view(stored) if from_quantized else stored
         return calibrate_opened(CalibrationModel(checkpoint, options), data, options, progress)
 
 

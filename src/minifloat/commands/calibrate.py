@@ -24,7 +24,7 @@ class CalibrateParams:
     """The parameters of `calibrate`, named as its options.
 
     Attributes:
-        model: BF16 checkpoint to run.
+        model: Checkpoint to run.
         stats: File to write the activation statistics to.
         sources: Calibration set (``--data``).
         max_memory: Bytes.
@@ -44,6 +44,7 @@ class CalibrateParams:
     hessians: bool
     until_stable: float | None
     max_memory: int | None
+    from_quantized: bool
     device: str
     rule: str
     overwrite: bool
@@ -67,6 +68,7 @@ class CalibrateParams:
 @click.option(
     "--max-memory", type=parse_size, metavar="SIZE", help="Weights to hold at a time, e.g. 8GiB.  [default: all]"
 )
+@click.option("--from-quantized", is_flag=True, help="MODEL is quantized itself: run its dequantized weights.")
 @device_option()
 @click.option("--rule", default="max", show_default=True, help="For the table that is printed; STATS suits every rule.")
 @click.option("--overwrite", is_flag=True, help="Replace STATS if it exists.")
@@ -103,7 +105,9 @@ def calibrate(params: CalibrateParams) -> None:
     )
 
     def write_copy(folder: Path) -> object:
-        return quantize_checkpoint(params.model, folder, "fp8", revision=params.revision)
+        return quantize_checkpoint(
+            params.model, folder, "fp8", revision=params.revision, from_quantized=params.from_quantized
+        )
 
     with progress_bar(enabled=True) as progress:
         if params.hessians:
@@ -115,6 +119,7 @@ def calibrate(params: CalibrateParams) -> None:
                 RunOptions(max_memory=params.max_memory, device=params.device),
                 own_text_file=own_text_path(stats),
                 write_copy=write_copy,
+                from_quantized=params.from_quantized,
                 overwrite=params.overwrite,
                 progress=progress,
                 revision=params.revision,
@@ -133,6 +138,7 @@ def calibrate(params: CalibrateParams) -> None:
             ),
             own_text_file=own_text_path(stats),
             write_copy=write_copy,
+            from_quantized=params.from_quantized,
             progress=progress,
             revision=params.revision,
         )

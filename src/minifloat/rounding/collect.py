@@ -31,6 +31,7 @@ from minifloat.checkpoint.files import storage_errors, sync_folder
 from minifloat.checkpoint.progress import Progress
 from minifloat.errors import DataError, DestinationError, StatsError, UsageError
 from minifloat.hub import model_folder
+from minifloat.layouts.plain_view import plain_view
 from minifloat.rounding.fold_sample import FoldSample
 from minifloat.rounding.inputs import largest_inputs
 from minifloat.rounding.saved import (
@@ -64,6 +65,7 @@ def save_hessians(
     *,
     own_text_file: Path | None = None,
     write_copy: WriteCopy | None = None,
+    from_quantized: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
     revision: str | None = None,
@@ -73,13 +75,14 @@ def save_hessians(
     A call whose result is there already returns it; an interrupted one is continued by the same call.
 
     Args:
-        model: An unquantized model: a folder or a model of the hub.
+        model: An unquantized model: a folder or a model of the hub; with `from_quantized` a quantized one.
         sources: One or several files, folders or data sets, or ``self`` for text that the model itself writes.
         folder: The folder of the Hessians, as `saved.hessians_path` names it.
         text: How text becomes sequences of tokens. The held-out part must not be empty.
         run: Memory and device.
         own_text_file: Where the source ``self`` keeps its tokens, as `write_own_text`'s `file`.
         write_copy: Writes a smaller copy of the model where memory is short, as in `write_own_text`.
+        from_quantized: The model is quantized: it runs with its dequantized weights and 16-bit inputs.
         overwrite: Replace Hessians of another text or model.
         progress: Called after each sequence of each layer.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
@@ -91,7 +94,8 @@ def save_hessians(
         UsageError: The layers of this model cannot be run one at a time, or one is larger than the memory allowed.
         StorageError: The system refused to read or write.
     """
-    with Checkpoint.open(model_folder(model, revision=revision)) as checkpoint:
+    with Checkpoint.open(model_folder(model, revision=revision)) as stored:
+        checkpoint = plain_view(stored) if from_quantized else stored
         data = load_texts(
             checkpoint,
             sources,

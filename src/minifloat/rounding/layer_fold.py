@@ -108,9 +108,13 @@ class LayerFold:
         return self._exponents.get((number, slot if self.stages[number].outer else 0))
 
     def _is_reachable(self, site: FoldSite) -> bool:
-        """Return whether every tensor of a site is in the model as the checkpoint stores it."""
+        """Return whether every tensor of a site is in the model, and as the checkpoint stores it if it is copied.
+
+        Weights that are quantized are rounded from the model's values, whatever dtype they are stored in.
+        """
+        quantized = {source for source, _ in self.parts.values()}
         return all(
-            name in self.views and self.views[name].dtype == TORCH_DTYPES[self.infos[name].dtype]
+            name in self.views and (name in quantized or self.views[name].dtype == TORCH_DTYPES[self.infos[name].dtype])
             for name in site.tensors
         )
 
