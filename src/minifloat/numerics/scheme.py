@@ -212,3 +212,16 @@ def get_scheme(name: str) -> Scheme:
 def weight_only(scheme: Scheme) -> Scheme:
     """Return `scheme` with activations left in 16 bits."""
     return replace(scheme, activation=None)
+
+
+def without_static_scales(scheme: Scheme) -> Scheme:
+    """Return the scheme for weights whose inputs no calibration text reaches.
+
+    E4M3 weights get inputs that are rounded at run time (fp8-dynamic), all others inputs in 16 bits.
+    """
+    if scheme.activation is None or not scheme.activation.needs_calibration:
+        return scheme
+    if scheme.weight.element is E4M3:
+        return SCHEMES["fp8-dynamic"]
+    plain = (other for other in SCHEMES.values() if other.activation is None and other.weight == scheme.weight)
+    return next(plain, weight_only(scheme))

@@ -17,7 +17,7 @@ from minifloat.architecture.roles import is_dense_float, is_matrix, role_of, tex
 from minifloat.checkpoint import TensorInfo
 from minifloat.errors import AlreadyQuantizedError, PatternError, UnsupportedTensorError, UsageError
 from minifloat.layouts import WriteLayout, compressed_tensors
-from minifloat.numerics.scheme import Scheme
+from minifloat.numerics.scheme import Scheme, without_static_scales
 from minifloat.plan.overrides import KEEP, Override
 from minifloat.plan.parts import ModelHeaders, expert_parts, make_part
 from minifloat.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan, module_name
@@ -43,7 +43,8 @@ def make_plan(
         scheme: The scheme of every linear of the decoder layers and of every expert.
         layout: Layout of the output, which decides names and shapes.
         overrides: Exceptions; the last override that matches a module decides.
-        mtp: Whether to quantize layers of multi-token prediction too.
+        mtp: Whether to quantize layers of multi-token prediction too. No text runs through them, so that they get
+            `without_static_scales` of the scheme.
 
     Raises:
         AlreadyQuantizedError: The source has a quantization_config.
@@ -71,7 +72,8 @@ def make_plan(
         kept = MTP if drafts and not mtp else "" if role in quantized_roles else role.value
         if role is Role.LINEAR and role not in quantized_roles:
             kept = f"layout {layout.name} holds experts only"
-        tensor_scheme, reason = _choose_scheme(info, role, scheme, kept, overrides, matched_overrides)
+        default = without_static_scales(scheme) if drafts else scheme
+        tensor_scheme, reason = _choose_scheme(info, role, default, kept, overrides, matched_overrides)
         parts = () if tensor_scheme is None else _parts(checkpoint, family, info, role, tensor_scheme, layout)
         tensors.append(TensorPlan(info, role, parts, reason, drafts=drafts))
     for index, override in enumerate(overrides):

@@ -47,7 +47,7 @@ from minifloat.layouts import choose_writer, get_writer
 from minifloat.layouts.decoded import DecodedCheckpoint
 from minifloat.layouts.model_config import quantized_model_config
 from minifloat.layouts.plain_view import plain_view
-from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
+from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme, without_static_scales
 from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import kept_experts, make_plan
@@ -294,9 +294,16 @@ def _within_budget(
 
 
 def _mtp_note(plan: QuantizationPlan) -> Iterator[str]:
-    """Yield a note if layers of multi-token prediction are kept."""
+    """Yield a note if layers of multi-token prediction are kept, or have another scheme than the model."""
     if any(tensor.reason == MTP for tensor in plan.tensors):
         yield "Layers of multi-token prediction keep their precision; --mtp quantizes them."
+    default = without_static_scales(plan.scheme)
+    drafts = [part for tensor in plan.tensors if tensor.drafts for part in tensor.parts if part.scheme == default]
+    if drafts and default != plan.scheme:
+        yield (
+            f"{len(drafts)} weights of multi-token prediction are {default.name}, not {plan.scheme.name}: no text runs "
+            "through these layers, so that their inputs have no static scales."
+        )
 
 
 def _write_budget_chart(writer: CheckpointWriter, within: WithinBudget) -> None:

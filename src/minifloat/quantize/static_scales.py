@@ -6,7 +6,7 @@ held-out run: saturation of unseen text is a failure of static quantization that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,11 +16,11 @@ from minifloat.calibration.rules import Rule, history_rule
 from minifloat.calibration.scales import KVScales, StaticScales, activation_scales, kv_scales, saturation
 from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import SaturationError, UsageError
+from minifloat.errors import NotCalibratedError, SaturationError, UsageError
 from minifloat.numerics.divisor import scalar_global_divisor
 from minifloat.numerics.formats import E2M1, E4M3, ElementFormat
 from minifloat.numerics.granularity import TENSOR
-from minifloat.numerics.scheme import KVSpec, weight_only
+from minifloat.numerics.scheme import KVSpec, weight_only, without_static_scales
 from minifloat.plan.tensor_plan import QuantizationPlan
 
 #: How ``--kv-cache fp8`` stores keys and values.
@@ -113,6 +113,7 @@ def apply_calibration(
         return _weight_only(plan), (), _weight_only_notes(plan)
     calibration.stats.check_model(checkpoint)
     static, nested = _static_modules(plan)
+    _refuse_drafts(plan, {*static, *nested})
     group_of = {part.module: part.group for tensor in plan.tensors for part in tensor.parts}.__getitem__
     inputs = activation_scales(calibration.stats, calibration.rule, modules=static, group_of=group_of)
     rule, rule_note = _nested_rule(calibration.rule) if nested else (calibration.rule, ())
@@ -143,6 +144,22 @@ def _static_modules(plan: QuantizationPlan) -> tuple[list[str], list[str]]:
         activation = schemes[module].activation
         (nested if activation is not None and activation.has_global_scale else static).append(module)
     return static, nested
+
+
+def _refuse_drafts(plan: QuantizationPlan, modules: Collection[str]) -> None:
+    """Refuse static scales of inputs in layers of multi-token prediction, which an override asked for.
+
+    Raises:
+        NotCalibratedError: There are such layers.
+    """
+    drafts = [part for tensor in plan.tensors if tensor.drafts for part in tensor.parts if part.module in modules]
+    if drafts:
+        other = without_static_scales(drafts[0].scheme).name
+        raise NotCalibratedError(
+            [part.module for part in drafts],
+            "no text runs through layers of multi-token prediction, so that their inputs have no static scales; leave "
+            f"the override out, or override them with {other}",
+        )
 
 
 def _top_scale(divisor: np.float32) -> np.float32:
