@@ -69,8 +69,6 @@ def test_an_override_to_static_scales_in_an_mtp_layer_is_refused(
     source: Path, stats: ActivationStats, tmp_path: Path
 ) -> None:
     calibration, overrides = Calibration(stats, parse_rule("max")), [f"{_MTP}self_attn.o_proj=fp8-static"]
-    message = (
-        rf"^{_MTP}self_attn\.o_proj: no text runs through layers of multi-token .* them with fp8-dynamic$"
-    )
+    message = rf"^{_MTP}self_attn\.o_proj: no text runs through layers of multi-token .* them with fp8-dynamic$"
     with pytest.raises(NotCalibratedError, match=message):
         quantize_checkpoint(source, tmp_path / "out", "fp8-block", overrides=overrides, calibration=calibration)

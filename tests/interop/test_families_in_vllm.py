@@ -39,8 +39,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
 
 @pytest.fixture(scope="module")
 def started(made: Mapping[str, Made], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    checkpoints = {name: Started(model.folder) for name, model in made.items()}
-    return run_in_vllm(checkpoints, tmp_path_factory.mktemp("vllm"))
+    answers: dict[str, Any] = {}
+    for torchvision in (False, True):
+        chosen = {name: Started(made[name].folder) for name, f in FAMILIES.items() if f.torchvision is torchvision}
+        answers |= run_in_vllm(chosen, tmp_path_factory.mktemp("vllm"), torchvision=torchvision)
+    return answers
 
 
 @pytest.mark.parametrize("name", FAMILIES)

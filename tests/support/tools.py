@@ -33,6 +33,8 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "lm-eval": (),
 }
 _COMPLETE = "minifloat-interop.sha256"
+#: torchvision of the torch in requirements-vllm.txt. Its operators are built for CUDA, so that it is kept apart.
+_TORCHVISION = "torchvision==0.28.0"
 
 
 @cache
@@ -59,6 +61,23 @@ def python_of(tool: str) -> str:
     return str(python)
 
 
+@cache
+def torchvision_of(tool: str) -> str:
+    """What PYTHONPATH must be for a tool to import torchvision without its operators, which no model of text calls.
+
+    torchvision cannot be imported without its compiled operators; ``torchvision_operators/sitecustomize.py`` declares
+    them.
+
+    Args:
+        tool: A name in `TOOLS`.
+    """
+    python, folder = Path(python_of(tool)), VENVS / f"{tool}-torchvision"
+    with _locked(VENVS / f"{tool}.lock"):
+        if not (folder / "torchvision").is_dir():
+            _pip(tool, python, "install", "--no-deps", "--target", str(folder), _TORCHVISION)
+    return os.pathsep.join([str(INTEROP / "torchvision_operators"), str(folder)])
+
+
 def _pip(tool: str, python: Path, *arguments: str) -> None:
     run = subprocess.run([python, "-m", "pip", "--quiet", *arguments], capture_output=True, text=True)
     if run.returncode:
@@ -83,7 +102,7 @@ def environment(**changes: str) -> dict[str, str]:
     return kept | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"} | changes
 
 
-def run_script(tool: str, script: str, request: Any, folder: Path, timeout: float = 900) -> list[Any]:
+def run_script(tool: str, script: str, request: Any, folder: Path, timeout: float = 900, **variables: str) -> list[Any]:
     """Run a script of `tests/interop` under a tool's Python.
 
     Args:
@@ -92,6 +111,7 @@ def run_script(tool: str, script: str, request: Any, folder: Path, timeout: floa
         request: As JSON.
         folder: For files; what the script prints goes to ``<script>.log`` in it.
         timeout: Seconds.
+        **variables: Environment variables to add.
 
     Returns:
         The lines of the answers' file, all that were written before it ended or died.
@@ -101,7 +121,7 @@ def run_script(tool: str, script: str, request: Any, folder: Path, timeout: floa
     answered.write_text("")
     command = [python_of(tool), str(INTEROP / script), str(asked), str(answered)]
     with log.open("a") as output:
-        subprocess.run(command, env=environment(), cwd=folder, stdout=output, stderr=output, timeout=timeout)
+        subprocess.run(command, env=environment(**variables), cwd=folder, stdout=output, stderr=output, timeout=timeout)
     return [json.loads(line) for line in answered.read_text().splitlines()]
 
 

@@ -23,12 +23,14 @@ class Family:
         model_type: Key of transformers' config mapping.
         config: Fields of the small config beside those that the matrix of architectures takes.
         overrides: Overrides of `quantize`.
+        torchvision: Whether vLLM's code for it imports torchvision.
         refusal: Regular expression of vLLM's error; empty if it answers.
     """
 
     model_type: str
     config: dict[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
+    torchvision: bool = False
     refusal: str = ""
 
     def make(self, source: Path, folder: Path) -> None:
@@ -37,6 +39,8 @@ class Family:
         quantize_checkpoint(source, folder, SCHEME, overrides=self.overrides, allow_partial=bool(self.overrides))
 
 
+#: Sizes of heads that vLLM's linear attention computes on a CPU; those of the released models.
+_DELTA_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 64}
 _NO_EXPERTS = "Unsupported FP8 MoE backend: NONE"
 
 FAMILIES: dict[str, Family] = {
@@ -50,6 +54,8 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family("mixtral", overrides=_KEEP_EXPERTS),
     # vLLM reads head_dim from the config, where every released model has it.
     "glm4-moe": Family("glm4_moe", {"head_dim": 32}, overrides=_KEEP_EXPERTS),
+    "qwen3-next": Family("qwen3_next", _DELTA_HEADS | {"num_experts_per_tok": 4}, overrides=_KEEP_EXPERTS),
+    "qwen3.5": Family("qwen3_5_text", _DELTA_HEADS, torchvision=True),
     # Every token takes all 4 experts: with 2, answers of one run exceeded the tolerance.
     "gpt-oss": Family("gpt_oss", {"num_experts_per_tok": 4}, overrides=_KEEP_EXPERTS),
     "granite-moe": Family("granitemoe", overrides=(r"(input|output)_linear=bf16",)),

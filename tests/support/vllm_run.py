@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agreement import Answer, is_same_model
-from tools import has_amx, run_script
+from tools import has_amx, run_script, torchvision_of
 
 from minifloat.check import LoadVerdict
 
@@ -38,8 +38,15 @@ class Started:
     as_if_amx: bool = False
 
 
-def run_in_vllm(checkpoints: Mapping[str, Started], folder: Path) -> dict[str, Any]:
-    """Return vLLM's answers for each checkpoint, from one process; if a checkpoint kills it, another runs the rest."""
+def run_in_vllm(checkpoints: Mapping[str, Started], folder: Path, *, torchvision: bool = False) -> dict[str, Any]:
+    """Return vLLM's answers for each checkpoint, from one process; if a checkpoint kills it, another runs the rest.
+
+    Args:
+        checkpoints: By name.
+        folder: For files.
+        torchvision: Whether vLLM's code for these models imports torchvision.
+    """
+    variables = {"PYTHONPATH": torchvision_of("vllm")} if torchvision else {}
     answers: dict[str, Any] = {}
     while rest := [name for name in checkpoints if name not in answers]:
         described = [
@@ -47,7 +54,7 @@ def run_in_vllm(checkpoints: Mapping[str, Started], folder: Path) -> dict[str, A
             for name, one in ((name, checkpoints[name]) for name in rest)
         ]
         request = {"prompts": PROMPTS, "tokens": 8, "logprobs": 20, "checkpoints": described}
-        done = run_script("vllm", "in_vllm.py", request, folder, timeout=3000)
+        done = run_script("vllm", "in_vllm.py", request, folder, timeout=3000, **variables)
         answers |= {answer["name"]: answer for answer in done}
         if len(done) < len(rest):
             answers[rest[len(done)]] = {"error": "the process died", "outputs": []}
