@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from minifloat.architecture.folding import FoldKind, FoldPart, fold_sites, why_not_fold
+from minifloat.architecture.family import FoldKind
+from minifloat.architecture.folding import FoldPart, fold_sites, why_not_fold
 from minifloat.checkpoint import TensorInfo
 
 LAYER = "model.layers.3"

@@ -241,9 +241,8 @@ def calibration(case: Case, source: Path, quantized: Quantized | None) -> tuple[
         return Outcome(Status.LEFT_OUT, "nothing was quantized, so that it cannot be compared"), stats
     expected = _expected_amax(case, source, quantized)
     fused = {module for module, (_, name) in quantized.reference.places.items() if name in ("whole", "transposed")}
-    fused -= {
-        name.removesuffix(".weight") for name in decoded_tensors(source)
-    }  # statistics of the others are per expert
+    single = decoded_tensors(source)
+    fused = {module for module in fused if f"{module}.weight" not in single}  # statistics are per expert
     missing = [module for module in quantized.reference.places if module not in stats.inputs and module not in fused]
     if missing:
         return Outcome(Status.WRONG, f"{len(missing)} quantized weights have no statistics: {missing[0]}"), stats

@@ -11,6 +11,7 @@ from pathlib import Path
 from row import Row
 
 _PACKAGES = ("torch", "transformers", "compressed-tensors")
+_LONGEST = 600  # characters of a reason
 _PER_SCHEME = ("quantize", "load", "dequantize", "transformers", "check")
 _SINGLE = ("engine", "calibrate", "fp8-static", "plan", "plan config")
 _HEADINGS = ("quantize", "load", "dequantize", "transformers", "check", *_SINGLE[:4], "plan (config)")
@@ -113,4 +114,4 @@ def _clean(text: str, name: str) -> str:
     """Return a reason without paths of this machine, on one line."""
     words = [word for word in text.split() if not word.startswith(("/tmp/", "/home/", "/work/"))]
     short = " ".join(words)
-    return short if len(short) <= 240 else f"{short[:240]}..."
+    return short if len(short) <= _LONGEST else f"{short[:_LONGEST]}..."

@@ -96,6 +96,23 @@ def test_a_mostly_unknown_model_is_refused_with_names_reasons_and_bytes(make_che
     assert str(report.share) == "20.0% of the linear weights are quantized"
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("model.layers.0.mlp.input_linear.weight", (4, 64, 64)), ("model.layers.0.ffn.experts.mlp.w1", (256, 64))],
+    ids=["JetMoE", "DBRX"],
+)
+def test_experts_that_no_family_describes_are_named_as_such(
+    name: str, shape: tuple[int, ...], make_checkpoint: Make, tmp_path: Path
+) -> None:
+    tensors = zeros(**{"model.layers.0.mlp.down_proj.weight": (64, 64), name: shape})
+    source = make_checkpoint(tensors=tensors, config={"num_local_experts": 4})
+    message = r"fused experts of unknown shape: .*need a description of their family .*--allow-partial accepts"
+    with pytest.raises(UsageError, match=message):
+        quantize_checkpoint(source, tmp_path / "out", "fp8")
+    with pytest.raises(UnsupportedTensorError, match="no family describes fused experts"):
+        quantize_checkpoint(source, tmp_path / "out", "fp8", overrides=[f"{name.removesuffix('.weight')}=fp8"])
+
+
 def test_weights_that_an_override_keeps_do_not_refuse_a_plan(make_checkpoint: Make) -> None:
     tensors = zeros(
         model__layers__0__mlp__down_proj__weight=(64, 64), model__layers__1__mlp__down_proj__weight=(64, 640)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from minifloat.architecture.folding import FAMILIES, FoldKind, FoldPart, FoldSite, fold_sites, why_not_fold
+from minifloat.architecture.families import family_of
+from minifloat.architecture.family import FoldKind
+from minifloat.architecture.folding import FoldPart, FoldSite, fold_sites, folding_types, why_not_fold
 from minifloat.checkpoint import TensorInfo
 from minifloat.errors import ShapeError
 from minifloat.numerics.formats import E2M1, E4M3, E8M0
@@ -76,7 +78,7 @@ def fold_at_random(model: PreTrainedModel) -> list[FoldKind]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", folding_types())
 def test_random_exponents_keep_every_bit_of_the_logits(model_type: str, dtype: torch.dtype) -> None:
     model = random_model(model_type, dtype)
     ids = torch.randint(0, SIZES["vocab_size"], (2, 12), generator=torch.Generator().manual_seed(3))
@@ -86,7 +88,8 @@ def test_random_exponents_keep_every_bit_of_the_logits(model_type: str, dtype: t
         after = model(ids).logits
     assert before.abs().max() > 0
     assert torch.equal(before, after)
-    expected = FAMILIES[model_type] - ({FoldKind.UP} if model_type == "starcoder2" else set())  # its MLP has no gate
+    folds = family_of({"model_type": model_type}).folds
+    expected = folds - ({FoldKind.UP} if model_type == "starcoder2" else set())  # its MLP has no gate
     assert set(kinds) == expected
 
 

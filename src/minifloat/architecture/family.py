@@ -29,6 +29,20 @@ class Role(enum.Enum):
     OTHER = "other"
 
 
+class FoldKind(enum.Enum):
+    """What comes before the linears of a place where scales can be folded; the value is its name in reports."""
+
+    NORM = "norm"  #: a norm and all linears that read its output
+    VALUE = "value"  #: v_proj and o_proj, with the attention between them
+    UP = "up"  #: up_proj and down_proj, with the product by the activated gate between them
+
+
+#: For families whose norms multiply by the weight, and stand before the linears.
+ALL_FOLDS = frozenset(FoldKind)
+#: For families whose norms multiply by ``1 + w``, or stand after the attention and the MLP.
+FOLDS_WITHOUT_NORMS = frozenset({FoldKind.VALUE, FoldKind.UP})
+
+
 class NativeDecoder(enum.Enum):
     """What the native decoders compute for a family."""
 
@@ -123,6 +137,8 @@ class Family:
         renames: Regular expression and replacement, applied in order to the name of a module in the checkpoint; the
             result is the module's name in transformers. None: the tables of the installed transformers decide.
         heads: Names of output linears, which have no tensor of their own where they are tied to the embedding.
+        folds: Places where scales of input channels can be folded without changing any bit of the logits, as the tests
+            show (`folding`).
         states_expert_dtype: Whether servers read the format of experts in the layout fp8 from ``expert_dtype`` of the
             config, and take 4 bits where it is missing.
         conv1d: Whether the matrices are Conv1D weights ``[in, out]``.
@@ -140,6 +156,7 @@ class Family:
     servers_read_single: bool = True
     renames: tuple[tuple[str, str], ...] | None = None
     heads: tuple[str, ...] = ("lm_head",)
+    folds: frozenset[FoldKind] = frozenset()
     states_expert_dtype: bool = False
     conv1d: bool = False
     known: bool = True

@@ -5,9 +5,9 @@ output of a norm, of v_proj through the attention, or of up_proj through a gated
 changes the norm's weight or the rows of v_proj or up_proj. If s is a power of two, every product and every sum in
 BF16 or float32 keeps its value, and the model's logits keep their bits.
 
-`fold_sites` lists these places by the tensors' names. It is strict: the model's type must be in `FAMILIES`, whose
-logits the tests compare bit for bit, and every tensor of the layer must have a known name, so that no reader of a
-scaled input is missed. `minifloat.rounding.fold` chooses and applies the scales.
+`fold_sites` lists these places by the tensors' names. It is strict: the row of the model's family must have `folds`,
+for which the tests compare logits bit for bit, and every tensor of the layer must have a known name, so that no reader
+of a scaled input is missed. `minifloat.rounding.fold` chooses and applies the scales.
 
 Left out: norms that multiply by ``1 + w`` (Gemma), because ``(1 + w) / s - 1`` is not exact in BF16; norms after the
 attention or MLP (OLMo 2), whose output goes to the residual stream; and multi-head latent attention (DeepSeek).
@@ -17,22 +17,15 @@ Source: AWQ (arXiv 2306.00978), section 3.2; SmoothQuant (arXiv 2211.10438), sec
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from minifloat.architecture.families import FAMILIES, family_of
+from minifloat.architecture.family import FoldKind
 from minifloat.architecture.roles import is_dense_float, text_config
 from minifloat.checkpoint import TensorInfo
-
-
-class FoldKind(enum.Enum):
-    """What comes before the linears of a fold site; the value is its name in reports."""
-
-    NORM = "norm"  #: a norm and all linears that read its output
-    VALUE = "value"  #: v_proj and o_proj, with the attention between them
-    UP = "up"  #: up_proj and down_proj, with the product by the activated gate between them
 
 
 @dataclass(frozen=True)
@@ -79,40 +72,6 @@ class FoldSite:
         return tuple(dict.fromkeys(part.tensor for part in (*self.producers, *self.readers)))
 
 
-_ALL = frozenset(FoldKind)
-_NO_NORM = frozenset({FoldKind.VALUE, FoldKind.UP})
-
-#: Supported values of ``model_type`` and the kinds of sites that keep the model's function to the bit.
-FAMILIES: dict[str, frozenset[FoldKind]] = {
-    "ernie4_5": _ALL,
-    "exaone4": _NO_NORM,
-    "gemma": _NO_NORM,
-    "gemma2": _NO_NORM,
-    "gemma3_text": _NO_NORM,
-    "glm": _ALL,
-    "glm4": _ALL,
-    "granite": _ALL,
-    "helium": _ALL,
-    "hunyuan_v1_dense": _ALL,
-    "llama": _ALL,
-    "ministral": _ALL,
-    "ministral3": _ALL,
-    "mistral": _ALL,
-    "mixtral": _ALL,
-    "olmo": _NO_NORM,
-    "olmo2": _NO_NORM,
-    "olmo3": _NO_NORM,
-    "olmoe": _ALL,
-    "phi3": _ALL,
-    "qwen2": _ALL,
-    "qwen2_moe": _ALL,
-    "qwen3": _ALL,
-    "qwen3_moe": _ALL,
-    "seed_oss": _ALL,
-    "smollm3": _ALL,
-    "starcoder2": _ALL,
-}
-
 _MLP = r"(mlp|block_sparse_moe)\."
 _EXPERT = r"(experts\.\d+\.|shared_expert\.)"
 _ATTENTION_READERS = re.compile(r"self_attn\.(q|k|v|qkv)_proj\.weight")
@@ -134,6 +93,11 @@ _KNOWN = (_ATTENTION_READERS, _MLP_READERS, re.compile(re.escape(_ATTENTION_OUTP
 _NORMS = (("input_layernorm", _ATTENTION_READERS), ("post_attention_layernorm", _MLP_READERS))
 
 
+def folding_types() -> tuple[str, ...]:
+    """Return all values of ``model_type`` whose layers have places where scales can be folded."""
+    return tuple(name for family in FAMILIES if family.folds for name in family.model_types)
+
+
 def why_not_fold(layer_prefix: str, tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> str:
     """Return why no scales can be folded in a layer; empty if they can.
 
@@ -142,9 +106,9 @@ def why_not_fold(layer_prefix: str, tensors: Mapping[str, TensorInfo], config: M
         tensors: Tensors of the checkpoint by name.
         config: Content of config.json.
     """
-    model_type = text_config(config).get("model_type")
-    if model_type not in FAMILIES:
-        return f"the model_type {model_type!r} is not one of {', '.join(FAMILIES)}"
+    text = text_config(config)
+    if not family_of(text).folds:
+        return f"the model_type {text.get('model_type')!r} is not one of {', '.join(folding_types())}"
     layer = _layer(layer_prefix, tensors)
     if not layer:
         return f"no tensor has a name that starts with {layer_prefix!r}"
@@ -153,7 +117,7 @@ def why_not_fold(layer_prefix: str, tensors: Mapping[str, TensorInfo], config: M
             return f"the layer has a tensor of unknown use, {info.name}"
         if not is_dense_float(info):
             return f"{info.name} is stored as {info.dtype}; expected BF16, F16 or F32"
-        hidden = text_config(config).get("hidden_size")
+        hidden = text.get("hidden_size")
         if len(info.shape) == 3 and info.shape[-2 if _MLP_OUTPUTS.fullmatch(name) else -1] != hidden:
             return f"{info.name} {list(info.shape)} does not store experts as [E, out, in] of hidden_size {hidden}"
     return ""
@@ -174,7 +138,7 @@ def fold_sites(layer_prefix: str, tensors: Mapping[str, TensorInfo], config: Map
         return ()
     text = text_config(config)
     layer = _layer(layer_prefix, tensors)
-    kinds = FAMILIES[text["model_type"]]
+    kinds = family_of(text).folds
     attention, mlp = (_norm_site(layer, *pair) if FoldKind.NORM in kinds else None for pair in _NORMS)
     value = _value_site(layer, text)
     return tuple(site for site in (attention, value, mlp, *_up_sites(layer)) if site is not None)

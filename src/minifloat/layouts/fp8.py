@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
+from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.errors import ConfigError, ShapeError, UsageError
 from minifloat.layouts.exclusion import by_name_or_parent, refuse_excluded
 from minifloat.layouts.stored import (
@@ -28,7 +28,14 @@ from minifloat.layouts.stored import (
     tensors_with_suffix,
     weight_shape,
 )
-from minifloat.layouts.writing import NO_NAMES, WeightTensors, codes_tensor, scale_tensor, with_names
+from minifloat.layouts.writing import (
+    NO_NAMES,
+    WeightTensors,
+    WithoutCalibratedScales,
+    codes_tensor,
+    scale_tensor,
+    with_names,
+)
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128, GROUP_32, TENSOR, TOKEN, Granularity, block_granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
@@ -47,7 +54,7 @@ _KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 
 @dataclass(frozen=True)
-class Fp8Writer:
+class Fp8Writer(WithoutCalibratedScales):
     """Writer of E4M3 in blocks: 128x128 with float32 scales (DeepSeek), or 1x32 with E8M0 scales (SGLang's MXFP8).
 
     Attributes:
@@ -56,6 +63,8 @@ class Fp8Writer:
         scale: Format of the scales.
         scheme: Name of the supported scheme, for messages.
     """
+
+    cure: ClassVar[str] = "use compressed-tensors"
 
     name: str
     block: Granularity
@@ -102,22 +111,6 @@ class Fp8Writer:
             scale_tensor(f"{module}.weight_scale_inv", spec, spec.granularity.scale_shape(shape)),
         )
 
-    def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
-        """Refuse static input scales: in this layout servers quantize inputs at run time.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(f"layout {self.name!r} has no static input scales ({module}); use compressed-tensors")
-
-    def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
-        """Refuse KV scales: the config of this layout has no key for them.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(f"layout {self.name!r} cannot announce KV scales ({attention}); use compressed-tensors")
-
     def quantization_config(
         self,
         modules: Mapping[str, Scheme],
@@ -130,8 +123,7 @@ class Fp8Writer:
         Raises:
             UsageError: If the KV cache is quantized.
         """
-        if kv is not None:
-            raise UsageError(f"layout {self.name!r} cannot announce a quantized KV cache; use compressed-tensors")
+        self.refuse_kv(kv)
         return {
             "quant_method": self.name,
             **({"fmt": "e4m3"} if self.name == NAME else {}),

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.errors import ConfigError, ShapeError, UsageError
 from minifloat.layouts.stored import Description, StoredWeight, stored_spec, tensors_with_suffix
-from minifloat.layouts.writing import NO_NAMES, WeightTensors
+from minifloat.layouts.writing import NO_NAMES, WeightTensors, WithoutCalibratedScales
 from minifloat.numerics.formats import E2M1, E8M0
 from minifloat.numerics.granularity import GROUP_32
 from minifloat.numerics.scheme import KVSpec, Scheme, WeightSpec
@@ -31,8 +31,10 @@ _NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "mode
 
 
 @dataclass(frozen=True)
-class GptOssWriter:
+class GptOssWriter(WithoutCalibratedScales):
     """Writer of the fused experts of gpt-oss in MXFP4."""
+
+    cure: ClassVar[str] = "leave --calibration and --kv-cache out: inputs and KV cache stay in 16 bits"
 
     name: str = NAME
     global_divides: bool = True
@@ -72,22 +74,6 @@ class GptOssWriter:
             OutputTensor(f"{module}_scales", "U8", (experts, rows, groups)),
         )
 
-    def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
-        """Refuse static input scales: inputs are in 16 bits.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(f"layout {self.name!r} has no static input scales ({module})")
-
-    def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
-        """Refuse KV scales: the config of this layout has no key for them.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(f"layout {self.name!r} cannot announce KV scales ({attention}); leave --kv-cache out")
-
     def quantization_config(
         self,
         modules: Mapping[str, Scheme],
@@ -100,8 +86,7 @@ class GptOssWriter:
         Raises:
             UsageError: If the KV cache is quantized.
         """
-        if kv is not None:
-            raise UsageError(f"layout {self.name!r} cannot announce a quantized KV cache; leave --kv-cache out")
+        self.refuse_kv(kv)
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_CONVERTED)}
 
     def extra_files(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from minifloat.checkpoint import OutputTensor
+from minifloat.errors import UsageError
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
 from minifloat.numerics.scheme import KVSpec, Scheme, WeightSpec
 
@@ -53,6 +54,43 @@ def scale_tensor(name: str, spec: WeightSpec, shape: tuple[int, ...]) -> OutputT
 def with_names(modules: Iterable[str], names: Mapping[str, Sequence[str]]) -> list[str]:
     """Return modules, each followed by its further names, without repetition."""
     return list(dict.fromkeys(name for module in modules for name in (module, *names.get(module, ()))))
+
+
+class WithoutCalibratedScales:
+    """The part of a layout that has no places for scales from calibration: of inputs, and of the KV cache.
+
+    Attributes:
+        name: Name of the layout.
+        cure: What to do instead, for messages.
+    """
+
+    name: str
+    cure: ClassVar[str]
+
+    def input_scale(self, module: str, weight: WeightSpec) -> OutputTensor:
+        """Refuse static input scales.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(f"layout {self.name!r} has no static input scales ({module}); {self.cure}")
+
+    def kv_scales(self, attention: str) -> tuple[OutputTensor, OutputTensor]:
+        """Refuse KV scales: the config of this layout has no key for them.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(f"layout {self.name!r} cannot announce KV scales ({attention}); {self.cure}")
+
+    def refuse_kv(self, kv: KVSpec | None) -> None:
+        """Refuse a quantized KV cache: the config of this layout has no key for it.
+
+        Raises:
+            UsageError: `kv` is not None.
+        """
+        if kv is not None:
+            raise UsageError(f"layout {self.name!r} cannot announce a quantized KV cache; {self.cure}")
 
 
 class WriteLayout(Protocol):

@@ -20,11 +20,13 @@ from minifloat.layouts import WriteLayout, compressed_tensors
 from minifloat.numerics.scheme import Scheme, without_static_scales
 from minifloat.plan.overrides import KEEP, Override
 from minifloat.plan.parts import ModelHeaders, expert_parts, make_part
+from minifloat.plan.shape import EXPERTS
 from minifloat.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan, module_name
 
 #: Reason for copying fused experts whose rows and columns are unknown.
 UNKNOWN_EXPERTS = "fused experts of unknown shape"
 _EXPERTS = "expert"
+_MATRIX_DIMENSIONS = 2
 _FUSED_DIMENSIONS = 3
 
 
@@ -73,6 +75,8 @@ def make_plan(
         if role is Role.LINEAR and role not in quantized_roles:
             kept = f"layout {layout.name} holds experts only"
         default = without_static_scales(scheme) if drafts else scheme
+        if kept == Role.OTHER.value and _is_of_experts(info, checkpoint):
+            kept = UNKNOWN_EXPERTS
         tensor_scheme, reason = _choose_scheme(info, role, default, kept, overrides, matched_overrides)
         parts = () if tensor_scheme is None else _parts(checkpoint, family, info, role, tensor_scheme, layout)
         tensors.append(TensorPlan(info, role, parts, reason, drafts=drafts))
@@ -133,7 +137,8 @@ def _choose_scheme(
         matched: Indices of the overrides that matched a tensor.
     """
     if not (is_matrix(info) or role is Role.EXPERTS):
-        return None, _reason_of_others(info, role, overrides)
+        _refuse_unknown_experts(info, kept, overrides)
+        return None, kept if kept == UNKNOWN_EXPERTS else role.value
     tensor_scheme, reason = (None, kept) if kept else (scheme, "")
     for index, override in enumerate(overrides):
         if re.search(override.pattern, module_name(info)):
@@ -149,21 +154,31 @@ def _choose_scheme(
     return tensor_scheme, reason
 
 
-def _reason_of_others(info: TensorInfo, role: Role, overrides: Sequence[Override]) -> str:
-    """Return why a tensor is copied that is neither a matrix nor fused experts of a known family.
+def _is_of_experts(info: TensorInfo, checkpoint: ModelHeaders) -> bool:
+    """Return whether a tensor that no family describes holds several experts: by its name, or by its first dimension.
+
+    DBRX stacks the rows of all experts in a matrix; JetMoE has experts ``[E, N, K]`` of other names.
+    """
+    if is_matrix(info) or len(info.shape) not in (_MATRIX_DIMENSIONS, _FUSED_DIMENSIONS):
+        return False
+    count = next((text_config(checkpoint.config)[key] for key in EXPERTS if text_config(checkpoint.config).get(key)), 0)
+    return _EXPERTS in info.name or (len(info.shape) == _FUSED_DIMENSIONS and info.shape[0] == count)
+
+
+def _refuse_unknown_experts(info: TensorInfo, kept: str, overrides: Sequence[Override]) -> None:
+    """Refuse an override that asks for fused experts that no family describes.
 
     Raises:
-        UnsupportedTensorError: An override asks for fused experts that no family describes.
+        UnsupportedTensorError: There is one.
     """
-    if len(info.shape) != _FUSED_DIMENSIONS or _EXPERTS not in info.name or role is not Role.OTHER:
-        return role.value
+    if kept != UNKNOWN_EXPERTS:
+        return
     if any(override.scheme is not None and re.search(override.pattern, info.name) for override in overrides):
         raise UnsupportedTensorError(
             info.name,
             f"no family describes fused experts {list(info.shape)} of this name, so that rows and columns are unknown; "
             "remove the override, or add the family to minifloat.architecture.families",
         )
-    return UNKNOWN_EXPERTS
 
 
 def _parts(
@@ -172,7 +187,9 @@ def _parts(
     layout.check(scheme)
     if family.conv1d:
         raise UnsupportedTensorError(
-            info.name, "this architecture stores Conv1D weights [in, out], which servers do not read quantized"
+            info.name,
+            f"{family.name} stores weights [in, out] (Conv1D). Servers transpose these tensors as they load them, and "
+            "not their scales; compressed-tensors loads codes into Linear only. Keep this model in 16 bits",
         )
     if role is Role.EXPERTS:
         return expert_parts(checkpoint, family, info, scheme, layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minifloat.architecture.family import Family, FusedTensor, NativeDecoder
+from minifloat.architecture.family import ALL_FOLDS, Family, FusedTensor, NativeDecoder
 
 #: Names in a checkpoint and in transformers of the block that holds the experts.
 _SPARSE_BLOCK = ((r"\.block_sparse_moe\.", ".mlp."),)
@@ -23,14 +23,28 @@ _GPT_OSS_EXPERTS = (
 )
 
 FAMILIES: tuple[Family, ...] = (
-    Family("Mixtral", ("mixtral",), native=NativeDecoder.MIXTURE, stored_fused=False, renames=_SPARSE_BLOCK),
-    Family("Qwen mixture", ("qwen2_moe", "qwen3_moe"), native=NativeDecoder.MIXTURE, stored_fused=False, renames=()),
+    Family(
+        "Mixtral",
+        ("mixtral",),
+        native=NativeDecoder.MIXTURE,
+        stored_fused=False,
+        renames=_SPARSE_BLOCK,
+        folds=ALL_FOLDS,
+    ),
+    Family(
+        "Qwen mixture",
+        ("qwen2_moe", "qwen3_moe"),
+        native=NativeDecoder.MIXTURE,
+        stored_fused=False,
+        renames=(),
+        folds=ALL_FOLDS,
+    ),
     Family("DeepSeek", ("deepseek_v2", "deepseek_v3"), stored_fused=False, renames=()),
     Family("DeepSeek sparse attention", ("deepseek_v32", "glm_moe_dsa")),
     # vLLM 0.32.0, models/deepseek_v4/quant_config.py: DeepseekV4FP8Config.expert_dtype.
     Family("DeepSeek-V4", ("deepseek_v4",), states_expert_dtype=True),
     Family("GLM mixture", ("glm4_moe", "glm4_moe_lite"), stored_fused=False, renames=()),
-    Family("OLMoE", ("olmoe",), stored_fused=False, renames=()),
+    Family("OLMoE", ("olmoe",), stored_fused=False, renames=(), folds=ALL_FOLDS),
     Family("Granite mixture", ("granitemoe", "granitemoeshared"), fused_experts=_GRANITE_EXPERTS, stored_fused=True),
     Family("Granite hybrid", ("granitemoehybrid",), fused_experts=_GRANITE_HYBRID_EXPERTS, stored_fused=True),
     Family(
