@@ -7,6 +7,8 @@
 
 #include <stdint.h>
 
+#include "intrinsics.h"
+
 #if !defined(MINIFLOAT_ISA)
 #error "MINIFLOAT_ISA names the namespace of this object file; CMakeLists.txt defines it"
 #endif
@@ -48,6 +50,12 @@ template <class T>
 inline T max(T a, T b) {
     return a > b ? a : b;
 }
+
+#if defined(__AVX512F__)
+// The same in one instruction: gcc compares and blends.
+inline F32 min(F32 a, F32 b) { return _mm512_min_ps(a, b); }
+inline F32 max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
+#endif
 
 inline F32 load(const float* p) {
     F32 v;

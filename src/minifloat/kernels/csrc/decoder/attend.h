@@ -8,8 +8,10 @@
 #pragma once
 
 #include "attend_amx.h"
+#include "attend_dot.h"
 #include "attend_tile.h"
 #include "math.h"
+#include "rows.h"
 
 namespace MINIFLOAT_ISA {
 
@@ -49,23 +51,33 @@ inline void hide(Chunk& chunk, int rows) {
     }
 }
 
-// Turns scores into weights exp(score - largest) and rescales the sums so far to the new largest score.
-inline void weigh(float* scores, int count, int padded_dim, float* values, float& largest, float& total) {
-    F32 most = broadcast(largest);
-    for (int i = 0; i < count; i += kWidth) most = max(load(scores + i), most);
-    const float now = fold<kWidth, float>(most, Max());
-    const F32 reference = broadcast(now == minus_infinity() ? 0.0f : now);
-    F32 sum = {};
-    for (int i = 0; i < count; i += kWidth) {
-        const F32 weight = exp(load(scores + i) - reference);
-        store_as(scores + i, weight);
-        sum += weight;
+// Turns scores into weights exp(score - largest) and rescales the sums so far to the new largest scores.
+inline void weigh(Chunk& chunk, int rows, int padded_dim, Sums& out) {
+    const int count = chunk.blocks * kBlockTokens;
+    alignas(64) float now[kQueryRows], reference[kQueryRows] = {}, shrink[kQueryRows];
+    for (int r = 0; r < rows; ++r) {
+        F32 most = broadcast(out.largest[r]);
+        for (int i = 0; i < count; i += kWidth) most = max(load(chunk.scores[r] + i), most);
+        now[r] = fold<kWidth, float>(most, Max());
+        reference[r] = now[r] == minus_infinity() ? 0.0f : now[r];
     }
-    const float shrink = exp(broadcast(largest) - reference)[0];
-    total = total * shrink + fold<kWidth, float>(sum, Add());
-    if (now != largest)
-        for (int i = 0; i < padded_dim; i += kWidth) store_as(values + i, load(values + i) * shrink);
-    largest = now;
+    for (int r = 0; r < rows; r += kWidth) store_as(shrink + r, exp(load(out.largest + r) - load(reference + r)));
+    for (int r = 0; r < rows; ++r) {
+        float* scores = chunk.scores[r];
+        F32 sum = {};
+        for (int i = 0; i < count; i += kWidth) {
+            const F32 weight = exp(load(scores + i) - reference[r]);
+            store_as(scores + i, weight);
+            sum += weight;
+        }
+        out.total[r] = out.total[r] * shrink[r] + fold<kWidth, float>(sum, Add());
+    }
+    for (int r = 0; r < rows; ++r) {
+        float* values = out.values[r];
+        if (now[r] != out.largest[r])
+            for (int i = 0; i < padded_dim; i += kWidth) store_as(values + i, load(values + i) * shrink[r]);
+        out.largest[r] = now[r];
+    }
 }
 
 // The address of the values of a key, or of its pair.
@@ -128,6 +140,8 @@ template <class Element, int kRows>
 inline void score_chunk(const Tile& tile, int dims, Chunk& chunk) {
 #if defined(__AMX_BF16__)
     if (tile.q16 != nullptr) return score_by_tiles(tile.q16, kRows, dims, tile.score_factor, chunk);
+#elif defined(__AVX512BF16__)
+    if (tile.q16 != nullptr) return score_by_dots<kRows>(tile, dims, chunk);
 #endif
     constexpr int kBlocks = at_once(kRows);
     int b = 0;
@@ -140,8 +154,7 @@ inline void attend_chunk(const Tile& tile, const LayerCache& cache, Chunk& chunk
     const int padded = cache.padded_dim;
     score_chunk<Element, kRows>(tile, cache.head_dim, chunk);
     hide(chunk, kRows);
-    for (int r = 0; r < kRows; ++r)
-        weigh(chunk.scores[r], chunk.blocks * kBlockTokens, padded, out.values[r], out.largest[r], out.total[r]);
+    weigh(chunk, kRows, padded, out);
     int begin = chunk.common_begin;
 #if defined(__AMX_BF16__)
     const int first = static_cast<int>(ceil_div(begin, kBlockTokens)), last = chunk.common_end / kBlockTokens;
@@ -149,6 +162,11 @@ inline void attend_chunk(const Tile& tile, const LayerCache& cache, Chunk& chunk
         add_by_tiles(chunk, kRows, padded, first, last, out);
         add_common<Element, kRows>(chunk, padded, begin, first * kBlockTokens, out);
         begin = last * kBlockTokens;
+    }
+#elif defined(__AVX512BF16__)
+    if (tile.q16 != nullptr) {
+        add_by_dots<kRows>(chunk, padded, begin, chunk.common_end, out);
+        begin = chunk.common_end;
     }
 #endif
     add_common<Element, kRows>(chunk, padded, begin, chunk.common_end, out);
@@ -192,22 +210,32 @@ void attend_rows(const Tile& tile, const LayerCache& cache, int64_t begin, int64
     }
 }
 
+#if defined(__AVX512BF16__)
+
 #if defined(__AMX_BF16__)
-
 constexpr int kFewestRows = 4;  // with fewer rows, reading the cache takes longer than multiplying
+constexpr int kDimsTogether = kHalfCols;
+#else
+constexpr int kFewestRows = 1;
+constexpr int kDimsTogether = 2;
+#endif
 
-// Whether AMX can multiply; `dtype` is the dtype of the queries.
-inline bool fits_tiles(const Tile& tile, const LayerCache& cache, int32_t dtype) {
+// Whether bf16 can be multiplied; `dtype` is the dtype of the queries.
+inline bool fits_bf16(const Tile& tile, const LayerCache& cache, int32_t dtype) {
     return tile.rows >= kFewestRows && cache.element == MINIFLOAT_CACHE_BF16 && dtype == MINIFLOAT_BF16 &&
-           cache.head_dim % kHalfCols == 0;
+           cache.head_dim % kDimsTogether == 0;
 }
 
-inline void attend_by_tiles(const Tile& tile, const LayerCache& cache, int64_t begin, int64_t end, Sums& out) {
+inline void attend_in_bf16(const Tile& tile, const LayerCache& cache, int64_t begin, int64_t end, Sums& out) {
     alignas(64) uint16_t q16[kQueryRows * MINIFLOAT_MAX_HEAD_DIM];
-    for (int r = 0; r < tile.rows; ++r)
-        for (int i = 0; i < cache.head_dim; i += kWidth)
-            Bf16Row::store(reinterpret_cast<uint8_t*>(q16 + r * cache.head_dim + i), load(tile.q[r] + i));
+#if defined(__AMX_BF16__)
+    const int stride = cache.head_dim;
     const Tiles tiles(attention_tiles(tile.rows));
+#else
+    constexpr int stride = MINIFLOAT_MAX_HEAD_DIM;
+#endif
+    for (int r = 0; r < tile.rows; ++r)
+        from_float(tile.q[r], MINIFLOAT_BF16, cache.head_dim, reinterpret_cast<uint8_t*>(q16 + r * stride));
     Tile exact = tile;
     exact.q16 = q16;
     attend_rows<CacheBf16, kQueryRows>(exact, cache, begin, end, out);
@@ -216,8 +244,8 @@ inline void attend_by_tiles(const Tile& tile, const LayerCache& cache, int64_t b
 #endif
 
 inline void attend(const Tile& tile, const LayerCache& cache, int32_t dtype, int64_t begin, int64_t end, Sums& out) {
-#if defined(__AMX_BF16__)
-    if (fits_tiles(tile, cache, dtype)) return attend_by_tiles(tile, cache, begin, end, out);
+#if defined(__AVX512BF16__)
+    if (fits_bf16(tile, cache, dtype)) return attend_in_bf16(tile, cache, begin, end, out);
 #else
     (void)dtype;
 #endif

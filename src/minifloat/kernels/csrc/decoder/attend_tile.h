@@ -22,20 +22,22 @@ struct Tile {
     const int32_t* blocks;                              // of the sequence
     int64_t head;
     float score_factor;  // of the product of a query and a key as load() gives it
-    const uint16_t* q16;  // the queries as bf16, [rows, head_dim], where AMX multiplies; else null
+    const uint16_t* q16;  // the queries as bf16 where bf16 is multiplied (rows are head_dim apart for AMX, else
+                          // MINIFLOAT_MAX_HEAD_DIM); else null
 };
 
 // Sums of a tile: of values weighted by exp(score - largest), and of these weights; initially zero.
 struct Sums {
     alignas(64) float values[kQueryRows][MINIFLOAT_MAX_HEAD_DIM];
-    float largest[kQueryRows], total[kQueryRows];
+    alignas(64) float largest[kQueryRows];
+    float total[kQueryRows];
 };
 
 inline float minus_infinity() { return -__builtin_inff(); }
 
 inline void clear(Sums& sums, int rows, int padded_dim) {
-    for (int r = 0; r < rows; ++r) {
-        __builtin_memset(sums.values[r], 0, padded_dim * sizeof(float));
+    for (int r = 0; r < rows; ++r) __builtin_memset(sums.values[r], 0, padded_dim * sizeof(float));
+    for (int r = 0; r < kQueryRows; ++r) {
         sums.largest[r] = minus_infinity();
         sums.total[r] = 0.0f;
     }

@@ -25,8 +25,14 @@ inline F32 exp(F32 x) {
     sum = sum * r + 0.5f;
     sum = sum * r + 1.0f;
     sum = sum * r + 1.0f;
+#if defined(__AVX512F__)
+    const __mmask16 not_less = _mm512_cmp_ps_mask(x, broadcast(kLowest), _CMP_NLT_UQ);
+    const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), kMantissaBits);
+    return _mm512_castsi512_ps(_mm512_maskz_add_epi32(not_less, _mm512_castps_si512(sum), exponent));
+#else
     const U32 scaled = bit_cast<U32>(sum) + (bit_cast<U32>(shifted) << kMantissaBits);
     return bit_cast<F32>(scaled & ~bit_cast<U32>(x < kLowest));
+#endif
 }
 
 }  // namespace MINIFLOAT_ISA
