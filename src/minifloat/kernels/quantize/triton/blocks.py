@@ -147,12 +147,11 @@ def _cast(
         if SATURATES:
             dividend = tl.minimum(dividend, _spread(divisor * LARGEST_QUOTIENT, PART_AXIS))
         quotient = divide(dividend, _spread(divisor, PART_AXIS), _spread(inverse, PART_AXIS))
+    value = round_magnitude(quotient, MANTISSA, BIAS, LARGEST, 1.0, SATURATES)
     if HARDWARE:
-        code = with_sign(quotient, bits).to(tl.float8e4nv)
-        value = tl.abs(code.to(tl.float32))
-        code = code.to(tl.uint8, bitcast=True)
+        # Codes of the hardware are only stored: ptxas of CUDA 12.8 decodes them from registers that it never wrote.
+        code = with_sign(value, bits).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        value = round_magnitude(quotient, MANTISSA, BIAS, LARGEST, 1.0, SATURATES)
         code = code_of(value, MANTISSA, BIAS) | ((bits >> (_SIGN - SIGN)) & (_ONE << SIGN))
     exact = w.to(tl.float64)
     error = exact - (value * _spread(factor, PART_AXIS)).to(tl.float64)
