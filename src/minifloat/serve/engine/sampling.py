@@ -35,9 +35,13 @@ MAX_LOGIT_BIAS = 1024  #: entries
 _SEED_BITS = 64
 #: Parameters whose defaults generation_config.json may contain.
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-#: Where only the most probable tokens can be drawn, tokens whose logit is at most this far below the largest are sorted
-#: first.
-_NEAR = 12.0
+#: For top_p, tokens with at least these weights are tried in turn, so that few are sorted; then all are.
+_LEAST_WEIGHTS = (1e-2, 1e-4, 1e-6)
+#: A sum of weights is only known to be larger than another if it is so by more than their rounding.
+_MARGIN = 1 + 1e-9
+_LOW_31_BITS = 0x7FFFFFFF
+#: Tokens of a group in the search for the largest logits.
+_GROUP = 64
 #: Numbers that Philox makes per count, of which a position takes the first.
 _PHILOX_BLOCK = 4
 #: Positions whose numbers are generated at a time.
@@ -315,47 +319,68 @@ def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
         The first token whose cumulative probability is above `uniform`: in the order of probability if only the most
         probable tokens can be drawn, else in the order of the vocabulary.
     """
-    scaled = logits.astype(np.float64) / params.temperature
-    scaled -= scaled.max()
     if not params.limits:
-        return _invert(np.exp(scaled), uniform)
-    # Sorting the tokens near the largest logit is enough nearly always; else all are sorted. The result is the same.
-    near = _nearest(scaled, np.flatnonzero(scaled >= -_NEAR), params)
-    tokens, weights = near or _nearest(scaled, np.arange(len(scaled)), params) or (np.zeros(1, np.int64), np.ones(1))
+        return _invert(_weights(logits, logits.max(), params.temperature), uniform)
+    tokens, total = _candidates(logits, params)
+    tokens = _most_probable_first(logits, tokens)[: params.top_k or None]
+    weights = _weights(logits[tokens], logits[tokens[0]], params.temperature)
+    weights = weights[weights >= params.min_p]
+    if params.top_p < 1.0:
+        total = weights.sum() if total is None else total
+        weights = weights[weights.cumsum() - weights < params.top_p * total]
     return int(tokens[_invert(weights, uniform)])
 
 
-def _nearest(scaled: Weights, tokens: Tokens, params: SamplingParams) -> tuple[Tokens, Weights] | None:
-    """Return the tokens that can be drawn, most probable first, and their weights.
+def _weights(logits: Logits, largest: np.float32, temperature: float) -> Weights:
+    """Return the probabilities of tokens, divided by that of the most probable token."""
+    scaled = logits.astype(np.float64)
+    scaled /= temperature
+    scaled -= np.float64(largest) / temperature
+    return np.exp(scaled, out=scaled)
 
-    Args:
-        scaled: Logits of all tokens, the largest of them 0.
-        tokens: The tokens to choose among; no other token has a larger logit than one of these.
-        params: As in `draw`.
+
+def _candidates(logits: Logits, params: SamplingParams) -> tuple[Tokens, np.float64 | None]:
+    """Return tokens that contain all that can be drawn, as few as are found quickly.
 
     Returns:
-        None if tokens outside of `tokens` might be drawn too.
+        The tokens, in any order, and for top_p alone the sum of the weights of all tokens.
     """
-    limited = bool(params.top_k or params.min_p)
-    everything = len(tokens) == len(scaled)
-    if 0 < params.top_k < len(tokens):  # few are left to sort
-        values = scaled[tokens]
-        tokens = tokens[values >= np.partition(values, -params.top_k)[-params.top_k]]
-    tokens = tokens[np.argsort(-scaled[tokens], kind="stable")]
-    if params.top_k and len(tokens) >= params.top_k:
-        tokens, everything = tokens[: params.top_k], True
-    weights = np.exp(scaled[tokens])
-    if params.min_p and weights[-1] < params.min_p:
-        weights, everything = weights[weights >= params.min_p], True
-    if limited and not everything:
-        return None
-    if params.top_p < 1.0:
-        total = weights.sum() if limited else np.exp(scaled).sum()
-        within = int((weights.cumsum() - weights < params.top_p * total).sum())
-        if within == len(weights) and not everything:
-            return None
-        weights = weights[:within]
-    return tokens, weights
+    if params.top_k:
+        return np.flatnonzero(logits >= _lower_bound(logits, params.top_k)), None
+    weights = _weights(logits, logits.max(), params.temperature)
+    if params.min_p:
+        return np.flatnonzero(weights >= params.min_p), None
+    total = weights.sum()
+    for least in _LEAST_WEIGHTS:
+        found = np.flatnonzero(weights >= least)
+        if weights[found].sum() > params.top_p * total * _MARGIN:
+            return found, total
+    return np.arange(len(logits)), total
+
+
+def _lower_bound(logits: Logits, count: int) -> float:
+    """Return a number that at least `count` logits reach, and few more if `count` is small.
+
+    It is the `count`-th largest of the maxima of groups of tokens; that of all logits takes longer to find.
+    """
+    width = len(logits) // _GROUP
+    if count >= len(logits):
+        return -math.inf
+    if count > width:
+        return float(np.partition(logits, -count)[-count])
+    maxima = logits[: width * _GROUP].reshape(_GROUP, width).max(axis=0)
+    return float(np.partition(maxima, -count)[-count])
+
+
+def _most_probable_first(logits: Logits, tokens: Tokens) -> Tokens:
+    """Return tokens by their logits, the largest first, and by their ids where logits are equal.
+
+    numpy sorts integers faster than it finds the order of floats, so the keys contain logit and token.
+    """
+    bits = (logits[tokens] + np.float32(0)).view(np.int32).astype(np.int64)  # the sum makes -0 and 0 equal
+    keys = (np.where(bits < 0, bits ^ _LOW_31_BITS, bits) << 32) | (_LOW_31_BITS - tokens)
+    keys.sort()
+    return _LOW_31_BITS - (keys[::-1] & _LOW_31_BITS)
 
 
 def _invert(weights: Weights, uniform: float) -> int:
