@@ -2,7 +2,7 @@
 
 A product reads every byte of a weight once, so a page table walk per 4 KB costs more than a tenth of the memory's
 bandwidth. Each allocation maps new memory: pages that another thread has touched before would stay on that thread's
-NUMA node, and would stay small.
+NUMA node, and would stay small. `minifloat.kernels.prepared_memory` has pages that were touched early for this purpose.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ import mmap
 import torch
 from torch import Tensor
 
+from minifloat.kernels import prepared_memory
 from minifloat.kernels.pack.layout import VECTOR_BYTES
+from minifloat.kernels.prepared_memory import HUGE_PAGE
 
-HUGE_PAGE = 2 << 20
+_SMALL = 64 << 10
 
 
 def allocate(nbytes: int) -> Tensor:
-    """Allocate uint8 ``[nbytes]``, undefined, 64-byte aligned; 2 MB or more are 2 MB aligned and in 2 MB pages.
+    """Allocate uint8 ``[nbytes]``, undefined, 64-byte aligned; 2 MB or more are in 2 MB pages.
 
     The tensor is a view of a larger storage. Its clones and copies, pickled ones too, are only 64-byte aligned and in
     pages of any size; kernels run on them too.
     """
+    prepared = prepared_memory.take(nbytes) if nbytes >= _SMALL else None
+    if prepared is not None:
+        return torch.frombuffer(prepared[0], dtype=torch.uint8, offset=prepared[1], count=nbytes)
     if nbytes < HUGE_PAGE:
         return torch.empty(nbytes, dtype=torch.uint8)
     region = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -62,7 +62,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.state.service = service
     app.include_router(completions.router)
     app.include_router(routes.router)
-    describe(app.openapi(), settings.model_name, service.info.vocab_size)
+    _describe_when_asked(app, settings.model_name, service.info.vocab_size)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(MinifloatError, _answer_minifloat_error)
@@ -70,6 +70,18 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     app.add_middleware(Guard, settings=settings)
     app.add_middleware(RequestLog, metrics=service.metrics)
     return app
+
+
+def _describe_when_asked(app: FastAPI, name: str, vocab_size: int) -> None:
+    """Let the OpenAPI document be made by the first request for it: that takes longer than all else here."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            describe(make(), name, vocab_size)
+        return make()
+
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
 
 
 async def _answer_validation_error(request: Request, error: Exception) -> JSONResponse:

@@ -6,8 +6,9 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from minifloat.serve.server.connection import listen
 from minifloat.serve.server.settings import ServerSettings
+from minifloat.serve.sockets import bind
+from minifloat.serve.starting import importing, starting
 
 if TYPE_CHECKING:
     from minifloat.serve.engine import ModelInfo
@@ -40,15 +41,17 @@ def serve_checkpoint(
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("minifloat").setLevel(logging.WARNING if quiet else logging.INFO)
-    with listen(settings) as listening:
-        # These imports take seconds; they follow the socket, so that an address in use is an error at once.
-        from minifloat.kernels.threads import set_threads
-        from minifloat.serve.engine import AsyncEngine, Engine
-        from minifloat.serve.server.app import serve
+    with bind(settings.host, settings.port) as listening:
+        with starting(path, engine.get("device", "cpu")):
+            # These imports take seconds; they follow the socket, so that an address in use is an error at once.
+            from minifloat.kernels.threads import set_threads
+            from minifloat.serve.engine import AsyncEngine, Engine
 
-        if threads is not None:
-            set_threads(threads)
-        loaded = Engine(path, **engine)
+            if threads is not None:
+                set_threads(threads)
+            with importing("minifloat.serve.server.app"):
+                loaded = Engine(path, **engine)
+            from minifloat.serve.server.app import serve
         _log_model(loaded.info, settings)
         serve(AsyncEngine(loaded, max_queue), settings, listening)
 

@@ -1,0 +1,79 @@
+"""What a process that will open a model does before it imports torch: `starting`.
+
+Imports no torch: the imports are what takes the time that this uses.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from minifloat.checkpoint.layout import is_weights
+from minifloat.kernels import prepared_memory
+
+#: How long Python lets one thread run while another waits: short, because a thread that packs weights needs Python for
+#: microseconds only, after each weight.
+_SWITCH_SECONDS = 0.0005
+
+
+@contextmanager
+def starting(model: str | os.PathLike[str], device: str = "cpu") -> Iterator[None]:
+    """Within the context, which imports torch and opens a model, start faster.
+
+    The memory for the weights is prepared by another thread, and Python does not search for garbage, because imports
+    make hundreds of thousands of objects that stay. Afterwards it leaves these objects out of its searches.
+
+    Args:
+        model: A folder; memory is not prepared for a model of the hub, whose size is not known yet.
+        device: The device that the weights are for.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    if device == "cpu":
+        prepared_memory.prepare(_weight_bytes(Path(model)))
+    try:
+        yield
+    finally:
+        prepared_memory.finish()
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def importing(module: str) -> Iterator[None]:
+    """Import a module on another thread while the context loads weights, which mostly runs outside of Python.
+
+    An error of the import is raised where the module is imported again.
+
+    Args:
+        module: Its full name.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    thread = threading.Thread(target=_import, args=(module,), name="minifloat-import", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def _import(module: str) -> None:
+    with suppress(Exception):
+        importlib.import_module(module)
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Return the bytes of the files of weights in a folder; 0 if they cannot be listed."""
+    try:
+        return sum(entry.stat().st_size for entry in os.scandir(folder) if is_weights(entry.name))
+    except OSError:
+        return 0
