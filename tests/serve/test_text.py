@@ -1,6 +1,7 @@
 """Streaming text: what arrives, when it ends, and that nothing is left running."""
 
 import itertools
+import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from minifloat.errors import CheckpointError, UsageError
@@ -15,6 +17,8 @@ from minifloat.quantize.job import quantize_checkpoint
 from minifloat.runtime.load import load
 from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.serve.detokenize import Detokenizer
+from minifloat.serve.engine import Engine, SamplingParams
+from minifloat.serve.native_text import native_pieces, open_native
 from minifloat.serve.text import generate
 
 PROMPT = "Once upon"
@@ -112,7 +116,6 @@ def test_a_small_top_p_is_greedy(model: PreTrainedModel) -> None:
 
 
 def test_draws_follow_the_probabilities() -> None:
-    from minifloat.serve.engine import SamplingParams
     from minifloat.serve.text import _Sampler
 
     scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[None]
@@ -123,8 +126,6 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 def test_a_seed_draws_the_tokens_that_the_engine_draws(model: PreTrainedModel, llama_folder: Path) -> None:
-    from minifloat.serve.engine import Engine, SamplingParams
-
     engine = Engine(llama_folder, dtype="float32", runner="transformers")
     params = SamplingParams(temperature=1.5, top_p=0.9, seed=3, max_tokens=12)
     (completion,) = engine.generate(PROMPT, params)
@@ -171,8 +172,42 @@ def test_an_empty_prompt_begins_with_the_begin_token(model: PreTrainedModel) -> 
 
 def test_a_folder_with_quantized_weights_is_accepted(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    text = "".join(generate(tmp_path / "q", PROMPT, temperature=1.0, seed=0))
-    assert text == "".join(generate(load(tmp_path / "q"), PROMPT, temperature=1.0, seed=0)) != ""
+    text = "".join(generate(tmp_path / "q", PROMPT, max_new_tokens=12, temperature=1.0, seed=0))
+    params = SamplingParams(temperature=1.0, seed=0, max_tokens=12)
+    assert text == Engine(tmp_path / "q").generate(PROMPT, params)[0].text != ""
+
+
+@pytest.mark.parametrize(
+    ("scheme", "is_native", "is_native_weight_only"),
+    [("mxfp4", True, True), ("fp8-dynamic", False, True), ("fp8-block", False, True)],
+)
+def test_the_decoder_runs_what_does_not_quantize_inputs(
+    scheme: str, is_native: bool, is_native_weight_only: bool, llama_folder: Path, tmp_path: Path
+) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", scheme)
+    assert (open_native(tmp_path / "q") is not None) == is_native
+    assert (open_native(tmp_path / "q", weight_only=True) is not None) == is_native_weight_only
+
+
+def test_the_decoder_greedily_makes_the_text_of_transformers(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")  # values of BF16, computed with in float32: without near ties
+    save_file({name: weight.float() for name, weight in weights.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    engine = open_native(folder)
+    assert engine is not None
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    text = "".join(native_pieces(engine, PROMPT, params))
+    assert text == "".join(generate(load(folder), PROMPT, max_new_tokens=20)) != ""
+    with pytest.raises(UsageError, match="has 200 tokens; the model attends to 128"):
+        native_pieces(engine, "x" * 200, params)
+
+
+def test_a_model_that_the_decoder_does_not_support_is_left_to_transformers(
+    make_gpt_oss: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert open_native(make_gpt_oss(tmp_path / "m")) is None
 
 
 @pytest.mark.parametrize(

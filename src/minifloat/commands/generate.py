@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import click
@@ -47,25 +48,39 @@ class GenerateParams:
 @pass_params(GenerateParams)
 def generate(params: GenerateParams) -> None:
     """Continue PROMPT with the checkpoint MODEL, quantized or not, streaming the text."""
-    use_threads(params.threads)
+    pieces = _pieces(params)
+    click.echo(params.prompt, nl=False)
+    for piece in pieces:
+        click.echo(piece, nl=False)
+    click.echo()
+
+
+def _pieces(params: GenerateParams) -> Iterator[str]:
+    """Return the pieces of the continuation: from the native decoder where it computes the same, else transformers'."""
+    from minifloat.hub import model_folder
+    from minifloat.serve.native_text import native_pieces, open_native
+    from minifloat.serve.starting import starting
+
+    folder = model_folder(params.model, revision=params.revision)
+    with starting(folder, params.device):
+        use_threads(params.threads)
+        engine = open_native(folder, weight_only=params.weight_only) if params.device == "cpu" else None
+    if engine is not None:
+        from minifloat.serve.engine import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=params.temperature, top_p=params.top_p, seed=params.seed, max_tokens=params.max_new_tokens
+        )
+        return native_pieces(engine, params.prompt, sampling)
     from minifloat.runtime.devices import device_named
     from minifloat.runtime.load import load
     from minifloat.serve.text import generate as stream
 
-    loaded = load(
-        params.model,
-        device=device_named(params.device),
-        weight_only=params.weight_only,
-        revision=params.revision,
-    )
-    click.echo(params.prompt, nl=False)
-    for piece in stream(
-        loaded,
+    return stream(
+        load(folder, device=device_named(params.device), weight_only=params.weight_only),
         params.prompt,
         max_new_tokens=params.max_new_tokens,
         temperature=params.temperature,
         top_p=params.top_p,
         seed=params.seed,
-    ):
-        click.echo(piece, nl=False)
-    click.echo()
+    )

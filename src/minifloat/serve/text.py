@@ -1,8 +1,8 @@
-"""Text from a transformers model, piece by piece: for looking at a quantized model by eye.
+"""Text from a model, piece by piece: for looking at a quantized model by eye.
 
-transformers' `generate` runs the model, one prompt at a time, in a thread of its own, so that the caller gets an
-ordinary iterator and can leave it at any token. Tokens are drawn by the engine's sampler. Batching and paging are left
-to the engine.
+The engine runs a folder that its native decoder supports (`native_text.py`). Otherwise transformers' `generate` runs
+the model, one prompt at a time, in a thread of its own, so that the caller gets an ordinary iterator and can leave it
+at any token. Tokens are drawn by the engine's sampler.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from minifloat.architecture.full_config import position_limit
 from minifloat.errors import UsageError
+from minifloat.hub import model_folder
 from minifloat.runtime.load import load
 from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.runtime.tokens import end_tokens
 from minifloat.serve.detokenize import Detokenizer
 from minifloat.serve.engine.sampling import SamplingParams, SamplingState, sample
+from minifloat.serve.native_text import native_pieces, open_native
 
 
 def generate(
@@ -74,9 +76,13 @@ def generate(
             "expected max_new_tokens >= 1, a finite temperature >= 0 and 0 < top_p <= 1; "
             f"got {max_new_tokens}, {temperature} and {top_p}"
         )
-    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_new_tokens)
     if not isinstance(model, PreTrainedModel):
-        model = load(model, revision=revision)
+        folder = model_folder(model, revision=revision)
+        engine = open_native(folder)
+        if engine is not None:
+            return native_pieces(engine, prompt, params)
+        model = load(folder)
     tokenizer = load_tokenizer(str(model.config.name_or_path))
     ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id]
     if ids == [None]:
