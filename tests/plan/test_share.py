@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minifloat.architecture.family import Role
 from minifloat.architecture.mtp import is_mtp
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UnsupportedTensorError, UsageError
@@ -111,6 +112,13 @@ def test_experts_that_no_family_describes_are_named_as_such(
         quantize_checkpoint(source, tmp_path / "out", "fp8")
     with pytest.raises(UnsupportedTensorError, match="no family describes fused experts"):
         quantize_checkpoint(source, tmp_path / "out", "fp8", overrides=[f"{name.removesuffix('.weight')}=fp8"])
+
+
+def test_biases_of_experts_are_no_experts_of_unknown_shape(make_checkpoint: Make) -> None:
+    biases = {"model.layers.0.mlp.experts.gate_up_proj_bias": (4, 64)}
+    tensors = zeros(**{"model.layers.0.mlp.down_proj.weight": (64, 64), **biases})
+    (kept,) = QuantizedShare.of(plan_of(make_checkpoint(tensors=tensors))).kept
+    assert kept.reason == Role.OTHER.value
 
 
 def test_weights_that_an_override_keeps_do_not_refuse_a_plan(make_checkpoint: Make) -> None:

@@ -159,7 +159,7 @@ def _is_of_experts(info: TensorInfo, checkpoint: ModelHeaders) -> bool:
 
     DBRX stacks the rows of all experts in a matrix; JetMoE has experts ``[E, N, K]`` of other names.
     """
-    if is_matrix(info) or len(info.shape) not in (_MATRIX_DIMENSIONS, _FUSED_DIMENSIONS):
+    if is_matrix(info) or len(info.shape) not in (_MATRIX_DIMENSIONS, _FUSED_DIMENSIONS) or info.name.endswith("bias"):
         return False
     count = next((text_config(checkpoint.config)[key] for key in EXPERTS if text_config(checkpoint.config).get(key)), 0)
     return _EXPERTS in info.name or (len(info.shape) == _FUSED_DIMENSIONS and info.shape[0] == count)
