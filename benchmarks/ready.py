@@ -1,9 +1,11 @@
-"""Measure the time from the start of a process to an open engine, and to a server that answers.
+"""Measure the time from the start of a process to an open engine, to a server that answers, and to a first token.
 
     python benchmarks/ready.py MODEL [--rounds 5] [--other ../checkout/src]
 
-Each round starts new processes; `--other` is the source folder of another checkout, whose processes take turns with
-those of this one. The files of MODEL are in the page cache after the first round, which is not counted.
+The last columns are parts of it: `import torch` alone, which is a floor of all others, and the imports of the web
+server without torch. Each round starts new processes; `--other` is the source folder of another checkout, whose
+processes take turns with those of this one. The files of MODEL are in the page cache after the first round, which is
+not counted.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from pathlib import Path
 import click
 
 _POLL_SECONDS = 0.02
+_IMPORT = "import time; started = time.perf_counter(); import {}; print(time.perf_counter() - started)"
+_WEB = "fastapi, uvicorn, prometheus_client"
 _OPEN = """
 import sys, time
 started = time.perf_counter()
@@ -63,6 +67,30 @@ def server_seconds(model: str, environment: dict[str, str]) -> float:
         server.wait()
 
 
+def token_seconds(model: str, environment: dict[str, str]) -> float:
+    """Return the seconds from the start of `minifloat generate` to the first text after the prompt."""
+    prompt = "Once upon a time"
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "minifloat", "generate", model, prompt, "-n", "4"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    descriptor, text = process.stdout.fileno(), b""
+    while len(text) <= len(prompt) and (piece := os.read(descriptor, 1 << 16)):
+        text += piece
+    seconds = time.perf_counter() - started
+    process.stdout.close()
+    process.wait()
+    if len(text) <= len(prompt):
+        raise click.ClickException(f"minifloat generate wrote no text and ended with status {process.returncode}")
+    return seconds
+
+
+def import_seconds(modules: str, environment: dict[str, str]) -> float:
+    """Return the seconds that imports take in a new process."""
+    command = [sys.executable, "-c", _IMPORT.format(modules)]
+    return float(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
 def row(name: str, rounds: Sequence[tuple[float, ...]]) -> str:
     """Return a row of the table: the median of each column, with the smallest and the largest value."""
     columns = zip(*rounds, strict=True)
@@ -81,11 +109,20 @@ def main(model: str, rounds: int, other: Path | None) -> None:
     for index in range(rounds + 1):
         for name, source in sources.items():
             environment = dict(os.environ) | ({} if source is None else {"PYTHONPATH": str(source)})
-            seconds = (*engine_seconds(model, environment), server_seconds(model, environment))
+            seconds = (
+                *engine_seconds(model, environment),
+                server_seconds(model, environment),
+                token_seconds(model, environment),
+                import_seconds("torch", environment),
+                import_seconds(_WEB, environment),
+            )
             if index:
                 results[name].append(seconds)
-    print("| s | process with an engine | importing Engine | Engine(MODEL) | serve to its first answer |")
-    print("|---|---|---|---|---|")
+    print(
+        "| s | process with an engine | importing Engine | Engine(MODEL) | serve to its first answer "
+        "| generate to its first token | import torch | imports of the web server |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for name, measured in results.items():
         print(row(name, measured))
 
