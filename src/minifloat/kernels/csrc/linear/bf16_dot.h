@@ -51,6 +51,12 @@ struct DotSums {
             for (int t = 0; t < 2; ++t)
                 for (int c = 0; c < kChains; ++c) v[r][t][c] = _mm512_setzero_ps();
     }
+    void multiply(float factor) {
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r)
+            for (int t = 0; t < 2; ++t)
+                for (int c = 0; c < kChains; ++c) v[r][t][c] = _mm512_mul_ps(v[r][t][c], _mm512_set1_ps(factor));
+    }
     __m512 total(int r, int t) const {
         return kChains == 1 ? v[r][t][0] : _mm512_add_ps(v[r][t][0], v[r][t][kChains - 1]);
     }

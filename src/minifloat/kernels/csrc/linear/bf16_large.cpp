@@ -21,6 +21,7 @@ constexpr int64_t kChunkBytes = kChunkSteps * kStepTiles * kTileBytes;
 constexpr int64_t kFewTiles = 4;
 constexpr int64_t kBlockTiles = 32;  // tiles of x of a block: 384 KiB of sums, 192 KiB of x
 constexpr int64_t kTileSums = kDotRows * kPanelRows;
+constexpr float kSmallestScale = 0x1p-100f;  // of blocks whose sums are joined: ratios of subnormal numbers are not exact
 constexpr int64_t kScratchBytes = 2 << 20;  // in one 2 MB page
 
 // Prefetches the next chunk into the L2 cache, some lines per unit.
@@ -49,7 +50,9 @@ struct Units {
     uint8_t* tiles;
     int32_t step_bytes, scale_bytes;
     int64_t begin, end;  // of the chunk
-    bool first;          // of all columns
+    int64_t middle;      // up to it, sums are multiplied by `ratio`; `end` if all units have one scale
+    float ratio;
+    bool first;  // of all columns
     const float* scales;
     int32_t scale_lanes;
 
@@ -72,6 +75,7 @@ __attribute__((noinline)) void multiply_units(const Format& format, const uint8_
     if (step != nullptr) {
         for (int64_t u = units.begin; u < units.end; ++u, x += unit_bytes, tiles += 2 * kTileBytes) {
             ahead.unit();
+            if (Format::kBlocks && u == units.middle) dots.multiply(units.ratio);
             add_half<kRows>(format, step, units.scale_bytes, static_cast<int>(u & 1), x, dots, Keep{tiles});
             if (u & 1) step += units.step_bytes;
         }
@@ -79,6 +83,7 @@ __attribute__((noinline)) void multiply_units(const Format& format, const uint8_
         constexpr int kChains = DotSums<kRows>::kChains;
         for (int64_t u = units.begin; u < units.end; ++u, x += unit_bytes, tiles += 2 * kTileBytes) {
             ahead.unit();
+            if (Format::kBlocks && u == units.middle) dots.multiply(units.ratio);
             for (int p = 0; p < kUnitPairs; p += kChains)
 #pragma GCC unroll 2
                 for (int c = 0; c < kChains; ++c) {
@@ -183,10 +188,26 @@ class Product {
                 if (group + 1 < w_.groups) part.end = min(units, (group + 1) * block_units - origin);
                 part.scales = w_.block_scale(p, group);
             }
+            part.middle = part.end;
+            if (Format::kBlocks && part.end < units) join(p, units, origin, part);
             part.first = origin + u == 0;
             part.step = Format::kDecodes && decodes ? step(p, s + u / 2) : nullptr;
             multiply_rows<kDotRows>(rows, format_, x, t_.unit_bytes(), part, ahead, sums);
         }
+    }
+
+    // Extends units to the next block of columns, if the ratio of their scales costs no accuracy: sums are then in memory
+    // half as often.
+    void join(int64_t p, int64_t units, int64_t origin, Units& part) const {
+        constexpr float kMostRatio = 256.0f;
+        const int64_t block_units = w_.block_cols / kHalfCols, group = (origin + part.end) / block_units;
+        if (w_.block_lanes != 1 || group >= w_.groups) return;
+        const float* next = w_.block_scale(p, group);
+        const float ratio = *part.scales / *next;
+        if (!(ratio <= kMostRatio && ratio >= 1.0f / kMostRatio && *next >= kSmallestScale)) return;
+        part.ratio = ratio;
+        part.scales = next;
+        part.end = group + 1 < w_.groups ? min(units, (group + 1) * block_units - origin) : units;
     }
 
     const Format& format_;
