@@ -34,6 +34,8 @@ SPECS = {name: scheme.weight for name, scheme in SCHEMES.items()} | {
 }  # fmt: skip
 #: Around the sizes of groups and blocks, and of what a program takes (4096).
 SHAPES = ((1, 1), (2, 30), (7, 100), (2, 4100), (129, 127))
+#: Columns that are read 16 bytes at a time, with blocks and rows that reach beyond the slab.
+ALIGNED = ((64, 64), (32, 64), (128, 64), (96, 48), (64, 160))
 #: Of one value from sums in another order, both in float64.
 SUMS_RTOL = 1e-12
 
@@ -84,6 +86,13 @@ def assert_matches(w: torch.Tensor, spec: WeightSpec, tensor_amax: float | None 
 def test_ragged_shapes(name: str) -> None:
     for seed, shape in enumerate(SHAPES if name in KINDS else SHAPES[2:3] + SHAPES[4:]):
         assert_matches(gaussian(shape, torch.bfloat16, seed), SPECS[name])
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter compiles nothing: ragged shapes are the same to it")
+@pytest.mark.parametrize(("name", "dtype"), each_value(KINDS, list(DTYPES)))
+def test_aligned_shapes_smaller_than_a_tile(name: str, dtype: str) -> None:
+    for seed, shape in enumerate(ALIGNED):
+        assert_matches(gaussian(shape, DTYPES[dtype], seed), SPECS[name])
 
 
 @kinds
@@ -197,11 +206,11 @@ def test_read_only_memory_is_accepted() -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has one state for all threads")
 def test_many_threads_at_once_give_the_same() -> None:
-    w = gaussian((256, 1024), torch.bfloat16)
-    names = ["fp8-block", "mxfp4", "nvfp4", "fp8"] * 8
-    alone = [quantize(w, SPECS[name], "triton") for name in names]
+    slabs = [gaussian(shape, torch.bfloat16, seed) for seed, shape in enumerate(((256, 1024), *ALIGNED))]
+    jobs = [(w, SPECS[name]) for name in ("fp8-block", "mxfp4", "nvfp4", "fp8") for w in slabs] * 8
+    alone = [quantize(w, spec, "triton") for w, spec in jobs]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda name: quantize(w, SPECS[name], "triton"), names))
+        together = list(pool.map(lambda job: quantize(*job, "triton"), jobs))
     for actual, expected in zip(together, alone, strict=True):
         np.testing.assert_array_equal(actual.codes, expected.codes)
         np.testing.assert_array_equal(actual.scales, expected.scales)
