@@ -309,6 +309,17 @@ CASES: dict[str, Case] = {
 NOT_STARTED = {
     "groups-across-gpus": "MXFP4, MXFP8 and NVFP4 have no kernel on a CPU, whatever the number of processes",
     "head-unquantized": "applies to every model with an untied head",
+    **dict.fromkeys(
+        (
+            "vllm-expert-dtype",
+            "vllm-indexer",
+            "vllm-mamba-1",
+            "vllm-mtp-projection",
+            "vllm-router",
+            "vllm-single-experts",
+        ),
+        "read from vLLM's source; no checkpoint was made for it",
+    ),
 }
 
 #: Checkpoints of other tools. vLLM refuses all of them for their heads of 16, and most of them earlier.
