@@ -8,6 +8,8 @@ disk; `cp, synced` waits, as `minifloat quantize` waits for every shard before i
 of the process, from the kernel's accounting. Before each run an unmeasured `cp` is written, deleted and synced, so that
 each run finds the source in the page cache and the same amount of recently freed memory for its output. (On virtual
 machines, memory that was free for long has to be fetched from the host first, which can take longer than the copy.)
+With `--cold` the source is dropped from the page cache before each run instead, and every run reads it from the disk.
+Python may write bytecode in the warm-up, so that modules are compiled as in an installation.
 """
 
 from __future__ import annotations
@@ -31,12 +33,23 @@ from minifloat.runtime.diagnosis import diagnose
 def measure(command: list[str]) -> tuple[float, float, int]:
     """Return wall seconds, CPU seconds and peak bytes of one process."""
     started = time.perf_counter()
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     _, status, usage = os.wait4(child.pid, 0)
     seconds = time.perf_counter() - started
     if os.waitstatus_to_exitcode(status):
         raise SystemExit(f"failed: {' '.join(command)}")
     return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+
+def drop_from_cache(source: Path) -> None:
+    """Drop the shards of a checkpoint from the page cache."""
+    for path in source.glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def commands(source: Path, out: Path, schemes: tuple[str, ...]) -> dict[str, list[str]]:
@@ -51,11 +64,14 @@ def commands(source: Path, out: Path, schemes: tuple[str, ...]) -> dict[str, lis
 @click.argument("source", type=click.Path(exists=True, path_type=Path))
 @click.option("--scheme", "schemes", multiple=True, default=("fp8-block", "mxfp4"), show_default=True)
 @click.option("--rounds", default=5, show_default=True)
+@click.option("--cold", is_flag=True, help="Drop the source from the page cache before each run.")
 @click.option(
     "--folder", type=click.Path(exists=True, path_type=Path), help="Folder for the outputs.  [default: temporary]"
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the results.")
-def main(source: Path, schemes: tuple[str, ...], rounds: int, folder: Path | None, json_path: Path | None) -> None:
+def main(
+    source: Path, schemes: tuple[str, ...], rounds: int, cold: bool, folder: Path | None, json_path: Path | None
+) -> None:
     """Measure quantizing the checkpoint SOURCE."""
     work = Path(tempfile.mkdtemp(dir=folder))
     out = work / "out"
@@ -67,6 +83,8 @@ def main(source: Path, schemes: tuple[str, ...], rounds: int, folder: Path | Non
                 measure(todo["cp"])
                 shutil.rmtree(out)
                 os.sync()
+                if cold:
+                    drop_from_cache(source)
                 figures = measure(command)
                 shutil.rmtree(out)
                 if round_number:
@@ -75,7 +93,8 @@ def main(source: Path, schemes: tuple[str, ...], rounds: int, folder: Path | Non
         shutil.rmtree(work)
     diagnosis = diagnose()
     total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    click.echo(f"{source.name}: {total:,} bytes, {rounds} rounds after one to warm up")
+    state = "read from the disk" if cold else "in the page cache"
+    click.echo(f"{source.name}: {total:,} bytes {state}, {rounds} rounds after one to warm up")
     click.echo(f"{platform.processor() or platform.machine()}, {diagnosis.cores} cores, {diagnosis.instruction_set}")
     click.echo(
         f"{'':<12} {'median s':>9} {'min s':>7} {'max s':>7} {'CPU s':>7} {'/ cp':>6} {'/ synced':>8} {'peak MiB':>9}"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import safetensors.numpy
 
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.reader import READ_AHEAD_BYTES
 from minifloat.errors import (
     CheckpointError,
     ConfigError,
@@ -556,3 +558,26 @@ def test_reading_a_file_outside_the_folder_is_refused(folder, name):
 def test_a_sidecar_that_was_deleted_is_an_error_that_names_it(folder):
     with Checkpoint.open(folder) as checkpoint, pytest.raises(StorageError, match=r"tokenizer\.json: the file is gone"):
         checkpoint.read_file("tokenizer.json")
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has no such hint")
+def test_the_system_is_told_what_will_be_read_next(folder, monkeypatch):
+    hints = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, size, hint: hints.append((start, size, hint)))
+    with Checkpoint.open(folder) as checkpoint:
+        info = max(checkpoint.tensors.values(), key=lambda info: info.nbytes)
+        checkpoint.read_into(info, np.empty(info.nbytes - 1, np.uint8), 1)
+        checkpoint.read("empty")  # a size of zero would mean the rest of the file
+    assert hints == [(info.offset + 1 + READ_AHEAD_BYTES, info.nbytes - 1, os.POSIX_FADV_WILLNEED)]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system has no such hint")
+def test_a_file_system_without_that_hint_is_read(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with Checkpoint.open(folder) as checkpoint:
+        name = next(iter(checkpoint.tensors))
+        expected = checkpoint.read(name)
+        monkeypatch.setattr(os, "posix_fadvise", refuse)
+        np.testing.assert_array_equal(checkpoint.read(name), expected)

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import safetensors.numpy
 import safetensors.torch
 
 from minifloat.checkpoint import Checkpoint, CheckpointWriter, OutputTensor, encode_index
+from minifloat.checkpoint import shard as shard_module
 from minifloat.errors import DestinationError, NotACheckpointError, StorageError
 
 PAIR = [OutputTensor("a", "U8", (4,)), OutputTensor("b", "F32", (2,))]
@@ -598,3 +600,38 @@ def test_a_destination_that_cannot_be_renamed_keeps_the_old_one_and_the_work(tmp
     assert contents(tmp_path / "out") == old
     write_model(tmp_path / "out", overwrite=True, config=b'{"new": 1}')
     assert contents(tmp_path / "out") == old | {"config.json": b'{"new": 1}'}
+
+
+def test_written_bytes_go_to_the_disk_before_the_shard_is_complete(tmp_path, monkeypatch):
+    files, real = [], shard_module._start_write_back
+    monkeypatch.setattr(shard_module, "_WRITE_BACK_BYTES", 100)
+    monkeypatch.setattr(
+        shard_module, "_start_write_back", lambda file: (files.append(os.fstat(file).st_size), real(file))
+    )
+    with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=250) as writer:
+        shard = writer.shard("model.safetensors", [OutputTensor("a", "U8", (250,))], {})
+        for start in range(0, 250, 50):
+            shard.write("a", bytes(range(start, start + 50)), start)
+        shard.commit({})
+        written = shard.path.read_bytes()
+        assert len(files) == 2  # after 100 and after 200 bytes
+        assert set(files) == {len(written)}
+        assert written[-250:] == bytes(range(250))
+
+
+@pytest.mark.parametrize("found", [lambda *_: -1, None], ids=["it fails", "it does not exist"])
+def test_starting_to_write_back_is_only_a_hint(tmp_path, monkeypatch, found):
+    monkeypatch.setattr(shard_module, "_WRITE_BACK_BYTES", 1)
+    monkeypatch.setattr(shard_module, "_sync_file_range", lambda: found)
+    assert "model.safetensors" in contents(write_model(tmp_path / "out"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a call of Linux")
+def test_linux_has_the_call_that_starts_to_write_back(tmp_path):
+    call = shard_module._sync_file_range()
+    assert call is not None
+    with open(tmp_path / "file", "wb") as file:
+        file.write(bytes(10))
+        file.flush()
+        assert call(file.fileno(), 0, 0, 2) == 0
+    assert call(-1, 0, 0, 2) == -1

@@ -12,6 +12,7 @@ error. It reads no pickle files, because they can run code when they are loaded.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -47,6 +48,8 @@ from minifloat.checkpoint.layout import (
 from minifloat.checkpoint.tensors import TensorInfo
 from minifloat.errors import ConfigError, NotACheckpointError, ShardIndexError, StorageError, UnsafeFileError
 
+#: Distance between a range that is read and the range that the operating system fetches meanwhile.
+READ_AHEAD_BYTES = 32 << 20
 _CONFIG_LIMIT = 16 * 2**20
 _SIDECAR_LIMIT = 2**30
 
@@ -184,7 +187,9 @@ class Checkpoint:
         view = byte_view(buffer)
         if start < 0 or start + len(view) > info.nbytes:
             raise ValueError(f"{info.name}: bytes {start} to {start + len(view)} of a tensor of {info.nbytes}")
-        read_exactly(self._descriptor(info.shard), view, info.offset + start, self.shard_path(info.shard))
+        descriptor, offset = self._descriptor(info.shard), info.offset + start
+        _read_ahead(descriptor, offset, len(view))
+        read_exactly(descriptor, view, offset, self.shard_path(info.shard))
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
         """Return all bytes of a tensor, uint8 ``[nbytes]``."""
@@ -247,6 +252,16 @@ class Checkpoint:
                     raise StorageError(f"{path}: the file changed since it was opened; run the same command again")
                 self._descriptors[shard] = descriptor
             return self._descriptors[shard]
+
+
+def _read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
+    """Have the operating system read what follows a range while the caller works on the range.
+
+    Its own heuristic fails where threads read different tensors through one descriptor.
+    """
+    if nbytes and hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # a file system may not know the hint
+            os.posix_fadvise(descriptor, offset + READ_AHEAD_BYTES, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def _read_config(root: Path) -> dict[str, Any]:
