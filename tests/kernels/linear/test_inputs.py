@@ -17,6 +17,10 @@ from kernel_cases import (
     product,
 )
 
+from minifloat.kernels import native
+from minifloat.kernels.linear import linear
+from minifloat.kernels.pack import pack
+
 M = (1, 2, 5, 16, 33, 100)
 WIDE = (torch.bfloat16, torch.float32)  # dtypes with the exponents of float32
 
@@ -222,3 +226,16 @@ def test_the_tolerances_are_just_above_the_rounding_of_each_dtype() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         floor = float((exact.to(dtype).double() - exact).norm() / exact.norm())
         assert floor < BARS[dtype] < 1.6 * floor
+
+
+def test_dot_products_of_bfloat16_have_no_subnormal_inputs(kernels: Kernels) -> None:
+    """The instruction sets with such products count inputs below 2^-126 as zero; the others keep them."""
+    flushes = kernels.library.isa in ("amx", "avx512_bf16")
+    weight = torch.full((40, 64), 2.0**100, dtype=torch.bfloat16)
+    x = torch.zeros(16, 64, dtype=torch.bfloat16)
+    x[:, 3] = 2.0**-127
+    x[1, 4] = 2.0**-20
+    with native.using(kernels.library.isa):
+        result = linear(x, pack(weight)).float()
+    assert (result[0] == (0.0 if flushes else 2.0**-27)).all()
+    assert (result[1] == 2.0**80).all()
