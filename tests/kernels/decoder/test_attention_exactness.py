@@ -69,7 +69,7 @@ def test_results_are_those_of_float64_rounded_once(isa: str, heads: int, kv_head
         found = torch.cat([session.run({"a": piece})["a"] for piece in pieces]).double()
 
     x = embedding[tokens].double()
-    q, k, v = (normed(x)[:, chosen].unflatten(1, (-1, head_dim)).transpose(0, 1) for chosen in columns)
+    q, k, v = (normed(x)[:, chosen].reshape(len(tokens), -1, head_dim).transpose(0, 1) for chosen in columns)
     k, v = (part.repeat_interleave(heads // kv_heads, dim=0) for part in (k, v))
     hidden_keys = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
     scores = (q @ k.mT * decoder.scale).masked_fill(hidden_keys, -torch.inf)
