@@ -23,11 +23,7 @@ DRY_SHAPE = replace(SHAPES[NAME], hidden=64, inner=128, layers=2, heads=4, kv_he
 
 def model(run: Run) -> None:
     """Log tokens per second by format and batch size, and the share of the speed that the read bandwidth allows."""
-    shape = (
-        replace(SHAPES[NAME], hidden=64, inner=128, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=300)
-        if run.dry
-        else SHAPES[NAME]
-    )
+    shape = DRY_SHAPE if run.dry else SHAPES[NAME]
     with tempfile.TemporaryDirectory(dir=run.out) as folder:
         paths = {"bf16": write_random(Path(folder) / "bf16", shape)}
         for scheme in SCHEMES:

@@ -21,9 +21,10 @@ from unittest.mock import patch
 
 import click
 import torch
+from gpu_model import DRY_SHAPE
 from torch import Tensor
 
-from minifloat.bench.shapes import SHAPES, write_random
+from minifloat.bench.shapes import write_random
 from minifloat.bench.workload import TimingRecorder, Workload
 from minifloat.serve.engine import Engine, SamplingParams
 
@@ -59,16 +60,7 @@ def main(device: str, batches: str, output_len: int, rounds: int) -> None:
     sizes = tuple(int(size) for size in batches.split(","))
     load = Workload(INPUT, output_len, sizes, rounds)
     on_cpu = device == "cpu"
-    shape = replace(
-        SHAPES["llama-8b"],
-        hidden=64,
-        inner=128,
-        layers=1,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        vocab=64 if on_cpu else 128256,
-    )
+    shape = replace(DRY_SHAPE, layers=1, vocab=64 if on_cpu else 128256)
     click.echo(f"{'sampling':<28} {'batch':>6} {'us/step':>9} {'us/sequence':>12} {'us with generate':>17}")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         path = write_random(Path(folder) / "model", shape)

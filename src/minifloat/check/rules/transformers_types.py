@@ -22,47 +22,60 @@ _READ_WEIGHTS = (
 _CONVERT_FOUR_BITS = ("bailing_hybrid", "glm5_next", "glm5_next_text", "kimi_linear", "olmo_hybrid", "step3p7")
 _CONVERT = ("inkling_mm_model", "qianfan_ocr")
 
+
+def _rule(
+    name: str,
+    model_types: tuple[str, ...],
+    problem: str,
+    cure: str,
+    source: str,
+    *,
+    kinds: tuple[Kind, ...] = _FOUR_BITS,
+    verdict: LoadVerdict = LoadVerdict.REFUSED,
+) -> LoadingRule:
+    """Return a rule about linears of some kinds, by default those of 4 bits, in some model types."""
+    return LoadingRule(
+        name=name,
+        hardware=ALL,
+        verdict=verdict,
+        condition=functools.partial(conditions.kinds_in_types, kinds=kinds, model_types=model_types),
+        problem=problem,
+        cure=cure,
+        source=source,
+        confirmed_with=_SEEN,
+    )
+
+
 RULES: tuple[LoadingRule, ...] = (
-    LoadingRule(
-        name="transformers-packed-weight",
-        hardware=ALL,
-        verdict=LoadVerdict.REFUSED,
-        condition=functools.partial(conditions.kinds_in_types, kinds=_FOUR_BITS, model_types=_READ_WEIGHTS),
-        problem="the model's code reads the weight of a linear by name, and linears of packed 4-bit codes have none",
-        cure=f"{_CURE}; or quantize to 8 bits",
-        source="models/*/modeling_*.py: _init_weights, or forward (FalconLinear)",
-        confirmed_with=_SEEN,
+    _rule(
+        "transformers-packed-weight",
+        _READ_WEIGHTS,
+        "the model's code reads the weight of a linear by name, and linears of packed 4-bit codes have none",
+        f"{_CURE}; or quantize to 8 bits",
+        "models/*/modeling_*.py: _init_weights, or forward (FalconLinear)",
     ),
-    LoadingRule(
-        name="transformers-converted-packed",
-        hardware=ALL,
-        verdict=LoadVerdict.REFUSED,
-        condition=functools.partial(conditions.kinds_in_types, kinds=_FOUR_BITS, model_types=_CONVERT_FOUR_BITS),
-        problem="tensors are joined or cut while they are loaded, which packed 4-bit codes do not allow",
-        cure=f"{_CURE}; or quantize to 8 bits",
-        source="conversion_mapping.py: WeightConverter of these model types",
-        confirmed_with=_SEEN,
+    _rule(
+        "transformers-converted-packed",
+        _CONVERT_FOUR_BITS,
+        "tensors are joined or cut while they are loaded, which packed 4-bit codes do not allow",
+        f"{_CURE}; or quantize to 8 bits",
+        "conversion_mapping.py: WeightConverter of these model types",
     ),
-    LoadingRule(
-        name="transformers-converted",
-        hardware=ALL,
-        verdict=LoadVerdict.REFUSED,
-        condition=functools.partial(conditions.kinds_in_types, kinds=tuple(Kind), model_types=_CONVERT),
-        problem="linears are cut while they are loaded, and codes and scales are not",
-        cure=_CURE,
-        source="conversion_mapping.py: WeightConverter of these model types",
-        confirmed_with=_SEEN,
+    _rule(
+        "transformers-converted",
+        _CONVERT,
+        "linears are cut while they are loaded, and codes and scales are not",
+        _CURE,
+        "conversion_mapping.py: WeightConverter of these model types",
+        kinds=tuple(Kind),
     ),
-    LoadingRule(
-        name="transformers-hrm-nvfp4",
-        hardware=ALL,
+    _rule(
+        "transformers-hrm-nvfp4",
+        ("hrm_text",),
+        "global scales of NVFP4 have no place and are left at random",
+        f"{_CURE}; or quantize with --scheme mxfp4",
+        "conversion_mapping.py: WeightConverter of hrm_text",
+        kinds=(Kind.NVFP4, Kind.NVFP4_W4A4),
         verdict=LoadVerdict.WRONG,
-        condition=functools.partial(
-            conditions.kinds_in_types, kinds=(Kind.NVFP4, Kind.NVFP4_W4A4), model_types=("hrm_text",)
-        ),
-        problem="global scales of NVFP4 have no place and are left at random",
-        cure=f"{_CURE}; or quantize with --scheme mxfp4",
-        source="conversion_mapping.py: WeightConverter of hrm_text",
-        confirmed_with=_SEEN,
     ),
 )

@@ -35,7 +35,12 @@ def rotary_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _frequencies(theta: float, dim: int) -> Tensor:
-    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    return 1.0 / _powers(theta, dim)
+
+
+def _powers(theta: float, dim: int) -> Tensor:
+    powers: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return powers
 
 
 def _linear(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
@@ -84,7 +89,7 @@ def _yarn(rope: dict[str, Any], dim: int, positions: int) -> tuple[Tensor, float
     if low == high:
         high += 0.001  # the ramp needs a width
     kept = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
-    powers = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    powers = _powers(theta, dim)
     return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, float(attention)
 
 

@@ -36,6 +36,8 @@ MAX_TILES = 1 << 12
 _MIN_STEPS = (4, 2)
 #: What a CTA costs beside its steps, in steps: its first loads, and the sum of the others.
 _STEPS_BESIDE = 2
+#: Products whose configuration is remembered: prompts have any number of rows.
+_REMEMBERED = 1 << 12
 #: Shared memory available to one CTA. Source: CUDA programming guide, technical specifications per compute capability.
 _SHARED_BYTES = {
     (8, 0): 163 << 10,
@@ -127,7 +129,7 @@ def bucket(rows: int) -> int:
     return next((most for most in BUCKETS if rows <= most), BUCKETS[-1])
 
 
-@functools.cache
+@functools.lru_cache(maxsize=_REMEMBERED)
 def by_arithmetic(form: GpuForm, shape: tuple[int, int], rows: int, parts: int, device: Device) -> Config:
     """Return the configuration that `choose` returns without a table."""
     if rows > large_from(parts, device):

@@ -45,7 +45,7 @@ def multiply(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor, confi
     if config.is_large:
         _multiply_large(x, weight, bias, y)
     else:
-        _multiply_small(x, weight, bias, y, config, 1 if is_interpreted() and parts == 1 else parts)
+        _multiply_small(x, weight, bias, y, config, parts)
 
 
 def _multiply_small(x: Tensor, weight: GpuWeight, bias: Tensor | None, y: Tensor, config: Config, parts: int) -> None:
