@@ -30,7 +30,13 @@ def is_eager(x: Tensor, biases: Sequence[Tensor | None] | None = None) -> bool:
 
 
 @torch.library.custom_op("minifloat::linear", mutates_args=(), device_types="cpu")
-def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    rows: Sequence[int],
+    int8_inputs: bool = False,
+) -> Tensor:
     """Compute ``x @ W.T + bias`` for several packed weights, results side by side.
 
     Args:
@@ -38,6 +44,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         weights: ``PackedWeight.data`` of each, all of one form.
         biases: ``[N_i]`` or None for each, or empty.
         rows: N of each.
+        int8_inputs: Whether the kernels may round `x` to int8.
 
     Returns:
         ``[..., sum of rows]``, the dtype of `x`.
@@ -48,17 +55,29 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     """
     _check(x, weights, biases, rows)
     pointers = Pointers([weight.data_ptr() for weight in weights], rows, x.shape[-1])
-    return cpu.run(x, pointers, biases or None)
+    return cpu.run(x, pointers, biases or None, int8_inputs)
 
 
 @linear.register_fake
-def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor:
+def _(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    rows: Sequence[int],
+    int8_inputs: bool = False,
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(rows)))
 
 
 @torch.library.custom_op("minifloat::moe_linear", mutates_args=(), device_types="cpu")
 def moe_linear(
-    x: Tensor, weights: Sequence[Tensor], offsets: Tensor, x_rows: Tensor | None, biases: Tensor | None, rows: int
+    x: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    x_rows: Tensor | None,
+    biases: Tensor | None,
+    rows: int,
+    int8_inputs: bool = False,
 ) -> Tensor:
     """Compute the product whose row t is row ``x_rows[t]`` of `x` times the expert that owns row t.
 
@@ -69,6 +88,7 @@ def moe_linear(
         x_rows: int64 ``[T]``, or None: row t of `x`, and T is M.
         biases: ``[experts, N]`` or None.
         rows: N.
+        int8_inputs: Whether the kernels may round `x` to int8.
 
     Returns:
         ``[T, N]``, the dtype of `x`.
@@ -83,12 +103,18 @@ def moe_linear(
     _check(x, weights, parts, [rows] * len(weights))
     check_groups(offsets, x_rows, len(weights), x.shape[0])
     pointers = Pointers([weight.data_ptr() for weight in weights], [rows] * len(weights), x.shape[-1])
-    return moe_cpu.run(x, pointers, offsets, x_rows, biases)
+    return moe_cpu.run(x, pointers, offsets, x_rows, biases, int8_inputs)
 
 
 @moe_linear.register_fake
 def _(
-    x: Tensor, weights: Sequence[Tensor], offsets: Tensor, x_rows: Tensor | None, biases: Tensor | None, rows: int
+    x: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    x_rows: Tensor | None,
+    biases: Tensor | None,
+    rows: int,
+    int8_inputs: bool = False,
 ) -> Tensor:
     return x.new_empty((x.shape[0] if x_rows is None else x_rows.shape[0], rows))
 

@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 9
+#define MINIFLOAT_ABI_VERSION 10
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -170,6 +170,7 @@ struct minifloat_linear_args {
     int32_t count;
     int32_t x_dtype, bias_dtype;  // minifloat_dtype
     int32_t threads;
+    int32_t int8_inputs;  // not 0: x may be rounded to int8 (linear/int8_x.h); minifloat_rounds_inputs says where it is
 };
 
 // Row t of y = row x_rows[t] of x times the expert that owns t: a linear over experts, tokens sorted by expert.
@@ -184,6 +185,7 @@ struct minifloat_moe_args {
     int32_t experts;
     int32_t x_dtype, bias_dtype;
     int32_t threads;
+    int32_t int8_inputs;  // as of a linear
 };
 
 // The elements of a KV cache; kernels/decoder/cache.py describes its layout.
@@ -242,6 +244,7 @@ struct minifloat_decoder {
     int32_t dtype, embedding_dtype;
     int32_t layer_count, heads, kv_heads, head_dim, rotary;
     float eps, attention_scaling, scale;
+    int32_t int8_inputs;  // of all products with packed weights, as of a linear
 };
 
 // New tokens of a batch of sequences; kernels/decoder/types.py describes the arrays.
@@ -293,6 +296,9 @@ MINIFLOAT_API int32_t minifloat_pack(int32_t isa, const struct minifloat_pack_ar
 MINIFLOAT_API int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args);
 MINIFLOAT_API int32_t minifloat_linear(int32_t isa, const struct minifloat_linear_args* args);
 MINIFLOAT_API int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args);
+// Whether a product of `m` rows of `x_dtype` with a packed weight rounds its inputs if int8_inputs is set: 0 where this
+// instruction set has no such product for the weight, and where rounding would be slower.
+MINIFLOAT_API int32_t minifloat_rounds_inputs(int32_t isa, const uint8_t* weight, int64_t m, int32_t x_dtype);
 
 MINIFLOAT_API int32_t minifloat_step(int32_t isa, const struct minifloat_step_args* args);
 

@@ -24,6 +24,7 @@
     int32_t unpack(const minifloat_pack_args& args);                             \
     int32_t linear(const minifloat_linear_args& args);                           \
     int32_t moe(const minifloat_moe_args& args);                                 \
+    bool rounds_inputs(const uint8_t* weight, int64_t m, int32_t x_dtype);       \
     int32_t step(const minifloat_step_args& args);                               \
     void read(minifloat_read_args& args);                                        \
     }
@@ -57,6 +58,7 @@ struct Isa {
     int32_t (*unpack)(const minifloat_pack_args&);
     int32_t (*linear)(const minifloat_linear_args&);
     int32_t (*moe)(const minifloat_moe_args&);
+    bool (*rounds_inputs)(const uint8_t*, int64_t, int32_t);
     int32_t (*step)(const minifloat_step_args&);
     void (*read)(minifloat_read_args&);
 };
@@ -65,7 +67,7 @@ struct Isa {
     {                                                                                                      \
         #isa, supported, isa::quantize_rows, isa::round_inputs, isa::amax, isa::histogram,                 \
             isa::round_with_feedback, isa::gram, isa::packed_bytes, isa::pack, isa::unpack, isa::linear,   \
-            isa::moe, isa::step, isa::read                                                                 \
+            isa::moe, isa::rounds_inputs, isa::step, isa::read                                             \
     }
 
 // The features are those that CMakeLists.txt compiles the object file with.
@@ -305,6 +307,10 @@ int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     return isa_of(isa).moe(*args);
+}
+
+int32_t minifloat_rounds_inputs(int32_t isa, const uint8_t* weight, int64_t m, int32_t x_dtype) {
+    return runs_here(isa) && known_dtype(x_dtype) && isa_of(isa).rounds_inputs(weight, m, x_dtype);
 }
 
 int32_t minifloat_step(int32_t isa, const struct minifloat_step_args* args) {

@@ -39,6 +39,7 @@ def step(decoder: Decoder, cache: KVCache, batch: StepBatch, impl: str = "auto")
     Every number is float32, except the inputs and outputs of linears and the queries, which are rounded to
     `Decoder.dtype`, and keys and values, which are rounded once to the element of the cache (E4M3: divided by their
     scale, clamped). Linears are those of `minifloat.kernels.linear.linear`: no weight is rounded, sums are float32.
+    With `Decoder.int8_inputs` they round inputs and weights to int8 where the kernels do, and in the reference always.
 
     The logits of a sequence do not depend on other sequences of the batch, nor on how its tokens are divided into
     steps, up to the order of float32 sums. Neither NaN of another sequence nor old contents of the cache reach a

@@ -100,6 +100,7 @@ class _Described:
             eps=decoder.eps,
             attention_scaling=decoder.attention_scaling,
             scale=decoder.scale,
+            int8_inputs=decoder.int8_inputs,
         )
 
     def _layer(self, layer: Layer) -> structs.LayerArgs:

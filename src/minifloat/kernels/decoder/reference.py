@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from minifloat.kernels.decoder.cache import KVCache
 from minifloat.kernels.decoder.types import BLOCK_TOKENS, Attention, Decoder, Experts, Mlp, StepBatch
+from minifloat.kernels.linear import int8_reference
 from minifloat.kernels.pack import PackedWeight
 
 
@@ -26,9 +27,11 @@ def step(decoder: Decoder, cache: KVCache, batch: StepBatch) -> Tensor:
         normed = _norm(x, layer.input_norm, decoder.eps).to(decoder.dtype)
         x = x + _attention(decoder, layer.attention, i, cache, batch, turn, normed).float()
         normed = _norm(x, layer.mlp_norm, decoder.eps).to(decoder.dtype)
-        x = x + (_mlp(layer.mlp, normed).float() if isinstance(layer.mlp, Mlp) else _experts(layer.mlp, normed))
+        x = x + (
+            _mlp(decoder, layer.mlp, normed) if isinstance(layer.mlp, Mlp) else _experts(decoder, layer.mlp, normed)
+        )
     normed = _norm(x[batch.logits], decoder.norm, decoder.eps).to(decoder.dtype)
-    return _linear(normed, decoder.lm_head).float()
+    return _linear(decoder, normed, decoder.lm_head).float()
 
 
 def _attention(
@@ -43,7 +46,7 @@ def _attention(
     """Write the new keys and values into the cache; return ``[T, hidden]`` in the decoder's dtype."""
     biases = attention.qkv_bias or (None, None, None)
     q, k, v = (
-        _linear(x, weight, bias).float().view(x.shape[0], -1, decoder.head_dim)
+        _linear(decoder, x, weight, bias).float().view(x.shape[0], -1, decoder.head_dim)
         for weight, bias in zip(attention.qkv, biases, strict=True)
     )
     if attention.q_norm is not None:
@@ -66,7 +69,7 @@ def _attention(
         begin *= BLOCK_TOKENS
         keys, values = keys[: context - begin], values[: context - begin]
         out[rows] = _attend(decoder, attention, q[rows], keys, values, positions, begin)
-    return _linear(out.flatten(1).to(decoder.dtype), attention.out, attention.out_bias)
+    return _linear(decoder, out.flatten(1).to(decoder.dtype), attention.out, attention.out_bias)
 
 
 def _attend(
@@ -96,13 +99,14 @@ def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def _mlp(mlp: Mlp, x: Tensor) -> Tensor:
+def _mlp(decoder: Decoder, mlp: Mlp, x: Tensor) -> Tensor:
+    """Return the result of an MLP, float32 ``[T, hidden]``."""
     biases = mlp.gate_up_bias or (None, None)
-    gate, up = (_linear(x, weight, bias).float() for weight, bias in zip(mlp.gate_up, biases, strict=True))
-    return _linear((functional.silu(gate) * up).to(x.dtype), mlp.down, mlp.down_bias)
+    gate, up = (_linear(decoder, x, weight, bias).float() for weight, bias in zip(mlp.gate_up, biases, strict=True))
+    return _linear(decoder, (functional.silu(gate) * up).to(x.dtype), mlp.down, mlp.down_bias).float()
 
 
-def _experts(experts: Experts, x: Tensor) -> Tensor:
+def _experts(decoder: Decoder, experts: Experts, x: Tensor) -> Tensor:
     """Return the weighted sum of the experts, float32 ``[T, hidden]``."""
     probabilities = functional.linear(x.float(), experts.router.float()).softmax(dim=-1)
     weights, chosen = probabilities.topk(experts.top_k, dim=-1)
@@ -111,25 +115,27 @@ def _experts(experts: Experts, x: Tensor) -> Tensor:
     out = torch.zeros(x.shape[0], experts.down.shape[0])
     for e in sorted(set(chosen.flatten().tolist())):
         tokens, place = (chosen == e).nonzero(as_tuple=True)
-        gate, up = _side_by_side(x[tokens], [part[e] for part in experts.gate_up]).float().chunk(2, dim=-1)
-        y = _linear((functional.silu(gate) * up).to(x.dtype), experts.down[e])
+        gate, up = _side_by_side(decoder, x[tokens], [part[e] for part in experts.gate_up]).float().chunk(2, dim=-1)
+        y = _linear(decoder, (functional.silu(gate) * up).to(x.dtype), experts.down[e])
         out[tokens] += weights[tokens, place, None] * y.float()
     if experts.shared is not None:
-        shared = _mlp(experts.shared, x).float()
+        shared = _mlp(decoder, experts.shared, x)
         if experts.shared_gate is not None:
             shared = shared * (x.float() @ experts.shared_gate).sigmoid()[:, None]
         out += shared
     return out
 
 
-def _side_by_side(x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
-    return torch.cat([_linear(x, weight) for weight in weights], dim=-1)
+def _side_by_side(decoder: Decoder, x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
+    return torch.cat([_linear(decoder, x, weight) for weight in weights], dim=-1)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
 
 
-def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def _linear(decoder: Decoder, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Multiply and sum in float32 with the unrounded weight, as the kernels do; round the result once."""
+    if decoder.int8_inputs:
+        return int8_reference.linear(x, weight.unpack(), bias)
     return functional.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)

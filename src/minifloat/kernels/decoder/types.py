@@ -176,6 +176,8 @@ class Decoder:
         layers: At least one.
         norm: float32 ``[hidden]``, the weight of the norm before `lm_head`.
         lm_head: ``[rows, hidden]``, usually one row per token of the vocabulary.
+        int8_inputs: Whether the products with packed weights, `lm_head` included, may round their inputs to int8 as
+            `minifloat.kernels.linear.linear` does.
 
     Raises:
         ShapeError: If sizes do not match; the error names the field.
@@ -194,6 +196,7 @@ class Decoder:
     layers: tuple[Layer, ...]
     norm: Tensor
     lm_head: PackedWeight
+    int8_inputs: bool = False
 
     MAX_HEAD_DIM = 512
 

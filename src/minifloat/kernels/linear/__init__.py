@@ -15,7 +15,7 @@ from minifloat.errors import KernelUnavailable, ShapeError, UnsupportedTensorErr
 from minifloat.kernels import native, ops
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.inputs import round_inputs
-from minifloat.kernels.linear import cpu, reference, scaled_mm
+from minifloat.kernels.linear import cpu, int8_reference, reference, scaled_mm
 from minifloat.kernels.linear.triton import GpuWeight, why_unavailable
 from minifloat.kernels.linear.triton import op as gpu
 from minifloat.kernels.pack import FusedWeights, PackedWeight
@@ -37,6 +37,7 @@ def linear(
     impl: str = "auto",
     activation: ActivationSpec | None = None,
     input_scale: Tensor | None = None,
+    int8_inputs: bool = False,
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` in the dtype of `x`.
 
@@ -61,6 +62,13 @@ def linear(
     its sums have those 14 bits within a step of the tensor cores. `activation` alone decides whether inputs are
     quantized, at every number of rows; `impl` only chooses who computes.
 
+    Inputs in int8 (`int8_inputs`): the kernels may round each row of `x` and the weight to int8 per group of 64
+    columns, multiply integers, and scale and add the sums of groups in float32; the module `int8_reference` is the
+    arithmetic. This permits, it does not demand: packed weights round `x` where this is measured to be faster
+    (`minifloat.kernels.linear.int8_inputs.rounds`; never with one row of `x`), and `int8_inputs.why_not` says which
+    processors and weights have no such kernel. The reference rounds at every number of rows, except for BF16 weights.
+    A group of `x` with NaN or Inf makes its row of the result NaN.
+
     There is no gradient through packed weights: if `x` requires a gradient, backward raises.
 
     Args:
@@ -74,28 +82,34 @@ def linear(
             "scaled_mm".
         activation: How `x` is quantized; None for no quantization.
         input_scale: float32, one element, if `activation` is static, or NVFP4's divisor; else None.
+        int8_inputs: Whether `x` may be rounded to int8; excludes `activation`.
 
     Returns:
         ``[..., N]``, the dtype of `x`. NaN in `x` spreads as in any matrix product, and so does Inf, except that a
         static `input_scale` clamps it.
 
     Raises:
-        KernelUnavailable: If `impl` cannot run here, or the weight is not packed for it.
+        KernelUnavailable: If `impl` cannot run here, or the weight is not packed for it, or is packed for a GPU, which
+            has no int8 kernels.
         ShapeError: If `x` or `bias` does not fit the weight.
         UnsupportedTensorError: If there is no kernel for the dtype or device of `x` or `bias`, or inputs of this kind
             are not simulated.
-        ValueError: If `input_scale` is missing, or given for a dynamic scale.
+        ValueError: If `input_scale` is missing, or given for a dynamic scale, or `int8_inputs` is set besides
+            `activation`.
 
     Source: vLLM, `cutlass_scaled_mm` and its block form; DeepSeek-V3 report, section 3.3.2, for Hopper's 14 bits.
     """
+    if int8_inputs and activation is not None:
+        raise ValueError("int8_inputs and activation exclude each other: both say how x is rounded")
     packed = None if impl == "scaled_mm" else _packed(weight, impl)
     if packed is not None and activation is None:
-        return _multiply_one(x, packed, bias)
+        return _multiply_one(x, packed, bias, int8_inputs)
     _check_shapes(x, weight.shape, bias)
     if activation is None:
         if impl == "scaled_mm":
             raise KernelUnavailable("linear(impl='scaled_mm') multiplies quantized inputs: give an activation")
-        return reference.linear(x, _unpacked(weight), bias)
+        multiply = int8_reference.linear if int8_inputs else reference.linear
+        return multiply(x, _unpacked(weight), bias)
     spec = weight.spec
     if spec is None or not can_quantize(activation, spec):
         weights = "BF16" if spec is None else f"{spec.element.name} with {spec.scale.name} scales"
@@ -113,7 +127,11 @@ def linear(
 
 
 def linear_fused(
-    x: Tensor, weights: Sequence[PackedWeight] | Sequence[GpuWeight], biases: Sequence[Tensor | None] | None = None
+    x: Tensor,
+    weights: Sequence[PackedWeight] | Sequence[GpuWeight],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    int8_inputs: bool = False,
 ) -> tuple[Tensor, ...]:
     """Multiply one input with several weights in one call: q, k and v, or gate and up.
 
@@ -122,12 +140,13 @@ def linear_fused(
         weights: Packed weights ``[N_i, K]`` of the same format and kind of scales. `FusedWeights` are validated once
             instead of in every call. Weights of a GPU may be of any kind, and are multiplied one after the other.
         biases: None, or for each weight ``[N_i]`` or None, all of one dtype.
+        int8_inputs: Whether `x` may be rounded to int8, as by `linear`.
 
     Returns:
         ``[..., N_i]`` for each weight, views of one tensor ``[..., sum of N_i]``; the same bits as by `linear`.
 
     Raises:
-        KernelUnavailable: If the native library is not loaded, or the GPU kernels cannot run.
+        KernelUnavailable: If the native library is not loaded, or the GPU kernels cannot run, or have no int8 kernels.
         ShapeError: If `x` or a bias does not fit, the weights have different K, or there is no weight.
         UnsupportedTensorError: If a dtype or device has no kernel, or weights differ in kind, or biases in dtype.
     """
@@ -136,11 +155,11 @@ def linear_fused(
     if on_gpu and packed:
         raise UnsupportedTensorError("weights", "some are packed for the CPU and some for a GPU; expected one device")
     if on_gpu:
-        return _multiply_on_gpu(x, on_gpu, biases)
+        return _multiply_on_gpu(x, on_gpu, biases, int8_inputs)
     if native.load() is None:
         raise KernelUnavailable(f"linear_fused cannot run: {native.why_unavailable()}")
     fused = weights if isinstance(weights, FusedWeights) else FusedWeights(packed)
-    y = _multiply(x, fused, biases)
+    y = _multiply(x, fused, biases, int8_inputs)
     return torch.split_with_sizes(y, fused.rows, -1)
 
 
@@ -179,9 +198,15 @@ def _unpacked(weight: QuantizedTensor | PackedWeight | GpuWeight) -> QuantizedTe
     return weight if isinstance(weight, QuantizedTensor) else weight.unpack()
 
 
-def _multiply_one(x: Tensor, weight: PackedWeight | GpuWeight, bias: Tensor | None) -> Tensor:
+def _multiply_one(
+    x: Tensor, weight: PackedWeight | GpuWeight, bias: Tensor | None, int8_inputs: bool = False
+) -> Tensor:
     if isinstance(weight, PackedWeight):
-        return _multiply(x, weight, None if bias is None else (bias,))
+        return _multiply(x, weight, None if bias is None else (bias,), int8_inputs)
+    if int8_inputs:
+        raise KernelUnavailable(
+            "int8_inputs needs weights packed for the CPU; on a GPU no kernel rounds inputs to int8"
+        )
     if not ops.is_eager(x, (bias,)):
         return gpu.traced(x, weight, bias)
     gpu.check(x, weight, bias)
@@ -189,7 +214,7 @@ def _multiply_one(x: Tensor, weight: PackedWeight | GpuWeight, bias: Tensor | No
 
 
 def _multiply_on_gpu(
-    x: Tensor, weights: Sequence[GpuWeight], biases: Sequence[Tensor | None] | None
+    x: Tensor, weights: Sequence[GpuWeight], biases: Sequence[Tensor | None] | None, int8_inputs: bool
 ) -> tuple[Tensor, ...]:
     reason = why_unavailable(weights[0].codes.device)
     if reason:
@@ -197,19 +222,25 @@ def _multiply_on_gpu(
     if biases is not None and len(biases) != len(weights):
         raise ShapeError("biases", f"expected one for each of {len(weights)} weights, got {len(biases)}")
     return tuple(
-        _multiply_one(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)
+        _multiply_one(x, weight, bias, int8_inputs)
+        for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)
     )
 
 
-def _multiply(x: Tensor, weight: PackedWeight | FusedWeights, biases: Sequence[Tensor | None] | None) -> Tensor:
+def _multiply(
+    x: Tensor,
+    weight: PackedWeight | FusedWeights,
+    biases: Sequence[Tensor | None] | None,
+    int8_inputs: bool = False,
+) -> Tensor:
     if ops.is_eager(x, biases):
         pointers = weight.pointers
         cpu.check(x, pointers.cols, pointers.rows, biases)
-        return cpu.run(x, pointers, biases)
+        return cpu.run(x, pointers, biases, int8_inputs)
     weights = [weight] if isinstance(weight, PackedWeight) else list(weight)
     rows = [each.shape[0] for each in weights]
     cpu.check(x, weights[0].shape[1], rows, biases)
-    y: Tensor = torch.ops.minifloat.linear(x, [each.data for each in weights], list(biases or ()), rows)
+    y: Tensor = torch.ops.minifloat.linear(x, [each.data for each in weights], list(biases or ()), rows, int8_inputs)
     return y
 
 

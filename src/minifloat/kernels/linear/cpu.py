@@ -54,13 +54,14 @@ def check(x: Tensor, cols: int, rows: Sequence[int], biases: Sequence[Tensor | N
         present = bias.dtype
 
 
-def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None) -> Tensor:
+def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None, int8_inputs: bool = False) -> Tensor:
     """Compute ``x @ W.T + bias`` for several weights, their results side by side.
 
     Args:
         x: ``[..., K]``, bfloat16, float16 or float32, on the CPU, any strides.
         pointers: Addresses of packed weights ``[N_i, K]``, all of one form.
         biases: None, or per weight None or ``[N_i]``, all of one dtype of `DTYPES`, any strides.
+        int8_inputs: Whether the kernels may round `x` to int8.
 
     Returns:
         ``[..., sum of N_i]``, the dtype of `x`.
@@ -104,6 +105,7 @@ def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None) -
             dtype,
             bias_dtype,
             threads.count(),
+            int8_inputs,
         )
     )
     return y

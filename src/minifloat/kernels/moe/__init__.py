@@ -33,6 +33,7 @@ def moe_linear(
     biases: Tensor | None = None,
     *,
     impl: str = "auto",
+    int8_inputs: bool = False,
 ) -> Tensor:
     """Compute ``x[x_rows[t]] @ experts[e].T + biases[e]`` for every row t and the expert e that owns the row.
 
@@ -48,6 +49,8 @@ def moe_linear(
         x_rows: int64 ``[T]``: the row of `x` for each row of the result; by default row t.
         biases: ``[len(experts), N]``, one of the dtypes of `x`.
         impl: "auto" (the native library if it is loaded), "reference" or "cpu".
+        int8_inputs: Whether `x` may be rounded to int8, as by `minifloat.kernels.linear.linear` for the rows of each
+            expert.
 
     Returns:
         ``[T, N]``, the dtype of `x`. There is no gradient.
@@ -64,11 +67,11 @@ def moe_linear(
     if eager:  # while torch traces there are no values; the op checks them when it runs
         ops.check_groups(offsets, x_rows, len(experts), x.shape[0])
     if not _runs_native(impl):
-        return reference.moe_linear(x, experts, offsets, x_rows, biases)
+        return reference.moe_linear(x, experts, offsets, x_rows, biases, int8_inputs)
     if eager:
-        return cpu.run(x, experts.pointers, offsets, x_rows, biases)
+        return cpu.run(x, experts.pointers, offsets, x_rows, biases, int8_inputs)
     data = [weight.data for weight in experts]
-    y: Tensor = torch.ops.minifloat.moe_linear(x, data, offsets, x_rows, biases, experts.shape[0])
+    y: Tensor = torch.ops.minifloat.moe_linear(x, data, offsets, x_rows, biases, experts.shape[0], int8_inputs)
     return y
 
 

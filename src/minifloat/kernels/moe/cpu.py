@@ -18,7 +18,14 @@ from minifloat.kernels.pack.weight import Pointers
 _MOE = structs.struct_of(structs.MoeArgs)
 
 
-def run(x: Tensor, pointers: Pointers, offsets: Tensor, x_rows: Tensor | None, biases: Tensor | None) -> Tensor:
+def run(
+    x: Tensor,
+    pointers: Pointers,
+    offsets: Tensor,
+    x_rows: Tensor | None,
+    biases: Tensor | None,
+    int8_inputs: bool = False,
+) -> Tensor:
     """Compute rows t: row ``x_rows[t]`` of `x` times the expert e with ``offsets[e] <= t < offsets[e + 1]``.
 
     Args:
@@ -27,6 +34,7 @@ def run(x: Tensor, pointers: Pointers, offsets: Tensor, x_rows: Tensor | None, b
         offsets: int64 ``[experts + 1]``, contiguous, not falling, from 0 to T.
         x_rows: int64 ``[T]``, contiguous, below M; or None: row t of `x`.
         biases: None, or ``[experts, N]`` of one of `DTYPES`, rows contiguous.
+        int8_inputs: Whether the kernels may round `x` to int8.
 
     Returns:
         ``[T, N]``, the dtype of `x`.
@@ -56,6 +64,7 @@ def run(x: Tensor, pointers: Pointers, offsets: Tensor, x_rows: Tensor | None, b
             DTYPES[x.dtype],
             bias_dtype,
             threads.count(),
+            int8_inputs,
         )
     )
     return y

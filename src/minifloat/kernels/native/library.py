@@ -99,6 +99,20 @@ class Library:
         if status:
             _check(status)
 
+    def rounds_inputs(self, weight: int, m: int, x_dtype: int) -> bool:
+        """Return whether a product with `int8_inputs` rounds `m` rows of ``enum minifloat_dtype`` `x_dtype`.
+
+        Args:
+            weight: Address of a packed weight.
+            m: Number of rows.
+            x_dtype: Their dtype.
+        """
+        return bool(
+            self._cdll.minifloat_rounds_inputs(
+                self._index, ctypes.c_void_p(weight), ctypes.c_int64(m), ctypes.c_int32(x_dtype)
+            )
+        )
+
     def step(self, args: structs.StepArgs) -> None:
         """Run one step of a decoder."""
         _check(self._cdll.minifloat_step(self._index, ctypes.byref(args)))

@@ -158,6 +158,7 @@ class LinearArgs(ctypes.Structure):
         ("x_dtype", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
         ("threads", ctypes.c_int32),
+        ("int8_inputs", ctypes.c_int32),
     ]
 
 
@@ -177,6 +178,7 @@ class MoeArgs(ctypes.Structure):
         ("x_dtype", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
         ("threads", ctypes.c_int32),
+        ("int8_inputs", ctypes.c_int32),
     ]
 
 
@@ -249,6 +251,7 @@ class DecoderArgs(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("attention_scaling", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("int8_inputs", ctypes.c_int32),
     ]
 
 
@@ -290,6 +293,6 @@ class ReadArgs(ctypes.Structure):
 def struct_of(structure: type[ctypes.Structure]) -> struct.Struct:
     """Return the packer of a structure's bytes: packing is faster than creating the ctypes object."""
     kinds: list[Any] = [field[1] for field in structure._fields_]
-    packer = struct.Struct("@" + "".join(kind._type_ for kind in kinds))
-    assert packer.size == ctypes.sizeof(structure), "the fields have no padding at the end"
+    packer = struct.Struct("@" + "".join(kind._type_ for kind in kinds) + "0q")  # with the padding at the end
+    assert packer.size == ctypes.sizeof(structure), "the fields have the sizes and the alignment of ctypes"
     return packer

@@ -160,6 +160,7 @@ class Step {
         args.x_dtype = d_.dtype;
         args.bias_dtype = p.bias_dtype;
         args.threads = a_.threads;
+        args.int8_inputs = d_.int8_inputs;
         fail(linear(args));
         watch_.lap(MINIFLOAT_STEP_LINEARS);
     }
@@ -178,6 +179,7 @@ class Step {
         args.experts = e.experts;
         args.x_dtype = d_.dtype;
         args.threads = a_.threads;
+        args.int8_inputs = d_.int8_inputs;
         fail(moe(args));
         watch_.lap(MINIFLOAT_STEP_LINEARS);
     }

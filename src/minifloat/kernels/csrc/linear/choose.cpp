@@ -4,10 +4,24 @@
 namespace MINIFLOAT_ISA {
 
 extern const Path kFloatPath, kAvx2Path, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath, kBf16SmallPath,
-    kBf16LargePath;
+    kBf16LargePath, kInt8Path;
+
+const Path* choose_int8_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
+                             [[maybe_unused]] int32_t x_dtype) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(__AMX_BF16__)
+    constexpr int64_t kMinRows = 2;
+    if (m < kMinRows || w.element == MINIFLOAT_WEIGHT_BF16) return nullptr;
+    // A group of columns that share a scale of x has one scale of W.
+    if (w.groups > 1 && w.block_cols % kStepCols != 0) return nullptr;
+    return &kInt8Path;
+#else
+    return nullptr;
+#endif
+}
 
 const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
-                        [[maybe_unused]] int32_t x_dtype) {
+                        [[maybe_unused]] int32_t x_dtype, bool int8_inputs) {
+    if (const Path* path = int8_inputs ? choose_int8_path(w, m, x_dtype) : nullptr) return *path;
 #if defined(__AVX512F__)
     [[maybe_unused]] const bool is_bf16 = x_dtype == MINIFLOAT_BF16;
 #if defined(__AMX_BF16__)

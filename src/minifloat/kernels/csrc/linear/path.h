@@ -40,7 +40,10 @@ struct Path {
     int64_t piece_panels = 1;
 };
 
-// Returns the fastest path of this instruction set for m rows of x.
-const Path& choose_path(const Weight& w, int64_t m, int32_t x_dtype);
+// Returns the fastest path of this instruction set for m rows of x; with int8_inputs among those too that round x.
+const Path& choose_path(const Weight& w, int64_t m, int32_t x_dtype, bool int8_inputs);
+
+// Returns the path that rounds x for m rows, or null where there is none, or where it is slower than the others.
+const Path* choose_int8_path(const Weight& w, int64_t m, int32_t x_dtype);
 
 }  // namespace MINIFLOAT_ISA

@@ -1,0 +1,90 @@
+"""Products with inputs rounded to int8, in plain PyTorch: the arithmetic of ``csrc/linear/int8.cpp``.
+
+- A row of `x` is cut into groups of `GROUP_COLS` columns. The scale of a group is amax / 127; its integers are the
+  values times 127 / amax, rounded to nearest even.
+- The same group of a row of the weight becomes integers too, times a power of two: the smallest with which no integer
+  exceeds 127. For E4M3 this is that of the largest element; all elements of its binade and of the three below it are
+  exact. For E2M1 it is that of 6 times the largest scale of the group's blocks that are not all zeros; blocks whose
+  scales are powers of two within 8 of the largest are exact.
+- Sums of products of integers are exact; they are scaled and added up in float32.
+
+The kernels round where this is faster (`minifloat.kernels.linear.int8_inputs`); these functions round always.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minifloat.numerics.cast import decode
+from minifloat.numerics.formats import E2M1, FLOAT32
+from minifloat.numerics.pack import unpack_nibbles
+from minifloat.numerics.scale_rules import expand
+from minifloat.numerics.tensor import QuantizedTensor
+
+#: Columns that share a scale.
+GROUP_COLS = 64
+#: The largest integer, and the smallest amax of a group of `x`; a smaller amax counts as this.
+INT8_MAX = 127
+SMALLEST_AMAX = 2.0**-100
+
+
+def linear(x: Tensor, weight: QuantizedTensor | Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``x @ weight.T + bias`` with `x` and a quantized weight rounded to int8; a BF16 weight: neither.
+
+    Args:
+        x: ``[..., K]``, floating.
+        weight: A weight ``[N, K]``, quantized or bfloat16.
+        bias: ``[N]`` or None.
+
+    Returns:
+        ``[..., N]``, the dtype of `x`, summed in float32 and rounded once.
+    """
+    if isinstance(weight, Tensor):
+        inputs, values = x.float(), weight.float()
+    else:
+        inputs, values = round_inputs(x), round_weight(weight)
+    return torch.nn.functional.linear(inputs, values, None if bias is None else bias.float()).to(x.dtype)
+
+
+def round_inputs(x: Tensor) -> Tensor:
+    """Return `x` ``[..., K]`` rounded to int8 times the scales of its groups, float32; one with NaN or Inf is NaN."""
+    groups = _groups(x.float())
+    amax = groups.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX)
+    factor = torch.full_like(amax, INT8_MAX) / amax  # a number over a tensor would be its reciprocal, rounded, times it
+    rounded = (groups * factor).round() * (amax / INT8_MAX)
+    return _columns(torch.where(amax.isfinite(), rounded, torch.nan), x.shape[-1])
+
+
+def round_weight(weight: QuantizedTensor) -> Tensor:
+    """Return the weight ``[N, K]`` rounded to int8 times the powers of two of its groups and its scales, float32."""
+    spec, shape = weight.spec, weight.shape
+    values = decode(unpack_nibbles(weight.codes) if weight.packed else weight.codes, spec.element)
+    bounds = values.abs()
+    factor: Tensor | float = 1.0
+    if spec.scale is FLOAT32:  # one for each group: it multiplies the sums
+        factor = expand(weight.scale, spec.granularity, shape)
+    else:
+        scales = expand(decode(weight.scale, spec.scale), spec.granularity, shape)
+        values = values * scales
+        bounds = values.abs()
+        if spec.element is E2M1:
+            blocks = _groups(bounds, spec.granularity.block(shape)[1])
+            present = (blocks.amax(-1, keepdim=True) > 0).expand_as(blocks)
+            bounds = E2M1.max * scales * _columns(present, shape[1])
+    if weight.global_scale is not None:
+        factor = 1 / weight.global_scale if weight.global_divides else weight.global_scale
+    mantissa, exponent = torch.frexp(_groups(bounds).amax(-1, keepdim=True) / INT8_MAX)
+    unit = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
+    groups = _groups(values)
+    return _columns(torch.where(groups == 0, 0.0, (groups / unit).round() * unit), shape[1]) * factor
+
+
+def _groups(matrix: Tensor, cols: int = GROUP_COLS) -> Tensor:
+    """Return ``[..., K]`` as ``[..., groups, cols]``, filled up with zeros."""
+    padded = torch.nn.functional.pad(matrix, (0, -matrix.shape[-1] % cols))
+    return padded.reshape(*matrix.shape[:-1], -1, cols)
+
+
+def _columns(groups: Tensor, cols: int) -> Tensor:
+    return groups.flatten(-2)[..., :cols]
