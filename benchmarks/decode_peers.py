@@ -4,17 +4,21 @@
 
 PYTHON is the Python of an environment that has the engine; this file does not import minifloat. The process prints one
 JSON object when the model is loaded. For each line of its input, which is a batch of prompts, it prints the time to
-first token and the time of a decode step, in seconds. Every engine decodes greedily from token ids.
+first token and the time of a decode step, in seconds. Every engine decodes greedily from token ids, with the same
+number of threads, and the time of a step is the median over the steps of a batch.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 Prompts = list[list[int]]
 #: Seconds until all sequences have their first token, and seconds of each decode step after that.
@@ -64,30 +68,56 @@ class Transformers:
         return times[0], statistics.median(times[1:])
 
 
+#: The type of the function that llama.cpp calls with a level, a text, and a pointer that it was given.
+_LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+_ERROR = 4
+
+
+def _print_errors(level: int, text: bytes, _: object) -> None:
+    if level == _ERROR:
+        print(text.decode(errors="replace"), end="", file=sys.stderr)
+
+
 class LlamaCpp:
     """llama.cpp through the C functions of llama-cpp-python: one decode call per step for all sequences."""
 
     def __init__(self, model: str, threads: int, batch: int, length: int) -> None:
-        import llama_cpp
-
-        self.lib = llama_cpp
-        llama_cpp.llama_backend_init()
-        self.handle = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        self.lib = lib = self.library()
+        self.log = _LOG(_print_errors)
+        lib._lib.llama_log_set(self.log, None)
+        lib.llama_backend_init()
+        self.handle = lib.llama_model_load_from_file(model.encode(), self.model_params())
         if not self.handle:
-            raise SystemExit(f"llama.cpp cannot load {model}")
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = batch * length, batch
+            raise SystemExit(f"{lib.__name__} cannot load {model}")
+        params = lib.llama_context_default_params()
+        # Room for each sequence is rounded up to the multiple of 256 that both libraries need.
+        params.n_ctx, params.n_seq_max = batch * -(-length // 256) * 256, batch
         params.n_batch = params.n_ubatch = 512
         params.n_threads = params.n_threads_batch = threads
-        self.context = llama_cpp.llama_init_from_model(self.handle, params)
-        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.handle))
+        self.context = lib.llama_init_from_model(self.handle, params)
+        if not self.context:
+            raise SystemExit(f"{lib.__name__} makes no context of {params.n_ctx} tokens for {batch} sequences")
+        self.vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.handle))
         self.nbytes = Path(model).stat().st_size - int(Path(f"{model}.embedding").read_text())
-        self.tokens = llama_cpp.llama_batch_init(512, 0, 1)
+        self.tokens = lib.llama_batch_init(512, 0, 1)
+
+    def library(self) -> Any:
+        """Return the Python module with the library's functions."""
+        from llama_cpp import llama_cpp
+
+        return llama_cpp
+
+    def model_params(self) -> Any:
+        """Return the options of loading."""
+        return self.lib.llama_model_default_params()
+
+    def forget(self) -> None:
+        """Empty the KV cache."""
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
 
     def run(self, prompts: Prompts, output_len: int) -> Times:
         """Return the time to first token and the time of a decode step, in seconds."""
-        memory = self.lib.llama_get_memory(self.context)
-        self.lib.llama_memory_clear(memory, True)
+        self.forget()
         start = time.perf_counter()
         tokens = self.step(
             [
@@ -124,27 +154,30 @@ class LlamaCpp:
         return next_tokens
 
 
-class ByDifference:
-    """An engine that only reports the time of a whole batch.
+class IkLlamaCpp(LlamaCpp):
+    """ik_llama.cpp through the C functions of ik-llama-cpp-python, its weights repacked while they are loaded."""
 
-    The time of a decode step is the extra time of a longer output, divided by the number of extra tokens.
-    """
+    def library(self) -> Any:
+        """Return the Python module with the library's functions."""
+        from ik_llama_cpp import _ctypes_api
 
-    def run(self, prompts: Prompts, output_len: int) -> Times:
-        """Return the time to first token and the time of a decode step, in seconds."""
-        first = self.seconds(prompts, 1)
-        whole = self.seconds([[*prompt[1:], 0] for prompt in prompts], output_len)
-        return first, (whole - first) / (output_len - 1)
+        return _ctypes_api
 
-    def seconds(self, prompts: Prompts, output_len: int) -> float:
-        """Return the seconds until all tokens are generated."""
-        raise NotImplementedError
+    def model_params(self) -> Any:
+        """Return the options of loading."""
+        params = super().model_params()
+        params.repack_tensors, params.use_mmap = True, False
+        return params
+
+    def forget(self) -> None:
+        """Empty the KV cache."""
+        self.lib.llama_kv_cache_clear(self.context)
 
 
-class OpenVino(ByDifference):
-    """OpenVINO GenAI's pipeline.
+class OpenVino:
+    """OpenVINO GenAI's pipeline, timed by its own metrics.
 
-    A model whose folder's name ends in "-f32" computes in float32 with dynamic INT8 activations.
+    A model is a folder and, after an "@", how it computes: "bf16", or "f32", in float32 with dynamic INT8 activations.
     """
 
     def __init__(self, model: str, threads: int, batch: int, length: int) -> None:
@@ -162,25 +195,25 @@ class OpenVino(ByDifference):
             (Path(folder) / "embedding_bytes").read_text()
         )
 
-    def seconds(self, prompts: Prompts, output_len: int) -> float:
-        """Return the seconds until all tokens are generated."""
+    def run(self, prompts: Prompts, output_len: int) -> Times:
+        """Return the time to first token and the time of a decode step, in seconds."""
         import numpy as np
         import openvino
 
         ids = np.array(prompts, np.int64)
         inputs = self.genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
         config = self.genai.GenerationConfig(max_new_tokens=output_len, ignore_eos=True, do_sample=False)
-        start = time.perf_counter()
         result = self.pipeline.generate(inputs, config)
-        seconds = time.perf_counter() - start
         num_tokens = sum(map(len, result.tokens))
         if num_tokens != output_len * len(prompts):
             raise SystemExit(f"openvino generated {num_tokens} tokens instead of {output_len * len(prompts)}")
-        return seconds
+        metrics = result.perf_metrics.raw_metrics  # time of the first token in us, times of the tokens in ms
+        steps = [b - a for a, b in itertools.pairwise(metrics.m_new_token_times)]
+        return metrics.m_times_to_first_token[0] / 1e6, statistics.median(steps) / 1e3
 
 
-class Vllm(ByDifference):
-    """vLLM in eager mode, entirely in this process."""
+class Vllm:
+    """vLLM in eager mode, entirely in this process. On AMD processors it uses zentorch where that is installed."""
 
     def __init__(self, model: str, threads: int, batch: int, length: int) -> None:
         os.environ |= {
@@ -202,15 +235,30 @@ class Vllm(ByDifference):
         )
         self.nbytes = 0
 
-    def seconds(self, prompts: Prompts, output_len: int) -> float:
-        """Return the seconds until all tokens are generated."""
+    def run(self, prompts: Prompts, output_len: int) -> Times:
+        """Return the time to first token and the time of a decode step, in seconds."""
         params = self.vllm.SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        engine, counts, times = self.engine.llm_engine, dict.fromkeys(map(str, range(len(prompts))), 0), []
         start = time.perf_counter()
-        self.engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return time.perf_counter() - start
+        for name, prompt in zip(counts, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                counts[output.request_id] = len(output.outputs[0].token_ids)
+            if min(counts.values()) > len(times):  # every sequence has one token more
+                times.append(time.perf_counter() - start)
+        if set(counts.values()) != {output_len}:
+            raise SystemExit(f"vllm generated {sorted(set(counts.values()))} tokens instead of {output_len}")
+        return times[0], statistics.median(b - a for a, b in itertools.pairwise(times))
 
 
-ENGINES = {"transformers": Transformers, "llama.cpp": LlamaCpp, "openvino": OpenVino, "vllm": Vllm}
+ENGINES = {
+    "transformers": Transformers,
+    "llama.cpp": LlamaCpp,
+    "ik_llama.cpp": IkLlamaCpp,
+    "openvino": OpenVino,
+    "vllm": Vllm,
+}
 
 
 def main() -> None:

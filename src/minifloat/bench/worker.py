@@ -69,6 +69,11 @@ class Worker:
             self._ask({"prompts": [list(prompt) for prompt in prompts], "output_len": output_len})
         )
 
+    @property
+    def process_id(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
     def memory(self) -> dict[str, int]:
         """Return the resident memory of the process in bytes: ``rss`` now, and the largest so far, ``peak_rss``."""
         answer: dict[str, int] = self._ask({})
