@@ -187,6 +187,26 @@ def test_the_format_of_the_candidates_inputs_is_recorded(
     assert compare_models(tmp_path / "q", llama_folder, [text]).candidates[0].model.activations == "BF16"
 
 
+def test_candidates_have_the_output_layer_that_is_served(llama_folder: Path, tmp_path: Path, text: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+
+    def compared(**options: Any) -> tuple[str, float]:
+        result = compare_models(llama_folder, tmp_path / "q", [text], window=32, prompts=0, **options)
+        assert result.baseline.lm_head == "bfloat16"
+        candidate = result.candidates[0]
+        return candidate.model.lm_head, candidate.overall.kl_mean.value
+
+    assert compared() == compared(lm_head="fp8")
+    assert compared()[0] == "fp8 (quantized while loading)"
+    assert compared(lm_head="bf16") == ("bfloat16", compared(lm_head="bf16")[1])
+    assert compared()[1] != compared(lm_head="bf16")[1]
+    with pytest.raises(UsageError, match="unknown lm_head 'int4'"):
+        compared(lm_head="int4")
+    # the baseline's output layer stays as it is stored, so that this is the divergence that FP8 adds alone
+    alone = compare_models(tmp_path / "q", tmp_path / "q", [text], window=32, prompts=0).candidates[0]
+    assert 0 < alone.overall.kl_mean.value < compared()[1]
+
+
 def test_a_loaded_model_keeps_its_inputs_and_different_formats_are_counted(
     llama_folder: Path, tmp_path: Path, text: Path
 ) -> None:

@@ -33,6 +33,7 @@ INFO = ModelInfo(
     reason_not_native="",
     scheme="mxfp4",
     dtype="bfloat16",
+    lm_head="fp8 (quantized while loading)",
     weight_bytes=1_000,
     bf16_bytes=3_500,
     step_bytes=900,

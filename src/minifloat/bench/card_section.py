@@ -56,6 +56,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _memory(report: GainsReport) -> list[list[str]]:
     pair, gains = (report.baseline, report.candidate), report.gains
     return [
+        ["output layer", *(markdown(engine.info["lm_head"]) for engine in pair), ""],
         ["weights", *(size_text(engine.info["weight_bytes"]) for engine in pair), _gain(gains["weight_bytes"])],
         [
             "read by a decode step",

@@ -14,6 +14,7 @@ from minifloat.commands.options import (
     MODEL,
     device_option,
     json_option,
+    lm_head_option,
     pass_params,
     print_json,
     revision_option,
@@ -64,9 +65,7 @@ class BenchParams:
 @click.option("--rounds", default=3, show_default=True, type=COUNT, help="Times that both models are measured in turn.")
 @device_option("Where both run: cpu, cuda or cuda:N.")
 @threads_option("all")
-@click.option(
-    "--lm-head", type=click.Choice(["auto", "fp8"]), default="auto", show_default=True, help="Output layer of OUT."
-)
+@lm_head_option("OUT")
 @click.option(
     "--kv-cache-dtype", default="auto", show_default=True, help="KV cache of OUT: auto, bfloat16, float32 or fp8."
 )

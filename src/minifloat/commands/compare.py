@@ -17,6 +17,7 @@ from minifloat.commands.options import (
     POSITIVE,
     device_option,
     json_option,
+    lm_head_option,
     pass_params,
     print_json,
     revision_option,
@@ -62,6 +63,7 @@ class CompareParams:
     variants: bool
     weight_only: bool
     kv_cache: str
+    lm_head: str
     dtype: str | None
     device: str
     threads: int | None
@@ -125,6 +127,7 @@ def parse_fraction(text: str) -> float:
     show_default=True,
     help="auto: as each checkpoint declares.",
 )
+@lm_head_option("the CANDIDATES")
 @click.option("--dtype", help="bfloat16, float16 or float32, for all.  [default: that of each config.json]")
 @device_option()
 @threads_option()
@@ -187,6 +190,7 @@ def _measure(params: CompareParams, progress: Progress | None) -> Comparison:
         variants=params.variants,
         weight_only=params.weight_only,
         kv_cache=params.kv_cache,
+        lm_head=params.lm_head,
         dtype=params.dtype,
         device=params.device,
         resume=params.resume,

@@ -11,6 +11,7 @@ from minifloat.commands.options import (
     COUNT,
     MODEL,
     device_option,
+    lm_head_option,
     pass_params,
     revision_option,
     threads_option,
@@ -30,6 +31,7 @@ class GenerateParams:
     top_p: float
     seed: int | None
     weight_only: bool
+    lm_head: str
     device: str
     threads: int | None
 
@@ -43,6 +45,7 @@ class GenerateParams:
 @click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True))
 @click.option("--seed", type=int, help="For sampling.")
 @click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
+@lm_head_option()
 @device_option()
 @threads_option()
 @pass_params(GenerateParams)
@@ -64,7 +67,8 @@ def _pieces(params: GenerateParams) -> Iterator[str]:
     folder = model_folder(params.model, revision=params.revision)
     with starting(folder, params.device):
         use_threads(params.threads)
-        engine = open_native(folder, weight_only=params.weight_only) if params.device == "cpu" else None
+        options = {"weight_only": params.weight_only, "lm_head": params.lm_head}
+        engine = open_native(folder, **options) if params.device == "cpu" else None
     if engine is not None:
         from minifloat.serve.engine import SamplingParams
 
@@ -77,7 +81,7 @@ def _pieces(params: GenerateParams) -> Iterator[str]:
     from minifloat.serve.text import generate as stream
 
     return stream(
-        load(folder, device=device_named(params.device), weight_only=params.weight_only),
+        load(folder, device=device_named(params.device), **options),
         params.prompt,
         max_new_tokens=params.max_new_tokens,
         temperature=params.temperature,

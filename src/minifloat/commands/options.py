@@ -124,6 +124,24 @@ def threads_option(default: str = "torch's") -> Callable[[_Command], _Command]:
     return click.option("--threads", type=COUNT, help=f"Threads to compute with.  [default: {default}]")
 
 
+def lm_head_option(
+    of: str = "MODEL", option: Callable[..., Callable[[_Command], _Command]] = click.option
+) -> Callable[[_Command], _Command]:
+    """Return the option ``--lm-head``.
+
+    Args:
+        of: The model whose output layer it is.
+        option: Makes the option: `click.option` or `env_option`.
+    """
+    return option(
+        "--lm-head",
+        type=click.Choice(["auto", "bf16", "fp8"]),
+        default="auto",
+        show_default=True,
+        help=f"Output layer of {of}. auto: fp8 beside MXFP4 weights, else bf16: as stored.",
+    )
+
+
 def use_threads(threads: int | None) -> None:
     """Compute with `threads` threads from now on. None keeps torch's choice, and imports no torch."""
     if threads is not None:

@@ -13,7 +13,16 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from minifloat.commands.options import COUNT, MODEL, POSITIVE, env_option, parse_size, pass_params, stack
+from minifloat.commands.options import (
+    COUNT,
+    MODEL,
+    POSITIVE,
+    env_option,
+    lm_head_option,
+    parse_size,
+    pass_params,
+    stack,
+)
 from minifloat.errors import UsageError
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -131,7 +140,7 @@ class ServeParams(_VllmParams):
     help="Memory of the KV cache, e.g. 4GiB.  [default: up to 1GiB; most of a GPU]",
 )
 @env_option("--kv-cache-dtype", default="auto", show_default=True, help="auto, bfloat16, fp8 or float32.")
-@env_option("--lm-head", default="auto", show_default=True, help="auto, or fp8: quantize the output layer.")
+@lm_head_option(option=env_option)
 @env_option("--no-prefix-cache", is_flag=True, help="Do not share equal beginnings of prompts.")
 @env_option("--chat-template", type=_FILE, help="A Jinja file instead of the model's chat template.")
 @env_option(

@@ -58,9 +58,10 @@ def compare_models(
     """Measure how far the candidates' predictions are from the baseline's, and judge whether they are close enough.
 
     A checkpoint that declares FP8 inputs or an FP8 KV cache is run with them, as servers with FP8 hardware run it, so
-    that the results are those of serving. With `variants`, a candidate that declares both is run three times: as
-    declared, without rounding keys and values, and with quantized weights alone, which is what servers without FP8
-    hardware compute. Each run is a candidate of its own.
+    that the results are those of serving. Its output layer has the format that `minifloat serve` gives it. With
+    `variants`, a candidate that declares both is run three times: as declared, without rounding keys and values, and
+    with quantized weights alone, which is what servers without FP8 hardware compute. Each run is a candidate of its
+    own.
 
     All models run at the same time and see the same tokens. If one model has quantized experts, all
     mixture-of-experts models run transformers' eager experts, so that a different order of summation is not mistaken
@@ -144,7 +145,8 @@ class _RunningComparison:
     def _variants(self, candidate: ModelLike) -> list[Predictor]:
         """Load a candidate and return it as declared, with its other variants if the options request them."""
         options = self._options
-        model = Predictor.of(candidate, options.load_options(), read_kv_scales=options.kv_cache != "none")
+        load_options = options.load_options() | {"lm_head": options.lm_head}
+        model = Predictor.of(candidate, load_options, read_kv_scales=options.kv_cache != "none")
         if isinstance(candidate, PreTrainedModel):
             return [model]
         new_cache = self._new_cache(model)
@@ -247,6 +249,7 @@ def _fingerprint(model: Predictor) -> dict[str, Any]:
         "shards": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
         "activations": model.activations,
         "kv_cache": model.new_cache is not None,
+        "lm_head": model.lm_head,
     }
 
 
@@ -272,7 +275,8 @@ def _window(requested: int | None, longest: int | None) -> int:
 
 
 def _record(model: Predictor) -> ModelRecord:
-    return ModelRecord(model.name, model.nbytes, model.activations, None if model.new_cache is None else E4M3.name)
+    cache = None if model.new_cache is None else E4M3.name
+    return ModelRecord(model.name, model.nbytes, model.activations, cache, model.lm_head)
 
 
 def _machine() -> dict[str, Any]:

@@ -33,6 +33,7 @@ from minifloat.runtime.experts import QuantizedExperts
 from minifloat.runtime.forward import replace_forward
 from minifloat.runtime.kv_scales import KVScales, kv_scales
 from minifloat.runtime.linear import QuantizedWeight
+from minifloat.runtime.lm_head import LoadedLmHead, lm_head_of
 from minifloat.runtime.load import load_opened
 from minifloat.runtime.tokenizer import load_tokenizer
 
@@ -132,6 +133,11 @@ class Predictor:
         """Formats in which the quantized weights take their inputs, for example ``"E4M3 per token (dynamic)"``."""
         with self.set_up():
             return describe_inputs(self.model)
+
+    @property
+    def lm_head(self) -> str:
+        """Format of the output layer, for example ``"bfloat16"``; empty if the model has none."""
+        return lm_head_of(self.model)
 
     @property
     def dtype(self) -> str:
@@ -262,13 +268,17 @@ def longest_window(predictors: Sequence[Predictor]) -> int | None:
 
 
 def describe_inputs(model: PreTrainedModel) -> str:
-    """Describe the formats in which a model's quantized weights take their inputs.
+    """Describe the formats in which a model's quantized weights take their inputs, without a quantized output layer.
 
     Returns:
         ``"E4M3 per token (dynamic)"``, or the name of the 16- or 32-bit format where inputs are not quantized
         (``"BF16"``); with counts where the weights differ.
     """
-    weights = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+    weights = [
+        module
+        for module in model.modules()
+        if isinstance(module, QuantizedWeight) and not isinstance(module, LoadedLmHead)
+    ]
     counts = Counter(describe_activation(weight.activation) for weight in weights if weight.activation is not None)
     formats = {torch_dtype(fmt): fmt.name for fmt in (BFLOAT16, FLOAT16, FLOAT32)}
     plain = formats.get(model.dtype, str(model.dtype))

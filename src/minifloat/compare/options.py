@@ -11,6 +11,7 @@ import torch
 
 from minifloat.compare.verdict import Tolerance
 from minifloat.errors import UnknownNameError, UsageError
+from minifloat.runtime.lm_head import LM_HEADS
 
 KV_CACHES = ("auto", "none", "fp8")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -31,6 +32,8 @@ class CompareOptions:
         kv_cache: "auto": simulate an FP8 KV cache for candidates that declare one; "none": simulate none; "fp8":
             simulate one for all candidates, with scales of 1 where a candidate has none. Loaded models run without.
         variants: Whether to also compare each candidate without its FP8 KV cache, and without quantized inputs.
+        lm_head: Output layer of candidates, as in `Engine`: "auto" is what `minifloat serve` does, so that the result
+            is that of serving. The baseline's stays as it is stored. Loaded models stay as they are.
         prompts: Number of windows whose first tokens all models continue greedily; 0: none.
         new_tokens: Largest number of tokens of a continuation.
         tasks: Names of tasks of lm-evaluation-harness, as `minifloat.compare.tasks.load_tasks` takes them.
@@ -53,6 +56,7 @@ class CompareOptions:
     weight_only: bool = False
     kv_cache: str = "auto"
     variants: bool = False
+    lm_head: str = "auto"
     prompts: int = 32
     new_tokens: int = 64
     tasks: Sequence[str] = ()
@@ -69,10 +73,12 @@ class CompareOptions:
             raise UnknownNameError("dtype", self.dtype, _DTYPES)
         if self.kv_cache not in KV_CACHES:
             raise UnknownNameError("kv_cache", self.kv_cache, KV_CACHES)
+        if self.lm_head not in LM_HEADS:
+            raise UnknownNameError("lm_head", self.lm_head, LM_HEADS)
         if self.prompts < 0 or self.new_tokens < 1:
             raise UsageError(f"expected prompts >= 0 and new_tokens >= 1, got {self.prompts} and {self.new_tokens}")
 
     def load_options(self) -> dict[str, Any]:
-        """Return the keyword arguments for `minifloat.runtime.load.load`."""
+        """Return the keyword arguments for `minifloat.runtime.load.load`, other than `lm_head`."""
         dtype = None if self.dtype is None else _DTYPES[self.dtype]
         return {"dtype": dtype, "device": self.device, "weight_only": self.weight_only, "impl": self.impl}

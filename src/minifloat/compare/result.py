@@ -83,12 +83,14 @@ class ModelRecord:
         activations: Format in which the quantized weights took their inputs: ``"E4M3 per token (dynamic)"``, or the
             name of the 16- or 32-bit format where they ran weight-only (``"BF16"``); with counts where weights differ.
         kv_cache: Format that keys and values were rounded to; None if they were not rounded.
+        lm_head: Format of the output layer, and whether it was quantized while it was loaded; empty if there is none.
     """
 
     name: str
     nbytes: int
     activations: str
     kv_cache: str | None = None
+    lm_head: str = ""
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,11 @@ class Description:
     auxiliary: frozenset[str] = frozenset()
     kv: KVSpec | None = None
 
+    @property
+    def quantizes_inputs(self) -> bool:
+        """Whether the checkpoint declares quantized inputs for any weight."""
+        return any(weight.activation is not None for weight in self.weights.values())
+
 
 def kv_scale_of(name: str) -> tuple[str, str] | None:
     """Return the attention module of a KV scale, and ``"k"`` or ``"v"``; None for other tensors.

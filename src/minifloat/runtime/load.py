@@ -32,6 +32,7 @@ from minifloat.runtime.config import read_generation_config
 from minifloat.runtime.experts import QuantizedExperts, indexes_experts, multiplies_experts
 from minifloat.runtime.inputs import InputQuantization
 from minifloat.runtime.linear import QuantizedLinear, QuantizedWeight
+from minifloat.runtime.lm_head import lm_head_spec, replace_lm_head
 from minifloat.runtime.names import Assignment, assign, keeps_float32
 from minifloat.runtime.packing import NOT_MULTIPLIED, Packing
 from minifloat.runtime.tensors import StoredTensors, check_shape, ignorable_names, listing, warn_of_dequantized
@@ -47,6 +48,7 @@ def load(
     weight_only: bool = False,
     prefill: str | None = None,
     impl: str = "auto",
+    lm_head: str = "bf16",
     revision: str | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint, quantized or not, as a transformers model in eval mode.
@@ -82,6 +84,8 @@ def load(
             weight-only.
         impl: What multiplies quantized weights: "auto", as above; "reference", everywhere; "cpu" or "triton", the
             kernels of that device or an error.
+        lm_head: "bf16" keeps the output layer as it is stored; "fp8" quantizes it per channel, unless it is stored
+            quantized; "auto" does what `Engine` does (`minifloat.runtime.lm_head.LM_HEADS`).
         revision: Revision of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
@@ -95,7 +99,8 @@ def load(
         TensorError: If a tensor does not fit its parameter, or a scale is NaN or Inf.
         KernelUnavailable: If `impl` is "cpu" or "triton" and a weight cannot be packed, or goes to another device; or
             if the GPU has no FP8 product for `prefill`.
-        UnknownNameError: If `impl` or `prefill` has another value.
+        UnknownNameError: If `impl`, `prefill` or `lm_head` has another value.
+        UsageError: If `lm_head` is "fp8" and the model has no output layer that can be replaced.
     """
     with Checkpoint.open(model_folder(path, revision=revision)) as checkpoint:
         return load_opened(
@@ -106,6 +111,7 @@ def load(
             weight_only=weight_only,
             prefill=prefill,
             impl=impl,
+            lm_head=lm_head,
         )
 
 
@@ -115,7 +121,7 @@ def load_opened(checkpoint: Checkpoint, description: Description, **options: Any
     Args:
         checkpoint: An open checkpoint.
         description: The result of `describe` for it.
-        options: `dtype`, `device`, `weight_only`, `prefill` and `impl`, as in `load`.
+        options: `dtype`, `device`, `weight_only`, `prefill`, `impl` and `lm_head`, as in `load`.
 
     Returns:
         The model, as `load` returns it.
@@ -154,6 +160,7 @@ class Loader:
         weight_only: As in `load`.
         prefill: As in `load`.
         impl: As in `load`.
+        lm_head: As in `load`.
 
     Attributes:
         model: The model; parameters that nothing was placed in are on the meta device.
@@ -161,7 +168,7 @@ class Loader:
 
     Raises:
         ConfigError: If transformers cannot build the model, or only with the checkpoint's own code.
-        UnknownNameError: If `impl` or `prefill` has another value.
+        UnknownNameError: If `impl`, `prefill` or `lm_head` has another value.
     """
 
     def __init__(
@@ -174,12 +181,14 @@ class Loader:
         weight_only: bool = False,
         prefill: str | None = None,
         impl: str = "auto",
+        lm_head: str = "bf16",
     ) -> None:
         self.device = torch.device(device)
         self.packing = Packing(impl, self.device)
         self.checkpoint = checkpoint
         self.tensors = StoredTensors(checkpoint, description)
         self.model = empty_model(checkpoint, dtype or self.tensors.dtype())
+        self.lm_head, self._lm_head_asked = lm_head_spec(lm_head, description), lm_head == "fp8"
         self.inputs = InputQuantization(checkpoint, weight_only, prefill)
         self.expected: dict[str, Tensor] = self.model.state_dict()
         self.missing = set(self.expected)
@@ -194,11 +203,13 @@ class Loader:
                 self.place(assignment)
         warn_of_dequantized(self.dequantized)
         self.inputs.warn()
-        self.packing.warn()
         if any(isinstance(module, QuantizedExperts) for module in self.model.modules()):
             self.model.set_experts_implementation("eager")
         self._tie()
         self._refuse_missing()
+        if self.lm_head is not None:
+            replace_lm_head(self.model, self.lm_head, self.packing, asked=self._lm_head_asked)
+        self.packing.warn()
 
     def assignments(self) -> list[Assignment]:
         """Return where in the model every tensor goes.

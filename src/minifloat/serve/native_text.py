@@ -6,7 +6,6 @@ linears, so checkpoints that declare quantized inputs are left to `load`, unless
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,42 +17,25 @@ if TYPE_CHECKING:
     from minifloat.serve.engine import Engine, SamplingParams
 
 _LOG = logging.getLogger(__name__)
-_CONFIG, _MODELOPT = "config.json", "hf_quant_config.json"
 
 
-def quantizes_inputs(folder: Path) -> bool:
-    """Return whether a checkpoint may declare quantized inputs, by its config alone."""
-    if (folder / _MODELOPT).exists():
-        return True
-    try:
-        config = json.loads((folder / _CONFIG).read_bytes())
-        stated = config.get("quantization_config") or config.get("compression_config")
-        if stated is None:
-            return "text_config" in config
-        if stated.get("quant_method") != "compressed-tensors":
-            return True
-        groups = stated["config_groups"].values()
-        return any(group.get("input_activations") is not None for group in groups)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return True  # whoever opens the checkpoint says what is wrong with it
-
-
-def open_native(folder: Path, *, weight_only: bool = False) -> Engine | None:
+def open_native(folder: Path, *, weight_only: bool = False, lm_head: str = "auto") -> Engine | None:
     """Return an engine on the native decoder; None if `load` has to open the model.
 
     Args:
         folder: A model folder.
         weight_only: Whether inputs stay as they are, whatever the checkpoint declares.
+        lm_head: Output layer, as in `Engine`.
 
     Raises:
         CheckpointError: If the folder cannot be loaded.
     """
-    if not weight_only and quantizes_inputs(folder):
-        return None
     from minifloat.serve.engine import Engine
 
     try:
-        return Engine(folder, runner="native", max_num_seqs=1, prefix_cache=False)
+        return Engine(
+            folder, weight_only=weight_only, lm_head=lm_head, runner="native", max_num_seqs=1, prefix_cache=False
+        )
     except UsageError as error:
         _LOG.info("transformers' code runs this model: %s", error)
         return None

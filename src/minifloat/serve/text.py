@@ -45,6 +45,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int | None = None,
+    lm_head: str = "auto",
     revision: str | None = None,
 ) -> Iterator[str]:
     """Continue a text.
@@ -60,6 +61,7 @@ def generate(
             most 100, as in `SamplingParams`.
         top_p: Draw from the smallest set of most probable tokens that together have this probability.
         seed: Makes draws repeatable on one machine; by default they are not. The global random state is not touched.
+        lm_head: Output layer of a model that is loaded here, as in `Engine`.
         revision: Revision of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
@@ -79,10 +81,10 @@ def generate(
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_new_tokens)
     if not isinstance(model, PreTrainedModel):
         folder = model_folder(model, revision=revision)
-        engine = open_native(folder)
+        engine = open_native(folder, lm_head=lm_head)
         if engine is not None:
             return native_pieces(engine, prompt, params)
-        model = load(folder)
+        model = load(folder, lm_head=lm_head)
     tokenizer = load_tokenizer(str(model.config.name_or_path))
     ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id]
     if ids == [None]:

@@ -1,5 +1,6 @@
 """Attribution: known changes are found, and the damage equals that of independent calculations."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,22 @@ def snapshot(model: PreTrainedModel) -> list[tuple[str, int, bytes]]:
     """Return the name, identity and bytes of every tensor of a model, in the model's order."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return [(name, id(t), t.detach().reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in tensors]
+
+
+def test_an_output_layer_that_was_quantized_while_it_was_loaded_costs_no_bytes_and_is_no_override(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    tight = Tolerance(max_ppl_increase=0, max_kl=0, min_agreement=1)
+    candidate = predictor(tmp_path / "q", lm_head="fp8")
+    found = attribute(predictor(llama_folder), candidate, WINDOWS, tight, SECONDS)
+    (row,) = [row for row in found.rows if row.module == "lm_head"]
+    assert row.extra_bytes == 0
+    assert row.kl_alone is not None
+    assert row.kl_alone > 0
+    assert found.suggestion is not None
+    assert found.suggestion.everything
+    assert not any(re.search(override.partition("=")[0], "lm_head") for override in found.suggestion.overrides)
 
 
 @pytest.mark.parametrize("module", ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.k_proj"])

@@ -50,9 +50,11 @@ def prompts_of(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[
     return [tuple(generator.randrange(250) for _ in range(generator.randint(low, high))) for _ in range(count)]
 
 
-def expected(folder: Path, prompts: list[tuple[int, ...]], length: int = LENGTH) -> list[list[int]]:
+def expected(
+    folder: Path, prompts: list[tuple[int, ...]], length: int = LENGTH, lm_head: str = "bf16"
+) -> list[list[int]]:
     """What transformers generates, one prompt at a time, in float32."""
-    model: Any = load(folder, dtype=torch.float32, weight_only=True, impl="reference")
+    model: Any = load(folder, dtype=torch.float32, weight_only=True, impl="reference", lm_head=lm_head)
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -370,9 +372,29 @@ def test_invalid_options_are_refused(llama_folder: Path, options: dict[str, Any]
         Engine(llama_folder, **options)
 
 
-def test_the_lm_head_may_be_fp8(llama_folder: Path) -> None:
-    plain = open_model(llama_folder, EngineOptions()).runner.weight_bytes
-    assert open_model(llama_folder, EngineOptions(lm_head="fp8")).runner.weight_bytes < plain
+def test_the_lm_head_is_fp8_beside_mxfp4_unless_the_user_keeps_it(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    opened = {name: open_model(tmp_path / "q", EngineOptions(lm_head=name)) for name in ("auto", "bf16", "fp8")}
+    assert {name: model.info.lm_head for name, model in opened.items()} == {
+        "auto": "fp8 (quantized while loading)",
+        "bf16": "bfloat16",
+        "fp8": "fp8 (quantized while loading)",
+    }
+    nbytes = {name: model.runner.weight_bytes for name, model in opened.items()}
+    assert nbytes["auto"] == nbytes["fp8"] < nbytes["bf16"]
+    assert open_model(llama_folder, EngineOptions()).info.lm_head == "bfloat16"
+
+
+@pytest.mark.parametrize(("model_type", "runner"), [("llama", "native"), ("gemma2", "transformers")])
+def test_every_runner_computes_what_load_does_with_an_fp8_lm_head(
+    model_type: str, runner: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path / "m", model_type, **FOREIGN.get(model_type, {}))
+    quantize_checkpoint(folder, tmp_path / "q", "mxfp4")
+    engine = Engine(tmp_path / "q", dtype="float32")
+    assert (engine.info.runner, engine.info.lm_head) == (runner, "fp8 (quantized while loading)")
+    prompts = prompts_of(3)
+    assert tokens(engine, prompts) == expected(tmp_path / "q", prompts, lm_head="auto")
 
 
 def test_weights_that_bf16_does_not_hold_are_left_to_transformers(make_llama: MakeModel, tmp_path: Path) -> None:

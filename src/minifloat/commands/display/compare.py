@@ -15,6 +15,7 @@ from minifloat.compare.pages.words import (
     baseline_name,
     candidate_names,
     confidence_text,
+    formats_text,
     generation_text,
     note_lines,
     override_options,
@@ -87,8 +88,7 @@ def _lines(candidate: CandidateResult) -> Iterator[str]:
         f"{with_interval(overall.topk_overlap, as_percent=True)}; bits per byte "
         f"{number(overall.baseline_bits_per_byte)} -> {number(overall.candidate_bits_per_byte)}"
     )
-    cache = f", keys and values in {candidate.model.kv_cache}" if candidate.model.kv_cache else ""
-    yield visible(f"inputs of the linears in {candidate.model.activations}{cache}")
+    yield formats_text(candidate.model)
     if candidate.generation is not None:
         yield f"generation: {generation_text(candidate.generation)}"
     for task in candidate.tasks:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from minifloat.errors import UsageError
 from minifloat.runtime.experts import QuantizedExperts
 from minifloat.runtime.linear import QuantizedWeight
+from minifloat.runtime.lm_head import LoadedLmHead
 
 #: A submodule, parameter or buffer; None if a model has none of the name.
 ModuleOrTensor = nn.Module | Tensor | None
@@ -76,9 +77,9 @@ class Difference:
         return self.name.rpartition(".")[2]
 
     def is_quantization(self, baseline: nn.Module, candidate: nn.Module) -> bool:
-        """Return whether the candidate's weight is quantized and the baseline's is not."""
+        """Return whether the candidate's checkpoint stores the weight quantized and the baseline's does not."""
         location = self.locations[0]
-        return _is_quantized(location.get(candidate)) and not _is_quantized(location.get(baseline))
+        return is_stored_quantized(location.get(candidate)) and not _is_quantized(location.get(baseline))
 
 
 def find_differences(baseline: PreTrainedModel, candidate: PreTrainedModel) -> tuple[Difference, ...]:
@@ -160,6 +161,11 @@ def _is_divisible(module: nn.Module) -> bool:
 
 def _is_quantized(value: ModuleOrTensor) -> bool:
     return isinstance(value, (QuantizedWeight, QuantizedExperts))
+
+
+def is_stored_quantized(value: ModuleOrTensor) -> bool:
+    """Return whether a weight is quantized in its checkpoint, unlike an output layer that was quantized when loaded."""
+    return _is_quantized(value) and not isinstance(value, LoadedLmHead)
 
 
 def _names(module: nn.Module) -> list[str]:

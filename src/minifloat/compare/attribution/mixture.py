@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minifloat.compare.attribution.differences import Difference, exchanged
+from minifloat.compare.attribution.differences import Difference, exchanged, is_stored_quantized
 from minifloat.compare.metrics import Distribution, kl_divergence, same_choice
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
-from minifloat.runtime.linear import QuantizedWeight
 
 #: Tokens in a batch of windows.
 _BATCH_TOKENS = 2048
@@ -102,9 +101,9 @@ class Mixtures:
         return Distance(kl / self.tokens, _expm1(nll / self.tokens), agree / self.tokens)
 
     def keeps_quantized(self, kept: Iterable[Difference]) -> bool:
-        """Return whether a mixture still has a quantized weight."""
+        """Return whether a mixture still has a weight that its checkpoint stores quantized."""
         with self._mixed(kept):
-            return any(isinstance(module, QuantizedWeight) for module in self._candidate.model.modules())
+            return any(map(is_stored_quantized, self._candidate.model.modules()))
 
     @contextmanager
     def _mixed(self, kept: Iterable[Difference]) -> Iterator[None]:

@@ -18,6 +18,7 @@ from minifloat.compare.attribution.suggestion import KeepableGroups, Suggestion,
 from minifloat.compare.models import Predictor, match_experts_implementation
 from minifloat.compare.verdict import Tolerance
 from minifloat.runtime.linear import QuantizedWeight
+from minifloat.runtime.lm_head import LoadedLmHead
 
 #: Fractions of the time at which measuring modules alone, and models without one module, ends; the rest is for the
 #: suggestion.
@@ -144,8 +145,9 @@ def _extra_bytes(baseline: Predictor, candidate: Predictor, differences: Sequenc
     quantized = sum(module.nbytes for module in model.modules() if isinstance(module, QuantizedWeight))
     elements = sum(parameter.numel() for parameter in model.parameters())
     element_bytes = round((baseline.nbytes - quantized) / max(elements, 1))
-    return {
-        difference: stored_bytes(difference.locations[0].get(model), element_bytes)
-        - stored_bytes(difference.locations[0].get(candidate.model), element_bytes)
-        for difference in differences
-    }
+    extra = {}
+    for difference in differences:
+        own, other = (difference.locations[0].get(predictor.model) for predictor in (baseline, candidate))
+        same_file = isinstance(other, LoadedLmHead)
+        extra[difference] = 0 if same_file else stored_bytes(own, element_bytes) - stored_bytes(other, element_bytes)
+    return extra

@@ -18,6 +18,7 @@ from minifloat.compare.pages.words import (
     baseline_name,
     candidate_names,
     confidence_text,
+    formats_text,
     generation_text,
     machine_facts,
     note_lines,
@@ -187,9 +188,8 @@ def _token(token: str) -> str:
 
 def _provenance(comparison: Comparison, pairs: _Pairs) -> Iterator[str]:
     for name, candidate in pairs:
-        cache = f", keys and values in {candidate.model.kv_cache}" if candidate.model.kv_cache else ""
-        inputs = markdown(f"{candidate.model.activations}{cache}")
-        yield f"- {name}: {markdown(size_lines(comparison, candidate))}; inputs of the linears in {inputs}"
+        formats = markdown(formats_text(candidate.model))
+        yield f"- {name}: {markdown(size_lines(comparison, candidate))}; {formats}"
     for text in comparison.texts:
         yield (
             f"- {markdown(text.name)}: {text.documents:,} documents, {text.tokens:,} tokens, "

@@ -27,6 +27,7 @@ from minifloat.compare.pages.words import (
     baseline_name,
     candidate_names,
     confidence_text,
+    formats_text,
     generation_text,
     machine_facts,
     note_lines,
@@ -279,5 +280,4 @@ def _run_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _model_text(model: ModelRecord) -> str:
-    text = f"{model.name}: {model.nbytes:,} bytes, inputs of the linears in {model.activations}"
-    return visible(f"{text}, keys and values in {model.kv_cache}" if model.kv_cache else text)
+    return f"{visible(model.name)}: {model.nbytes:,} bytes, {formats_text(model)}"

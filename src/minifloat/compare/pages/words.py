@@ -14,7 +14,7 @@ from minifloat.compare.attribution import Attribution, Suggestion
 from minifloat.compare.generation import GreedyDivergence
 from minifloat.compare.intervals import CONFIDENCE, FEWEST_UNITS
 from minifloat.compare.pages.numbers import NO_INTERVAL, change, number, percent, short, with_interval
-from minifloat.compare.result import CandidateResult, Comparison
+from minifloat.compare.result import CandidateResult, Comparison, ModelRecord
 from minifloat.compare.verdict import Check, Outcome, Tolerance
 from minifloat.report.text import short_names, size_text, visible
 
@@ -149,6 +149,13 @@ def size_lines(comparison: Comparison, candidate: CandidateResult) -> str:
     """Return the sizes of the baseline and the candidate."""
     before, after = comparison.baseline.nbytes, candidate.model.nbytes
     return f"{size_text(before)} -> {size_text(after)} ({smaller(comparison, candidate)} smaller)"
+
+
+def formats_text(model: ModelRecord) -> str:
+    """Return the formats that a model computed in besides that of its weights."""
+    lm_head = f", output layer in {model.lm_head}" if model.lm_head else ""
+    cache = f", keys and values in {model.kv_cache}" if model.kv_cache else ""
+    return visible(f"inputs of the linears in {model.activations}{lm_head}{cache}")
 
 
 def smaller(comparison: Comparison, candidate: CandidateResult) -> str:

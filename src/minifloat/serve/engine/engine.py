@@ -54,7 +54,7 @@ class Engine:
     """A loaded model that decodes many requests together.
 
     Args:
-        path: A folder or a model of the hub, quantized or not. Inputs of its linears are never quantized.
+        path: A folder or a model of the hub, quantized or not.
         dtype: Dtype of the activations: "bfloat16", "float16" or "float32"; None: the checkpoint's.
         device: "cpu", "cuda" or "cuda:N".
         kv_cache_memory: Bytes of the KV cache; None: up to 1 GiB, and on a GPU most of what the weights leave free.
@@ -62,8 +62,11 @@ class Engine:
         max_model_len: Tokens of the longest sequence, prompt and output; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time; others wait.
         max_num_batched_tokens: Tokens that one step computes; None: 512, on a GPU 4096.
-        lm_head: "auto" keeps the last linear as the checkpoint has it; "fp8" quantizes it per channel.
+        lm_head: Output layer: "auto" is FP8 per channel beside weights in MXFP4, else as it is stored; "bf16"
+            keeps it as it is stored; "fp8" quantizes it, unless it is stored quantized.
         prefix_cache: Share the keys and values of equal beginnings of prompts.
+        weight_only: Whether the inputs of linears stay as they are, whatever the checkpoint declares. If not, a
+            checkpoint that declares quantized inputs is refused, because no runner quantizes them.
         runner: "auto", "native", "device" or "transformers".
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
         observer: Receives reports of steps, tokens and requests.
@@ -96,6 +99,7 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         lm_head: str = "auto",
         prefix_cache: bool = True,
+        weight_only: bool = True,
         runner: str = "auto",
         impl: str = "auto",
         observer: EngineListener | None = None,
@@ -109,6 +113,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             lm_head=lm_head,
+            weight_only=weight_only,
             runner=runner,
             impl=impl,
             device=device,

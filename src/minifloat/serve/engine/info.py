@@ -19,6 +19,7 @@ class ModelInfo:
         reason_not_native: Why "transformers" runs the model; empty where another runner does.
         scheme: Schemes of the quantized weights; "none" if no weight is quantized.
         dtype: Dtype of the activations.
+        lm_head: Format of the output layer in memory, and whether it was quantized while it was loaded.
         weight_bytes: Bytes of the weights as the checkpoint stores them, the embedding included.
         bf16_bytes: Bytes that all parameters would take in BF16.
         step_bytes: Bytes in memory of the weights that one token is multiplied with.
@@ -40,6 +41,7 @@ class ModelInfo:
     reason_not_native: str
     scheme: str
     dtype: str
+    lm_head: str
     weight_bytes: int
     bf16_bytes: int
     step_bytes: int

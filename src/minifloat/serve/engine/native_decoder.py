@@ -15,12 +15,11 @@ from minifloat.errors import MinifloatError
 from minifloat.kernels.decoder import Attention, Decoder, Experts, Layer, Mlp
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
-from minifloat.numerics.formats import E4M3, FLOAT32
-from minifloat.numerics.granularity import CHANNEL
 from minifloat.numerics.scheme import WeightSpec
-from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
+from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.runtime.kv_scales import KVScales
 from minifloat.runtime.linear import QuantizedWeight
+from minifloat.runtime.lm_head import quantize_lm_head
 from minifloat.runtime.packing import Packing
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import (
@@ -33,13 +32,16 @@ from minifloat.serve.engine.blueprint import (
     NotNative,
 )
 
-#: The format of the last linear with ``lm_head="fp8"``.
-LM_HEAD_FP8 = WeightSpec(E4M3, CHANNEL, FLOAT32)
 _Weights = TypeVar("_Weights", FusedWeights, PackedExperts)
 
 
 def build_native_decoder(
-    blueprint: Blueprint, weights: WeightSource, scales: KVScales, *, impl: str = "auto", lm_head_fp8: bool = False
+    blueprint: Blueprint,
+    weights: WeightSource,
+    scales: KVScales,
+    *,
+    impl: str = "auto",
+    lm_head: WeightSpec | None = None,
 ) -> Decoder:
     """Read and pack the weights of a model.
 
@@ -48,7 +50,7 @@ def build_native_decoder(
         weights: Its weights, on the CPU.
         scales: Scales of an E4M3 cache for all attention modules; empty for another cache.
         impl: As in `minifloat.runtime.load.load`.
-        lm_head_fp8: Quantize the last linear to FP8 per channel, if it is not quantized.
+        lm_head: The format that the last linear is quantized to, unless it is stored quantized; None: it is not.
 
     Raises:
         NotNative: If a weight cannot be packed.
@@ -59,7 +61,7 @@ def build_native_decoder(
     with weights.reading_ahead():
         embedding = weights.tensor(blueprint.embedding)
         is_tied = weights.is_same_tensor(blueprint.embedding, blueprint.lm_head.weight)
-        head = builder.lm_head(embedding if is_tied else None, LM_HEAD_FP8 if lm_head_fp8 else None)
+        head = builder.lm_head(embedding if is_tied else None, lm_head)
         layers = tuple(
             builder.layer(layer, scales.get(f"{layer.name}.self_attn", (1.0, 1.0))) for layer in blueprint.layers
         )
@@ -112,8 +114,7 @@ class _Builder:
         """
         weight = self._weights.matrix(self._lm_head.weight) if tied is None else tied
         if quantize is not None and isinstance(weight, Tensor):
-            weight = quantize_tensor(weight, quantize)
-            return self._pack(weight, self._lm_head.name)
+            weight = quantize_lm_head(weight, quantize, tied=tied is not None)
         return self._pack_stored(weight, self._lm_head.name)
 
     def warn(self) -> None:

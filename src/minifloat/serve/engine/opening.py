@@ -29,6 +29,8 @@ from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
 from minifloat.runtime.decoder_config import read_decoder_config, read_generation
 from minifloat.runtime.devices import device_named
 from minifloat.runtime.kv_scales import kv_head_scales, kv_scales
+from minifloat.runtime.linear import QuantizedWeight
+from minifloat.runtime.lm_head import lm_head_name, lm_head_of, lm_head_spec
 from minifloat.runtime.tensors import StoredTensors
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import Blueprint, NotNative, blueprint_of, why_not_supported
@@ -72,6 +74,7 @@ class _Loaded:
     config: Any
     generation_config: Any
     size: CacheSize
+    lm_head: str
 
 
 def open_model(path: str | os.PathLike[str], options: EngineOptions) -> OpenedModel:
@@ -87,6 +90,8 @@ def open_model(path: str | os.PathLike[str], options: EngineOptions) -> OpenedMo
     folder = Path(path)
     with Checkpoint.open(folder) as checkpoint:
         description = describe(checkpoint)
+        if description.quantizes_inputs and not options.weight_only:
+            raise UsageError(f"{folder}: the checkpoint declares quantized inputs, which the engine does not quantize")
         inspection = inspect_opened(folder, checkpoint, description)
         loaded, reason = _load_decoder(checkpoint, description, options, device)
         if loaded is None:
@@ -102,6 +107,7 @@ def open_model(path: str | os.PathLike[str], options: EngineOptions) -> OpenedMo
         reason_not_native=reason,
         scheme=" and ".join(formats) or "none",
         dtype=_dtype_name(loaded.dtype),
+        lm_head=loaded.lm_head,
         weight_bytes=inspection.nbytes,
         bf16_bytes=inspection.elements * torch.bfloat16.itemsize,
         step_bytes=runner.weight_bytes,
@@ -135,10 +141,10 @@ def _load_decoder(
     weights = WeightSource(tensors, blueprint.parameters(), dtype, device)
     load = _load_device if on_device else _load_native
     try:
-        runner, size = load(blueprint, weights, tensors, options, device)
+        runner, size, lm_head = load(blueprint, weights, tensors, options, device)
     except NotNative as error:
         return None, str(error)
-    return _Loaded(runner, blueprint.architecture, dtype, config, _generation(checkpoint), size), ""
+    return _Loaded(runner, blueprint.architecture, dtype, config, _generation(checkpoint), size, lm_head), ""
 
 
 def _config(checkpoint: Checkpoint) -> Any:
@@ -173,22 +179,24 @@ def _generation(checkpoint: Checkpoint) -> Any:
 
 def _load_native(
     blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
-) -> tuple[Runner, CacheSize]:
+) -> tuple[Runner, CacheSize, str]:
     """Load the decoder of the CPU.
 
     Raises:
         NotNative: If it does not support the model.
     """
     element, scales = _kv_cache(tensors, options, blueprint.dtype, kv_scales, (TENSOR,))
-    decoder = build_native_decoder(blueprint, weights, scales, impl=options.impl, lm_head_fp8=options.lm_head == "fp8")
+    head = lm_head_spec(options.lm_head, tensors.description)
+    decoder = build_native_decoder(blueprint, weights, scales, impl=options.impl, lm_head=head)
     per_block = KVCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
     size = cache_size(options, blueprint.config, per_block, device)
-    return NativeRunner(decoder, size.blocks, element, options.impl), size
+    name = lm_head_name(decoder.lm_head.spec, torch.bfloat16, loaded=head is not None)
+    return NativeRunner(decoder, size.blocks, element, options.impl), size, name
 
 
 def _load_device(
     blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
-) -> tuple[Runner, CacheSize]:
+) -> tuple[Runner, CacheSize, str]:
     """Load the decoder of GPUs, which also runs on a CPU.
 
     Raises:
@@ -197,9 +205,8 @@ def _load_device(
     read_scales = functools.partial(kv_head_scales, kv_heads=blueprint.kv_heads)
     element, scales = _kv_cache(tensors, options, blueprint.dtype, read_scales, (TENSOR, CHANNEL))
     positions = sequence_length(options, blueprint.config)
-    decoder = build_device_decoder(
-        blueprint, weights, positions, impl=options.impl, lm_head_fp8=options.lm_head == "fp8"
-    )
+    head = lm_head_spec(options.lm_head, tensors.description)
+    decoder = build_device_decoder(blueprint, weights, positions, impl=options.impl, lm_head=head)
     table = torch.tensor([scales[f"{layer.name}.self_attn"] for layer in blueprint.layers]) if scales else None
     per_block = PagedCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
     size = cache_size(options, blueprint.config, per_block, device)
@@ -211,7 +218,9 @@ def _load_device(
         max_num_seqs=options.max_num_seqs,
         max_model_len=size.max_model_len,
     )
-    return runner, size
+    weight = decoder.lm_head.weights[0]
+    spec = weight.held.spec if isinstance(weight, QuantizedWeight) else None
+    return runner, size, lm_head_name(spec, decoder.dtype, loaded=head is not None)
 
 
 def _load_transformers(
@@ -242,15 +251,23 @@ def _load_transformers(
     from minifloat.serve.engine.transformers_runner import TransformersRunner
 
     dtype = options.torch_dtype
-    model = load_opened(checkpoint, description, dtype=dtype, device=device, weight_only=True, impl=options.impl)
-    if options.lm_head != "auto" or options.kv_cache_dtype not in ("auto", _dtype_name(model.dtype)):
-        raise UsageError(f"lm_head and kv_cache_dtype are the native decoder's, which does not run here: {reason}")
+    model = load_opened(
+        checkpoint,
+        description,
+        dtype=dtype,
+        device=device,
+        weight_only=True,
+        impl=options.impl,
+        lm_head=options.lm_head,
+    )
+    if options.kv_cache_dtype not in ("auto", _dtype_name(model.dtype)):
+        raise UsageError(f"kv_cache_dtype is the native decoder's, which does not run here: {reason}")
     if options.runner == "auto":
         _LOG.warning("transformers' code runs this model, one sequence at a time (slower), because %s", reason)
     size = cache_size(options, model.config, TransformersRunner.bytes_per_block(model), device)
     runner = TransformersRunner(model, size.blocks, nbytes)
     generation = getattr(model, "generation_config", None)
-    return _Loaded(runner, type(model).__name__, model.dtype, model.config, generation, size)
+    return _Loaded(runner, type(model).__name__, model.dtype, model.config, generation, size, lm_head_of(model))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from minifloat.errors import UnknownNameError, UsageError
+from minifloat.runtime.lm_head import LM_HEADS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: `kv_cache_dtype` -> the element of the cache; "auto" follows the checkpoint, then the dtype of the model.
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "E4M3", "float32": "float32"}
-_LM_HEADS = ("auto", "fp8")
 _RUNNERS = ("auto", "native", "device", "transformers")
 
 
@@ -25,7 +25,9 @@ class EngineOptions:
         kv_cache_dtype: A name in `KV_DTYPES`.
         max_model_len: Tokens of the longest sequence; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time.
-        lm_head: "auto" keeps the last linear as the checkpoint has it; "fp8" quantizes it per channel.
+        lm_head: A name in `minifloat.runtime.lm_head.LM_HEADS`.
+        weight_only: Whether the inputs of linears stay as they are, whatever the checkpoint declares. If not,
+            checkpoints that declare quantized inputs are refused, because no runner quantizes them.
         runner: "auto", "native", "device" or "transformers".
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
         device: "cpu", "cuda" or "cuda:N".
@@ -41,6 +43,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     lm_head: str = "auto"
+    weight_only: bool = True
     runner: str = "auto"
     impl: str = "auto"
     device: str = "cpu"
@@ -49,7 +52,7 @@ class EngineOptions:
         for kind, name, table in (
             ("dtype", self.dtype or "bfloat16", tuple(DTYPES)),
             ("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_DTYPES)),
-            ("lm_head", self.lm_head, _LM_HEADS),
+            ("lm_head", self.lm_head, LM_HEADS),
             ("runner", self.runner, _RUNNERS),
         ):
             if name not in table:

@@ -63,10 +63,11 @@ def _mib(nbytes: int) -> str:
 def _log_model(info: ModelInfo, settings: ServerSettings) -> None:
     """Log the served model and its cache, and warn of a slow runner or a missing API key."""
     _LOG.info(
-        "%s: %s, %s, weights %s (BF16 %s), %s runner, loaded in %.1f s",
+        "%s: %s, %s, output layer in %s, weights %s (BF16 %s), %s runner, loaded in %.1f s",
         settings.model_name,
         info.architecture,
         info.scheme,
+        info.lm_head,
         _mib(info.weight_bytes),
         _mib(info.bf16_bytes),
         info.runner,

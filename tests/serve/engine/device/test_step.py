@@ -62,7 +62,7 @@ class ModelWeights:
 def device_decoder(model: Any, impl: str = "auto", device: str = "cpu") -> Any:
     weights: Any = ModelWeights(copy.deepcopy(model).to(device))
     blueprint = blueprint_of(model.config, model.dtype)
-    return build_device_decoder(blueprint, weights, LENGTH, impl=impl, lm_head_fp8=False)
+    return build_device_decoder(blueprint, weights, LENGTH, impl=impl, lm_head=None)
 
 
 def runner_of(model: Any, element: str = "float32", device: str = "cpu") -> DeviceRunner:

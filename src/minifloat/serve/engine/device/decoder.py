@@ -28,12 +28,13 @@ from minifloat.kernels.paged import (
 )
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.granularity import CHANNEL, TENSOR
-from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
+from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.runtime.linear import QuantizedWeight
+from minifloat.runtime.lm_head import quantize_lm_head
 from minifloat.runtime.tensors import listing
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import Blueprint, LayerPlan, LinearPlan, MlpPlan
-from minifloat.serve.engine.native_decoder import LM_HEAD_FP8
 
 _LOG = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ def _attention(
 
 
 def build_device_decoder(
-    blueprint: Blueprint, weights: WeightSource, positions: int, *, impl: str, lm_head_fp8: bool
+    blueprint: Blueprint, weights: WeightSource, positions: int, *, impl: str, lm_head: WeightSpec | None
 ) -> DeviceDecoder:
     """Read the weights of a model, and put those side by side that the same input is multiplied with.
 
@@ -195,7 +196,7 @@ def build_device_decoder(
         positions: Tokens of the longest sequence.
         impl: "auto": quantized weights that have no kernel on the device are dequantized, with a warning. "reference":
             all are. Another: a weight without a kernel is an error.
-        lm_head_fp8: Quantize the last linear to FP8 per channel, if it is not quantized.
+        lm_head: The format that the last linear is quantized to, unless it is stored quantized; None: it is not.
 
     Raises:
         KernelUnavailable: If a weight has no kernel, and `impl` asks for one.
@@ -205,7 +206,7 @@ def build_device_decoder(
     with weights.reading_ahead():
         embedding = weights.tensor(blueprint.embedding)
         is_tied = weights.is_same_tensor(blueprint.embedding, blueprint.lm_head.weight)
-        head = builder.lm_head(embedding if is_tied else None, quantize=lm_head_fp8)
+        head = builder.lm_head(embedding if is_tied else None, lm_head)
         layers = tuple(builder.layer(layer) for layer in blueprint.layers)
         norm = builder.norm(blueprint.norm)
     builder.warn()
@@ -250,17 +251,17 @@ class _Builder:
         """Return the weight of an RMS norm, in float32 after it was rounded to the model's dtype."""
         return self._weights.tensor(name).float().contiguous()
 
-    def lm_head(self, tied: Tensor | None, *, quantize: bool) -> FusedLinear:
+    def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> FusedLinear:
         """Return the last linear.
 
         Args:
             tied: The embedding, if that is also the weight of this linear.
-            quantize: Whether the weight is quantized to FP8, unless it is stored quantized.
+            quantize: The format that the weight is quantized to, unless it is stored quantized; None: it is not.
         """
         plan = self._blueprint.lm_head
         weight = self._weights.matrix(plan.weight) if tied is None else tied
-        if quantize and isinstance(weight, Tensor):
-            weight = quantize_tensor(weight, LM_HEAD_FP8)
+        if quantize is not None and isinstance(weight, Tensor):
+            weight = quantize_lm_head(weight, quantize, tied=tied is not None)
         return FusedLinear((self._held(weight, plan.name),), (None,))
 
     def warn(self) -> None:

@@ -1,0 +1,197 @@
+"""The format of the output layer (lm_head), which may be quantized while it is loaded.
+
+Checkpoints keep this layer in 16 bits. Beside weights in 4 bits it is then a large part of the bytes that a decode step
+reads. Rounding it to FP8 adds less than a tenth to the KL divergence of weights in MXFP4 (docs/results.md, "What an FP8
+output layer costs"). It adds more to that of NVFP4, and up to its own size to that of weights in 8 bits, so there the
+layer keeps its precision unless the user asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from minifloat.errors import NonFiniteError, UnknownNameError, UnsupportedTensorError, UsageError
+from minifloat.kernels.quantize import quantize_rows
+from minifloat.layouts import Description
+from minifloat.layouts.compressed_tensors import NAME as COMPRESSED_TENSORS
+from minifloat.layouts.inspection import format_name
+from minifloat.layouts.modelopt import NAME as MODELOPT
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
+from minifloat.numerics.granularity import CHANNEL
+from minifloat.numerics.scheme import WeightSpec
+from minifloat.numerics.tensor import QuantizedTensor
+from minifloat.runtime.linear import QuantizedLinear
+from minifloat.runtime.packing import Packing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_LOG = logging.getLogger(__name__)
+
+#: "auto": FP8 beside weights in MXFP4, else "bf16". "bf16": as the checkpoint stores it. "fp8": FP8 per channel, unless
+#: the checkpoint stores it quantized.
+LM_HEADS = ("auto", "bf16", "fp8")
+FP8 = WeightSpec(E4M3, CHANNEL, FLOAT32)
+#: Share of the quantized elements that must be in MXFP4 for "auto" to be FP8. Mixtures with more elements in other
+#: formats are made for their accuracy.
+_MXFP4_SHARE = 0.9
+#: Layouts of models that were quantized after training. In the others released models are trained in 4 bits (gpt-oss,
+#: DeepSeek-V4): their weights have no rounding error that an FP8 output layer would be small against.
+_LAYOUTS = (COMPRESSED_TENSORS, MODELOPT)
+_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_SLAB_ELEMENTS = 1 << 22
+#: Last part of the name of output layers. Some models of transformers have other names for it: see `replace_lm_head`.
+_NAME = "lm_head"
+
+
+def lm_head_spec(choice: str, description: Description) -> WeightSpec | None:
+    """Return the format that the output layer is quantized to while it is loaded.
+
+    Args:
+        choice: A name in `LM_HEADS`.
+        description: Description of the checkpoint.
+
+    Returns:
+        The format; None: the layer stays as it is stored, which may be quantized.
+
+    Raises:
+        UnknownNameError: If there is no such choice.
+    """
+    if choice not in LM_HEADS:
+        raise UnknownNameError("lm_head", choice, LM_HEADS)
+    if choice == "bf16" or any(module.rpartition(".")[2] == _NAME for module in description.weights):
+        return None
+    if choice == "fp8":
+        return FP8
+    elements = {True: 0, False: 0}
+    for weight in description.weights.values():
+        elements[weight.spec.element is E2M1 and weight.spec.scale is E8M0] += math.prod(weight.shape)
+    in_mxfp4 = elements[True] and elements[True] >= _MXFP4_SHARE * sum(elements.values())
+    return FP8 if in_mxfp4 and description.layout in _LAYOUTS else None
+
+
+def quantize_lm_head(weight: Tensor, spec: WeightSpec, *, tied: bool) -> QuantizedTensor:
+    """Quantize the weight of an output layer, and log what that takes and saves.
+
+    The codes and scales are those of `minifloat quantize`.
+
+    Args:
+        weight: ``[N, K]`` in bfloat16, float16 or float32.
+        spec: The format, with scales per channel.
+        tied: Whether the weight is the embedding too, which stays as it is beside the quantized copy.
+
+    Returns:
+        The quantized weight on the device of `weight`.
+
+    Raises:
+        NonFiniteError: If the weight holds NaN or Inf.
+        UnsupportedTensorError: If the weight has another dtype.
+    """
+    if weight.dtype not in _DTYPES:
+        raise UnsupportedTensorError(
+            "lm_head.weight", f"expected one of {', '.join(_DTYPES.values())}, found {weight.dtype}"
+        )
+    rows, cols = weight.shape
+    codes = torch.empty((rows, cols), dtype=torch.uint8)
+    scales = torch.empty((rows, 1), dtype=torch.float32)
+    step = max(_SLAB_ELEMENTS // max(cols, 1), 1)
+
+    def quantize(start: int) -> int:
+        part = slice(start, start + step)
+        slab = weight[part].cpu().contiguous()
+        return quantize_rows(
+            slab.view(torch.uint8).flatten().numpy(),
+            _DTYPES[weight.dtype],
+            (len(slab), cols),
+            spec,
+            out_codes=codes[part].numpy(),
+            out_scales=scales[part].numpy(),
+        ).nonfinite
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        nonfinite = sum(pool.map(quantize, range(0, rows, step)))
+    if nonfinite:
+        raise NonFiniteError("lm_head.weight", f"holds {nonfinite} NaN or Inf; --lm-head bf16 keeps it as it is")
+    quantized = QuantizedTensor(spec, (rows, cols), codes.to(weight.device), scales.to(weight.device))
+    _LOG.info(
+        "lm_head is quantized to %s: %s instead of %s%s; --lm-head bf16 keeps it as it is stored",
+        format_name(spec, None),
+        _mib(codes.nbytes + scales.nbytes),
+        _mib(weight.nbytes),
+        ", beside the embedding that it is tied to, which stays as it is" if tied else "",
+    )
+    return quantized
+
+
+class LoadedLmHead(QuantizedLinear):
+    """An output layer that was quantized while it was loaded: no checkpoint stores it so."""
+
+
+def replace_lm_head(model: PreTrainedModel, spec: WeightSpec, packing: Packing, *, asked: bool) -> None:
+    """Quantize the output layer of a transformers model, unless it is quantized already.
+
+    A tied embedding keeps its weight, and is not tied any more.
+
+    Args:
+        model: A model whose parameters are all filled.
+        spec: The format of the layer.
+        packing: Packs the weight for the kernels.
+        asked: Whether it is an error if the model has no output layer that can be replaced.
+
+    Raises:
+        UsageError: If it has none and `asked` is true.
+        NonFiniteError: If the weight holds NaN or Inf.
+        KernelUnavailable: As `Packing.pack`.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, QuantizedLinear):
+        return
+    if type(head) is not nn.Linear:
+        if asked:
+            found = "none" if head is None else f"a {type(head).__name__}"
+            raise UsageError(
+                f"lm_head fp8 needs an output layer that is a plain Linear; {type(model).__name__} has {found}"
+            )
+        return
+    name = next(name for name, module in model.named_modules() if module is head)
+    tied = model.all_tied_weights_keys
+    is_tied = any(f"{name}.weight" in pair for pair in tied.items())
+    replaced = LoadedLmHead(quantize_lm_head(head.weight.detach(), spec, tied=is_tied), head.weight.dtype)
+    packing.pack(replaced, name)
+    replaced.register_parameter("bias", head.bias)
+    model.set_submodule(name, replaced)
+    for target, source in list(tied.items()):
+        if f"{name}.weight" in (target, source):
+            del tied[target]
+
+
+def lm_head_name(spec: WeightSpec | None, dtype: torch.dtype, *, loaded: bool) -> str:
+    """Return the name of the format of an output layer, for reports.
+
+    Args:
+        spec: How it is quantized; None: it is not.
+        dtype: Its dtype in memory if it is not.
+        loaded: Whether it was quantized while it was loaded.
+    """
+    if spec is None:
+        return str(dtype).removeprefix("torch.")
+    return f"{format_name(spec, None)}{' (quantized while loading)' if loaded else ''}"
+
+
+def lm_head_of(model: PreTrainedModel) -> str:
+    """Return the name of the format of a transformers model's output layer; empty if it has none."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return ""
+    spec = head.held.spec if isinstance(head, QuantizedLinear) else None
+    return lm_head_name(spec, head.weight.dtype if spec is None else model.dtype, loaded=isinstance(head, LoadedLmHead))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.1f} MiB"
