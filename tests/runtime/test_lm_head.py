@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel
 
+from minifloat.calibration.session import TextOptions
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NonFiniteError, UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.layouts import describe
 from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.rounded import DataOptions
 from minifloat.runtime import lm_head
 from minifloat.runtime.lm_head import FP8, LoadedLmHead, lm_head_of, lm_head_spec, quantize_lm_head, replace_lm_head
 from minifloat.runtime.load import load
@@ -28,7 +30,7 @@ IDS = torch.arange(40)[None]
 
 def chosen(folder: Path, choice: str) -> bool:
     with Checkpoint.open(folder) as checkpoint:
-        spec = lm_head_spec(choice, describe(checkpoint))
+        spec = lm_head_spec(choice, checkpoint, describe(checkpoint))
     assert spec in (None, FP8)
     return spec is not None
 
@@ -55,11 +57,18 @@ def test_auto_is_fp8_beside_mxfp4_only(
     assert chosen(tmp_path / "q", "fp8") == ("lm_head=mxfp4" not in overrides)
 
 
-def test_auto_keeps_models_that_are_not_quantized_or_were_trained_in_mxfp4(
-    llama_folder: Path, make_gpt_oss: MakeModel, tmp_path: Path
-) -> None:
+def test_auto_keeps_the_layer_beside_codes_that_were_chosen_otherwise(llama_folder: Path, tmp_path: Path) -> None:
     assert not chosen(llama_folder, "auto")
-    quantize_checkpoint(make_gpt_oss(tmp_path / "m"), tmp_path / "q", "mxfp4", allow_partial=True)
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    quantize_checkpoint(tmp_path / "q", tmp_path / "again", "mxfp4", from_quantized=True)
+    assert not chosen(tmp_path / "again", "auto")
+    text = tmp_path / "text.txt"
+    text.write_text("In winter the river froze, and nobody crossed it. " * 60)
+    options = DataOptions([text], TextOptions(samples=24, seq_len=32, held_out=0.25))
+    quantize_checkpoint(llama_folder, tmp_path / "data", "mxfp4", data=options)
+    assert not chosen(tmp_path / "data", "auto")
+    shard = tmp_path / "q" / "model.safetensors"
+    save_file(load_file(shard), shard, metadata={"format": "pt"})  # as another tool writes it
     assert not chosen(tmp_path / "q", "auto")
 
 

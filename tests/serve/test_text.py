@@ -18,7 +18,7 @@ from minifloat.runtime.load import load
 from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.serve.detokenize import Detokenizer
 from minifloat.serve.engine import Engine, SamplingParams
-from minifloat.serve.native_text import native_pieces, open_native
+from minifloat.serve.native_text import native_pieces, open_text_model
 from minifloat.serve.text import generate
 
 PROMPT = "Once upon"
@@ -185,8 +185,8 @@ def test_the_decoder_runs_what_does_not_quantize_inputs(
     scheme: str, is_native: bool, is_native_weight_only: bool, llama_folder: Path, tmp_path: Path
 ) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", scheme)
-    assert (open_native(tmp_path / "q") is not None) == is_native
-    assert (open_native(tmp_path / "q", weight_only=True) is not None) == is_native_weight_only
+    assert isinstance(open_text_model(tmp_path / "q"), Engine) == is_native
+    assert isinstance(open_text_model(tmp_path / "q", weight_only=True), Engine) == is_native_weight_only
 
 
 def test_the_decoder_greedily_makes_the_text_of_transformers(make_llama: Callable[..., Path], tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def test_the_decoder_greedily_makes_the_text_of_transformers(make_llama: Callabl
     save_file({name: weight.float() for name, weight in weights.items()}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
-    engine = open_native(folder)
-    assert engine is not None
+    engine = open_text_model(folder)
+    assert isinstance(engine, Engine)
     params = SamplingParams(temperature=0.0, max_tokens=20)
     text = "".join(native_pieces(engine, PROMPT, params))
     assert text == "".join(generate(load(folder), PROMPT, max_new_tokens=20)) != ""
@@ -207,7 +207,7 @@ def test_the_decoder_greedily_makes_the_text_of_transformers(make_llama: Callabl
 def test_a_model_that_the_decoder_does_not_support_is_left_to_transformers(
     make_gpt_oss: Callable[..., Path], tmp_path: Path
 ) -> None:
-    assert open_native(make_gpt_oss(tmp_path / "m")) is None
+    assert isinstance(open_text_model(make_gpt_oss(tmp_path / "m")), PreTrainedModel)
 
 
 @pytest.mark.parametrize(

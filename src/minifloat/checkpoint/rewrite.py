@@ -20,6 +20,15 @@ from minifloat.errors import CheckpointError, TensorError, UsageError
 
 CARD_FILE = "README.md"
 REPORT_FILE = "minifloat.json"  #: the report on every tensor, a file beside the weights
+#: Key in the metadata of shards that says how the codes were chosen: `NEAREST`, or a method that uses text.
+ROUNDING = "rounding"
+NEAREST = "nearest"
+
+
+def rounding_of(checkpoint: Checkpoint) -> str | None:
+    """Return how the codes of a checkpoint were chosen, as its shards state it; None if they do not, or differ."""
+    stated = {metadata.get(ROUNDING) for metadata in checkpoint.metadata.values()}
+    return stated.pop() if len(stated) == 1 else None
 
 
 def refuse_inside(source: Path, destination: Path) -> None:

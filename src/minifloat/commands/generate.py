@@ -59,29 +59,26 @@ def generate(params: GenerateParams) -> None:
 
 
 def _pieces(params: GenerateParams) -> Iterator[str]:
-    """Return the pieces of the continuation: from the native decoder where it computes the same, else transformers'."""
+    """Return the pieces of the continuation."""
     from minifloat.hub import model_folder
-    from minifloat.serve.native_text import native_pieces, open_native
+    from minifloat.serve.native_text import native_pieces, open_text_model
     from minifloat.serve.starting import starting
 
     folder = model_folder(params.model, revision=params.revision)
     with starting(folder, params.device):
         use_threads(params.threads)
-        options = {"weight_only": params.weight_only, "lm_head": params.lm_head}
-        engine = open_native(folder, **options) if params.device == "cpu" else None
-    if engine is not None:
-        from minifloat.serve.engine import SamplingParams
+        model = open_text_model(folder, device=params.device, weight_only=params.weight_only, lm_head=params.lm_head)
+    from minifloat.serve.engine import Engine, SamplingParams
 
+    if isinstance(model, Engine):
         sampling = SamplingParams(
             temperature=params.temperature, top_p=params.top_p, seed=params.seed, max_tokens=params.max_new_tokens
         )
-        return native_pieces(engine, params.prompt, sampling)
-    from minifloat.runtime.devices import device_named
-    from minifloat.runtime.load import load
+        return native_pieces(model, params.prompt, sampling)
     from minifloat.serve.text import generate as stream
 
     return stream(
-        load(folder, device=device_named(params.device), **options),
+        model,
         params.prompt,
         max_new_tokens=params.max_new_tokens,
         temperature=params.temperature,

@@ -138,7 +138,7 @@ def lm_head_option(
         type=click.Choice(["auto", "bf16", "fp8"]),
         default="auto",
         show_default=True,
-        help=f"Output layer of {of}. auto: fp8 beside MXFP4 weights, else bf16: as stored.",
+        help=f"Output layer of {of}. auto: fp8 beside weights rounded to nearest MXFP4, else bf16: as stored.",
     )
 
 

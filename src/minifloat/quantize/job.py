@@ -29,7 +29,9 @@ from minifloat.checkpoint.job import RewriteJob
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.rewrite import (
     CARD_FILE,
+    NEAREST,
     REPORT_FILE,
+    ROUNDING,
     encode_json,
     fingerprint,
     refuse_inside,
@@ -83,9 +85,6 @@ if TYPE_CHECKING:  # these import torch, which only a run with data needs
     from minifloat.rounding.budget.formats import Planner
     from minifloat.rounding.budget.search import WithinBudget
     from minifloat.rounding.budget.target import Budget
-
-#: The method of a run without data.
-_WITHOUT_DATA = "nearest"
 
 
 def quantize_checkpoint(
@@ -238,6 +237,10 @@ def quantize_checkpoint(
             )
             with worker_pool(threads, writer) as pool:
                 metadata = {"format": "pt", "minifloat": __version__, "scale_rule": plan.scheme.weight.rule.value}
+                if rounded is not None:
+                    metadata[ROUNDING] = str(rounded.recipe["method"])
+                elif not from_quantized:  # such a source may have codes already, which are kept
+                    metadata[ROUNDING] = NEAREST
                 shards = dict(plan.by_shard())
                 job = QuantizeJob(checkpoint, writer, pool, shards, metadata, progress, plan, caster, rounded)
                 tensors = tuple(TensorReport.from_dict(entry) for entry in job.run())
@@ -351,7 +354,7 @@ def _data_options(
     Raises:
         UsageError: There are activation statistics beside the data.
     """
-    if data is None and method in (None, _WITHOUT_DATA):
+    if data is None and method in (None, NEAREST):
         return None
     from minifloat.quantize.rounded import DataOptions
 

@@ -1,9 +1,10 @@
 """The format of the output layer (lm_head), which may be quantized while it is loaded.
 
 Checkpoints keep this layer in 16 bits. Beside weights in 4 bits it is then a large part of the bytes that a decode step
-reads. Rounding it to FP8 adds less than a tenth to the KL divergence of weights in MXFP4 (docs/results.md, "What an FP8
-output layer costs"). It adds more to that of NVFP4, and up to its own size to that of weights in 8 bits, so there the
-layer keeps its precision unless the user asks.
+reads. Rounding it to FP8 adds less than a tenth to the KL divergence of weights that were rounded to the nearest codes
+of MXFP4 (docs/results.md, "What an FP8 output layer costs"). It adds a larger part to the divergence of NVFP4 and of
+codes that were chosen with text, and as much again to that of weights in 8 bits. There the layer keeps its precision,
+unless the user asks for FP8.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.rewrite import NEAREST, rounding_of
 from minifloat.errors import NonFiniteError, UnknownNameError, UnsupportedTensorError, UsageError
 from minifloat.kernels.quantize import quantize_rows
 from minifloat.layouts import Description
-from minifloat.layouts.compressed_tensors import NAME as COMPRESSED_TENSORS
 from minifloat.layouts.inspection import format_name
-from minifloat.layouts.modelopt import NAME as MODELOPT
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import CHANNEL
 from minifloat.numerics.scheme import WeightSpec
@@ -34,28 +35,26 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-#: "auto": FP8 beside weights in MXFP4, else "bf16". "bf16": as the checkpoint stores it. "fp8": FP8 per channel, unless
-#: the checkpoint stores it quantized.
+#: "auto": FP8 beside weights that `minifloat quantize` rounded to the nearest codes of MXFP4, else "bf16". "bf16": as
+#: the checkpoint stores it. "fp8": FP8 per channel, unless the checkpoint stores it quantized.
 LM_HEADS = ("auto", "bf16", "fp8")
 FP8 = WeightSpec(E4M3, CHANNEL, FLOAT32)
 #: Share of the quantized elements that must be in MXFP4 for "auto" to be FP8. Mixtures with more elements in other
 #: formats are made for their accuracy.
 _MXFP4_SHARE = 0.9
-#: Layouts of models that were quantized after training. In the others released models are trained in 4 bits (gpt-oss,
-#: DeepSeek-V4): their weights have no rounding error that an FP8 output layer would be small against.
-_LAYOUTS = (COMPRESSED_TENSORS, MODELOPT)
 _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _SLAB_ELEMENTS = 1 << 22
 #: Last part of the name of output layers. Some models of transformers have other names for it: see `replace_lm_head`.
 _NAME = "lm_head"
 
 
-def lm_head_spec(choice: str, description: Description) -> WeightSpec | None:
+def lm_head_spec(choice: str, checkpoint: Checkpoint, description: Description) -> WeightSpec | None:
     """Return the format that the output layer is quantized to while it is loaded.
 
     Args:
         choice: A name in `LM_HEADS`.
-        description: Description of the checkpoint.
+        checkpoint: The checkpoint.
+        description: The result of `describe` for it.
 
     Returns:
         The format; None: the layer stays as it is stored, which may be quantized.
@@ -69,11 +68,13 @@ def lm_head_spec(choice: str, description: Description) -> WeightSpec | None:
         return None
     if choice == "fp8":
         return FP8
+    if rounding_of(checkpoint) != NEAREST:
+        return None
     elements = {True: 0, False: 0}
     for weight in description.weights.values():
         elements[weight.spec.element is E2M1 and weight.spec.scale is E8M0] += math.prod(weight.shape)
     in_mxfp4 = elements[True] and elements[True] >= _MXFP4_SHARE * sum(elements.values())
-    return FP8 if in_mxfp4 and description.layout in _LAYOUTS else None
+    return FP8 if in_mxfp4 else None
 
 
 def quantize_lm_head(weight: Tensor, spec: WeightSpec, *, tied: bool) -> QuantizedTensor:

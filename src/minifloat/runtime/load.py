@@ -188,7 +188,7 @@ class Loader:
         self.checkpoint = checkpoint
         self.tensors = StoredTensors(checkpoint, description)
         self.model = empty_model(checkpoint, dtype or self.tensors.dtype())
-        self.lm_head, self._lm_head_asked = lm_head_spec(lm_head, description), lm_head == "fp8"
+        self.lm_head, self._lm_head_asked = lm_head_spec(lm_head, checkpoint, description), lm_head == "fp8"
         self.inputs = InputQuantization(checkpoint, weight_only, prefill)
         self.expected: dict[str, Tensor] = self.model.state_dict()
         self.missing = set(self.expected)

@@ -1,4 +1,4 @@
-"""Text of one prompt by the engine's native decoder: for `generate` where the decoder computes what `load` would.
+"""Opens a model for the text of one prompt, on the engine's native decoder where it computes what `load` would.
 
 The decoder starts in a fraction of the time, because it needs no transformers. It never quantizes the inputs of
 linears, so checkpoints that declare quantized inputs are left to `load`, unless the caller wants weights only.
@@ -11,34 +11,56 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from minifloat.serve.engine import Engine, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
 
-def open_native(folder: Path, *, weight_only: bool = False, lm_head: str = "auto") -> Engine | None:
-    """Return an engine on the native decoder; None if `load` has to open the model.
+def open_text_model(
+    folder: Path, *, device: str = "cpu", weight_only: bool = False, lm_head: str = "auto"
+) -> Engine | PreTrainedModel:
+    """Return an engine on the native decoder, or transformers' model where the decoder would compute something else.
 
     Args:
         folder: A model folder.
+        device: "cpu", "cuda" or "cuda:N". On a GPU transformers' model runs.
         weight_only: Whether inputs stay as they are, whatever the checkpoint declares.
         lm_head: Output layer, as in `Engine`.
 
     Raises:
         CheckpointError: If the folder cannot be loaded.
+        KernelUnavailable: If `device` is not here.
+        UsageError: If the options do not go together with the model.
     """
-    from minifloat.serve.engine import Engine
+    from minifloat.layouts import describe
+    from minifloat.runtime.devices import device_named
 
-    try:
-        return Engine(
-            folder, weight_only=weight_only, lm_head=lm_head, runner="native", max_num_seqs=1, prefix_cache=False
-        )
-    except UsageError as error:
-        _LOG.info("transformers' code runs this model: %s", error)
-        return None
+    place = device_named(device)
+    with Checkpoint.open(folder) as checkpoint:
+        description = describe(checkpoint)
+        if place.type == "cpu" and (weight_only or not description.quantizes_inputs):
+            from minifloat.serve.engine import Engine
+
+            try:
+                return Engine(
+                    folder,
+                    runner="native",
+                    lm_head=lm_head,
+                    max_num_seqs=1,
+                    prefix_cache=False,
+                    checkpoint=checkpoint,
+                )
+            except UsageError as error:
+                _LOG.info("transformers' code runs this model: %s", error)
+        from minifloat.runtime.load import load_opened
+
+        return load_opened(checkpoint, description, device=place, weight_only=weight_only, lm_head=lm_head)
 
 
 def native_pieces(engine: Engine, prompt: str, params: SamplingParams) -> Iterator[str]:

@@ -29,12 +29,11 @@ from transformers.generation.streamers import BaseStreamer
 from minifloat.architecture.full_config import position_limit
 from minifloat.errors import UsageError
 from minifloat.hub import model_folder
-from minifloat.runtime.load import load
 from minifloat.runtime.tokenizer import load_tokenizer
 from minifloat.runtime.tokens import end_tokens
 from minifloat.serve.detokenize import Detokenizer
 from minifloat.serve.engine.sampling import SamplingParams, SamplingState, sample
-from minifloat.serve.native_text import native_pieces, open_native
+from minifloat.serve.native_text import native_pieces, open_text_model
 
 
 def generate(
@@ -81,10 +80,10 @@ def generate(
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_new_tokens)
     if not isinstance(model, PreTrainedModel):
         folder = model_folder(model, revision=revision)
-        engine = open_native(folder, lm_head=lm_head)
-        if engine is not None:
-            return native_pieces(engine, prompt, params)
-        model = load(folder, lm_head=lm_head)
+        opened = open_text_model(folder, lm_head=lm_head)
+        if not isinstance(opened, PreTrainedModel):
+            return native_pieces(opened, prompt, params)
+        model = opened
     tokenizer = load_tokenizer(str(model.config.name_or_path))
     ids = list(tokenizer(prompt).input_ids) or [tokenizer.bos_token_id]
     if ids == [None]:

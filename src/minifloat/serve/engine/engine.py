@@ -36,6 +36,7 @@ from minifloat.serve.engine.text import TextStream
 from minifloat.serve.engine.token_texts import TokenTexts
 
 if TYPE_CHECKING:
+    from minifloat.checkpoint import Checkpoint
     from minifloat.runtime.tokenizer import TextTokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Engine:
     """A loaded model that decodes many requests together.
 
     Args:
-        path: A folder or a model of the hub, quantized or not.
+        path: A folder or a model of the hub, quantized or not. Inputs of its linears are never quantized.
         dtype: Dtype of the activations: "bfloat16", "float16" or "float32"; None: the checkpoint's.
         device: "cpu", "cuda" or "cuda:N".
         kv_cache_memory: Bytes of the KV cache; None: up to 1 GiB, and on a GPU most of what the weights leave free.
@@ -62,16 +63,16 @@ class Engine:
         max_model_len: Tokens of the longest sequence, prompt and output; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time; others wait.
         max_num_batched_tokens: Tokens that one step computes; None: 512, on a GPU 4096.
-        lm_head: Output layer: "auto" is FP8 per channel beside weights in MXFP4, else as it is stored; "bf16"
-            keeps it as it is stored; "fp8" quantizes it, unless it is stored quantized.
+        lm_head: Output layer: "auto" is FP8 per channel beside weights that `minifloat quantize` rounded to the nearest
+            codes of MXFP4, else as it is stored; "bf16" is as it is stored; "fp8" is FP8, unless it is stored
+            quantized.
         prefix_cache: Share the keys and values of equal beginnings of prompts.
-        weight_only: Whether the inputs of linears stay as they are, whatever the checkpoint declares. If not, a
-            checkpoint that declares quantized inputs is refused, because no runner quantizes them.
         runner: "auto", "native", "device" or "transformers".
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
         observer: Receives reports of steps, tokens and requests.
         revision: Revision of a model of the hub, as in `minifloat.hub.model_folder`.
         tokenizer: The tokenizer to use; None: that of the folder.
+        checkpoint: The open checkpoint of `path`; None: it is opened here.
 
     Attributes:
         info: Name, formats and sizes of the model.
@@ -99,12 +100,12 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         lm_head: str = "auto",
         prefix_cache: bool = True,
-        weight_only: bool = True,
         runner: str = "auto",
         impl: str = "auto",
         observer: EngineListener | None = None,
         revision: str | None = None,
         tokenizer: TextTokenizer | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         options = EngineOptions(
             dtype=dtype,
@@ -113,7 +114,6 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             lm_head=lm_head,
-            weight_only=weight_only,
             runner=runner,
             impl=impl,
             device=device,
@@ -129,7 +129,7 @@ class Engine:
         folder = model_folder(path, revision=revision)
         self.tokenizer = serving_tokenizer(folder) if tokenizer is None else tokenizer
         with returned_when_freed(), current(self._device):
-            opened = open_model(folder, options)
+            opened = open_model(folder, options, checkpoint)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner
         self.generation_defaults = sampling_defaults(opened.generation_config)
         self._reporter = Reporter(observer)

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,8 +78,15 @@ class _Loaded:
     lm_head: str
 
 
-def open_model(path: str | os.PathLike[str], options: EngineOptions) -> OpenedModel:
+def open_model(
+    path: str | os.PathLike[str], options: EngineOptions, checkpoint: Checkpoint | None = None
+) -> OpenedModel:
     """Load a checkpoint for serving.
+
+    Args:
+        path: The folder.
+        options: How the model is opened.
+        checkpoint: The checkpoint of the folder, which stays open; None: it is opened here.
 
     Raises:
         CheckpointError: If the folder cannot be loaded.
@@ -88,10 +96,8 @@ def open_model(path: str | os.PathLike[str], options: EngineOptions) -> OpenedMo
     started = time.perf_counter()
     device = device_named(options.device)
     folder = Path(path)
-    with Checkpoint.open(folder) as checkpoint:
+    with Checkpoint.open(folder) if checkpoint is None else nullcontext(checkpoint) as checkpoint:
         description = describe(checkpoint)
-        if description.quantizes_inputs and not options.weight_only:
-            raise UsageError(f"{folder}: the checkpoint declares quantized inputs, which the engine does not quantize")
         inspection = inspect_opened(folder, checkpoint, description)
         loaded, reason = _load_decoder(checkpoint, description, options, device)
         if loaded is None:
@@ -186,7 +192,7 @@ def _load_native(
         NotNative: If it does not support the model.
     """
     element, scales = _kv_cache(tensors, options, blueprint.dtype, kv_scales, (TENSOR,))
-    head = lm_head_spec(options.lm_head, tensors.description)
+    head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
     decoder = build_native_decoder(blueprint, weights, scales, impl=options.impl, lm_head=head)
     per_block = KVCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
     size = cache_size(options, blueprint.config, per_block, device)
@@ -205,7 +211,7 @@ def _load_device(
     read_scales = functools.partial(kv_head_scales, kv_heads=blueprint.kv_heads)
     element, scales = _kv_cache(tensors, options, blueprint.dtype, read_scales, (TENSOR, CHANNEL))
     positions = sequence_length(options, blueprint.config)
-    head = lm_head_spec(options.lm_head, tensors.description)
+    head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
     decoder = build_device_decoder(blueprint, weights, positions, impl=options.impl, lm_head=head)
     table = torch.tensor([scales[f"{layer.name}.self_attn"] for layer in blueprint.layers]) if scales else None
     per_block = PagedCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)

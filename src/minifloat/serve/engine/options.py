@@ -26,8 +26,6 @@ class EngineOptions:
         max_model_len: Tokens of the longest sequence; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time.
         lm_head: A name in `minifloat.runtime.lm_head.LM_HEADS`.
-        weight_only: Whether the inputs of linears stay as they are, whatever the checkpoint declares. If not,
-            checkpoints that declare quantized inputs are refused, because no runner quantizes them.
         runner: "auto", "native", "device" or "transformers".
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
         device: "cpu", "cuda" or "cuda:N".
@@ -43,7 +41,6 @@ class EngineOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     lm_head: str = "auto"
-    weight_only: bool = True
     runner: str = "auto"
     impl: str = "auto"
     device: str = "cpu"
