@@ -97,7 +97,7 @@ def main(
                 chosen = without_inputs(get_scheme(scheme)) if weight_only else get_scheme(scheme)
                 quantize_checkpoint(source, out, chosen, data=data_of(chosen, method, calibrate_with))
                 seconds = time.perf_counter() - started
-                result = compare_models(source, out, list(texts), max_tokens=max_tokens, prompts=0)
+                result = compare_models(source, out, list(texts), max_tokens=max_tokens, prompts=0, lm_head="bf16")
                 kls = [text.kl_mean for text in result.candidates[0].texts]
                 means = [kl.value for kl in kls]
                 first = first or means

@@ -115,7 +115,9 @@ def main(
         for label, out, _ in made:
             formats = sorted({f"{row.format}" for row in inspect_checkpoint(out).rows if row.kind == "quantized"})
             print(f"{label}: {formats}", flush=True)
-        result = compare_models(model, [out for _, out, _ in made], list(judges), max_tokens=max_tokens, prompts=0)
+        result = compare_models(
+            model, [out for _, out, _ in made], list(judges), max_tokens=max_tokens, prompts=0, lm_head="bf16"
+        )
     kls = {label: [text.kl_mean for text in c.texts] for (label, *_), c in zip(made, result.candidates, strict=True)}
     base = kls[f"llm-compressor gptq, {next(iter(texts))}"]
     print(f"| {model.name}, {scheme} | s | {' | '.join(Path(text).stem for text in judges)} | ratio |")

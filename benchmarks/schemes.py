@@ -57,6 +57,7 @@ def main(
             dtype="float32",
             weight_only=weight_only,
             prompts=0,
+            lm_head="bf16",
         )
     first = comparison.candidates[0].texts
     heads = [f"{text.name}: change | KL | top-1" for text in first]

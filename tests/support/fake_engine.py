@@ -34,6 +34,7 @@ INFO = ModelInfo(
     scheme="mxfp4",
     dtype="bfloat16",
     lm_head="fp8 (quantized while loading)",
+    activations="bfloat16",
     weight_bytes=1_000,
     bf16_bytes=3_500,
     step_bytes=900,

@@ -57,6 +57,7 @@ def _memory(report: GainsReport) -> list[list[str]]:
     pair, gains = (report.baseline, report.candidate), report.gains
     return [
         ["output layer", *(markdown(engine.info["lm_head"]) for engine in pair), ""],
+        ["inputs of linears", *(engine.info["activations"] for engine in pair), ""],
         ["weights", *(size_text(engine.info["weight_bytes"]) for engine in pair), _gain(gains["weight_bytes"])],
         [
             "read by a decode step",

@@ -166,6 +166,7 @@ def bench(
     device: str = "cpu",
     threads: int | None = None,
     lm_head: str = "auto",
+    activations: str = "bf16",
     kv_cache_dtype: str = "auto",
     progress: Progress | None = None,
     revision: str | None = None,
@@ -179,6 +180,7 @@ def bench(
         device: Device of both engines, as in `Engine`.
         threads: Number of threads of each engine; None: as many as the process may use.
         lm_head: Option of the candidate's engine, as in `Engine`.
+        activations: Option of the candidate's engine, as in `Engine`.
         kv_cache_dtype: Option of the candidate's engine, as in `Engine`.
         progress: Called from this thread before each turn and at the end.
         revision: Branch, tag or commit of a baseline of the hub, as in `minifloat.hub.model_folder`.
@@ -194,7 +196,11 @@ def bench(
     # Every prompt of the largest batch runs at once and at full length.
     options: dict[str, Any] = {"max_model_len": load.length, "max_num_seqs": max(load.batch_sizes)}
     options |= {"prefix_cache": False, "device": device}
-    candidate_options = options | {"lm_head": lm_head, "kv_cache_dtype": kv_cache_dtype}
+    candidate_options = options | {
+        "lm_head": lm_head,
+        "activations": activations,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
     contenders = (
         _Contender(model_folder(baseline, revision=revision), options, threads),
         _Contender(model_folder(candidate), candidate_options, threads),

@@ -12,6 +12,7 @@ from minifloat.commands.options import (
     COUNT,
     FOLDER,
     MODEL,
+    activations_option,
     device_option,
     json_option,
     lm_head_option,
@@ -44,6 +45,7 @@ class BenchParams:
     device: str
     threads: int | None
     lm_head: str
+    activations: str
     kv_cache_dtype: str
     seed: int
     update_card: bool
@@ -66,6 +68,7 @@ class BenchParams:
 @device_option("Where both run: cpu, cuda or cuda:N.")
 @threads_option("all")
 @lm_head_option("OUT")
+@activations_option("OUT")
 @click.option(
     "--kv-cache-dtype", default="auto", show_default=True, help="KV cache of OUT: auto, bfloat16, float32 or fp8."
 )
@@ -100,6 +103,7 @@ def bench(params: BenchParams) -> None:
             device=params.device,
             threads=params.threads,
             lm_head=params.lm_head,
+            activations=params.activations,
             kv_cache_dtype=params.kv_cache_dtype,
             progress=progress,
             revision=params.revision,

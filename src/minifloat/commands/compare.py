@@ -15,6 +15,7 @@ from minifloat.commands.options import (
     FOLDER,
     MODEL,
     POSITIVE,
+    activations_option,
     device_option,
     json_option,
     lm_head_option,
@@ -64,6 +65,7 @@ class CompareParams:
     weight_only: bool
     kv_cache: str
     lm_head: str
+    activations: str
     dtype: str | None
     device: str
     threads: int | None
@@ -128,6 +130,7 @@ def parse_fraction(text: str) -> float:
     help="auto: as each checkpoint declares.",
 )
 @lm_head_option("the CANDIDATES")
+@activations_option("the CANDIDATES")
 @click.option("--dtype", help="bfloat16, float16 or float32, for all.  [default: that of each config.json]")
 @device_option()
 @threads_option()
@@ -191,6 +194,7 @@ def _measure(params: CompareParams, progress: Progress | None) -> Comparison:
         weight_only=params.weight_only,
         kv_cache=params.kv_cache,
         lm_head=params.lm_head,
+        activations=params.activations,
         dtype=params.dtype,
         device=params.device,
         resume=params.resume,

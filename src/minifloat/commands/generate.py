@@ -10,6 +10,7 @@ import click
 from minifloat.commands.options import (
     COUNT,
     MODEL,
+    activations_option,
     device_option,
     lm_head_option,
     pass_params,
@@ -32,6 +33,7 @@ class GenerateParams:
     seed: int | None
     weight_only: bool
     lm_head: str
+    activations: str
     device: str
     threads: int | None
 
@@ -46,6 +48,7 @@ class GenerateParams:
 @click.option("--seed", type=int, help="For sampling.")
 @click.option("--weight-only", is_flag=True, help="Do not quantize inputs, whatever the checkpoint says.")
 @lm_head_option()
+@activations_option()
 @device_option()
 @threads_option()
 @pass_params(GenerateParams)
@@ -67,7 +70,13 @@ def _pieces(params: GenerateParams) -> Iterator[str]:
     folder = model_folder(params.model, revision=params.revision)
     with starting(folder, params.device):
         use_threads(params.threads)
-        model = open_text_model(folder, device=params.device, weight_only=params.weight_only, lm_head=params.lm_head)
+        model = open_text_model(
+            folder,
+            device=params.device,
+            weight_only=params.weight_only,
+            lm_head=params.lm_head,
+            activations=params.activations,
+        )
     from minifloat.serve.engine import Engine, SamplingParams
 
     if isinstance(model, Engine):

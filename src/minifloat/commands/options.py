@@ -142,6 +142,24 @@ def lm_head_option(
     )
 
 
+def activations_option(
+    of: str = "MODEL", option: Callable[..., Callable[[_Command], _Command]] = click.option
+) -> Callable[[_Command], _Command]:
+    """Return the option ``--activations``.
+
+    Args:
+        of: The model whose inputs of linears it is about.
+        option: Makes the option: `click.option` or `env_option`.
+    """
+    return option(
+        "--activations",
+        type=click.Choice(["bf16", "int8"]),
+        default="bf16",
+        show_default=True,
+        help=f"int8: round the inputs of {of}'s linears where that is faster: less exact prompts and batches.",
+    )
+
+
 def use_threads(threads: int | None) -> None:
     """Compute with `threads` threads from now on. None keeps torch's choice, and imports no torch."""
     if threads is not None:

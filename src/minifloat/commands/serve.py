@@ -17,6 +17,7 @@ from minifloat.commands.options import (
     COUNT,
     MODEL,
     POSITIVE,
+    activations_option,
     env_option,
     lm_head_option,
     parse_size,
@@ -93,6 +94,7 @@ class ServeParams(_VllmParams):
     kv_cache_memory: int | None
     kv_cache_dtype: str
     lm_head: str
+    activations: str
     no_prefix_cache: bool
     chat_template: Path | None
     max_body_size: int
@@ -141,6 +143,7 @@ class ServeParams(_VllmParams):
 )
 @env_option("--kv-cache-dtype", default="auto", show_default=True, help="auto, bfloat16, fp8 or float32.")
 @lm_head_option(option=env_option)
+@activations_option(option=env_option)
 @env_option("--no-prefix-cache", is_flag=True, help="Do not share equal beginnings of prompts.")
 @env_option("--chat-template", type=_FILE, help="A Jinja file instead of the model's chat template.")
 @env_option(
@@ -243,6 +246,7 @@ def _serve_here(params: ServeParams) -> None:
         kv_cache_memory=params.kv_cache_memory,
         kv_cache_dtype=params.kv_cache_dtype,
         lm_head=params.lm_head,
+        activations=params.activations,
     )
 
 

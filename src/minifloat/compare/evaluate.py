@@ -145,8 +145,7 @@ class _RunningComparison:
     def _variants(self, candidate: ModelLike) -> list[Predictor]:
         """Load a candidate and return it as declared, with its other variants if the options request them."""
         options = self._options
-        load_options = options.load_options() | {"lm_head": options.lm_head}
-        model = Predictor.of(candidate, load_options, read_kv_scales=options.kv_cache != "none")
+        model = Predictor.of(candidate, options.candidate_options(), read_kv_scales=options.kv_cache != "none")
         if isinstance(candidate, PreTrainedModel):
             return [model]
         new_cache = self._new_cache(model)

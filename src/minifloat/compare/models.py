@@ -29,6 +29,7 @@ from minifloat.layouts import describe
 from minifloat.numerics.activation import describe_activation
 from minifloat.numerics.cast import torch_dtype
 from minifloat.numerics.formats import BFLOAT16, FLOAT16, FLOAT32
+from minifloat.runtime.activations import INT8_INPUTS
 from minifloat.runtime.experts import QuantizedExperts
 from minifloat.runtime.forward import replace_forward
 from minifloat.runtime.kv_scales import KVScales, kv_scales
@@ -280,6 +281,7 @@ def describe_inputs(model: PreTrainedModel) -> str:
         if isinstance(module, QuantizedWeight) and not isinstance(module, LoadedLmHead)
     ]
     counts = Counter(describe_activation(weight.activation) for weight in weights if weight.activation is not None)
+    counts += Counter(INT8_INPUTS for weight in weights if weight.activation is None and weight.int8_inputs)
     formats = {torch_dtype(fmt): fmt.name for fmt in (BFLOAT16, FLOAT16, FLOAT32)}
     plain = formats.get(model.dtype, str(model.dtype))
     if not counts:

@@ -11,6 +11,7 @@ import torch
 
 from minifloat.compare.verdict import Tolerance
 from minifloat.errors import UnknownNameError, UsageError
+from minifloat.runtime.activations import ACTIVATIONS
 from minifloat.runtime.lm_head import LM_HEADS
 
 KV_CACHES = ("auto", "none", "fp8")
@@ -34,6 +35,7 @@ class CompareOptions:
         variants: Whether to also compare each candidate without its FP8 KV cache, and without quantized inputs.
         lm_head: Output layer of candidates, as in `Engine`: "auto" is what `minifloat serve` does, so that the result
             is that of serving. The baseline's stays as it is stored. Loaded models stay as they are.
+        activations: Inputs of quantized weights of candidates, as in `Engine`. Loaded models stay as they are.
         prompts: Number of windows whose first tokens all models continue greedily; 0: none.
         new_tokens: Largest number of tokens of a continuation.
         tasks: Names of tasks of lm-evaluation-harness, as `minifloat.compare.tasks.load_tasks` takes them.
@@ -57,6 +59,7 @@ class CompareOptions:
     kv_cache: str = "auto"
     variants: bool = False
     lm_head: str = "auto"
+    activations: str = "bf16"
     prompts: int = 32
     new_tokens: int = 64
     tasks: Sequence[str] = ()
@@ -75,10 +78,16 @@ class CompareOptions:
             raise UnknownNameError("kv_cache", self.kv_cache, KV_CACHES)
         if self.lm_head not in LM_HEADS:
             raise UnknownNameError("lm_head", self.lm_head, LM_HEADS)
+        if self.activations not in ACTIVATIONS:
+            raise UnknownNameError("activations", self.activations, ACTIVATIONS)
         if self.prompts < 0 or self.new_tokens < 1:
             raise UsageError(f"expected prompts >= 0 and new_tokens >= 1, got {self.prompts} and {self.new_tokens}")
 
     def load_options(self) -> dict[str, Any]:
-        """Return the keyword arguments for `minifloat.runtime.load.load`, other than `lm_head`."""
+        """Return the keyword arguments for `minifloat.runtime.load.load` of the baseline."""
         dtype = None if self.dtype is None else _DTYPES[self.dtype]
         return {"dtype": dtype, "device": self.device, "weight_only": self.weight_only, "impl": self.impl}
+
+    def candidate_options(self) -> dict[str, Any]:
+        """Return the keyword arguments for `minifloat.runtime.load.load` of the candidates."""
+        return self.load_options() | {"lm_head": self.lm_head, "activations": self.activations}

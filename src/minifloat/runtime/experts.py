@@ -105,9 +105,13 @@ class ExpertFactor:
         """Return ``x @ w.T`` with the rows of all parts: ``[..., K]`` to ``[..., N]``."""
         held = [part.held for part in self.parts]
         packed = [weight for weight in held if isinstance(weight, PackedWeight)]
-        alike = all(part.activation is None and part.spec == self.parts[0].spec for part in self.parts)
+        first = self.parts[0]
+        alike = all(
+            part.activation is None and part.spec == first.spec and part.int8_inputs == first.int8_inputs
+            for part in self.parts
+        )
         if alike and len(packed) == len(held):
-            products = linear_fused(x, packed)
+            products = linear_fused(x, packed, int8_inputs=first.int8_inputs)
         else:
             products = tuple(part.multiply(x) for part in self.parts)
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)

@@ -51,6 +51,8 @@ class QuantizedWeight(nn.Module):
         activation: How inputs are quantized before they are multiplied; None: not at all.
         input_scale: float32 scalar if `activation` is static, else None.
         dtype: Dtype of `weight`, as the model sees it.
+        int8_inputs: Whether the kernels may round inputs to int8, as in `minifloat.kernels.linear.linear`; not beside
+            `activation`.
         prefill: The same weight with quantized inputs, which multiplies inputs of `PREFILL_ROWS` and more; or None.
     """
 
@@ -70,6 +72,7 @@ class QuantizedWeight(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
+        self.int8_inputs = False
         self.dtype = dtype
         self._hold(quantized)
         self.register_buffer("input_scale", input_scale)
@@ -180,12 +183,20 @@ class QuantizedWeight(nn.Module):
         """Return ``x @ weight.T + bias``, ``[..., K]`` to ``[..., N]``, in the dtype of `x`; `activation` applies."""
         if self.prefill is not None and x.numel() >= PREFILL_ROWS * self.shape[1]:
             return self.prefill.multiply(x, bias)
-        return linear(x, self.held, bias, activation=self.activation, input_scale=self.input_scale)
+        return linear(
+            x,
+            self.held,
+            bias,
+            activation=self.activation,
+            input_scale=self.input_scale,
+            int8_inputs=self.int8_inputs,
+        )
 
     def extra_repr(self) -> str:
         """Return shape, formats, granularity, quantization of the inputs, and whether the weight is packed."""
         rows, cols = self.shape
         inputs = "" if self.activation is None else f", inputs {describe_activation(self.activation)}"
+        inputs += ", inputs may be int8" if self.int8_inputs else ""
         spec = self.spec
         form = ", packed" if self.is_packed else ""
         return f"[{rows}, {cols}], {spec.element.name}, {spec.granularity}, {spec.scale.name} scales{inputs}{form}"

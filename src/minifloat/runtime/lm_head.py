@@ -191,7 +191,7 @@ def lm_head_of(model: PreTrainedModel) -> str:
     if head is None:
         return ""
     spec = head.held.spec if isinstance(head, QuantizedLinear) else None
-    return lm_head_name(spec, head.weight.dtype if spec is None else model.dtype, loaded=isinstance(head, LoadedLmHead))
+    return lm_head_name(spec, model.dtype, loaded=isinstance(head, LoadedLmHead))
 
 
 def _mib(nbytes: int) -> str:

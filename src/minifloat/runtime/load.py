@@ -27,6 +27,7 @@ from minifloat.hub import model_folder
 from minifloat.kernels.linear import scaled_mm
 from minifloat.layouts import Description, StoredWeight, describe
 from minifloat.numerics.tensor import QuantizedTensor
+from minifloat.runtime.activations import allows_int8
 from minifloat.runtime.build import empty_model
 from minifloat.runtime.config import read_generation_config
 from minifloat.runtime.experts import QuantizedExperts, indexes_experts, multiplies_experts
@@ -49,6 +50,7 @@ def load(
     prefill: str | None = None,
     impl: str = "auto",
     lm_head: str = "bf16",
+    activations: str = "bf16",
     revision: str | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint, quantized or not, as a transformers model in eval mode.
@@ -86,6 +88,7 @@ def load(
             kernels of that device or an error.
         lm_head: "bf16" keeps the output layer as it is stored; "fp8" quantizes it per channel, unless it is stored
             quantized; "auto" does what `Engine` does (`minifloat.runtime.lm_head.LM_HEADS`).
+        activations: "int8" allows the kernels of the CPU to round inputs of quantized weights to int8; "bf16" does not.
         revision: Revision of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
@@ -98,9 +101,10 @@ def load(
             are declared and a module has no scale for them.
         TensorError: If a tensor does not fit its parameter, or a scale is NaN or Inf.
         KernelUnavailable: If `impl` is "cpu" or "triton" and a weight cannot be packed, or goes to another device; or
-            if the GPU has no FP8 product for `prefill`.
-        UnknownNameError: If `impl`, `prefill` or `lm_head` has another value.
-        UsageError: If `lm_head` is "fp8" and the model has no output layer that can be replaced.
+            if the GPU has no FP8 product for `prefill`, or this processor no kernels for `activations`.
+        UnknownNameError: If `impl`, `prefill`, `lm_head` or `activations` has another value.
+        UsageError: If `lm_head` is "fp8" and the model has no output layer that can be replaced, or `activations` is
+            "int8" and contradicts the device, the checkpoint or `prefill`.
     """
     with Checkpoint.open(model_folder(path, revision=revision)) as checkpoint:
         return load_opened(
@@ -112,6 +116,7 @@ def load(
             prefill=prefill,
             impl=impl,
             lm_head=lm_head,
+            activations=activations,
         )
 
 
@@ -121,7 +126,7 @@ def load_opened(checkpoint: Checkpoint, description: Description, **options: Any
     Args:
         checkpoint: An open checkpoint.
         description: The result of `describe` for it.
-        options: `dtype`, `device`, `weight_only`, `prefill`, `impl` and `lm_head`, as in `load`.
+        options: `dtype`, `device`, `weight_only`, `prefill`, `impl`, `lm_head` and `activations`, as in `load`.
 
     Returns:
         The model, as `load` returns it.
@@ -161,6 +166,7 @@ class Loader:
         prefill: As in `load`.
         impl: As in `load`.
         lm_head: As in `load`.
+        activations: As in `load`.
 
     Attributes:
         model: The model; parameters that nothing was placed in are on the meta device.
@@ -168,7 +174,9 @@ class Loader:
 
     Raises:
         ConfigError: If transformers cannot build the model, or only with the checkpoint's own code.
-        UnknownNameError: If `impl`, `prefill` or `lm_head` has another value.
+        UnknownNameError: If `impl`, `prefill`, `lm_head` or `activations` has another value.
+        UsageError: If `activations` contradicts the device, the checkpoint or `prefill`.
+        KernelUnavailable: If this processor has no kernels for `activations`.
     """
 
     def __init__(
@@ -182,9 +190,13 @@ class Loader:
         prefill: str | None = None,
         impl: str = "auto",
         lm_head: str = "bf16",
+        activations: str = "bf16",
     ) -> None:
         self.device = torch.device(device)
-        self.packing = Packing(impl, self.device)
+        int8 = allows_int8(activations, description, self.device, impl=impl, weight_only=weight_only)
+        if int8 and prefill is not None:
+            raise UsageError(f"activations int8 and prefill {prefill} exclude each other")
+        self.packing = Packing(impl, self.device, int8_inputs=int8)
         self.checkpoint = checkpoint
         self.tensors = StoredTensors(checkpoint, description)
         self.model = empty_model(checkpoint, dtype or self.tensors.dtype())

@@ -23,7 +23,12 @@ _LOG = logging.getLogger(__name__)
 
 
 def open_text_model(
-    folder: Path, *, device: str = "cpu", weight_only: bool = False, lm_head: str = "auto"
+    folder: Path,
+    *,
+    device: str = "cpu",
+    weight_only: bool = False,
+    lm_head: str = "auto",
+    activations: str = "bf16",
 ) -> Engine | PreTrainedModel:
     """Return an engine on the native decoder, or transformers' model where the decoder would compute something else.
 
@@ -32,10 +37,11 @@ def open_text_model(
         device: "cpu", "cuda" or "cuda:N". On a GPU transformers' model runs.
         weight_only: Whether inputs stay as they are, whatever the checkpoint declares.
         lm_head: Output layer, as in `Engine`.
+        activations: Inputs of quantized weights, as in `Engine`.
 
     Raises:
         CheckpointError: If the folder cannot be loaded.
-        KernelUnavailable: If `device` is not here.
+        KernelUnavailable: If `device` is not here, or this processor has no kernels for `activations`.
         UsageError: If the options do not go together with the model.
     """
     from minifloat.layouts import describe
@@ -52,6 +58,7 @@ def open_text_model(
                     folder,
                     runner="native",
                     lm_head=lm_head,
+                    activations=activations,
                     max_num_seqs=1,
                     prefix_cache=False,
                     checkpoint=checkpoint,
@@ -60,7 +67,14 @@ def open_text_model(
                 _LOG.info("transformers' code runs this model: %s", error)
         from minifloat.runtime.load import load_opened
 
-        return load_opened(checkpoint, description, device=place, weight_only=weight_only, lm_head=lm_head)
+        return load_opened(
+            checkpoint,
+            description,
+            device=place,
+            weight_only=weight_only,
+            lm_head=lm_head,
+            activations=activations,
+        )
 
 
 def native_pieces(engine: Engine, prompt: str, params: SamplingParams) -> Iterator[str]:

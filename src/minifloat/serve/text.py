@@ -45,6 +45,7 @@ def generate(
     top_p: float = 1.0,
     seed: int | None = None,
     lm_head: str = "auto",
+    activations: str = "bf16",
     revision: str | None = None,
 ) -> Iterator[str]:
     """Continue a text.
@@ -61,6 +62,7 @@ def generate(
         top_p: Draw from the smallest set of most probable tokens that together have this probability.
         seed: Makes draws repeatable on one machine; by default they are not. The global random state is not touched.
         lm_head: Output layer of a model that is loaded here, as in `Engine`.
+        activations: Inputs of quantized weights of a model that is loaded here, as in `Engine`.
         revision: Revision of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Returns:
@@ -80,7 +82,7 @@ def generate(
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_new_tokens)
     if not isinstance(model, PreTrainedModel):
         folder = model_folder(model, revision=revision)
-        opened = open_text_model(folder, lm_head=lm_head)
+        opened = open_text_model(folder, lm_head=lm_head, activations=activations)
         if not isinstance(opened, PreTrainedModel):
             return native_pieces(opened, prompt, params)
         model = opened

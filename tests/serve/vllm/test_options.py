@@ -21,6 +21,7 @@ ONLY_MINIFLOAT = {
     "allowed_host",
     "device",
     "lm_head",
+    "activations",
     "max_body_size",
     "max_connections",
     "max_num_queued_reqs",

@@ -58,6 +58,7 @@ def _memory_table(report: GainsReport) -> Table:
         "weights", baseline.info["scheme"].replace("none", baseline.info["dtype"]), candidate.info["scheme"], ""
     )
     table.add_row("output layer", *(escape(engine.info["lm_head"]) for engine in (baseline, candidate)), "")
+    table.add_row("inputs of linears", *(engine.info["activations"] for engine in (baseline, candidate)), "")
     gains = report.gains
     for title, name in (("weight bytes", "weight_bytes"), ("read by a step", "step_bytes")):
         table.add_row(title, *(_mebi(engine.info[name]) for engine in (baseline, candidate)), _gain(gains[name]))

@@ -224,7 +224,8 @@ def _same(x: ModuleOrTensor, y: ModuleOrTensor) -> bool:
 
 
 def _same_weight(x: QuantizedWeight, y: QuantizedWeight) -> bool:
-    if x.activation != y.activation or x.spec != y.spec or x.shape != y.shape:
+    formats = [(weight.activation, weight.int8_inputs, weight.spec, weight.shape) for weight in (x, y)]
+    if formats[0] != formats[1]:
         return False
     if x.is_packed and y.is_packed:
         return _same(_attribute(x, _PACKED), _attribute(y, _PACKED))

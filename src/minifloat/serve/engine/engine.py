@@ -55,7 +55,7 @@ class Engine:
     """A loaded model that decodes many requests together.
 
     Args:
-        path: A folder or a model of the hub, quantized or not. Inputs of its linears are never quantized.
+        path: A folder or a model of the hub, quantized or not. Quantized inputs that it declares are left out.
         dtype: Dtype of the activations: "bfloat16", "float16" or "float32"; None: the checkpoint's.
         device: "cpu", "cuda" or "cuda:N".
         kv_cache_memory: Bytes of the KV cache; None: up to 1 GiB, and on a GPU most of what the weights leave free.
@@ -66,6 +66,8 @@ class Engine:
         lm_head: Output layer: "auto" is FP8 per channel beside weights that `minifloat quantize` rounded to the nearest
             codes of MXFP4, else as it is stored; "bf16" is as it is stored; "fp8" is FP8, unless it is stored
             quantized.
+        activations: "int8" allows the CPU's kernels to round inputs of quantized weights to int8, which is faster for
+            prompts and batches; "bf16" does not.
         prefix_cache: Share the keys and values of equal beginnings of prompts.
         runner: "auto", "native", "device" or "transformers".
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
@@ -99,6 +101,7 @@ class Engine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
         lm_head: str = "auto",
+        activations: str = "bf16",
         prefix_cache: bool = True,
         runner: str = "auto",
         impl: str = "auto",
@@ -114,6 +117,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             lm_head=lm_head,
+            activations=activations,
             runner=runner,
             impl=impl,
             device=device,

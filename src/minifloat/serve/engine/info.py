@@ -20,6 +20,7 @@ class ModelInfo:
         scheme: Schemes of the quantized weights; "none" if no weight is quantized.
         dtype: Dtype of the activations.
         lm_head: Format of the output layer in memory, and whether it was quantized while it was loaded.
+        activations: Format that inputs of quantized weights are rounded to where that is faster: "int8", or `dtype`.
         weight_bytes: Bytes of the weights as the checkpoint stores them, the embedding included.
         bf16_bytes: Bytes that all parameters would take in BF16.
         step_bytes: Bytes in memory of the weights that one token is multiplied with.
@@ -42,6 +43,7 @@ class ModelInfo:
     scheme: str
     dtype: str
     lm_head: str
+    activations: str
     weight_bytes: int
     bf16_bytes: int
     step_bytes: int

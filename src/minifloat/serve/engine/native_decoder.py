@@ -42,6 +42,7 @@ def build_native_decoder(
     *,
     impl: str = "auto",
     lm_head: WeightSpec | None = None,
+    int8_inputs: bool = False,
 ) -> Decoder:
     """Read and pack the weights of a model.
 
@@ -51,13 +52,14 @@ def build_native_decoder(
         scales: Scales of an E4M3 cache for all attention modules; empty for another cache.
         impl: As in `minifloat.runtime.load.load`.
         lm_head: The format that the last linear is quantized to, unless it is stored quantized; None: it is not.
+        int8_inputs: Whether the kernels may round inputs of quantized weights to int8.
 
     Raises:
         NotNative: If a weight cannot be packed.
         KernelUnavailable: If `impl` asks for the kernels and a weight cannot be packed for them.
         TensorError: If a scale is NaN or Inf, or a tensor has a dtype that is no parameter's.
     """
-    builder = _Builder(blueprint, weights, Packing(impl, torch.device("cpu")))
+    builder = _Builder(blueprint, weights, Packing(impl, torch.device("cpu"), int8_inputs=int8_inputs))
     with weights.reading_ahead():
         embedding = weights.tensor(blueprint.embedding)
         is_tied = weights.is_same_tensor(blueprint.embedding, blueprint.lm_head.weight)
@@ -81,6 +83,7 @@ def build_native_decoder(
             layers=layers,
             norm=norm,
             lm_head=head,
+            int8_inputs=int8_inputs,
         )
     except MinifloatError as error:
         raise NotNative(str(error)) from error

@@ -27,6 +27,7 @@ from minifloat.layouts import Description, describe
 from minifloat.layouts.inspection import inspect_opened
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
+from minifloat.runtime.activations import allows_int8
 from minifloat.runtime.decoder_config import read_decoder_config, read_generation
 from minifloat.runtime.devices import device_named
 from minifloat.runtime.kv_scales import kv_head_scales, kv_scales
@@ -98,6 +99,7 @@ def open_model(
     folder = Path(path)
     with Checkpoint.open(folder) if checkpoint is None else nullcontext(checkpoint) as checkpoint:
         description = describe(checkpoint)
+        int8 = allows_int8(options.activations, description, device, impl=options.impl)
         inspection = inspect_opened(folder, checkpoint, description)
         loaded, reason = _load_decoder(checkpoint, description, options, device)
         if loaded is None:
@@ -114,6 +116,7 @@ def open_model(
         scheme=" and ".join(formats) or "none",
         dtype=_dtype_name(loaded.dtype),
         lm_head=loaded.lm_head,
+        activations="int8" if int8 else _dtype_name(loaded.dtype),
         weight_bytes=inspection.nbytes,
         bf16_bytes=inspection.elements * torch.bfloat16.itemsize,
         step_bytes=runner.weight_bytes,
@@ -193,7 +196,14 @@ def _load_native(
     """
     element, scales = _kv_cache(tensors, options, blueprint.dtype, kv_scales, (TENSOR,))
     head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
-    decoder = build_native_decoder(blueprint, weights, scales, impl=options.impl, lm_head=head)
+    decoder = build_native_decoder(
+        blueprint,
+        weights,
+        scales,
+        impl=options.impl,
+        lm_head=head,
+        int8_inputs=options.activations == "int8",
+    )
     per_block = KVCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
     size = cache_size(options, blueprint.config, per_block, device)
     name = lm_head_name(decoder.lm_head.spec, torch.bfloat16, loaded=head is not None)
@@ -207,7 +217,10 @@ def _load_device(
 
     Raises:
         NotNative: If it does not support the model.
+        UsageError: If inputs are to be rounded to int8.
     """
+    if options.activations == "int8":
+        raise UsageError("activations int8: the device decoder has no such kernels; the native decoder has")
     read_scales = functools.partial(kv_head_scales, kv_heads=blueprint.kv_heads)
     element, scales = _kv_cache(tensors, options, blueprint.dtype, read_scales, (TENSOR, CHANNEL))
     positions = sequence_length(options, blueprint.config)
@@ -265,6 +278,7 @@ def _load_transformers(
         weight_only=True,
         impl=options.impl,
         lm_head=options.lm_head,
+        activations=options.activations,
     )
     if options.kv_cache_dtype not in ("auto", _dtype_name(model.dtype)):
         raise UsageError(f"kv_cache_dtype is the native decoder's, which does not run here: {reason}")

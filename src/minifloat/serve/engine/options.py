@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from minifloat.errors import UnknownNameError, UsageError
+from minifloat.runtime.activations import ACTIVATIONS
 from minifloat.runtime.lm_head import LM_HEADS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -26,6 +27,7 @@ class EngineOptions:
         max_model_len: Tokens of the longest sequence; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time.
         lm_head: A name in `minifloat.runtime.lm_head.LM_HEADS`.
+        activations: A name in `minifloat.runtime.activations.ACTIVATIONS`.
         runner: "auto", "native", "device" or "transformers".
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
         device: "cpu", "cuda" or "cuda:N".
@@ -41,6 +43,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     lm_head: str = "auto"
+    activations: str = "bf16"
     runner: str = "auto"
     impl: str = "auto"
     device: str = "cpu"
@@ -50,6 +53,7 @@ class EngineOptions:
             ("dtype", self.dtype or "bfloat16", tuple(DTYPES)),
             ("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_DTYPES)),
             ("lm_head", self.lm_head, LM_HEADS),
+            ("activations", self.activations, ACTIVATIONS),
             ("runner", self.runner, _RUNNERS),
         ):
             if name not in table:

@@ -81,6 +81,8 @@ def _log_model(info: ModelInfo, settings: ServerSettings) -> None:
         info.max_model_len,
         info.max_num_seqs,
     )
+    if info.activations != info.dtype:
+        _LOG.info("inputs of the linears are rounded to %s where that is faster: --activations", info.activations)
     if info.reason_not_native:
         _LOG.warning("slow: the native runner does not support this checkpoint: %s", info.reason_not_native)
     if not settings.on_loopback and not settings.api_keys:
