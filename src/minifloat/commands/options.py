@@ -124,40 +124,38 @@ def threads_option(default: str = "torch's") -> Callable[[_Command], _Command]:
     return click.option("--threads", type=COUNT, help=f"Threads to compute with.  [default: {default}]")
 
 
-def lm_head_option(
-    of: str = "MODEL", option: Callable[..., Callable[[_Command], _Command]] = click.option
-) -> Callable[[_Command], _Command]:
+def lm_head_option(of: str = "MODEL", option: Callable[..., Any] = click.option) -> Callable[[_Command], _Command]:
     """Return the option ``--lm-head``.
 
     Args:
         of: The model whose output layer it is.
         option: Makes the option: `click.option` or `env_option`.
     """
-    return option(
+    decorator: Callable[[_Command], _Command] = option(
         "--lm-head",
         type=click.Choice(["auto", "bf16", "fp8"]),
         default="auto",
         show_default=True,
         help=f"Output layer of {of}. auto: fp8 beside weights rounded to nearest MXFP4, else bf16: as stored.",
     )
+    return decorator
 
 
-def activations_option(
-    of: str = "MODEL", option: Callable[..., Callable[[_Command], _Command]] = click.option
-) -> Callable[[_Command], _Command]:
+def activations_option(of: str = "MODEL", option: Callable[..., Any] = click.option) -> Callable[[_Command], _Command]:
     """Return the option ``--activations``.
 
     Args:
         of: The model whose inputs of linears it is about.
         option: Makes the option: `click.option` or `env_option`.
     """
-    return option(
+    decorator: Callable[[_Command], _Command] = option(
         "--activations",
         type=click.Choice(["bf16", "int8"]),
         default="bf16",
         show_default=True,
         help=f"int8: round the inputs of {of}'s linears where that is faster: less exact prompts and batches.",
     )
+    return decorator
 
 
 def use_threads(threads: int | None) -> None:

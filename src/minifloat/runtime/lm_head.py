@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,7 @@ def replace_lm_head(model: PreTrainedModel, spec: WeightSpec, packing: Packing, 
         NonFiniteError: If the weight holds NaN or Inf.
         KernelUnavailable: As `Packing.pack`.
     """
-    head = model.get_output_embeddings()
+    head = _output_layer(model)
     if isinstance(head, QuantizedLinear):
         return
     if type(head) is not nn.Linear:
@@ -187,11 +187,16 @@ def lm_head_name(spec: WeightSpec | None, dtype: torch.dtype, *, loaded: bool) -
 
 def lm_head_of(model: PreTrainedModel) -> str:
     """Return the name of the format of a transformers model's output layer; empty if it has none."""
-    head = model.get_output_embeddings()
+    head = _output_layer(model)
     if head is None:
         return ""
     spec = head.held.spec if isinstance(head, QuantizedLinear) else None
     return lm_head_name(spec, model.dtype, loaded=isinstance(head, LoadedLmHead))
+
+
+def _output_layer(model: Any) -> nn.Module | None:
+    head: nn.Module | None = model.get_output_embeddings()
+    return head
 
 
 def _mib(nbytes: int) -> str:

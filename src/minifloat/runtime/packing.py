@@ -10,6 +10,7 @@ from minifloat.errors import KernelUnavailable, UnknownNameError
 from minifloat.kernels.linear import int8_inputs
 from minifloat.kernels.pack import PackedWeight
 from minifloat.numerics.formats import E2M1, E4M3
+from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.runtime.linear import QuantizedWeight
 from minifloat.runtime.tensors import listing
 
@@ -86,7 +87,7 @@ class Packing:
         held = weight.held
         if not reason and isinstance(held, PackedWeight):
             reason = int8_inputs.why_not(held)
-        elif not reason and held.spec.element not in (E4M3, E2M1):
+        elif not reason and not (isinstance(held, QuantizedTensor) and held.spec.element in (E4M3, E2M1)):
             reason = "they are no floating-point numbers"
         weight.int8_inputs = not reason
         if reason:
