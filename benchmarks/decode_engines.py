@@ -38,10 +38,10 @@ PIECES: dict[str, tuple[str, ...]] = {
 _OPENMP = frozenset({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "MKL_NUM_THREADS"})
 #: Our engines: the scheme of the checkpoint (None: BF16) and the engine's `lm_head`.
 _OURS: dict[str, tuple[str | None, str]] = {
-    "minifloat BF16": (None, "auto"),
-    FP8: ("fp8", "auto"),
-    "minifloat FP8 block": ("fp8-block", "auto"),
-    MXFP4: ("mxfp4", "auto"),
+    "minifloat BF16": (None, "bf16"),
+    FP8: ("fp8", "bf16"),
+    "minifloat FP8 block": ("fp8-block", "bf16"),
+    MXFP4: ("mxfp4", "bf16"),
     "minifloat MXFP4 + FP8 head": ("mxfp4", "fp8"),
 }
 #: vLLM's engines: the scheme of the checkpoint. vLLM rounds inputs too: dynamically for "fp8-dynamic".
