@@ -32,7 +32,8 @@ PIECES: dict[str, tuple[str, ...]] = {
     ),
     "ik_llama.cpp": (*COMMON, *(f"ik_llama.cpp {kind}" for kind in ("BF16", "Q8_0", "Q4_0", "MXFP4"))),
     "openvino": (*COMMON, *(f"OpenVINO {kind}" for kind in ("BF16", "INT8", "INT4"))),
-    "vllm": (*COMMON, "minifloat FP8 block", "vLLM FP8", "vLLM FP8 block", "vLLM zentorch BF16", "vLLM zentorch W8A8"),
+    "vllm": (*COMMON, "minifloat FP8 block", "vLLM FP8", "vLLM FP8 block"),
+    "zentorch": (*COMMON, "vLLM zentorch BF16", "vLLM zentorch W8A8"),
 }
 #: Settings of OpenMP that other engines do not inherit: minifloat shortens the time that threads spin.
 _OPENMP = frozenset({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "MKL_NUM_THREADS"})

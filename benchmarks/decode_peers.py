@@ -94,6 +94,7 @@ class LlamaCpp:
         params.n_ctx, params.n_seq_max = batch * -(-length // 256) * 256, batch
         params.n_batch = params.n_ubatch = 512
         params.n_threads = params.n_threads_batch = threads
+        self.adjust(params)
         self.context = lib.llama_init_from_model(self.handle, params)
         if not self.context:
             raise SystemExit(f"{lib.__name__} makes no context of {params.n_ctx} tokens for {batch} sequences")
@@ -110,6 +111,9 @@ class LlamaCpp:
     def model_params(self) -> Any:
         """Return the options of loading."""
         return self.lib.llama_model_default_params()
+
+    def adjust(self, params: Any) -> None:
+        """Change options of the context."""
 
     def forget(self) -> None:
         """Empty the KV cache."""
@@ -168,6 +172,10 @@ class IkLlamaCpp(LlamaCpp):
         params = super().model_params()
         params.repack_tensors, params.use_mmap = True, False
         return params
+
+    def adjust(self, params: Any) -> None:
+        """Turn flash attention off, which aborts if the sequences of a batch do not share keys (0.1.5)."""
+        params.flash_attn = False
 
     def forget(self) -> None:
         """Empty the KV cache."""
