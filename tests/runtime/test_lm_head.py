@@ -57,8 +57,12 @@ def test_auto_is_fp8_beside_mxfp4_only(
     assert chosen(tmp_path / "q", "fp8") == ("lm_head=mxfp4" not in overrides)
 
 
-def test_auto_keeps_the_layer_beside_codes_that_were_chosen_otherwise(llama_folder: Path, tmp_path: Path) -> None:
+def test_auto_keeps_the_layer_beside_codes_that_were_chosen_otherwise(
+    llama_folder: Path, make_gpt_oss: MakeModel, tmp_path: Path
+) -> None:
     assert not chosen(llama_folder, "auto")
+    quantize_checkpoint(make_gpt_oss(tmp_path / "gpt"), tmp_path / "gpt_q", "mxfp4", allow_partial=True)
+    assert not chosen(tmp_path / "gpt_q", "auto")
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
     quantize_checkpoint(tmp_path / "q", tmp_path / "again", "mxfp4", from_quantized=True)
     assert not chosen(tmp_path / "again", "auto")
