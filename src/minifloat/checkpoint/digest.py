@@ -31,8 +31,14 @@ class Hasher(Protocol):
         """Return the digest of all bytes added so far."""
 
 
-def new_hasher() -> Hasher:
-    """Return a new hasher."""
+def new_hasher(*, parallel: bool = False) -> Hasher:
+    """Return a new hasher.
+
+    Args:
+        parallel: Whether one large update may use all processors; BLAKE3 does, SHA-256 cannot.
+    """
+    if parallel and ALGORITHM == "blake3":
+        return _new(max_threads=_new.AUTO)  # type: ignore[call-arg,attr-defined,return-value]
     return _new()
 
 

@@ -158,6 +158,16 @@ def activations_option(of: str = "MODEL", option: Callable[..., Any] = click.opt
     return decorator
 
 
+def packed_cache_option() -> Callable[[_Command], _Command]:
+    """Return the option ``--packed-cache``, also ``MINIFLOAT_PACKED_CACHE``."""
+    return env_option(
+        "--packed-cache",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="DIR",
+        help="Keep packed weights in this folder, and map them at the next start.  [default: pack at every start]",
+    )
+
+
 def use_threads(threads: int | None) -> None:
     """Compute with `threads` threads from now on. None keeps torch's choice, and imports no torch."""
     if threads is not None:

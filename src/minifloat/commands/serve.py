@@ -7,7 +7,7 @@ imported before the command runs.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import click
@@ -20,6 +20,7 @@ from minifloat.commands.options import (
     activations_option,
     env_option,
     lm_head_option,
+    packed_cache_option,
     parse_size,
     pass_params,
     stack,
@@ -95,6 +96,7 @@ class ServeParams(_VllmParams):
     kv_cache_dtype: str
     lm_head: str
     activations: str
+    packed_cache: Path | None
     no_prefix_cache: bool
     chat_template: Path | None
     max_body_size: int
@@ -144,6 +146,7 @@ class ServeParams(_VllmParams):
 @env_option("--kv-cache-dtype", default="auto", show_default=True, help="auto, bfloat16, fp8 or float32.")
 @lm_head_option(option=env_option)
 @activations_option(option=env_option)
+@packed_cache_option()
 @env_option("--no-prefix-cache", is_flag=True, help="Do not share equal beginnings of prompts.")
 @env_option("--chat-template", type=_FILE, help="A Jinja file instead of the model's chat template.")
 @env_option(
@@ -203,11 +206,12 @@ def _refuse_vllm_options(params: ServeParams) -> None:
     Raises:
         UsageError: If the command line has such an option.
     """
-    from minifloat.serve.vllm.options import ONLY_VLLM, flag
-
     ctx = click.get_current_context()
-    stated = [name for name in ONLY_VLLM if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    names = [field.name for field in fields(_VllmParams)]
+    stated = [name for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     if stated or params.vllm_arguments:
+        from minifloat.serve.vllm.options import flag
+
         raise UsageError(f"{' '.join([*map(flag, stated), *params.vllm_arguments])}: only with --engine vllm")
 
 
@@ -247,6 +251,7 @@ def _serve_here(params: ServeParams) -> None:
         kv_cache_dtype=params.kv_cache_dtype,
         lm_head=params.lm_head,
         activations=params.activations,
+        packed_cache=params.packed_cache,
     )
 
 

@@ -76,6 +76,17 @@ class Packing:
         else:
             self._num_packed += 1
 
+    def count(self, weight: PackedWeight, module: str) -> None:
+        """Note a quantized weight that was packed before.
+
+        Args:
+            weight: The weight.
+            module: Name of its module.
+        """
+        self._num_packed += 1
+        if self._int8_inputs:
+            self._note_int8(module, int8_inputs.why_not(weight))
+
     def _allow_int8(self, weight: QuantizedWeight, module: str, reason: str) -> None:
         """Let a weight round its inputs to int8, or note the reason why it cannot.
 
@@ -90,6 +101,9 @@ class Packing:
         elif not reason and not (isinstance(held, QuantizedTensor) and held.spec.element in (E4M3, E2M1)):
             reason = "they are no floating-point numbers"
         weight.int8_inputs = not reason
+        self._note_int8(module, reason)
+
+    def _note_int8(self, module: str, reason: str) -> None:
         if reason:
             self._not_rounded.setdefault(reason, []).append(module)
         else:
@@ -108,6 +122,11 @@ class Packing:
                 reason,
                 listing(modules),
             )
+
+    @property
+    def packs_all(self) -> bool:
+        """Whether every weight so far was packed."""
+        return self._packs and not self._unpacked
 
     def warn(self) -> None:
         """Log the weights that were not packed, and those whose inputs are not rounded; one warning per reason.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.runtime.tensors import StoredTensors, check_shape, warn_of_dequantized
 
@@ -95,6 +96,30 @@ class WeightSource:
     def is_quantized(self, parameter: str) -> bool:
         """Return whether a parameter is stored quantized."""
         return self._names[parameter] in self._tensors.quantized
+
+    @property
+    def dequantized(self) -> tuple[str, ...]:
+        """The quantized weights that have been read dequantized so far."""
+        return tuple(self._dequantized)
+
+    def spec(self, parameter: str) -> WeightSpec | None:
+        """Return the format of what `matrix` returns; None if it is not quantized."""
+        stored = self._tensors.quantized.get(self._names[parameter])
+        return None if stored is None or stored[0].expert is not None else stored[0].spec
+
+    def expert_specs(self, fused: str) -> list[list[tuple[WeightSpec | None, tuple[int, int]]]]:
+        """Return formats and shapes of the matrices that `experts` yields."""
+        parameter = self._parameters.fused[fused]
+        count, rows, cols = parameter.shape
+        if fused in self._names:
+            stored = self._tensors.quantized.get(self._names[fused])
+            return (
+                [[(None, (rows, cols))]] * count if stored is None else [[(each.spec, each.shape)] for each in stored]
+            )
+        if not all(self.is_quantized(name) for names in parameter.parts for name in names):
+            return [[(None, (rows, cols))]] * count
+        shapes = self._parameters.shapes
+        return [[(self.spec(name), (shapes[name][0], shapes[name][1])) for name in names] for names in parameter.parts]
 
     def tensor(self, parameter: str) -> Tensor:
         """Return a parameter as a tensor in the model's dtype, dequantized if it is stored quantized.

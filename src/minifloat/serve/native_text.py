@@ -29,6 +29,7 @@ def open_text_model(
     weight_only: bool = False,
     lm_head: str = "auto",
     activations: str = "bf16",
+    packed_cache: Path | None = None,
 ) -> Engine | PreTrainedModel:
     """Return an engine on the native decoder, or transformers' model where the decoder would compute something else.
 
@@ -38,6 +39,7 @@ def open_text_model(
         weight_only: Whether inputs stay as they are, whatever the checkpoint declares.
         lm_head: Output layer, as in `Engine`.
         activations: Inputs of quantized weights, as in `Engine`.
+        packed_cache: As in `Engine`; not used by transformers' model.
 
     Raises:
         CheckpointError: If the folder cannot be loaded.
@@ -60,6 +62,7 @@ def open_text_model(
                     lm_head=lm_head,
                     activations=activations,
                     max_num_seqs=1,
+                    packed_cache=packed_cache,
                     prefix_cache=False,
                     checkpoint=checkpoint,
                 )

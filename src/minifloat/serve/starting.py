@@ -23,19 +23,33 @@ _SWITCH_SECONDS = 0.0005
 
 
 @contextmanager
-def starting(model: str | os.PathLike[str], device: str = "cpu") -> Iterator[None]:
+def starting(
+    model: str | os.PathLike[str],
+    device: str = "cpu",
+    *,
+    packed_cache: Path | None = None,
+    dtype: str | None = None,
+    lm_head: str = "auto",
+) -> Iterator[None]:
     """Within the context, which imports torch and opens a model, start faster.
 
-    The memory for the weights is prepared by another thread, and Python does not search for garbage, because imports
-    make hundreds of thousands of objects that stay. Afterwards it leaves these objects out of its searches.
+    Another thread verifies the packed weights that are kept on disk, or prepares memory for those that will be packed.
+    Python does not search for garbage, because imports make hundreds of thousands of objects that stay. Afterwards it
+    leaves these objects out of its searches.
 
     Args:
-        model: A folder; memory is not prepared for a model of the hub, whose size is not known yet.
+        model: A folder; nothing is prepared for a model of the hub, whose size is not known yet.
         device: The device that the weights are for.
+        packed_cache: The folder of packed weights, as the engine's option of this name.
+        dtype: As the engine's option.
+        lm_head: As the engine's option.
+
+    Raises:
+        UsageError: If others can write to the folder of packed weights.
     """
     was_enabled = gc.isenabled()
     gc.disable()
-    if device == "cpu":
+    if device == "cpu" and not _is_kept(packed_cache, Path(model), dtype, lm_head):
         prepared_memory.prepare(_weight_bytes(Path(model)))
     try:
         yield
@@ -69,6 +83,15 @@ def importing(module: str) -> Iterator[None]:
 def _import(module: str) -> None:
     with suppress(Exception):
         importlib.import_module(module)
+
+
+def _is_kept(packed_cache: Path | None, model: Path, dtype: str | None, lm_head: str) -> bool:
+    """Begin to verify the packed weights that are kept on disk, and return whether there are any."""
+    if packed_cache is None:
+        return False
+    from minifloat.runtime import packed_cache as packed
+
+    return packed.begin(packed_cache, model, dtype=dtype, lm_head=lm_head)
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -26,6 +26,7 @@ ONLY_MINIFLOAT = {
     "max_connections",
     "max_num_queued_reqs",
     "max_prompt_characters",
+    "packed_cache",
     "request_timeout",
     "threads",
 }

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Sequences
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from minifloat.errors import ContextLengthError, UsageError
@@ -68,6 +69,8 @@ class Engine:
             quantized.
         activations: "int8" allows the CPU's kernels to round inputs of quantized weights to int8, which is faster for
             prompts and batches; "bf16" does not.
+        packed_cache: A folder, which only the user can write to: the native decoder keeps packed weights there, and
+            the next engine for the same checkpoint maps them. None: weights are packed each time.
         prefix_cache: Share the keys and values of equal beginnings of prompts.
         runner: "auto", "native", "device" or "transformers".
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
@@ -102,6 +105,7 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         lm_head: str = "auto",
         activations: str = "bf16",
+        packed_cache: str | os.PathLike[str] | None = None,
         prefix_cache: bool = True,
         runner: str = "auto",
         impl: str = "auto",
@@ -118,6 +122,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             lm_head=lm_head,
             activations=activations,
+            packed_cache=None if packed_cache is None else Path(packed_cache),
             runner=runner,
             impl=impl,
             device=device,

@@ -5,13 +5,16 @@ Each weight is packed as soon as it is read, in the format that it is stored in,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from minifloat.errors import MinifloatError
+from minifloat.kernels import native
 from minifloat.kernels.decoder import Attention, Decoder, Experts, Layer, Mlp
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
@@ -20,6 +23,7 @@ from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.runtime.kv_scales import KVScales
 from minifloat.runtime.linear import QuantizedWeight
 from minifloat.runtime.lm_head import quantize_lm_head
+from minifloat.runtime.packed_cache import PackedCache, UnusableCache
 from minifloat.runtime.packing import Packing
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import (
@@ -31,7 +35,10 @@ from minifloat.serve.engine.blueprint import (
     MlpPlan,
     NotNative,
 )
+from minifloat.serve.engine.mapped_weights import MappedWeights, contents
 
+_LOG = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
 _Weights = TypeVar("_Weights", FusedWeights, PackedExperts)
 
 
@@ -43,8 +50,9 @@ def build_native_decoder(
     impl: str = "auto",
     lm_head: WeightSpec | None = None,
     int8_inputs: bool = False,
+    cache: PackedCache | None = None,
 ) -> Decoder:
-    """Read and pack the weights of a model.
+    """Read and pack the weights of a model, or map those that were packed before.
 
     Args:
         blueprint: The structure of the model.
@@ -53,15 +61,39 @@ def build_native_decoder(
         impl: As in `minifloat.runtime.load.load`.
         lm_head: The format that the last linear is quantized to, unless it is stored quantized; None: it is not.
         int8_inputs: Whether the kernels may round inputs of quantized weights to int8.
+        cache: Where packed weights are kept; not used where the kernels cannot run.
 
     Raises:
         NotNative: If a weight cannot be packed.
         KernelUnavailable: If `impl` asks for the kernels and a weight cannot be packed for them.
         TensorError: If a scale is NaN or Inf, or a tensor has a dtype that is no parameter's.
     """
-    builder = _Builder(blueprint, weights, Packing(impl, torch.device("cpu"), int8_inputs=int8_inputs))
-    with weights.reading_ahead():
-        embedding = weights.tensor(blueprint.embedding)
+
+    def build(mapped: MappedWeights | None) -> tuple[Decoder, _Builder]:
+        builder = _Builder(blueprint, weights, Packing(impl, _CPU, int8_inputs=int8_inputs), mapped)
+        return _build(builder, scales, lm_head, int8_inputs=int8_inputs), builder
+
+    container = None if cache is None or native.why_unavailable() else cache.load()
+    if cache is not None and container is not None:
+        try:
+            return build(MappedWeights(container))[0]
+        except UnusableCache as error:
+            cache.refuse(error)
+    decoder, builder = build(None)
+    if cache is not None:
+        builder.keep(cache)
+    return decoder
+
+
+def _build(builder: _Builder, scales: KVScales, lm_head: WeightSpec | None, *, int8_inputs: bool) -> Decoder:
+    """Build the decoder, as `build_native_decoder`.
+
+    Raises:
+        UnusableCache: If the file of packed weights does not have all of them.
+    """
+    blueprint, weights = builder.blueprint, builder.weights
+    with builder.reading():
+        embedding = builder.embedding()
         is_tied = weights.is_same_tensor(blueprint.embedding, blueprint.lm_head.weight)
         head = builder.lm_head(embedding if is_tied else None, lm_head)
         layers = tuple(
@@ -79,7 +111,7 @@ def build_native_decoder(
             inv_freq=blueprint.inv_freq,
             attention_scaling=blueprint.attention_scaling,
             scale=blueprint.scale,
-            embedding=embedding.contiguous(),
+            embedding=embedding,
             layers=layers,
             norm=norm,
             lm_head=head,
@@ -90,11 +122,39 @@ def build_native_decoder(
 
 
 class _Builder:
-    """Packs the weights of a model, part by part."""
+    """Packs the weights of a model, part by part, or takes them from a file of packed weights.
 
-    def __init__(self, blueprint: Blueprint, weights: WeightSource, packing: Packing) -> None:
-        self._dtype, self._weights, self._packing = blueprint.dtype, weights, packing
-        self._lm_head = blueprint.lm_head
+    Attributes:
+        blueprint: The structure of the model.
+        weights: Its weights.
+    """
+
+    def __init__(
+        self, blueprint: Blueprint, weights: WeightSource, packing: Packing, mapped: MappedWeights | None
+    ) -> None:
+        self.blueprint, self.weights = blueprint, weights
+        self._packing, self._mapped = packing, mapped
+        self._made: dict[str, PackedWeight | Tensor] = {}
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Read weights ahead, if they are read at all."""
+        return self.weights.reading_ahead() if self._mapped is None else nullcontext()
+
+    def keep(self, cache: PackedCache) -> None:
+        """Write what was packed to a cache, unless the log would have to say more about it at every start."""
+        if self._packing.packs_all and not self.weights.dequantized:
+            cache.store({name: contents(made) for name, made in self._made.items()})
+        else:
+            _LOG.warning("the packed weights are not kept: the kernels do not multiply all of them as they are stored")
+
+    def embedding(self) -> Tensor:
+        """Return the embedding ``[vocab, hidden]``."""
+        name, shape = self.blueprint.embedding, self.blueprint.lm_head.shape
+        if self._mapped is not None:
+            return self._mapped.tensor(name, shape, self.blueprint.dtype)
+        embedding = self.weights.tensor(name).contiguous()
+        self._made[name] = embedding
+        return embedding
 
     def layer(self, plan: LayerPlan, kv_scales: tuple[float, float]) -> Layer:
         return Layer(
@@ -106,7 +166,7 @@ class _Builder:
 
     def norm(self, name: str) -> Tensor:
         """Return the weight of an RMS norm, in float32 after it was rounded to the model's dtype."""
-        return self._weights.tensor(name).float().contiguous()
+        return self.weights.tensor(name).float().contiguous()
 
     def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> PackedWeight:
         """Return the last linear.
@@ -115,18 +175,49 @@ class _Builder:
             tied: The embedding, if that is also the weight of this linear.
             quantize: The format that the weight is quantized to, unless it is stored quantized; None: it is not.
         """
-        weight = self._weights.matrix(self._lm_head.weight) if tied is None else tied
-        if quantize is not None and isinstance(weight, Tensor):
-            weight = quantize_lm_head(weight, quantize, tied=tied is not None)
-        return self._pack_stored(weight, self._lm_head.name)
+        plan = self.blueprint.lm_head
+        spec = None if tied is not None else self.weights.spec(plan.weight)
+
+        def make() -> PackedWeight:
+            weight = self.weights.matrix(plan.weight) if tied is None else tied
+            if quantize is not None and isinstance(weight, Tensor):
+                weight = quantize_lm_head(weight, quantize, tied=tied is not None)
+            return self._pack_stored(weight, plan.name)
+
+        return self._packed(plan.name, spec or quantize, plan.shape, make)
 
     def warn(self) -> None:
         """Log the weights that have no packed form, and those that had to be dequantized."""
-        self._weights.warn()
+        self.weights.warn()
         self._packing.warn()
 
+    def _packed(
+        self, name: str, spec: WeightSpec | None, shape: tuple[int, int], make: Callable[[], PackedWeight]
+    ) -> PackedWeight:
+        """Return a weight from the file of packed weights, or make it.
+
+        Raises:
+            UnusableCache: If the file has another weight of this name, or none.
+        """
+        if self._mapped is not None:
+            return self._mapped_weight(self._mapped, name, spec, shape, name)
+        weight = make()
+        self._made[name] = weight
+        return weight
+
+    def _mapped_weight(
+        self, mapped: MappedWeights, name: str, spec: WeightSpec | None, shape: tuple[int, int], module: str
+    ) -> PackedWeight:
+        weight = mapped.weight(name, spec, shape)
+        if spec is not None:
+            self._packing.count(weight, module)
+        return weight
+
     def _linear(self, plan: LinearPlan) -> PackedWeight:
-        return self._pack_stored(self._weights.matrix(plan.weight), plan.name)
+        def make() -> PackedWeight:
+            return self._pack_stored(self.weights.matrix(plan.weight), plan.name)
+
+        return self._packed(plan.name, self.weights.spec(plan.weight), plan.shape, make)
 
     def _pack_stored(self, weight: Tensor | QuantizedTensor, name: str) -> PackedWeight:
         """Pack a weight, and note one that the kernels of this machine do not multiply.
@@ -137,7 +228,7 @@ class _Builder:
         """
         if isinstance(weight, Tensor):
             return self._pack(weight, name)
-        module = QuantizedWeight(weight, self._dtype)
+        module = QuantizedWeight(weight, self.blueprint.dtype)
         self._packing.pack(module, name)
         held = module.held
         return held if isinstance(held, PackedWeight) else self._pack(weight, name)
@@ -157,7 +248,7 @@ class _Builder:
         return _grouped(FusedWeights, [self._linear(plan) for plan in plans], plans[0].name)
 
     def _bias(self, plan: LinearPlan) -> Tensor | None:
-        return None if plan.bias is None else self._weights.tensor(plan.bias).contiguous()
+        return None if plan.bias is None else self.weights.tensor(plan.bias).contiguous()
 
     def _biases(self, plans: Sequence[LinearPlan]) -> tuple[Tensor | None, ...] | None:
         biases = tuple(self._bias(plan) for plan in plans)
@@ -183,20 +274,34 @@ class _Builder:
 
     def _experts(self, plan: ExpertsPlan) -> Experts:
         return Experts(
-            router=self._weights.tensor(plan.router).float().contiguous(),
+            router=self.weights.tensor(plan.router).float().contiguous(),
             top_k=plan.top_k,
             normalize=plan.normalizes,
             gate_up=self._stacks(plan.gate_up),
             down=self._stacks(plan.down)[0],
             shared=None if plan.shared is None else self._mlp(plan.shared),
-            shared_gate=None if plan.shared_gate is None else self._weights.tensor(plan.shared_gate).float().flatten(),
+            shared_gate=None if plan.shared_gate is None else self.weights.tensor(plan.shared_gate).float().flatten(),
         )
 
     def _stacks(self, fused: str) -> tuple[PackedExperts, ...]:
         """Return the weights of all experts: one stack, or one for each of the parts that they are stored in."""
-        experts: Iterable[list[PackedWeight]] = [
-            [self._pack_stored(matrix, fused) for matrix in matrices] for matrices in self._weights.experts(fused)
-        ]
+        if self._mapped is not None:
+            experts = [
+                [
+                    self._mapped_weight(self._mapped, f"{fused}.{expert}.{part}", spec, shape, fused)
+                    for part, (spec, shape) in enumerate(parts)
+                ]
+                for expert, parts in enumerate(self.weights.expert_specs(fused))
+            ]
+        else:
+            experts = [
+                [self._pack_stored(matrix, fused) for matrix in matrices] for matrices in self.weights.experts(fused)
+            ]
+            self._made |= {
+                f"{fused}.{expert}.{part}": weight
+                for expert, parts in enumerate(experts)
+                for part, weight in enumerate(parts)
+            }
         return tuple(_grouped(PackedExperts, list(column), fused) for column in zip(*experts, strict=True))
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from minifloat.runtime.devices import device_named
 from minifloat.runtime.kv_scales import kv_head_scales, kv_scales
 from minifloat.runtime.linear import QuantizedWeight
 from minifloat.runtime.lm_head import lm_head_name, lm_head_of, lm_head_spec
+from minifloat.runtime.packed_cache import PackedCache
 from minifloat.runtime.tensors import StoredTensors
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import Blueprint, NotNative, blueprint_of, why_not_supported
@@ -102,6 +103,8 @@ def open_model(
         int8 = allows_int8(options.activations, description, device, impl=options.impl)
         inspection = inspect_opened(folder, checkpoint, description)
         loaded, reason = _load_decoder(checkpoint, description, options, device)
+        if options.packed_cache is not None and (loaded is None or loaded.runner.name != "native"):
+            _LOG.warning("packed_cache is not used: only the native decoder of the CPU maps packed weights")
         if loaded is None:
             loaded = _load_transformers(checkpoint, description, options, device, reason, inspection.nbytes)
     formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
@@ -196,18 +199,31 @@ def _load_native(
     """
     element, scales = _kv_cache(tensors, options, blueprint.dtype, kv_scales, (TENSOR,))
     head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
-    decoder = build_native_decoder(
-        blueprint,
-        weights,
-        scales,
-        impl=options.impl,
-        lm_head=head,
-        int8_inputs=options.activations == "int8",
-    )
+    with _packed_cache(tensors.checkpoint, options) as cache:
+        decoder = build_native_decoder(
+            blueprint,
+            weights,
+            scales,
+            impl=options.impl,
+            lm_head=head,
+            int8_inputs=options.activations == "int8",
+            cache=cache,
+        )
     per_block = KVCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
     size = cache_size(options, blueprint.config, per_block, device)
     name = lm_head_name(decoder.lm_head.spec, torch.bfloat16, loaded=head is not None)
     return NativeRunner(decoder, size.blocks, element, options.impl), size, name
+
+
+def _packed_cache(checkpoint: Checkpoint, options: EngineOptions) -> AbstractContextManager[PackedCache | None]:
+    """Return the cache of packed weights that the options ask for.
+
+    Raises:
+        UsageError: If others can write to it.
+    """
+    if options.packed_cache is None:
+        return nullcontext()
+    return PackedCache(options.packed_cache, checkpoint, dtype=options.dtype, lm_head=options.lm_head)
 
 
 def _load_device(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -28,6 +29,7 @@ class EngineOptions:
         max_num_seqs: Sequences that run at a time.
         lm_head: A name in `minifloat.runtime.lm_head.LM_HEADS`.
         activations: A name in `minifloat.runtime.activations.ACTIVATIONS`.
+        packed_cache: Folder of packed weights, which the native decoder maps or writes; None: it packs.
         runner: "auto", "native", "device" or "transformers".
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
         device: "cpu", "cuda" or "cuda:N".
@@ -44,6 +46,7 @@ class EngineOptions:
     max_num_seqs: int = 64
     lm_head: str = "auto"
     activations: str = "bf16"
+    packed_cache: Path | None = None
     runner: str = "auto"
     impl: str = "auto"
     device: str = "cpu"
