@@ -38,7 +38,7 @@ def new_hasher(*, parallel: bool = False) -> Hasher:
         parallel: Whether one large update may use all processors; BLAKE3 does, SHA-256 cannot.
     """
     if parallel and ALGORITHM == "blake3":
-        return _new(max_threads=_new.AUTO)  # type: ignore[call-arg,attr-defined,return-value]
+        return _new(max_threads=_new.AUTO)
     return _new()
 
 

@@ -49,9 +49,9 @@ def starting(
     """
     was_enabled = gc.isenabled()
     gc.disable()
-    if device == "cpu" and not _is_kept(packed_cache, Path(model), dtype, lm_head):
-        prepared_memory.prepare(_weight_bytes(Path(model)))
     try:
+        if device == "cpu" and not _is_kept(packed_cache, Path(model), dtype, lm_head):
+            prepared_memory.prepare(_weight_bytes(Path(model)))
         yield
     finally:
         prepared_memory.finish()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -175,3 +178,18 @@ def test_a_file_that_is_replaced_stays_mapped(folder: int) -> None:
     write(folder, "x", STATED, {"first": Contents("packed", (1, 1), np.full(5, 9, np.uint8))})
     before.verify()
     assert read(folder, "x", STATED).nbytes < before.nbytes
+
+
+def test_processes_that_write_at_the_same_time_do_not_disturb_those_that_read(folder: int, tmp_path: Path) -> None:
+    written(folder)
+    code = "import json, os, sys, numpy; from minifloat.runtime.packed_cache.container import Contents, write\n"
+    code += "contents = {'first': Contents('packed', (1, 1), numpy.full(100_000, int(sys.argv[3]), numpy.uint8))}\n"
+    code += "folder = os.open(sys.argv[1], os.O_RDONLY)\n"
+    code += "for _ in range(20): write(folder, 'x', json.loads(sys.argv[2]), contents)"
+    command = [sys.executable, "-c", code, str(tmp_path / "cache"), json.dumps(STATED)]
+    writers = [subprocess.Popen([*command, str(value)]) for value in (1, 2)]
+    while any(process.poll() is None for process in writers):
+        read(folder, "x", STATED).verify()
+    assert [process.returncode for process in writers] == [0, 0]
+    assert read(folder, "x", STATED).nbytes > 100_000
+    assert names(tmp_path / "cache") == ["x"]

@@ -197,18 +197,6 @@ def test_a_cache_is_verified_while_the_process_starts(
     assert refused(caplog) == ["its weights are damaged: their digest differs"]
 
 
-def test_processes_that_start_at_the_same_time_do_not_disturb_each_other(model: Path, tmp_path: Path) -> None:
-    code = "import sys; from minifloat import Engine, SamplingParams\n"
-    code += "engine = Engine(sys.argv[1], kv_cache_memory=1 << 20, packed_cache=sys.argv[2])\n"
-    code += "print(engine.generate(['Once upon'], SamplingParams(temperature=0.0, max_tokens=6))[0].text)"
-    command = [sys.executable, "-c", code, str(model), str(tmp_path / "cache")]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    outputs = [process.communicate(timeout=60) for process in running]
-    assert {text for text, _ in outputs} == {f"{answer(model, None)[0]}\n"}
-    assert not any(REFUSED in errors for _, errors in outputs)
-    only(tmp_path / "cache")
-
-
 def test_the_cache_needs_no_torch_until_it_is_used(model: Path, tmp_path: Path) -> None:
     answer(model, tmp_path / "cache")
     code = "import sys; from pathlib import Path; from minifloat.runtime import packed_cache\n"

@@ -47,12 +47,12 @@ class PackedCache:
     """
 
     def __init__(self, folder: Path, checkpoint: Checkpoint, *, dtype: str | None, lm_head: str) -> None:
-        self._folder = open_folder(folder)
         options = {"dtype": dtype, "lm_head": lm_head}
         key = hashlib.sha256(json.dumps([str(checkpoint.path), options]).encode()).hexdigest()[:16]
         self._name = f"{checkpoint.path.name}-{key}.packed"
         self._path = folder / self._name
         self._stated = {"options": options, "source": identity(checkpoint)}
+        self._folder = open_folder(folder)
 
     def __enter__(self) -> PackedCache:
         return self
