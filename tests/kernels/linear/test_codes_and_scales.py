@@ -6,9 +6,22 @@ is a number of float32, and a result in a narrower dtype is that number rounded.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from kernel_cases import DTYPES, KINDS, Kernels, Packed, Stored, finite_codes, make, values_of
+from kernel_cases import (
+    DTYPES,
+    KINDS,
+    Kernels,
+    Packed,
+    Stored,
+    assert_close,
+    finite_codes,
+    make,
+    product,
+    values_of,
+)
 
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, ElementFormat
 
@@ -74,6 +87,29 @@ def test_zeros_and_subnormals_are_decoded_beside_normal_numbers(kernels: Kernels
     stored = Stored(KINDS[kind], normal, make(kind, *normal.shape).scales)
     for together in TOGETHER:
         assert_products(kernels, stored, 1.0, torch.float32, together)
+
+
+@pytest.mark.parametrize("kind", ["fp8-block-128", "fp8-block-64", "fp8-block-48x96", "fp8-group-128"])
+@pytest.mark.parametrize("ratio", [255.0, 257.0, 2.0**40, 2.0**200, 0.0])
+def test_scales_of_neighbouring_blocks_may_differ_by_any_factor(kernels: Kernels, kind: str, ratio: float) -> None:
+    stored = make(kind, 70, 700)
+    grid = stored.scales
+    assert grid is not None
+    # Blocks of columns in turn: large, small, small, large, so that a sum meets every order of the two.
+    small = (torch.arange(grid.shape[1]) // 2 % 2 + torch.arange(grid.shape[1])) % 2 == 1
+    large_scale, small_scale = (ratio**0.5, ratio**-0.5) if ratio else (1.0, 0.0)
+    stored = replace(stored, scales=grid * torch.where(small, small_scale, large_scale))
+    block, values, packed = stored.block[1], stored.values(), kernels.pack(stored)
+    random = torch.Generator().manual_seed(3)
+    for m in (13, 24, 40, 128):
+        # Each row of x is zero outside of one block, so that no large block hides the error of a small one.
+        owner = torch.arange(m) % grid.shape[1]
+        x = torch.randn(m, 700, generator=random) * (torch.arange(700) // block == owner[:, None])
+        x = x.bfloat16()
+        result, exact = kernels.linear(x, packed), product(x, values)
+        for b in owner.unique().tolist():
+            rows, cols = owner == b, slice(b * block, (b + 1) * block)
+            assert_close(result[rows], exact[rows], x[rows][:, cols], values[:, cols])
 
 
 @pytest.mark.parametrize(("kind", "element"), [("mxfp8", E4M3), ("mxfp4", E2M1)])

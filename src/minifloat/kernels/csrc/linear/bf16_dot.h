@@ -15,10 +15,10 @@ namespace MINIFLOAT_ISA {
 constexpr int kDotRows = 12;
 constexpr int kUnitPairs = kHalfCols / 2;
 
-// Tiles that hold the rows evenly; the last may have fewer rows.
-inline Tiling dot_tiling(int64_t m) {
+// Tiles of at most `most` rows that hold the rows evenly; the last may have fewer rows.
+inline Tiling dot_tiling(int64_t m, int most = kDotRows) {
     Tiling t = {};
-    t.pairs = ceil_div(m, kDotRows);
+    t.pairs = ceil_div(m, most);
     t.tiles = 1;
     t.rows = static_cast<int>(ceil_div(m, t.pairs));
     t.planes = 1;

@@ -1,39 +1,11 @@
-// AVX512_BF16 for more rows of x than share the decoding in registers. A chunk of a panel (32 rows of W, some hundred
-// columns) is decoded while the first kDotRows rows of x are multiplied with it, and kept in the L1 cache for the other
-// rows. Sums are in the L2 cache, and so are the columns of x that belong to a chunk.
-//
-// For each chunk of columns all panels of a call are processed, so that x is read from beyond L2 only once per call. Rows
-// of x that do not fit L2 form another block, for which W is decoded again. With few rows, panels are processed one after
-// the other, in the order of memory. The next chunk is prefetched while a chunk is multiplied.
-#include "../threads.h"
-#include "bf16_dot.h"
-#include "bf16_tiles.h"
+// AVX512_BF16 for many rows of x: tiles of 12 rows and two vectors of W. A chunk of a panel is decoded while the first tile
+// is multiplied with it, and kept in the L1 cache for the other tiles.
+#include "bf16_chunks.h"
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
 namespace MINIFLOAT_ISA {
 namespace {
-
-constexpr int64_t kPanels = Finish::kMaxPanels;
-constexpr int64_t kChunkSteps = 4;  // 16 KiB of bf16
-constexpr int64_t kChunkUnits = kChunkSteps * 2;
-constexpr int64_t kChunkBytes = kChunkSteps * kStepTiles * kTileBytes;
-constexpr int64_t kFewTiles = 4;
-constexpr int64_t kBlockTiles = 32;  // tiles of x of a block: 384 KiB of sums, 192 KiB of x
-constexpr int64_t kTileSums = kDotRows * kPanelRows;
-constexpr float kSmallestScale = 0x1p-100f;  // of blocks whose sums are joined: ratios of subnormal numbers are not exact
-constexpr int64_t kScratchBytes = 2 << 20;  // in one 2 MB page
-
-// Prefetches the next chunk into the L2 cache, some lines per unit.
-struct Ahead {
-    const uint8_t *next, *end;
-    int64_t bytes;  // per unit
-
-    void unit() {
-        for (const uint8_t* stop = min(next + bytes, end); next < stop; next += kVectorBytes)
-            _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
-    }
-};
 
 // Keeps the decoded vectors of a unit.
 struct Keep {
@@ -44,205 +16,67 @@ struct Keep {
     }
 };
 
-// Units of a chunk with one scale per row of W, or without.
-struct Units {
-    const uint8_t* step;  // of the first unit, packed; null if `tiles` holds them already
-    uint8_t* tiles;
-    int32_t step_bytes, scale_bytes;
-    int64_t begin, end;  // of the chunk
-    int64_t middle;      // up to it, sums are multiplied by `ratio`; `end` if all units have one scale
-    float ratio;
-    bool first;  // of all columns
-    const float* scales;
-    int32_t scale_lanes;
+struct Large {
+    static constexpr int kRows = kDotRows, kFewestRows = 1, kPasses = 1;
+    static constexpr int64_t kSums = kRows * kPanelRows;
+    static constexpr bool kKeeps = true;
 
-    __m512 scale(int tile) const {
-        return scale_lanes == 1 ? _mm512_set1_ps(*scales) : _mm512_loadu_ps(scales + tile * kTileRows);
-    }
-};
-
-// sums [kRows][kPanelRows] (+)= kRows rows of x times units, times their scales.
-template <int kRows, class Format>
-__attribute__((noinline)) void multiply_units(const Format& format, const uint8_t* x, int64_t unit_bytes,
-                                              const Units& units, Ahead& ahead, float* sums) {
-    DotSums<kRows> dots;
-    dots.clear();
-    for (int i = 0; i < kRows * kPanelRows; i += kTileRows)
-        _mm_prefetch(reinterpret_cast<const char*>(sums + i), _MM_HINT_T0);
-    const uint8_t* step = units.step;
-    uint8_t* tiles = units.tiles + units.begin * 2 * kTileBytes;
-    x += units.begin * unit_bytes;
-    if (step != nullptr) {
-        for (int64_t u = units.begin; u < units.end; ++u, x += unit_bytes, tiles += 2 * kTileBytes) {
-            ahead.unit();
-            if (Format::kBlocks && u == units.middle) dots.multiply(units.ratio);
-            add_half<kRows>(format, step, units.scale_bytes, static_cast<int>(u & 1), x, dots, Keep{tiles});
-            if (u & 1) step += units.step_bytes;
-        }
-    } else {
-        constexpr int kChains = DotSums<kRows>::kChains;
-        for (int64_t u = units.begin; u < units.end; ++u, x += unit_bytes, tiles += 2 * kTileBytes) {
-            ahead.unit();
-            if (Format::kBlocks && u == units.middle) dots.multiply(units.ratio);
-            for (int p = 0; p < kUnitPairs; p += kChains)
-#pragma GCC unroll 2
-                for (int c = 0; c < kChains; ++c) {
-                    const uint8_t* w = tiles + (p + c) * kVectorBytes;
-                    const __m512bh a = bit_cast<__m512bh>(_mm512_load_si512(w));
-                    const __m512bh b = bit_cast<__m512bh>(_mm512_load_si512(w + kTileBytes));
-#pragma GCC unroll 16
-                    for (int r = 0; r < kRows; ++r) {
-                        const __m512bh factor = broadcast_pair(x + r * kVectorBytes + (p + c) * 4);
-                        dots.v[r][0][c] = _mm512_dpbf16_ps(dots.v[r][0][c], a, factor);
-                        dots.v[r][1][c] = _mm512_dpbf16_ps(dots.v[r][1][c], b, factor);
-                    }
-                }
-        }
-    }
-#pragma GCC unroll 2
-    for (int t = 0; t < 2; ++t) {
-        const __m512 scale = Format::kBlocks ? units.scale(t) : _mm512_setzero_ps();
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-            float* to = sums + r * kPanelRows + t * kTileRows;
-            __m512 total = dots.total(r, t);
-            if (Format::kBlocks) total = _mm512_mul_ps(total, scale);
-            _mm512_store_ps(to, units.first ? total : _mm512_add_ps(_mm512_load_ps(to), total));
-        }
-    }
-}
-
-template <int kRows, class Format>
-void multiply_rows(int rows, const Format& format, const uint8_t* x, int64_t unit_bytes, const Units& units,
-                   Ahead& ahead, float* sums) {
-    if constexpr (kRows > 1) {
-        if (rows < kRows) return multiply_rows<kRows - 1>(rows, format, x, unit_bytes, units, ahead, sums);
-    }
-    multiply_units<kRows>(format, x, unit_bytes, units, ahead, sums);
-}
-
-template <class Format>
-class Product {
-  public:
-    Product(const Format& format, const Weight& w, const Input& x, const uint8_t* packed, const Output& y,
-            uint8_t* scratch, int64_t first, int64_t last)
-        : format_(format), w_(w), x_(x), packed_(packed), y_(y), t_(dot_tiling(x.m)), first_(first), last_(last),
-          decoded_(scratch), sums_(reinterpret_cast<float*>(scratch + kChunkBytes)) {}
-
-    void run() {
-        const int64_t blocks = ceil_div(t_.pairs, kBlockTiles);
-        for (int64_t b = 0; b < blocks; ++b) multiply_block(t_.pairs * b / blocks, t_.pairs * (b + 1) / blocks);
-    }
-
-  private:
-    void multiply_block(int64_t begin, int64_t end) {
-        const int64_t panel_floats = (end - begin) * kTileSums;
-        for (int64_t s = 0; s < w_.steps; s += kChunkSteps)
-            for (int64_t p = first_; p < last_; ++p)
-                multiply_chunk(p, s, begin, end, sums_ + (p - first_) * panel_floats);
-        const Finish finish(w_, y_, first_, last_, Format::kFactor);
-        for (int64_t tile = begin; tile < end; ++tile)
-            store_dots(w_, y_, tile * t_.rows, rows_of(t_, x_.m, tile), first_, last_, finish,
-                       sums_ + (tile - begin) * kTileSums, panel_floats);
-    }
-
-    int64_t steps_at(int64_t s) const { return min(kChunkSteps, w_.steps - s); }
-    const uint8_t* step(int64_t p, int64_t s) const { return w_.panel(p) + s * w_.step_bytes; }
-
-    // The chunk after steps s .. of panel p, of which `units` units are multiplied meanwhile.
-    Ahead ahead_of(int64_t p, int64_t s, int64_t units) const {
-        const bool same = p + 1 < last_;
-        const int64_t next = same ? s : s + kChunkSteps < w_.steps ? s + kChunkSteps : 0;
-        const int64_t panel = same ? p + 1 : next > 0 ? first_ : last_;
-        if (panel >= w_.panels) return {nullptr, nullptr, 0};
-        const int64_t bytes = steps_at(next) * w_.step_bytes;
-        const uint8_t* from = step(panel, next);
-        return {from, from + bytes, round_up(ceil_div(bytes, units), kVectorBytes)};
-    }
-
-    // Multiplies the chunk from step s of a panel with tiles begin .. end - 1 of x.
-    void multiply_chunk(int64_t p, int64_t s, int64_t begin, int64_t end, float* sums) {
-        const int64_t units = steps_at(s) * 2, tile_bytes = units * t_.unit_bytes();
-        const uint8_t* x = packed_ + s * 2 * t_.pairs * t_.unit_bytes() + begin * tile_bytes;
-        Ahead ahead = ahead_of(p, s, units * (end - begin));
-        for (int64_t tile = begin; tile < end; ++tile, x += tile_bytes, sums += kTileSums)
-            multiply_tile(p, s, units, tile == begin, rows_of(t_, x_.m, tile), x, ahead, sums);
-    }
-
-    // Multiplies the parts of a chunk that belong to each block of columns, one after the other.
-    void multiply_tile(int64_t p, int64_t s, int64_t units, bool decodes, int rows, const uint8_t* x, Ahead& ahead,
-                       float* sums) const {
-        const int64_t origin = s * 2;
-        Units part = {};
-        part.step_bytes = w_.step_bytes;
-        part.scale_bytes = w_.scale_bytes;
-        part.scale_lanes = w_.block_lanes;
-        // Packed BF16 needs no decoding.
-        part.tiles = Format::kDecodes ? decoded_ : const_cast<uint8_t*>(step(p, s));
-        for (int64_t u = 0; u < units; u = part.end) {
-            part.begin = u;
-            part.end = units;
-            if (Format::kBlocks) {
-                const int64_t block_units = w_.block_cols / kHalfCols;
-                const int64_t group = min((origin + u) / block_units, w_.groups - 1);
-                if (group + 1 < w_.groups) part.end = min(units, (group + 1) * block_units - origin);
-                part.scales = w_.block_scale(p, group);
+    // sums [kRows][kPanelRows] (+)= kRows rows of x times units, times their scales.
+    template <int kRows, class Format>
+    __attribute__((noinline)) static void multiply(const Format& format, const uint8_t* x, int64_t unit_bytes,
+                                                   const Units& units, Ahead& ahead, float* sums) {
+        DotSums<kRows> dots;
+        dots.clear();
+        for (int i = 0; i < kRows * kPanelRows; i += kTileRows)
+            _mm_prefetch(reinterpret_cast<const char*>(sums + i), _MM_HINT_T0);
+        const uint8_t* step = units.step;
+        uint8_t* tiles = units.tiles + units.begin * 2 * kTileBytes;
+        x += units.begin * unit_bytes;
+        if (!units.decoded) {
+            for (int64_t u = units.begin; u < units.end; ++u, x += unit_bytes, tiles += 2 * kTileBytes) {
+                ahead.unit();
+                if (Format::kBlocks && u == units.middle) dots.multiply(units.ratio);
+                add_half<kRows>(format, step, units.scale_bytes, static_cast<int>(u & 1), x, dots, Keep{tiles});
+                if (u & 1) step += units.step_bytes;
             }
-            part.middle = part.end;
-            if (Format::kBlocks && part.end < units) join(p, units, origin, part);
-            part.first = origin + u == 0;
-            part.step = Format::kDecodes && decodes ? step(p, s + u / 2) : nullptr;
-            multiply_rows<kDotRows>(rows, format_, x, t_.unit_bytes(), part, ahead, sums);
+        } else {
+            constexpr int kChains = DotSums<kRows>::kChains;
+            for (int64_t u = units.begin; u < units.end; ++u, x += unit_bytes, tiles += 2 * kTileBytes) {
+                ahead.unit();
+                if (Format::kBlocks && u == units.middle) dots.multiply(units.ratio);
+                for (int p = 0; p < kUnitPairs; p += kChains)
+#pragma GCC unroll 2
+                    for (int c = 0; c < kChains; ++c) {
+                        const uint8_t* w = tiles + (p + c) * kVectorBytes;
+                        const __m512bh a = bit_cast<__m512bh>(_mm512_load_si512(w));
+                        const __m512bh b = bit_cast<__m512bh>(_mm512_load_si512(w + kTileBytes));
+#pragma GCC unroll 16
+                        for (int r = 0; r < kRows; ++r) {
+                            const __m512bh factor = broadcast_pair(x + r * kVectorBytes + (p + c) * 4);
+                            dots.v[r][0][c] = _mm512_dpbf16_ps(dots.v[r][0][c], a, factor);
+                            dots.v[r][1][c] = _mm512_dpbf16_ps(dots.v[r][1][c], b, factor);
+                        }
+                    }
+            }
+        }
+#pragma GCC unroll 2
+        for (int t = 0; t < 2; ++t) {
+            const __m512 scale = Format::kBlocks ? units.scale(t) : _mm512_setzero_ps();
+#pragma GCC unroll 16
+            for (int r = 0; r < kRows; ++r) {
+                float* to = sums + r * kPanelRows + t * kTileRows;
+                __m512 total = dots.total(r, t);
+                if (Format::kBlocks) total = _mm512_mul_ps(total, scale);
+                _mm512_store_ps(to, units.first ? total : _mm512_add_ps(_mm512_load_ps(to), total));
+            }
         }
     }
-
-    // Extends units to the next block of columns, if the ratio of their scales costs no accuracy: sums are then in memory
-    // half as often.
-    void join(int64_t p, int64_t units, int64_t origin, Units& part) const {
-        constexpr float kMostRatio = 256.0f;
-        const int64_t block_units = w_.block_cols / kHalfCols, group = (origin + part.end) / block_units;
-        if (w_.block_lanes != 1 || group >= w_.groups) return;
-        const float* next = w_.block_scale(p, group);
-        const float ratio = *part.scales / *next;
-        if (!(ratio <= kMostRatio && ratio >= 1.0f / kMostRatio && *next >= kSmallestScale)) return;
-        part.ratio = ratio;
-        part.scales = next;
-        part.end = group + 1 < w_.groups ? min(units, (group + 1) * block_units - origin) : units;
-    }
-
-    const Format& format_;
-    const Weight& w_;
-    const Input& x_;
-    const uint8_t* packed_;
-    const Output& y_;
-    const Tiling t_;
-    const int64_t first_, last_;
-    uint8_t* const decoded_;
-    float* const sums_;
 };
-
-int64_t prepared_bytes(const Weight& w, int64_t m, int32_t) { return packed_x_bytes(w, dot_tiling(m)); }
-
-void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
-    pack_x(w, x, dot_tiling(x.m), kChunkUnits, prepared, part, parts);
-}
-
-bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first, int64_t last) {
-    const int64_t tiles = ceil_div(x.m, kDotRows), panels = tiles <= kFewTiles ? 1 : kPanels;
-    const int64_t floats = min(kBlockTiles, tiles) * min(panels, last - first) * kTileSums;
-    const int64_t bytes = max(kScratchBytes, kChunkBytes + floats * static_cast<int64_t>(sizeof(float)));
-    uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchThread, bytes));
-    if (memory == nullptr) return false;
-    return with_format(w, first, [&](const auto& format) {
-        for (int64_t begin = first; begin < last; begin += panels)
-            Product(format, w, x, prepared, y, memory, begin, min(begin + panels, last)).run();
-        return true;
-    });
-}
 
 }  // namespace
 
-extern const Path kBf16LargePath = {"bf16 large", prepared_bytes, prepare, multiply, kPanels};
+extern const Path kBf16LargePath = {"bf16 large", ChunkPath<Large>::prepared_bytes, ChunkPath<Large>::prepare,
+                                    ChunkPath<Large>::multiply, kPanels};
 
 }  // namespace MINIFLOAT_ISA
 

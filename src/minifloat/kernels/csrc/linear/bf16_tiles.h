@@ -1,9 +1,9 @@
 // Decodes steps of packed weights to bf16 tiles, one class per format. A tile is half a step wide and half a panel
 // high; the four tiles of a step are decoded separately, so that decoding can be interleaved with products.
 //
-// tile() decodes a tile to memory; prefetch(p) is called for every line that is read, to prefetch a later line. pairs()
-// decodes in registers, for kRows rows of x: a vector of each of the two tiles of a half step, kPairs pairs of columns of
-// 16 rows each.
+// tile() decodes a tile to memory; prefetch(p) is called for every line that is read, to prefetch a later line. vector()
+// decodes a vector of tile `tile` of a half step in registers, for kRows rows of x: kPairs pairs of columns of 16 rows.
+// pairs() decodes a vector of both tiles.
 // Vectors of a half step that share inline scales form a group; scales() reads the scales of a group.
 //
 // Exactness: E4M3 and E2M1 have at most 4 significant bits, their product with a scale in E4M3 at most 6, powers of two
@@ -64,6 +64,11 @@ inline void take_pairs(const uint8_t* p, __m512i (&out)[4], const Value& value) 
     out[3] = value(_mm512_srli_epi16(codes, 12));
 }
 
+// With this many rows of x, decoding pays for instructions that run beside dot products. On Zen 4 those are additions,
+// logic, minima, maxima and permutations, but not saturating subtractions, comparisons into masks, bit matrices and
+// stores of vectors, which each take the place of a dot product.
+constexpr bool saves_dots(int rows) { return rows >= 6; }
+
 // The properties that most formats have.
 struct TilesDefaults {
     static constexpr bool kDecodes = true;  // whether the packed bytes differ from those of tiles
@@ -82,9 +87,13 @@ class Bf16Tiles : public TilesDefaults {
     Scales scales(const uint8_t*, int, int) const { return {}; }
 
     template <int kRows>
-    void pairs(const uint8_t* a, const uint8_t* b, const Scales&, __m512i (&out)[2][kPairs]) const {
-        out[0][0] = _mm512_load_si512(a);
-        out[1][0] = _mm512_load_si512(b);
+    void vector(const uint8_t* p, const Scales&, int, __m512i (&out)[kPairs]) const {
+        out[0] = _mm512_load_si512(p);
+    }
+    template <int kRows>
+    void pairs(const uint8_t* a, const uint8_t* b, const Scales& scales, __m512i (&out)[2][kPairs]) const {
+        vector<kRows>(a, scales, 0, out[0]);
+        vector<kRows>(b, scales, 1, out[1]);
     }
 
     template <class Prefetch>
@@ -146,12 +155,15 @@ class E4m3Tiles : public TilesDefaults {
     }
 
     template <int kRows>
+    void vector(const uint8_t* p, const Scales& scales, int tile, __m512i (&out)[kPairs]) const {
+        take(any(_mm512_load_si512(p), scales.distance[tile], E4m3Lookup(kTables)), out);
+    }
+    template <int kRows>
     void pairs(const uint8_t* first, const uint8_t* second, const Scales& scales, __m512i (&out)[2][kPairs]) const {
-        // Bit matrices are fewer instructions, but take the place of dot products (by 10% of a product with 8 rows, Zen 4).
-        [[maybe_unused]] constexpr bool kLookUp = !kScaled && kRows >= 6;
         const __m512i a = _mm512_load_si512(first), b = _mm512_load_si512(second);
 #if defined(__GFNI__)
-        if (!kLookUp && __builtin_expect(mostly_normal_ && all_normal(a, b), 1)) {
+        // Bit matrices are fewer instructions than tables, but take the place of dot products.
+        if (!saves_dots(kRows) && __builtin_expect(mostly_normal_ && all_normal(a, b), 1)) {
             take(normal(a, scales.distance[0]), out[0]);
             take(normal(b, scales.distance[1]), out[1]);
             return;
@@ -174,14 +186,19 @@ class E4m3Tiles : public TilesDefaults {
         out[0] = pairs.first;
         out[1] = pairs.second;
     }
+    // Magnitudes with their exponents lowered; zero stays. The maximum does not take the place of a dot product, as a
+    // saturating subtraction would.
     static E4m3Pairs lowered(const E4m3Pairs& p, __m512i distance) {
-        return {_mm512_subs_epu16(p.first, distance), _mm512_subs_epu16(p.second, distance)};
+        const __m512i zero = _mm512_setzero_si512();
+        return {_mm512_max_epi16(_mm512_sub_epi16(p.first, distance), zero),
+                _mm512_max_epi16(_mm512_sub_epi16(p.second, distance), zero)};
     }
 
 #if defined(__GFNI__)
     static E4m3Pairs normal(__m512i codes, __m512i distance) {
         const E4m3Pairs pairs = E4m3Normal<kLift>()(codes).pairs();
-        return kScaled ? lowered(pairs, distance) : pairs;
+        if (!kScaled) return pairs;
+        return {_mm512_sub_epi16(pairs.first, distance), _mm512_sub_epi16(pairs.second, distance)};
     }
     static void store_normal(uint8_t* out, __m512i codes, __m512i distance) { store(out, normal(codes, distance)); }
 #endif
@@ -223,8 +240,20 @@ class Mxfp4Tiles : public TilesDefaults {
 
     template <int kRows>
     void pairs(const uint8_t* a, const uint8_t* b, const Scales& scales, __m512i (&out)[2][kPairs]) const {
-        take_pairs(a, out[0], [&](__m512i shifted) { return value(shifted, scales.distance[0]); });
-        take_pairs(b, out[1], [&](__m512i shifted) { return value(shifted, scales.distance[1]); });
+        vector<kRows>(a, scales, 0, out[0]);
+        vector<kRows>(b, scales, 1, out[1]);
+    }
+    template <int kRows>
+    void vector(const uint8_t* p, const Scales& scales, int tile, __m512i (&out)[kPairs]) const {
+        const __m512i distance = scales.distance[tile];
+        if constexpr (saves_dots(kRows)) {
+            take_pairs(p, out, [&](__m512i shifted) {
+                const __m512i lowers = _mm512_and_si512(distance, _mm512_permutexvar_epi16(shifted, nonzero_));
+                return _mm512_sub_epi16(_mm512_permutexvar_epi16(shifted, values_), lowers);
+            });
+        } else {
+            take_pairs(p, out, [&](__m512i shifted) { return value(shifted, distance); });
+        }
     }
 
     template <class Prefetch>
@@ -245,12 +274,14 @@ class Mxfp4Tiles : public TilesDefaults {
         const int value = e2m1_to_bf16(code & 7);
         return code > 8 ? value | 0x8000 : value;
     });
+    static constexpr WordTable kNonzero = nibble_table([](int code) { return (code & 7) != 0 ? 0xffff : 0; });
 
     __m512i value(__m512i codes, __m512i distance) const {
         return _mm512_subs_epu16(_mm512_permutexvar_epi16(codes, values_), distance);
     }
 
     const __m512i values_ = _mm512_load_si512(kValues.words);
+    const __m512i nonzero_ = _mm512_load_si512(kNonzero.words);
 };
 
 // E2M1 with E4M3. For numbers with the same mantissa the bits of a bf16 are a logarithm, so a product with a scale S is
@@ -276,8 +307,12 @@ class Nvfp4Tiles : public TilesDefaults {
 
     template <int kRows>
     void pairs(const uint8_t* a, const uint8_t* b, const Scales& scales, __m512i (&out)[2][kPairs]) const {
-        take_pairs(a, out[0], [&](__m512i shifted) { return value(shifted, scales.of[0]); });
-        take_pairs(b, out[1], [&](__m512i shifted) { return value(shifted, scales.of[1]); });
+        vector<kRows>(a, scales, 0, out[0]);
+        vector<kRows>(b, scales, 1, out[1]);
+    }
+    template <int kRows>
+    void vector(const uint8_t* p, const Scales& scales, int tile, __m512i (&out)[kPairs]) const {
+        take_pairs(p, out, [&](__m512i shifted) { return value(shifted, scales.of[tile]); });
     }
 
     template <class Prefetch>

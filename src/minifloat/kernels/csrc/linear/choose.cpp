@@ -4,7 +4,7 @@
 namespace MINIFLOAT_ISA {
 
 extern const Path kFloatPath, kAvx2Path, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath, kBf16SmallPath,
-    kBf16LargePath, kInt8Path;
+    kBf16TallPath, kBf16LargePath, kInt8Path;
 
 const Path* choose_int8_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
                              [[maybe_unused]] int32_t x_dtype) {
@@ -48,8 +48,9 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
     constexpr int64_t kMaxSmall = 32;  // two tiles of x
     return m <= kMaxSmall ? kAmxSmallPath : kAmxLargePath;
 #elif defined(__AVX512BF16__)
-    constexpr int64_t kMaxSmall = 12;  // rows of x that share the decoding in registers
-    if (is_bf16) return m <= kMaxSmall ? kBf16SmallPath : kBf16LargePath;
+    constexpr int64_t kMaxSmall = 12;  // rows of x that share the decoding in registers, with two vectors of W
+    constexpr int64_t kMaxTall = 48;   // the same with one vector of W: two tiles
+    if (is_bf16) return m <= kMaxSmall ? kBf16SmallPath : m <= kMaxTall ? kBf16TallPath : kBf16LargePath;
 #endif
     return kFloatPath;
 }

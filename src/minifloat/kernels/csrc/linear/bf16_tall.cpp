@@ -1,0 +1,90 @@
+// AVX512_BF16 for more rows of x than bf16_small.cpp takes, and not yet many: tiles of 24 rows and one vector of W, which
+// is decoded in registers for each tile.
+//
+// A dot product with a broadcast operand in memory takes no more time than one in registers, and so do the instructions
+// that decode, because they run beside it; storing a decoded vector takes the time of 1.25 dot products (Zen 4). So a
+// tall tile is faster than two wide ones of which the first keeps what it decodes.
+#include "bf16_chunks.h"
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+
+namespace MINIFLOAT_ISA {
+namespace {
+
+struct Tall {
+    static constexpr int kRows = 24, kFewestRows = kDotRows - 1, kPasses = 2;
+    static constexpr int64_t kSums = kRows * kPanelRows;
+    static constexpr bool kKeeps = false;
+
+    template <int kRows, class Format>
+    static void multiply(const Format& format, const uint8_t* x, int64_t unit_bytes, const Units& units, Ahead& ahead,
+                         float* sums) {
+        for (int t = 0; t < 2; ++t) multiply_tile<kRows>(format, x, unit_bytes, units, ahead, t, sums + t * kTileRows);
+    }
+
+  private:
+    // Columns of tile `tile` of W, 16 of a panel.
+    template <int kRows, class Format>
+    __attribute__((noinline)) static void multiply_tile(const Format& format, const uint8_t* x, int64_t unit_bytes,
+                                                        const Units& units, Ahead& ahead, int tile, float* sums) {
+        __m512 dots[kRows];
+#pragma GCC unroll 32
+        for (int r = 0; r < kRows; ++r) {
+            dots[r] = _mm512_setzero_ps();
+            _mm_prefetch(reinterpret_cast<const char*>(sums + r * kPanelRows), _MM_HINT_T0);
+        }
+        const uint8_t* step = units.step;
+        x += units.begin * unit_bytes;
+        for (int64_t u = units.begin; u < units.end; ++u, x += unit_bytes) {
+            ahead.unit();
+            if (Format::kBlocks && u == units.middle) {
+#pragma GCC unroll 32
+                for (int r = 0; r < kRows; ++r) dots[r] = _mm512_mul_ps(dots[r], _mm512_set1_ps(units.ratio));
+            }
+            add_tile<kRows>(format, step, units.scale_bytes, static_cast<int>(u & 1), tile, x, dots);
+            if (u & 1) step += units.step_bytes;
+        }
+        const __m512 scale = Format::kBlocks ? units.scale(tile) : _mm512_setzero_ps();
+#pragma GCC unroll 32
+        for (int r = 0; r < kRows; ++r) {
+            float* to = sums + r * kPanelRows;
+            const __m512 total = Format::kBlocks ? _mm512_mul_ps(dots[r], scale) : dots[r];
+            _mm512_store_ps(to, units.first ? total : _mm512_add_ps(_mm512_load_ps(to), total));
+        }
+    }
+
+    // Adds the products of 32 columns, half a step, and one tile of W.
+    template <int kRows, class Format>
+    static inline __attribute__((always_inline)) void add_tile(const Format& format, const uint8_t* step,
+                                                               int32_t scale_bytes, int half, int tile,
+                                                               const uint8_t* x, __m512 (&dots)[kRows]) {
+        constexpr int kVectors = kUnitPairs / Format::kPairs, kGroupVectors = kVectors / Format::kGroups;
+        constexpr int kTile = kVectors * kVectorBytes;
+        const uint8_t* data = step + scale_bytes + (half * 2 + tile) * kTile;
+        const uint8_t* scales_of_tile = step + tile * kTileRows;
+        for (int g = 0; g < Format::kGroups; ++g) {
+            const typename Format::Scales scales = format.scales(scales_of_tile, half, g);
+#pragma GCC unroll 1
+            for (int i = 0; i < kGroupVectors; ++i, data += kVectorBytes, x += Format::kPairs * 4) {
+                _mm_prefetch(reinterpret_cast<const char*>(data + 2 * kTile), _MM_HINT_T0);  // of the next half step
+                __m512i pairs[Format::kPairs];
+                format.template vector<kRows>(data, scales, 0, pairs);
+#pragma GCC unroll 4
+                for (int p = 0; p < Format::kPairs; ++p)
+#pragma GCC unroll 32
+                    for (int r = 0; r < kRows; ++r)
+                        dots[r] = _mm512_dpbf16_ps(dots[r], bit_cast<__m512bh>(pairs[p]),
+                                                   broadcast_pair(x + r * kVectorBytes + p * 4));
+            }
+        }
+    }
+};
+
+}  // namespace
+
+extern const Path kBf16TallPath = {"bf16 tall", ChunkPath<Tall>::prepared_bytes, ChunkPath<Tall>::prepare,
+                                   ChunkPath<Tall>::multiply};
+
+}  // namespace MINIFLOAT_ISA
+
+#endif
