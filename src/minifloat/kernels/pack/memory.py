@@ -2,7 +2,7 @@
 
 A product reads every byte of a weight once, so a page table walk per 4 KB costs more than a tenth of the memory's
 bandwidth. Each allocation maps new memory: pages that another thread has touched before would stay on that thread's
-NUMA node, and would stay small. `minifloat.kernels.prepared_memory` has pages that were touched early for this purpose.
+NUMA node, and would stay small.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import mmap
 import torch
 from torch import Tensor
 
-from minifloat.kernels import prepared_memory
 from minifloat.kernels.pack.layout import VECTOR_BYTES
-from minifloat.kernels.prepared_memory import HUGE_PAGE
 
-_SMALL = 64 << 10
+HUGE_PAGE = 2 << 20
 
 
 def allocate(nbytes: int) -> Tensor:
@@ -25,9 +23,6 @@ def allocate(nbytes: int) -> Tensor:
     The tensor is a view of a larger storage. Its clones and copies, pickled ones too, are only 64-byte aligned and in
     pages of any size; kernels run on them too.
     """
-    prepared = prepared_memory.take(nbytes) if nbytes >= _SMALL else None
-    if prepared is not None:
-        return torch.frombuffer(prepared[0], dtype=torch.uint8, offset=prepared[1], count=nbytes)
     if nbytes < HUGE_PAGE:
         return torch.empty(nbytes, dtype=torch.uint8)
     region = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
