@@ -13,6 +13,8 @@ from torch import Tensor
 from minifloat.kernels.decoder import BLOCK_TOKENS, Attention, Decoder, Experts, KVCache, Layer, Mlp, StepBatch, step
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
+from minifloat.numerics.scheme import SCHEMES
+from minifloat.numerics.tensor import quantize_tensor
 
 VOCAB = 97
 _SIZES: dict[str, Any] = {
@@ -238,12 +240,15 @@ class Shape:
     shared: bool = False
 
 
-def random_decoder(shape: Shape, dtype: torch.dtype, scales: tuple[float, float] = (1.0, 1.0)) -> Decoder:
-    """Return a random decoder; `scales`: scales of keys and values in an E4M3 cache."""
+def random_decoder(
+    shape: Shape, dtype: torch.dtype, scales: tuple[float, float] = (1.0, 1.0), scheme: str | None = None
+) -> Decoder:
+    """Return a random decoder; `scales`: scales of keys and values in an E4M3 cache; `scheme`: of weights, not BF16."""
     random = torch.Generator().manual_seed(7)
 
     def weight(rows: int, cols: int) -> PackedWeight:
-        return _packed(torch.randn(rows, cols, generator=random) * 1.5 / cols**0.5)
+        values = torch.randn(rows, cols, generator=random) * 1.5 / cols**0.5
+        return _packed(values) if scheme is None else pack(quantize_tensor(values, SCHEMES[scheme].weight))
 
     def vector(size: int, centre: float = 1.0) -> Tensor:
         return torch.randn(size, generator=random) * 0.2 + centre

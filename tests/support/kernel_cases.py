@@ -257,6 +257,7 @@ class Kernels:
         biases: Sequence[torch.Tensor | None] | None,
         y: torch.Tensor,
         threads: int,
+        int8_inputs: bool = False,
     ) -> structs.LinearArgs:
         """The struct for a call; it points into the tensors, and keeps alive only the lists of pointers."""
         pointers = _pointers([weight.blob for weight in weights])
@@ -274,6 +275,7 @@ class Kernels:
             x_dtype=_CODES[x.dtype],
             bias_dtype=_CODES[bias_dtypes.pop()] if bias_dtypes else 0,
             threads=threads,
+            int8_inputs=int8_inputs,
         )
 
     def linear(
@@ -283,6 +285,7 @@ class Kernels:
         biases: Sequence[torch.Tensor | None] | torch.Tensor | None = None,
         threads: int = 1,
         y: torch.Tensor | None = None,
+        int8_inputs: bool = False,
     ) -> torch.Tensor:
         """The result for `x`, whose rows may be any distance apart; into `y` where it is given.
 
@@ -293,9 +296,13 @@ class Kernels:
         biases = [biases] if isinstance(biases, torch.Tensor) else biases
         width = sum(weight.stored.shape[0] for weight in weights)
         buffer = garbage(x.shape[0], width + _PADDING, x.dtype) if y is None else y
-        args = self.linear_args(x, weights, biases, buffer, threads)
+        args = self.linear_args(x, weights, biases, buffer, threads, int8_inputs)
         self.library.linear(args)
         return _checked(buffer, width) if y is None else y
+
+    def rounds_inputs(self, weight: Packed, x: torch.Tensor) -> bool:
+        """Whether `linear` with `int8_inputs` rounds `x`."""
+        return self.library.rounds_inputs(weight.blob.data_ptr(), x.shape[0], _CODES[x.dtype])
 
     def moe(
         self,
@@ -305,6 +312,7 @@ class Kernels:
         x_rows: torch.Tensor | None = None,
         biases: Sequence[torch.Tensor] | None = None,
         threads: int = 1,
+        int8_inputs: bool = False,
     ) -> torch.Tensor:
         """`counts` rows of the result for each expert."""
         offsets = torch.tensor([0, *counts]).cumsum(0)
@@ -325,6 +333,7 @@ class Kernels:
             x_dtype=_CODES[x.dtype],
             bias_dtype=_CODES[biases[0].dtype] if biases else 0,
             threads=threads,
+            int8_inputs=int8_inputs,
         )
         self.library.moe(args)
         return _checked(buffer, width)

@@ -5,7 +5,8 @@
 - The same group of a row of the weight becomes integers too, times a power of two: the smallest with which no integer
   exceeds 127. For E4M3 this is that of the largest element; all elements of its binade and of the three below it are
   exact. For E2M1 it is that of 6 times the largest scale of the group's blocks that are not all zeros; blocks whose
-  scales are powers of two within 8 of the largest are exact.
+  scales are powers of two within 8 of the largest are exact. Integers are rounded to nearest, ties to even, those of
+  NVFP4 away from zero.
 - Sums of products of integers are exact; they are scaled and added up in float32.
 
 The kernels round where this is faster (`minifloat.kernels.linear.int8_inputs`); these functions round always.
@@ -71,13 +72,14 @@ def round_weight(weight: QuantizedTensor) -> Tensor:
         if spec.element is E2M1:
             blocks = _groups(bounds, spec.granularity.block(shape)[1])
             present = (blocks.amax(-1, keepdim=True) > 0).expand_as(blocks)
-            bounds = E2M1.max * scales * _columns(present, shape[1])
+            bounds = E2M1.max * scales.abs() * _columns(present, shape[1])
     if weight.global_scale is not None:
         factor = 1 / weight.global_scale if weight.global_divides else weight.global_scale
     mantissa, exponent = torch.frexp(_groups(bounds).amax(-1, keepdim=True) / INT8_MAX)
     unit = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-    groups = _groups(values)
-    return _columns(torch.where(groups == 0, 0.0, (groups / unit).round() * unit), shape[1]) * factor
+    scaled = _groups(values) / unit
+    integers = (scaled.abs() + 0.5).floor() * scaled.sign() if spec.has_global_scale else scaled.round()
+    return _columns(torch.where(scaled == 0, 0.0, integers * unit), shape[1]) * factor
 
 
 def _groups(matrix: Tensor, cols: int = GROUP_COLS) -> Tensor:

@@ -9,8 +9,8 @@ extern const Path kFloatPath, kAvx2Path, kGemvPath, kGemvInt8Path, kAmxSmallPath
 const Path* choose_int8_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
                              [[maybe_unused]] int32_t x_dtype) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(__AMX_BF16__)
-    constexpr int64_t kMinRows = 2;
-    if (m < kMinRows || w.element == MINIFLOAT_WEIGHT_BF16) return nullptr;
+    const int64_t min_rows = w.grid == MINIFLOAT_GRID_E8M0 ? 8 : 16;  // with fewer the weights' bytes are the limit
+    if (m < min_rows || w.element == MINIFLOAT_WEIGHT_BF16) return nullptr;
     // A group of columns that share a scale of x has one scale of W.
     if (w.groups > 1 && w.block_cols % kStepCols != 0) return nullptr;
     return &kInt8Path;

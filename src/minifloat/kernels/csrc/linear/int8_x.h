@@ -11,6 +11,7 @@
 #include "path.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(__AMX_BF16__)
+#define MINIFLOAT_INT8
 
 namespace MINIFLOAT_ISA {
 
@@ -39,8 +40,16 @@ struct Int8Tiling {
     }
 };
 
-// Rounds a group: `values` [kInt8Cols] to `out`.
-inline void round_group(const float* values, int8_t* out, float* scale, int32_t* start) {
+// The column of each of 8 places, which is that of the nibbles of E2M1 as they are decoded.
+inline const int8_t* column_order(const Weight& w) {
+    static constexpr int8_t kNatural[8] = {0, 1, 2, 3, 4, 5, 6, 7}, kMxfp4[8] = {0, 4, 1, 5, 2, 6, 3, 7},
+                            kNvfp4[8] = {0, 2, 1, 3, 4, 6, 5, 7};
+    if (w.element != MINIFLOAT_E2M1) return kNatural;
+    return w.grid == MINIFLOAT_GRID_E8M0 ? kMxfp4 : kNvfp4;
+}
+
+// Rounds a group: `values` [kInt8Cols] to `out`, sixteen columns in `order`.
+inline void round_group(const float* values, __m128i order, int8_t* out, float* scale, int32_t* start) {
     __m512i bits = _mm512_setzero_si512();
     const __m512i magnitude = _mm512_set1_epi32(kMagnitude);
     for (int i = 0; i < kInt8Cols; i += 16)
@@ -58,7 +67,8 @@ inline void round_group(const float* values, int8_t* out, float* scale, int32_t*
     for (int i = 0; i < kInt8Cols; i += 16) {
         const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(values + i), factor));
         sum = _mm512_add_epi32(sum, q);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm512_cvtepi32_epi8(q));
+        const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(q), order);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), bytes);
     }
     *scale = amax / kInt8Max;
     *start = -kInt8Offset * _mm512_reduce_add_epi32(sum);
@@ -67,6 +77,8 @@ inline void round_group(const float* values, int8_t* out, float* scale, int32_t*
 // Rounds part `part` of `parts` of x into units.
 inline void round_x(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
     const Int8Tiling t(x.m);
+    const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(column_order(w)));
+    const __m128i order = _mm_unpacklo_epi64(eight, _mm_add_epi8(eight, _mm_set1_epi8(8)));
     const int64_t begin = t.tiles * t.rows * part / parts, end = t.tiles * t.rows * (part + 1) / parts;
     for (int64_t row = begin; row < end; ++row) {
         const int64_t tile = row / t.rows, r = row % t.rows;
@@ -80,7 +92,7 @@ inline void round_x(const Weight& w, const Input& x, uint8_t* prepared, int part
             const int64_t count = min<int64_t>(kInt8Cols, w.cols - s * kInt8Cols);
             for (int64_t i = count; i < kInt8Cols; ++i) values[i] = 0.0f;
             to_float(x.row(row) + s * kInt8Cols * dtype_bytes(x.dtype), x.dtype, count, values);
-            round_group(values, reinterpret_cast<int8_t*>(unit + r * kInt8Cols), scales + r, starts + r);
+            round_group(values, order, reinterpret_cast<int8_t*>(unit + r * kInt8Cols), scales + r, starts + r);
         }
     }
 }
