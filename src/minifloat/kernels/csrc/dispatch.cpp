@@ -7,6 +7,9 @@
 #if defined(MINIFLOAT_X86)
 #include <cpuid.h>
 #endif
+#if defined(MINIFLOAT_NEON_BF16)
+#include <sys/auxv.h>
+#endif
 #if defined(MINIFLOAT_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -43,6 +46,9 @@ MINIFLOAT_DECLARE(avx512_bf16)
 #endif
 #if defined(MINIFLOAT_AMX)
 MINIFLOAT_DECLARE(amx)
+#endif
+#if defined(MINIFLOAT_NEON_BF16)
+MINIFLOAT_DECLARE(neon_bf16)
 #endif
 
 namespace {
@@ -116,6 +122,13 @@ bool has_amx() {
 }
 #endif
 
+#if defined(MINIFLOAT_NEON_BF16)
+bool has_neon_bf16() {
+    constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16 of Linux
+    return (getauxval(AT_HWCAP2) & kBf16) != 0;
+}
+#endif
+
 // Fastest first, apart from what Table changes.
 const Isa kIsas[] = {
 #if defined(MINIFLOAT_AMX)
@@ -128,6 +141,9 @@ const Isa kIsas[] = {
     MINIFLOAT_ROW(avx512_vnni, has_avx512_vnni),
     MINIFLOAT_ROW(avx512, has_avx512),
     MINIFLOAT_ROW(avx2, has_avx2),
+#endif
+#if defined(MINIFLOAT_NEON_BF16)
+    MINIFLOAT_ROW(neon_bf16, has_neon_bf16),
 #endif
     MINIFLOAT_ROW(baseline, [] { return true; }),
 };

@@ -2,7 +2,9 @@
 // own headers for uninitialised variables (its bug 105593).
 #pragma once
 
-#if defined(__x86_64__)
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#elif defined(__x86_64__)
 #pragma GCC diagnostic push
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"

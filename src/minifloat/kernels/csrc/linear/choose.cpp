@@ -3,8 +3,8 @@
 
 namespace MINIFLOAT_ISA {
 
-extern const Path kFloatPath, kAvx2Path, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath, kBf16SmallPath,
-    kBf16TallPath, kBf16LargePath, kInt8Path;
+extern const Path kFloatPath, kFewRowsPath, kDigitsPath, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath,
+    kBf16SmallPath, kBf16TallPath, kBf16LargePath, kMmlaPath, kInt8Path;
 
 const Path* choose_int8_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
                              [[maybe_unused]] int32_t x_dtype) {
@@ -40,9 +40,12 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
     if (m <= kMaxGemvInt8 && w.element == MINIFLOAT_E2M1 && is_bf16) return kGemvInt8Path;
 #endif
     if (m <= kMaxGemv) return kGemvPath;
-#elif defined(__AVX2__)
-    constexpr int64_t kMaxGemv = 4;  // rows of which each decodes the weights
-    if (m <= kMaxGemv) return kAvx2Path;
+#elif defined(__AVX2__) || defined(__aarch64__)
+#if defined(__AVX2__)
+    if (m == 1 && w.element == MINIFLOAT_E2M1) return kDigitsPath;
+#endif
+    constexpr int64_t kMaxFew = 4;  // rows that share the decoding
+    if (m <= kMaxFew) return kFewRowsPath;
 #endif
 #if defined(__AMX_BF16__)
     constexpr int64_t kMaxSmall = 32;  // two tiles of x
@@ -51,6 +54,9 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
     constexpr int64_t kMaxSmall = 12;  // rows of x that share the decoding in registers, with two vectors of W
     constexpr int64_t kMaxTall = 48;   // the same with one vector of W: two tiles
     if (is_bf16) return m <= kMaxSmall ? kBf16SmallPath : m <= kMaxTall ? kBf16TallPath : kBf16LargePath;
+#endif
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    if (x_dtype == MINIFLOAT_BF16) return kMmlaPath;
 #endif
     return kFloatPath;
 }

@@ -109,6 +109,20 @@ inline void to_float(const uint8_t* src, int32_t dtype, int64_t count, float* ds
     if (dtype == MINIFLOAT_F32) row_to_float<F32Row>(src, count, dst);
 }
 
+// Input of paths that multiply float32: [m, columns of all steps], zeros behind the last column of x.
+inline int64_t float_rows_bytes(const Weight& w, int64_t m, int32_t) {
+    return m * w.steps * kStepCols * static_cast<int64_t>(sizeof(float));
+}
+
+inline void to_float_rows(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
+    const int64_t padded = w.steps * kStepCols;
+    for (int64_t i = x.m * part / parts; i < x.m * (part + 1) / parts; ++i) {
+        float* row = reinterpret_cast<float*>(prepared) + i * padded;
+        to_float(x.row(i), x.dtype, w.cols, row);
+        for (int64_t k = w.cols; k < padded; ++k) row[k] = 0.0f;
+    }
+}
+
 // The factors and the biases of the sums of some panels, a float per column of y.
 struct Finish {
     static constexpr int kMaxPanels = 8;

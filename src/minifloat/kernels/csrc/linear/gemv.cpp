@@ -246,17 +246,6 @@ void multiply_rows(const Weight& w, const float* x, int64_t row, const Output& y
     store_sums(w, y, p, row, out, factor_of(w));
 }
 
-int64_t prepared_bytes(const Weight& w, int64_t m, int32_t) { return m * w.steps * kStepCols * 4; }
-
-void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
-    const int64_t padded = w.steps * kStepCols;
-    for (int64_t i = x.m * part / parts; i < x.m * (part + 1) / parts; ++i) {
-        float* row = reinterpret_cast<float*>(prepared) + i * padded;
-        to_float(x.row(i), x.dtype, w.cols, row);
-        for (int64_t k = w.cols; k < padded; ++k) row[k] = 0.0f;
-    }
-}
-
 bool multiply(const Weight& w, const Input& in, const uint8_t* prepared, const Output& y, int64_t first,
               int64_t last) {
     const float* x = reinterpret_cast<const float*>(prepared);
@@ -268,7 +257,7 @@ bool multiply(const Weight& w, const Input& in, const uint8_t* prepared, const O
 
 }  // namespace
 
-extern const Path kGemvPath = {"gemv", prepared_bytes, prepare, multiply};
+extern const Path kGemvPath = {"gemv", float_rows_bytes, to_float_rows, multiply};
 
 }  // namespace MINIFLOAT_ISA
 

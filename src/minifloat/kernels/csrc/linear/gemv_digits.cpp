@@ -1,11 +1,10 @@
-// A few rows of x for AVX2: weights go from memory through registers into sums, one row of x after the other.
+// One row of x and E2M1 for AVX2, in integers: decoding to float32 (few_rows.cpp) would take longer than reading.
 //
-// E4M3 and BF16 are decoded to float32 and multiplied with x in multiply-adds. Decoding E2M1 this way would take three
-// times as long as reading it, so it is multiplied as integers: for the columns that share a scale, x becomes one power
-// of two times integers of kXBits bits, cut into kDigits digits of base kRadix; elements become bytes 2 w + kOffset by
-// a table, bytes times digits are summed without rounding, and one float per row and scale is added. x loses bits below
-// 2^-kXBits of the largest value under the same scale. If this would matter (next to an outlier most values have too
-// few bits left) or is impossible (Inf, NaN), the columns of this scale are multiplied in float32.
+// For the columns that share a scale, x becomes one power of two times integers of kXBits bits, cut into kDigits digits
+// of base kRadix; elements become bytes 2 w + kOffset by a table, bytes times digits are summed without rounding, and
+// one float per row and scale is added. x loses bits below 2^-kXBits of the largest value under the same scale. If this
+// would matter (next to an outlier most values have too few bits left) or is impossible (Inf, NaN), the columns of this
+// scale are multiplied in float32.
 #include "decode.h"
 
 namespace MINIFLOAT_ISA {
@@ -52,9 +51,7 @@ int64_t groups_bytes(const Weight& w) {
 
 int64_t row_bytes(const Weight& w) {
     const int64_t cols = padded_cols(w);
-    const int64_t floats = cols * static_cast<int64_t>(sizeof(float));
-    if (w.element != MINIFLOAT_E2M1) return floats;
-    return floats + groups_bytes(w) + round_up(cols * kDigits, kVectorBytes);
+    return cols * static_cast<int64_t>(sizeof(float)) + groups_bytes(w) + round_up(cols * kDigits, kVectorBytes);
 }
 
 DigitRow digit_row(const Weight& w, const uint8_t* row) {
@@ -103,7 +100,6 @@ void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int p
         float* floats = reinterpret_cast<float*>(row);
         to_float(x.row(i), x.dtype, w.cols, floats);
         for (int64_t k = w.cols; k < padded_cols(w); ++k) floats[k] = 0.0f;
-        if (w.element != MINIFLOAT_E2M1) continue;
         const DigitRow out = digit_row(w, row);
         const int cols = group_cols(w);
         const float missing = 0.5f * (w.grid == MINIFLOAT_GRID_E4M3 ? E4M3Part::kFactor : 1.0f);
@@ -111,83 +107,6 @@ void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int p
             cut_group(floats + g * cols, cols, least_integer(x.dtype), missing, const_cast<Group&>(out.groups[g]),
                       const_cast<int8_t*>(out.digits) + g * cols * kDigits);
     }
-}
-
-// 8 sums of four rows each at columns 0 and 2, or 1 and 3, of every four: to 4 of eight rows.
-void join(const F32 (&halves)[2 * kPanelParts], F32 (&sums)[kPanelParts]) {
-    for (int i = 0; i < kPanelParts; ++i)
-        sums[i] = _mm256_add_ps(_mm256_permute2f128_ps(halves[2 * i], halves[2 * i + 1], 0x20),
-                                _mm256_permute2f128_ps(halves[2 * i], halves[2 * i + 1], 0x31));
-}
-
-// The address of rows i * kWidth and on of a panel, in vector `v` of the `vectors` of a half.
-const uint8_t* part_at(const uint8_t* half, int i, int v, int vectors) {
-    return half + (i / kTileParts * vectors + v) * kVectorBytes + i % kTileParts * MINIFLOAT_VECTOR_BYTES;
-}
-
-// Adds columns of half a step, decoded as by E4M3Part, but in the order of rows in memory.
-void add_e4m3(const uint8_t* data, const float* x, F32 (&halves)[2 * kPanelParts]) {
-    constexpr int kVectors = 8, kCols = kHalfCols / kVectors;
-    const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
-    const __m256i even_cols = _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2);
-    const __m256i odd_cols = _mm256_setr_epi32(1, 1, 1, 1, 3, 3, 3, 3);
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-        const __m256 four = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(x + v * kCols));
-        const __m256 even_x = _mm256_permutevar_ps(four, even_cols), odd_x = _mm256_permutevar_ps(four, odd_cols);
-#pragma GCC unroll 4
-        for (int i = 0; i < kPanelParts; ++i) {
-            const uint8_t* p = part_at(data, i, v, kVectors);
-            if (i % kTileParts == 0) prefetch(p);
-            const __m256i pairs = load_as<__m256i>(p);
-            const __m256i even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(pairs, 8), 1), mask);
-            const __m256i odd = _mm256_and_si256(_mm256_srai_epi16(pairs, 1), mask);
-            halves[2 * i] += _mm256_cvtph_ps(_mm256_castsi256_si128(even)) * even_x;
-            halves[2 * i + 1] += _mm256_cvtph_ps(_mm256_extracti128_si256(even, 1)) * even_x;
-            halves[2 * i] += _mm256_cvtph_ps(_mm256_castsi256_si128(odd)) * odd_x;
-            halves[2 * i + 1] += _mm256_cvtph_ps(_mm256_extracti128_si256(odd, 1)) * odd_x;
-        }
-    }
-}
-
-void e4m3_row(const Weight& w, int64_t p, const float* x, F32 (&sums)[kPanelParts]) {
-    const bool scaled = w.grid != MINIFLOAT_GRID_ROW;
-    const uint8_t* data = w.panel(p);
-    F32 halves[2 * kPanelParts] = {};
-    for (int64_t s = 0; s < w.steps; ++s) {
-        data += w.scale_bytes;
-        for (int col = 0; col < kStepCols; col += kHalfCols, data += kPanelRows * kHalfCols) {
-            add_e4m3(data, x + s * kStepCols + col, halves);
-            if (!scaled) continue;
-            F32 part[kPanelParts];
-            join(halves, part);
-            for (int i = 0; i < kPanelParts; ++i) sums[i] += part[i] * scales_of(w, p, s, col, i * kWidth);
-            for (F32& half : halves) half = F32{};
-        }
-    }
-    if (!scaled) join(halves, sums);
-    for (F32& sum : sums) sum *= E4M3Part::kFactor;
-}
-
-void bf16_row(const Weight& w, int64_t p, const float* x, F32 (&sums)[kPanelParts]) {
-    constexpr int kVectors = 16;
-    const uint8_t* data = w.panel(p);
-    F32 odd[kPanelParts] = {};
-    for (int64_t k = 0; k < padded_cols(w); k += kHalfCols, data += kPanelRows * kHalfCols * 2) {
-        for (int v = 0; v < kVectors; ++v) {
-            const F32 first = broadcast(x[k + 2 * v]), second = broadcast(x[k + 2 * v + 1]);
-#pragma GCC unroll 4
-            for (int i = 0; i < kPanelParts; ++i) {
-                const uint8_t* part = part_at(data, i, v, kVectors);
-                if (i % kTileParts == 0) prefetch(part);
-                F32 cols[2];
-                Bf16Part::unpack(part, cols);
-                sums[i] += cols[0] * first;
-                odd[i] += cols[1] * second;
-            }
-        }
-    }
-    for (int i = 0; i < kPanelParts; ++i) sums[i] += odd[i];
 }
 
 // The sixteen registers hold what a group needs only if the compiler neither reorders sums nor keeps digits of x for
@@ -292,9 +211,6 @@ void e2m1_row(const Weight& w, int64_t p, const DigitRow& x, F32 (&sums)[kPanelP
 }
 
 void multiply_row(const Weight& w, int64_t p, const uint8_t* row, F32 (&sums)[kPanelParts]) {
-    const float* x = reinterpret_cast<const float*>(row);
-    if (w.element == MINIFLOAT_E4M3) return e4m3_row(w, p, x, sums);
-    if (w.element == MINIFLOAT_WEIGHT_BF16) return bf16_row(w, p, x, sums);
     const DigitRow digits = digit_row(w, row);
     if (w.grid == MINIFLOAT_GRID_E4M3) return e2m1_row<kE4M3Cols>(w, p, digits, sums);
     return e2m1_row<kE8M0Cols>(w, p, digits, sums);
@@ -315,8 +231,8 @@ bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Ou
 
 }  // namespace
 
-extern const Path kAvx2Path;
-const Path kAvx2Path = {"avx2", prepared_bytes, prepare, multiply};
+extern const Path kDigitsPath;
+const Path kDigitsPath = {"digits", prepared_bytes, prepare, multiply};
 
 #endif
 
