@@ -2,6 +2,7 @@
 
     python benchmarks/linear.py --json linear.json              # the full table
     python benchmarks/linear.py --isa avx2                      # kernels and torch both held to AVX2
+    python benchmarks/linear.py --every-isa --shapes llama-8b/o --peers "torch FP32" --gigabytes 0.3 --rounds 3
     python benchmarks/linear.py --quick --formats fp8,mxfp4     # one shape, four M, no peers
     python benchmarks/linear.py --overhead --pack --fused       # the cost of a call, of packing, of separate calls
 
@@ -26,12 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import every_isa
 import instruction_sets
 import linear_bars
 import linear_shapes
 from linear_settings import Settings
 
-from minifloat.errors import MinifloatError
+from minifloat.errors import MinifloatError, UsageError
 from minifloat.kernels import native
 from minifloat.kernels.bandwidth import ReadBandwidth, read_bandwidth
 
@@ -170,6 +172,21 @@ def run(settings: Settings, extras: list[str], with_table: bool) -> dict[str, An
     return out
 
 
+def _every(isa: str | None, json_path: Path | None, check: bool) -> int:
+    """Measure every instruction set with the other options of the command line; return the exit status."""
+    if isa:
+        raise UsageError("--every-isa runs all instruction sets: leave out --isa")
+    own = {"--every-isa", "--check"}
+    arguments = [argument for argument in sys.argv[1:] if argument not in own]
+    if json_path:
+        at = next(i for i, argument in enumerate(arguments) if argument.startswith("--json"))
+        del arguments[at : at + (1 if "=" in arguments[at] else 2)]
+    records = every_isa.run(arguments)
+    if json_path:
+        json_path.write_text(json.dumps(records, indent=1))
+    return int(check and every_isa.losses(records) > 0)
+
+
 def _extra(name: str) -> Callable[[Settings, float], object]:
     import linear_extras
 
@@ -191,6 +208,7 @@ def _extra(name: str) -> Callable[[Settings, float], object]:
 @click.option("--seconds", default=0.1, show_default=True, help="Approximate time of a sample.")
 @click.option("--threads", default=0, help="Threads of torch and the kernels.  [default: torch's]")
 @click.option("--isa", help="Limit the kernels and torch to this instruction set.")
+@click.option("--every-isa", "every", is_flag=True, help="Each instruction set of this machine in turn, and one table.")
 @click.option("--quick", is_flag=True, help="One shape, M = 1, 16, 64, 256, five rounds, no peers.")
 @click.option("--overhead", is_flag=True, help="Only measure a call on a tiny weight.")
 @click.option("--pack", is_flag=True, help="Only compare packing with reading and copying.")
@@ -198,8 +216,12 @@ def _extra(name: str) -> Callable[[Settings, float], object]:
 @click.option("--everything", is_flag=True, help="The table, --overhead, --pack and --fused.")
 @click.option("--check", is_flag=True, help="Exit with status 1 if a floor is missed.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for all results and samples.")
-def main(shapes: str, ms: str, isa: str | None, quick: bool, json_path: Path | None, **options: Any) -> None:
+def main(
+    shapes: str, ms: str, isa: str | None, every: bool, quick: bool, json_path: Path | None, **options: Any
+) -> None:
     """Measure linears."""
+    if every:
+        sys.exit(_every(isa, json_path, options["check"]))
     instruction_sets.force(isa)
     import torch
     from linear_contenders import PEERS

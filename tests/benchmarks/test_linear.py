@@ -164,3 +164,26 @@ def test_an_unknown_format_is_an_error_in_one_line() -> None:
     result = run("--formats", "fp7")
     assert result.returncode == 1
     assert result.stderr.startswith("error: unknown formats fp7; there are: fp8, ")
+
+
+def test_the_table_of_every_instruction_set_marks_what_is_below_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import every_isa
+
+    def case(m: int, **ratios: float) -> dict[str, object]:
+        names = {"torch_bf16": "torch BF16", "torch_fp32": "torch FP32"}
+        contenders = [{"contender": names.get(n, n), "measured": {"x torch": r}} for n, r in ratios.items()]
+        return {"m": m, "contenders": [{"contender": "memory read", "measured": {}}, *contenders]}
+
+    records = {
+        "avx512": {"cases": [case(1, torch_bf16=1.0, torch_fp32=0.3, fp8=2.0), case(1, torch_bf16=1.0, fp8=0.9)]},
+        "avx2": {"cases": [case(1, torch_bf16=1.0, fp8=1.5), case(4, torch_bf16=1.0, fp8=0.99)]},
+    }
+    _, head, *lines = every_isa.table(records)
+    assert head.split() == ["M", "1", "4"]
+    assert [line.split() for line in lines] == [
+        ["avx512", "torch", "FP32", "0.30", "-"],
+        ["avx512", "fp8", "0.90!", "-"],
+        ["avx2", "fp8", "1.50", "0.99!"],
+    ]
+    assert every_isa.losses(records) == 2
