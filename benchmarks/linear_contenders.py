@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from minifloat.errors import KernelUnavailable, UsageError
 from minifloat.kernels import native
-from minifloat.kernels.linear import linear
+from minifloat.kernels.linear import int8_inputs, linear
 from minifloat.kernels.native import structs
-from minifloat.kernels.pack import pack
+from minifloat.kernels.pack import PackedWeight, pack
 from minifloat.kernels.pack.memory import allocate
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
@@ -69,7 +69,23 @@ def contenders(shape: Shape, formats: tuple[str, ...], peers: tuple[str, ...], n
         absent.append(INT8)
     names = [BASELINE, *(peer for peer in peers if peer not in absent), *formats]
     _check_memory(len(names), shape, nbytes)
-    return [_make(name, shape, nbytes) for name in names]
+    made = [_make(name, shape, nbytes) for name in names]
+    return [each for contender in made for each in (contender, *_with_int8_inputs(contender))]
+
+
+def _with_int8_inputs(contender: Contender) -> list[Contender]:
+    """Return the contender with inputs that may be rounded to int8, if its kernels do this; it shares the weights."""
+    weight = contender.weights[0]
+    if not isinstance(weight, PackedWeight) or int8_inputs.why_not(weight):
+        return []
+    return [
+        Contender(
+            f"{contender.name}, int8 inputs",
+            lambda x, packed: linear(x, packed, int8_inputs=True),
+            contender.weights,
+            contender.nbytes,
+        )
+    ]
 
 
 def memory_read(nbytes: int, threads: int) -> Contender:
