@@ -64,34 +64,33 @@ def decoder_of(name: str, layers: int) -> Decoder:
     """Return the model in one format; `lm_head` stays BF16."""
     import torch
 
-    from minifloat.kernels.decoder import Attention, Decoder, Layer, Mlp
+    from minifloat.kernels.decoder import Attention, Decoder, Layer, Mlp, Norm, Rotary
     from minifloat.kernels.pack import FusedWeights
 
     make, head = weights_of(name), weights_of("bf16")
-    kv, ones = KV_HEADS * HEAD_DIM, torch.ones(HIDDEN)
+    kv, norm = KV_HEADS * HEAD_DIM, Norm(torch.ones(HIDDEN), 1e-5)
+    rotary = Rotary(ROPE_BASE ** -(torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)))
     return Decoder(
         dtype=torch.bfloat16,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        eps=1e-5,
-        inv_freq=ROPE_BASE ** -(torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)),
-        attention_scaling=1.0,
-        scale=HEAD_DIM**-0.5,
         embedding=torch.randn(VOCAB, HIDDEN).bfloat16(),
         layers=tuple(
             Layer(
-                ones,
+                norm,
                 Attention(
-                    FusedWeights([make(HEADS * HEAD_DIM, HIDDEN), make(kv, HIDDEN), make(kv, HIDDEN)]),
-                    make(HIDDEN, HEADS * HEAD_DIM),
+                    heads=HEADS,
+                    kv_heads=KV_HEADS,
+                    head_dim=HEAD_DIM,
+                    scale=HEAD_DIM**-0.5,
+                    qkv=FusedWeights([make(HEADS * HEAD_DIM, HIDDEN), make(kv, HIDDEN), make(kv, HIDDEN)]),
+                    out=make(HIDDEN, HEADS * HEAD_DIM),
+                    rotary=rotary,
                 ),
-                ones,
+                norm,
                 Mlp(FusedWeights([make(INTERMEDIATE, HIDDEN) for _ in range(2)]), make(HIDDEN, INTERMEDIATE)),
             )
             for _ in range(layers)
         ),
-        norm=ones,
+        norm=norm,
         lm_head=head(VOCAB, HIDDEN),
     )
 
@@ -237,7 +236,7 @@ def main(isa: str | None, **options: Any) -> None:
     layers, prefill, element = options["layers"], options["prefill"], options["element"]
     blocks = -(-max([prefill, *(count * context for count in batches for context in contexts)]) // 16) + max(batches)
     cases = []
-    cache = KVCache(layers, KV_HEADS, HEAD_DIM, blocks, element)
+    cache = KVCache([(KV_HEADS, HEAD_DIM)] * layers, blocks, element)
     cache.data.zero_()
     for name in linear_bars.parse_formats(options["formats"]):
         decoder = decoder_of(name, layers)

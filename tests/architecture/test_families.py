@@ -16,7 +16,8 @@ from transformers import (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming
 
-from minifloat.architecture.decoder_families import why_not_family
+from minifloat.architecture.decoder import why_not_type
+from minifloat.architecture.decoder.parts import why_not_rope
 from minifloat.architecture.families import FAMILIES, family_of
 from minifloat.architecture.families.encoders import FAMILIES as ENCODERS
 from minifloat.architecture.family import GENERAL, Family, Role
@@ -113,10 +114,14 @@ def test_a_row_adds_groups_of_fused_linears_to_the_general_ones() -> None:
     assert fused_group("a.linear_attn.in_proj_z") == "a.linear_attn.in_proj_z"
 
 
-def test_native_decoders_are_stated_by_the_rows() -> None:
-    assert not why_not_family("qwen3", "silu", "default")
-    assert "mixture" in why_not_family("mixtral", "silu", "default", experts=False)
-    assert "its model_type is 'gemma3_text', not one of" in why_not_family("gemma3_text", "silu", "default")
+def test_native_decoders_say_what_they_lack() -> None:
+    assert not why_not_type("qwen3", on_device=True)
+    assert not why_not_type("mixtral")
+    assert "decoder of GPUs does not have all parts of 'mixtral'" in why_not_type("mixtral", on_device=True)
+    assert "its model_type is 'bert', not one of" in why_not_type("bert")
+    assert not why_not_rope({"rope_scaling": {"type": "yarn"}})
+    nested = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "dynamic"}}
+    assert "its rotary embedding is 'dynamic', not one of" in why_not_rope({"rope_parameters": nested})
 
 
 @pytest.mark.parametrize(

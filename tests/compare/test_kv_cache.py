@@ -172,7 +172,7 @@ def test_the_logits_of_a_window_equal_those_of_the_native_decoder_with_an_fp8_ca
         blocks=torch.arange(blocks, dtype=torch.int32)[None],
         logits=positions,
     )
-    cache = KVCache(len(decoder.layers), decoder.kv_heads, decoder.head_dim, blocks, E4M3.name)
+    cache = KVCache(decoder.cache_shapes, blocks, E4M3.name)
     assert torch.allclose(found, step(decoder, cache, batch, impl="reference"), atol=1e-4)
 
 

@@ -33,7 +33,7 @@ def test_cache_bytes_equal_those_of_the_engine(element: ElementFormat, name: str
     with Checkpoint.open(STORYBOOK) as checkpoint:
         shape = model_shape(checkpoint.config, checkpoint.path)
     assert ENGINE_BLOCK == BLOCK_TOKENS
-    engine = KVCache.bytes_per_block(4, 4, 32, name)
+    engine = KVCache.bytes_per_block([(4, 32)] * 4, name)
     assert cache_bytes(shape.cache, 1, element) * BLOCK_TOKENS == engine
     assert cache_bytes(shape.cache, 100 * BLOCK_TOKENS, element) == 100 * engine
 

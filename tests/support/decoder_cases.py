@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,21 @@ import torch
 import transformers
 from torch import Tensor
 
-from minifloat.kernels.decoder import BLOCK_TOKENS, Attention, Decoder, Experts, KVCache, Layer, Mlp, StepBatch, step
+from minifloat.kernels.decoder import (
+    BLOCK_TOKENS,
+    Activation,
+    Attention,
+    Decoder,
+    Experts,
+    KVCache,
+    Layer,
+    Mlp,
+    Norm,
+    Rotary,
+    Router,
+    StepBatch,
+    step,
+)
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
 from minifloat.numerics.scheme import SCHEMES
@@ -85,9 +100,9 @@ def _experts(module: Any, apart: bool) -> Experts:
     gate_up, shared = module.experts.gate_up_proj.detach(), getattr(module, "shared_expert", None)
     halves = gate_up.chunk(2, dim=1) if apart else (gate_up,)
     return Experts(
-        router=module.gate.weight.detach(),
-        top_k=module.gate.top_k,
-        normalize=getattr(module.gate, "norm_topk_prob", True),
+        router=Router(
+            module.gate.weight.detach(), module.gate.top_k, normalize=getattr(module.gate, "norm_topk_prob", True)
+        ),
         gate_up=tuple(PackedExperts([_packed(w) for w in half]) for half in halves),
         down=PackedExperts([_packed(w) for w in module.experts.down_proj]),
         shared=None if shared is None else _mlp(shared),
@@ -97,41 +112,43 @@ def _experts(module: Any, apart: bool) -> Experts:
 
 def decoder_of(model: Any, dtype: torch.dtype = torch.float32, apart: bool = True) -> Decoder:
     """Return the decoder of a model; `apart`: gate and up of experts as two weights."""
-    config, layers = model.config, []
+    config, layers, embedding = model.config, [], model.model.rotary_emb
+    rotary = Rotary(embedding.inv_freq, embedding.attention_scaling)
     for module in model.model.layers:
         attention = module.self_attn
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         layers.append(
             Layer(
-                module.input_layernorm.weight.detach(),
+                _norm(module.input_layernorm),
                 Attention(
+                    heads=config.num_attention_heads,
+                    kv_heads=config.num_key_value_heads,
+                    head_dim=attention.head_dim,
+                    scale=attention.scaling,
                     qkv=FusedWeights([_packed(part.weight) for part in parts]),
                     out=_packed(attention.o_proj.weight),
                     qkv_bias=None if parts[0].bias is None else tuple(part.bias.detach() for part in parts),
                     out_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
-                    q_norm=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
-                    k_norm=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
+                    rotary=rotary,
+                    q_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+                    k_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
                     window=getattr(attention, "sliding_window", None) or _window_of(config),
                 ),
-                module.post_attention_layernorm.weight.detach(),
+                _norm(module.post_attention_layernorm),
                 _experts(module.mlp, apart) if hasattr(module.mlp, "experts") else _mlp(module.mlp),
             )
         )
-    rotary, first = model.model.rotary_emb, model.model.layers[0].self_attn
     return Decoder(
         dtype=dtype,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=first.head_dim,
-        eps=config.rms_norm_eps,
-        inv_freq=rotary.inv_freq,
-        attention_scaling=rotary.attention_scaling,
-        scale=first.scaling,
         embedding=model.model.embed_tokens.weight.detach(),
         layers=tuple(layers),
-        norm=model.model.norm.weight.detach(),
+        norm=_norm(model.model.norm),
         lm_head=_packed(model.lm_head.weight),
     )
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight.detach(), module.variance_epsilon)
 
 
 def _window_of(config: Any) -> int | None:
@@ -158,7 +175,7 @@ class Session:
 
     @classmethod
     def start(cls, decoder: Decoder, impl: str, blocks: int = 64, element: str = "float32") -> Session:
-        cache = KVCache(len(decoder.layers), decoder.kv_heads, decoder.head_dim, blocks, element)
+        cache = KVCache(decoder.cache_shapes, blocks, element)
         cache.data.fill_(0xFF)
         return cls(decoder, cache, impl)
 
@@ -223,6 +240,11 @@ class Shape:
         top_k: Experts of a token.
         apart: Whether gate and up of experts are two weights.
         shared: Whether experts share an MLP, with a gate.
+        activation: Of the MLP and the experts.
+        layer: Further fields of each `Layer`.
+        attention: Further fields of each `Attention`; those that are functions are called with the size of a head.
+        router: Further fields of each `Router`; functions are called with the number of experts.
+        decoder: Further fields of the `Decoder`.
     """
 
     heads: int = 4
@@ -238,6 +260,15 @@ class Shape:
     top_k: int = 2
     apart: bool = False
     shared: bool = False
+    activation: Activation = field(default_factory=Activation)
+    layer: Mapping[str, Any] = field(default_factory=dict)
+    attention: Mapping[str, Any] = field(default_factory=dict)
+    router: Mapping[str, Any] = field(default_factory=dict)
+    decoder: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _made(fields: Mapping[str, Any], size: int) -> dict[str, Any]:
+    return {name: value(size) if inspect.isfunction(value) else value for name, value in fields.items()}
 
 
 def random_decoder(
@@ -253,53 +284,71 @@ def random_decoder(
     def vector(size: int, centre: float = 1.0) -> Tensor:
         return torch.randn(size, generator=random) * 0.2 + centre
 
+    def norm(size: int) -> Norm:
+        return Norm(vector(size), 1e-5)
+
+    turned = shape.head_dim if shape.rotary is None else shape.rotary
+    rotary = Rotary(100.0 ** -(torch.arange(turned // 2) / max(turned // 2, 1)), 1.1)
+
     def layer(window: int | None) -> Layer:
         d, hidden, middle = shape.head_dim, shape.hidden, shape.intermediate
         sizes = [shape.heads * d, shape.kv_heads * d, shape.kv_heads * d]
-        attention = Attention(
-            qkv=FusedWeights([weight(size, hidden) for size in sizes]),
-            out=weight(hidden, sizes[0]),
-            qkv_bias=tuple(vector(size, 0.0) for size in sizes) if shape.biases else None,
-            out_bias=vector(hidden, 0.0) if shape.biases else None,
-            q_norm=vector(d) if shape.norms else None,
-            k_norm=vector(d) if shape.norms else None,
-            window=window,
-            k_scale=scales[0],
-            v_scale=scales[1],
-        )
+        inner = shape.activation.inputs
+        fields: dict[str, Any] = {
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "head_dim": d,
+            "scale": 1.3 * d**-0.5,
+            "qkv": FusedWeights([weight(size, hidden) for size in sizes]),
+            "out": weight(hidden, sizes[0]),
+            "qkv_bias": tuple(vector(size, 0.0) for size in sizes) if shape.biases else None,
+            "out_bias": vector(hidden, 0.0) if shape.biases else None,
+            "rotary": rotary,
+            "q_norm": norm(d) if shape.norms else None,
+            "k_norm": norm(d) if shape.norms else None,
+            "window": window,
+            "k_scale": scales[0],
+            "v_scale": scales[1],
+        }
         mlp = Mlp(
-            FusedWeights([weight(middle, hidden), weight(middle, hidden)]),
+            FusedWeights([weight(middle, hidden) for _ in range(inner)]),
             weight(hidden, middle),
-            (None, vector(middle, 0.0)) if shape.biases else None,
+            (*[None] * (inner - 1), vector(middle, 0.0)) if shape.biases else None,
             vector(hidden, 0.0) if shape.biases else None,
+            shape.activation,
         )
-        return Layer(vector(hidden), attention, vector(hidden), routed(mlp) if shape.experts else mlp)
+        parts: dict[str, Any] = {
+            "input_norm": norm(hidden),
+            "attention": Attention(**fields | _made(shape.attention, d)),
+            "mlp_norm": norm(hidden),
+            "mlp": routed(mlp) if shape.experts else mlp,
+        }
+        return Layer(**parts | _made(shape.layer, hidden))
 
     def routed(mlp: Mlp) -> Experts:
         hidden, middle, count = shape.hidden, shape.intermediate, shape.experts
         rows = [middle, middle] if shape.apart else [2 * middle]
+        router: dict[str, Any] = {
+            "weight": torch.randn(count, hidden, generator=random).to(torch.bfloat16 if shape.apart else torch.float32),
+            "top_k": shape.top_k,
+            "normalize": not shape.shared,
+        }
         return Experts(
-            router=torch.randn(count, hidden, generator=random).to(torch.bfloat16 if shape.apart else torch.float32),
-            top_k=shape.top_k,
-            normalize=not shape.shared,
+            router=Router(**router | _made(shape.router, count)),
             gate_up=tuple(PackedExperts([weight(size, hidden) for _ in range(count)]) for size in rows),
             down=PackedExperts([weight(hidden, middle) for _ in range(count)]),
+            gate_up_bias=tuple(vector(count * size, 0.0).view(count, size) for size in rows) if shape.biases else None,
+            down_bias=vector(count * hidden, 0.0).view(count, hidden) if shape.biases else None,
+            activation=shape.activation,
             shared=mlp if shape.shared else None,
             shared_gate=vector(hidden, 0.0) if shape.shared else None,
         )
 
-    rotary = shape.head_dim if shape.rotary is None else shape.rotary
     return Decoder(
         dtype=dtype,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        eps=1e-5,
-        inv_freq=100.0 ** -(torch.arange(rotary // 2) / max(rotary // 2, 1)),
-        attention_scaling=1.1,
-        scale=1.3 * shape.head_dim**-0.5,
         embedding=torch.randn(VOCAB, shape.hidden, generator=random).to(dtype),
         layers=tuple(layer(window) for window in shape.windows),
-        norm=vector(shape.hidden),
+        norm=norm(shape.hidden),
         lm_head=weight(VOCAB, shape.hidden),
+        **shape.decoder,
     )

@@ -43,13 +43,6 @@ ALL_FOLDS = frozenset(FoldKind)
 FOLDS_WITHOUT_NORMS = frozenset({FoldKind.VALUE, FoldKind.UP})
 
 
-class NativeDecoder(enum.Enum):
-    """What the native decoders compute for a family."""
-
-    DENSE = "dense"  #: the decoders of CPUs and of GPUs
-    MIXTURE = "mixture"  #: the decoder of CPUs
-
-
 class SingleExpert(NamedTuple):
     """The place of one expert's linear in a tensor of fused experts.
 
@@ -122,7 +115,6 @@ class Family:
     Attributes:
         name: Name for messages.
         model_types: Values of ``model_type``, of the config or of its ``text_config``.
-        native: What the native decoders compute for it; None: transformers' code runs it.
         roles: Regular expressions, searched in the names of matrices, and the role of the first that matches; the
             general rules of `roles.role_of` decide for all other names.
         fused: Name of the group and last components of the names of linears that servers run as one, beside those of
@@ -147,7 +139,6 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
-    native: NativeDecoder | None = None
     roles: tuple[tuple[str, Role], ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     fused_experts: tuple[FusedTensor, ...] = GATE_UP_DOWN

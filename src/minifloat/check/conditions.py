@@ -211,13 +211,12 @@ def anything(case: Case) -> Iterator[str]:
 
 def not_native(case: Case) -> Iterator[str]:
     """Models that neither the native decoder nor the GPU decoder covers."""
-    from minifloat.architecture.decoder_families import why_not_family
+    from minifloat.architecture.decoder import why_not_type
+    from minifloat.architecture.decoder.parts import why_not_rope
 
     config = case.subject.config
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    experts = case.target.hardware.generation.vendor == "cpu"
-    reason = why_not_family(case.subject.model_type, str(config.get("hidden_act")), str(kind), experts=experts)
+    on_device = case.target.hardware.generation.vendor != "cpu"
+    reason = why_not_type(case.subject.model_type, on_device=on_device) or why_not_rope(config)
     if reason:
         yield re.sub(r"^(its|it is) ", "", reason)
 

@@ -31,11 +31,18 @@ class FusedParameter:
 
     Attributes:
         shape: ``[experts, rows, columns]``.
-        parts: The parameters that it replaces, for each expert in the order of their rows.
+        parts: The parameters that it replaces, for each expert in the order of their rows; empty: there are none.
+        transposed: Whether it is ``[experts, columns, rows]`` where it is not quantized.
     """
 
     shape: tuple[int, int, int]
     parts: tuple[tuple[str, ...], ...]
+    transposed: bool = False
+
+    def stored_shape(self, is_quantized: bool) -> tuple[int, int, int]:
+        """Return the shape in a checkpoint."""
+        experts, rows, columns = self.shape
+        return (experts, columns, rows) if self.transposed and not is_quantized else self.shape
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,8 @@ class WeightSource:
         self._check_missing()
         for parameter, name in self._names.items():
             fused = parameters.fused.get(parameter)
-            check_shape(parameter, fused.shape if fused else parameters.shapes[parameter], tensors.shape(name))
+            expected = fused.stored_shape(self.is_quantized(parameter)) if fused else parameters.shapes[parameter]
+            check_shape(parameter, expected, tensors.shape(name))
 
     def is_same_tensor(self, first: str, second: str) -> bool:
         """Return whether two parameters are tied to one tensor of the checkpoint."""
@@ -166,7 +174,8 @@ class WeightSource:
         if fused in self._names:
             stored = self._tensors.quantized.get(self._names[fused])
             if stored is None:
-                yield from ([matrix] for matrix in self.tensor(fused))
+                matrices = self.tensor(fused)
+                yield from ([m.T.contiguous()] if self._parameters.fused[fused].transposed else [m] for m in matrices)
             else:
                 yield from ([self._to_device(self._tensors.read_weight(weight))] for weight in stored)
             return
@@ -176,8 +185,8 @@ class WeightSource:
             if quantized:
                 yield [self.matrix(name) for name in names]
             else:
-                matrices = [self.tensor(name) for name in names]
-                yield [matrices[0] if len(matrices) == 1 else torch.cat(matrices)]
+                rows = [self.tensor(name) for name in names]
+                yield [rows[0] if len(rows) == 1 else torch.cat(rows)]
 
     def warn(self) -> None:
         """Log the quantized weights that had to be dequantized."""

@@ -11,7 +11,7 @@ import torch
 from decoder_cases import Session, decoder_of, model_of, prompt
 
 from minifloat.errors import ShapeError, TensorError, UnknownNameError, UnsupportedTensorError
-from minifloat.kernels.decoder import BLOCK_TOKENS, Decoder, KVCache, StepBatch, step
+from minifloat.kernels.decoder import BLOCK_TOKENS, Activation, Decoder, KVCache, Norm, StepBatch, step
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def test_blocks_before_every_window_are_ignored() -> None:
 def test_a_cache_of_another_decoder_is_refused() -> None:
     running, batch = session()
     with pytest.raises(ShapeError, match="cache"):
-        step(running.decoder, KVCache(3, 2, 8, 4, "float32"), batch)
+        step(running.decoder, KVCache([(2, 8)] * 3, 4, "float32"), batch)
 
 
 def test_unknown_names_are_refused() -> None:
@@ -92,26 +92,40 @@ def test_unknown_names_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="impl"):
         step(running.decoder, running.cache, batch, impl="triton")
     with pytest.raises(UnknownNameError, match="float32, bfloat16, E4M3"):
-        KVCache(1, 1, 8, 1, "E5M2")
+        KVCache([(1, 8)], 1, "E5M2")
 
 
 @pytest.mark.parametrize("element", ["float32", "bfloat16", "E4M3"])
 def test_bytes_per_block_gives_the_size_of_a_cache(element: str) -> None:
-    cache = KVCache(3, 2, 24, 5, element)
-    assert cache.nbytes == 5 * KVCache.bytes_per_block(3, 2, 24, element) == cache.data.numel()
+    shapes = [(2, 24), (1, 40), (2, 24)]
+    cache = KVCache(shapes, 5, element)
+    assert cache.nbytes == 5 * KVCache.bytes_per_block(shapes, element) == cache.data.numel()
 
 
 def test_a_decoder_whose_parts_do_not_fit_names_the_field() -> None:
     good = decoder()
     layer = good.layers[1]
-    attention = dataclasses.replace(layer.attention, q_norm=torch.ones(3))
+
+    def with_attention(**fields: Any) -> Decoder:
+        attention = dataclasses.replace(layer.attention, **fields)
+        return dataclasses.replace(good, layers=(good.layers[0], dataclasses.replace(layer, attention=attention)))
+
     with pytest.raises(ShapeError, match=r"layers\.1\.attention\.q_norm"):
-        dataclasses.replace(good, layers=(good.layers[0], dataclasses.replace(layer, attention=attention)))
-    with pytest.raises(ShapeError, match="heads"):
-        dataclasses.replace(good, heads=3)
-    with pytest.raises(ShapeError, match=r"layers\.0\.attention\.qkv"):
-        dataclasses.replace(good, head_dim=32)
+        with_attention(q_norm=Norm(torch.ones(3), 1e-5))
+    with pytest.raises(ShapeError, match=r"layers\.1\.attention\.heads"):
+        with_attention(heads=3)
+    with pytest.raises(ShapeError, match=r"layers\.1\.attention\.qkv"):
+        with_attention(head_dim=32)
+    with pytest.raises(ShapeError, match=r"layers\.1\.attention\.sinks"):
+        with_attention(sinks=torch.ones(3))
+    with pytest.raises(UnsupportedTensorError, match=r"layers\.1\.attention\.score_cap"):
+        with_attention(score_cap=-1.0)
+    with pytest.raises(ShapeError, match=r"layers\.1\.cache_of"):
+        with_attention(values="shared")
+    other = dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, activation=Activation("softplus")))
+    with pytest.raises(UnknownNameError, match=r"layers\.1\.mlp\.activation"):
+        dataclasses.replace(good, layers=(good.layers[0], other))
     with pytest.raises(UnsupportedTensorError, match="norm"):
-        dataclasses.replace(good, norm=good.norm.bfloat16())
+        dataclasses.replace(good, norm=Norm(good.norm.weight.bfloat16(), 1e-5))
     with pytest.raises(UnsupportedTensorError, match="dtype"):
         dataclasses.replace(good, dtype=torch.float64)

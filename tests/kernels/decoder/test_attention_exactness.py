@@ -13,7 +13,7 @@ from kernel_cases import ISAS
 from torch import Tensor
 
 from minifloat.kernels import native
-from minifloat.kernels.decoder import Attention, Decoder, Layer, Mlp
+from minifloat.kernels.decoder import Attention, Decoder, Layer, Mlp, Norm
 from minifloat.kernels.pack import FusedWeights, pack
 
 SMALL = 2.0**-40
@@ -41,25 +41,21 @@ def test_results_are_those_of_float64_rounded_once(isa: str, heads: int, kv_head
     columns, weights = zip(*(selecting(hidden, rows, n) for n, rows in enumerate((hidden, kv, kv))), strict=True)
     embedding = (torch.randn(VOCAB, hidden, generator=torch.Generator().manual_seed(5)) * SMALL).bfloat16()
     identity, nothing = torch.eye(hidden).bfloat16(), torch.zeros(8, hidden, dtype=torch.bfloat16)
+    norm, scale = Norm(torch.ones(hidden), 1e-30), 2 * head_dim**-0.5
     decoder = Decoder(
         dtype=torch.bfloat16,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        eps=1e-30,
-        inv_freq=torch.zeros(0),
-        attention_scaling=1.0,
-        scale=2 * head_dim**-0.5,
         embedding=embedding,
         layers=(
             Layer(
-                torch.ones(hidden),
-                Attention(FusedWeights([pack(weight) for weight in weights]), pack(identity)),
-                torch.ones(hidden),
+                norm,
+                Attention(
+                    heads, kv_heads, head_dim, scale, FusedWeights([pack(weight) for weight in weights]), pack(identity)
+                ),
+                norm,
                 Mlp(FusedWeights([pack(nothing), pack(nothing)]), pack(nothing.T.contiguous())),
             ),
         ),
-        norm=torch.ones(hidden),
+        norm=norm,
         lm_head=pack(identity),
     )
     tokens = prompt(190)
@@ -72,7 +68,7 @@ def test_results_are_those_of_float64_rounded_once(isa: str, heads: int, kv_head
     q, k, v = (normed(x)[:, chosen].reshape(len(tokens), -1, head_dim).transpose(0, 1) for chosen in columns)
     k, v = (part.repeat_interleave(heads // kv_heads, dim=0) for part in (k, v))
     hidden_keys = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
-    scores = (q @ k.mT * decoder.scale).masked_fill(hidden_keys, -torch.inf)
+    scores = (q @ k.mT * scale).masked_fill(hidden_keys, -torch.inf)
     exact = normed(x + rounded((scores.softmax(-1) @ v).transpose(0, 1).flatten(1)))
     # What lies near the middle of two numbers may be rounded either way; weights of 8 bits change a quarter.
     assert (found == exact).double().mean() > 0.97

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minifloat.architecture.decoder.plan import ExpertsPlan, NotNative
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import CheckpointError, ConfigError, ShapeError, UnsupportedTensorError
 from minifloat.layouts import describe
@@ -20,7 +22,8 @@ from minifloat.runtime.config import plain_config
 from minifloat.runtime.tensors import StoredTensors
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine import Engine, SamplingParams
-from minifloat.serve.engine.blueprint import Blueprint, ExpertsPlan, blueprint_of, rotary_frequencies
+from minifloat.serve.engine.blueprint import Blueprint, blueprint_of
+from minifloat.serve.engine.rotary import rotary_frequencies
 
 MakeModel = Callable[..., Path]
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
@@ -74,17 +77,18 @@ def test_layers_are_those_of_transformers(
     model_type: str, config: dict[str, Any], make_model: MakeModel, tmp_path: Path
 ) -> None:
     blueprint, model = both(make_model(tmp_path / "m", model_type, **config))
-    assert len(blueprint.layers) == len(model.model.layers)
-    for plan, layer in zip(blueprint.layers, model.model.layers, strict=True):
+    assert len(blueprint.plan.layers) == len(model.model.layers)
+    for plan, layer in zip(blueprint.plan.layers, model.model.layers, strict=True):
         attention = layer.self_attn
-        assert (blueprint.head_dim, blueprint.scale) == (attention.head_dim, attention.scaling)
+        assert (plan.attention.head_dim, plan.attention.scale) == (attention.head_dim, attention.scaling)
         in_config = model.config.sliding_window if model_type in ("mistral", "mixtral") else None
         assert plan.attention.window == getattr(attention, "sliding_window", in_config)
         assert isinstance(plan.mlp, ExpertsPlan) == hasattr(layer.mlp, "experts")
         if isinstance(plan.mlp, ExpertsPlan):
-            assert plan.mlp.top_k == layer.mlp.gate.top_k
-            assert plan.mlp.normalizes == getattr(layer.mlp.gate, "norm_topk_prob", True)
-        assert blueprint.eps == layer.input_layernorm.variance_epsilon
+            assert plan.mlp.router.top_k == layer.mlp.gate.top_k
+            assert plan.mlp.router.normalize == getattr(layer.mlp.gate, "norm_topk_prob", True)
+        assert plan.input_norm is not None
+        assert plan.input_norm.eps == layer.input_layernorm.variance_epsilon
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
@@ -93,9 +97,12 @@ def test_rotary_frequencies_are_those_of_transformers(
     model_type: str, config: dict[str, Any], rope: dict[str, Any], make_model: MakeModel, tmp_path: Path
 ) -> None:
     blueprint, model = both(make_model(tmp_path / "m", model_type, rope_scaling=rope, **config))
-    assert torch.equal(blueprint.inv_freq, model.model.rotary_emb.inv_freq)
-    assert blueprint.attention_scaling == model.model.rotary_emb.attention_scaling
-    assert blueprint.inv_freq.dtype == rotary_frequencies(model.config, blueprint.head_dim)[0].dtype == torch.float32
+    rotary = blueprint.plan.layers[0].attention.rotary
+    assert rotary is not None
+    inv_freq, attention_scaling = rotary_frequencies(rotary)
+    assert torch.equal(inv_freq, model.model.rotary_emb.inv_freq)
+    assert attention_scaling == model.model.rotary_emb.attention_scaling
+    assert inv_freq.dtype == torch.float32
 
 
 def test_rope_parameters_that_are_missing_are_an_error(make_llama: MakeModel, tmp_path: Path) -> None:
@@ -105,6 +112,26 @@ def test_rope_parameters_that_are_missing_are_an_error(make_llama: MakeModel, tm
     config.rope_parameters = {"rope_type": "llama3", "rope_theta": 1e4}
     with pytest.raises(ConfigError, match=r"config\.json: no llama model can be built of it: .*factor"):
         blueprint_of(config, torch.bfloat16)
+
+
+def test_what_the_decoders_do_not_know_is_not_native(make_llama: MakeModel, tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "m")
+    with Checkpoint.open(folder) as checkpoint:
+        config = plain_config(checkpoint)
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(NotNative, match="its rotary embedding is 'dynamic', not one of default, linear"):
+        blueprint_of(config, torch.bfloat16)
+
+    @dataclass
+    class Newer(type(config)):  # type: ignore[misc]
+        residual_multiplier: float = 1.0
+
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    newer = Newer(**{k: v for k, v in config.to_dict().items() if k in type(config).__dataclass_fields__})
+    assert blueprint_of(newer, torch.bfloat16)
+    newer.residual_multiplier = 0.5
+    with pytest.raises(NotNative, match="its config sets 'residual_multiplier', which minifloat does not know"):
+        blueprint_of(newer, torch.bfloat16)
 
 
 # ------------------------------------------------------------------------------------- everything is accounted for

@@ -42,7 +42,7 @@ NATIVE: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {},
 }
-FOREIGN = {"gpt_oss": {}, "gemma2": {"head_dim": 16, "query_pre_attn_scalar": 16}}
+FOREIGN: dict[str, dict[str, Any]] = {"deepseek_v3": {}, "bloom": {}}
 
 
 def prompts_of(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[tuple[int, ...]]:
@@ -70,7 +70,7 @@ def tokens(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParam
     return [list(completion.tokens) for completion in engine.generate(prompts, params)]
 
 
-@pytest.fixture(scope="module", params=[*NATIVE, "gpt_oss", full("gemma2")])
+@pytest.fixture(scope="module", params=[*NATIVE, "deepseek_v3", full("bloom")])
 def model(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A folder, prompts, and what transformers makes of them."""
     name = request.param

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from minifloat.architecture.families import dense, encoders, hybrid, mixtures, multimodal
-from minifloat.architecture.family import GENERAL, Family, NativeDecoder
+from minifloat.architecture.family import GENERAL, Family
 
 #: All rows.
 FAMILIES: tuple[Family, ...] = (
@@ -33,17 +33,6 @@ def unknown_family_notes(config: Mapping[str, Any]) -> tuple[str, ...]:
         f"minifloat has no description of model_type {family.name!r}: which tensors are quantized, what servers fuse "
         "and how experts are stored follow from the general rules. Check the table of tensors.",
     )
-
-
-def native_decoder(model_type: str) -> NativeDecoder | None:
-    """Return what the native decoders compute for a decoder's ``model_type``; None: transformers' code runs it."""
-    row = _BY_TYPE.get(model_type)
-    return None if row is None else row.native
-
-
-def native_types() -> tuple[str, ...]:
-    """Return all values of ``model_type`` that a native decoder supports."""
-    return tuple(name for family in FAMILIES if family.native is not None for name in family.model_types)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

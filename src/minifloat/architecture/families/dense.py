@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from minifloat.architecture.family import ALL_FOLDS, FOLDS_WITHOUT_NORMS, Family, NativeDecoder
+from minifloat.architecture.family import ALL_FOLDS, FOLDS_WITHOUT_NORMS, Family
 
 FAMILIES: tuple[Family, ...] = (
-    Family("Llama", ("llama", "mistral"), native=NativeDecoder.DENSE, renames=(), folds=ALL_FOLDS),
+    Family("Llama", ("llama", "mistral"), renames=(), folds=ALL_FOLDS),
     Family("Ministral", ("ministral", "ministral3"), renames=(), folds=ALL_FOLDS),
-    Family("Qwen dense", ("qwen2", "qwen3"), native=NativeDecoder.DENSE, renames=(), folds=ALL_FOLDS),
+    Family("Qwen dense", ("qwen2", "qwen3"), renames=(), folds=ALL_FOLDS),
     Family("Gemma text", ("gemma", "gemma2", "gemma3_text"), renames=(), folds=FOLDS_WITHOUT_NORMS),
     Family("Granite", ("granite",), renames=(), folds=ALL_FOLDS),
     Family("GLM", ("glm", "glm4"), renames=(), folds=ALL_FOLDS),

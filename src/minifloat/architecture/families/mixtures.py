@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minifloat.architecture.family import ALL_FOLDS, Family, FusedTensor, NativeDecoder
+from minifloat.architecture.family import ALL_FOLDS, Family, FusedTensor
 
 #: Names in a checkpoint and in transformers of the block that holds the experts.
 _SPARSE_BLOCK = ((r"\.block_sparse_moe\.", ".mlp."),)
@@ -26,7 +26,6 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Mixtral",
         ("mixtral",),
-        native=NativeDecoder.MIXTURE,
         stored_fused=False,
         renames=_SPARSE_BLOCK,
         folds=ALL_FOLDS,
@@ -34,7 +33,6 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Qwen mixture",
         ("qwen2_moe", "qwen3_moe"),
-        native=NativeDecoder.MIXTURE,
         stored_fused=False,
         renames=(),
         folds=ALL_FOLDS,

@@ -50,7 +50,7 @@ RULES: tuple[LoadingRule, ...] = (
         verdict=LoadVerdict.DEGRADED,
         condition=conditions.not_native,
         problem="transformers' code runs the model, one sequence at a time, with our linears in it",
-        source="architecture/decoder_families.py: why_not_family",
+        source="architecture/decoder/__init__.py: NATIVE",
         confirmed_with="minifloat.Engine",
     ),
     LoadingRule(

@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 11
+#define MINIFLOAT_ABI_VERSION 12
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -250,46 +250,133 @@ struct minifloat_product {
     int32_t bias_dtype;
 };
 
+// A norm of a row: (x - mean) / sqrt(variance + eps) * weight + bias, or without the mean (RMS).
+struct minifloat_norm {
+    const float* weight;  // null: there is no norm
+    const float* bias;    // or null
+    float eps;
+    int32_t centered;  // not 0: the mean is subtracted
+};
+
+// Cosines and sines of positions. The dimensions of a head from `rotary` on are not turned.
+struct minifloat_rotary {
+    const float* inv_freq;  // [rotary / 2]
+    int32_t rotary;
+    int32_t interleaved;  // not 0: dimensions 2i and 2i + 1 are a pair; 0: i and i + rotary / 2
+    float scaling;        // of cosines and sines
+};
+
+// What the gate of an MLP passes through; kernels/decoder/mlp.py defines the functions.
+enum minifloat_activation_kind {
+    MINIFLOAT_SILU = 0,
+    MINIFLOAT_GELU = 1,       // by the error function
+    MINIFLOAT_GELU_TANH = 2,  // by the hyperbolic tangent
+    MINIFLOAT_RELU = 3,
+    MINIFLOAT_RELU_SQUARED = 4,
+    MINIFLOAT_CLAMPED_SWIGLU = 5,  // of gpt-oss, with `alpha` and `limit`
+};
+
+struct minifloat_activation {
+    int32_t kind;   // minifloat_activation_kind
+    int32_t gated;  // not 0: rows are [gate | up], and the result is a product; 0: rows are inputs of the function
+    float alpha, limit;
+};
+
+// The weights of all experts for one input, and their biases.
+struct minifloat_expert_product {
+    const uint8_t* const* weights;  // one per expert, or null
+    const void* const* biases;      // null, or one per expert
+    int32_t bias_dtype;
+};
+
+// How scores of experts become weights.
+enum minifloat_router_kind {
+    MINIFLOAT_ROUTER_SOFTMAX = 0,         // softmax over all experts, then the largest
+    MINIFLOAT_ROUTER_SOFTMAX_CHOSEN = 1,  // the largest, then softmax over these
+    MINIFLOAT_ROUTER_SIGMOID = 2,         // sigmoid, then the largest
+};
+
+struct minifloat_router {
+    const void* weight;       // [experts, hidden] of `dtype`
+    const float* bias;        // [experts] or null: added to the products
+    const float* correction;  // [experts] or null: added to the scores for the choice alone
+    int32_t dtype, kind;      // minifloat_dtype, minifloat_router_kind
+    int32_t experts, top_k;
+    int32_t groups, groups_kept;  // experts of the best groups alone are chosen; groups 1: of all
+    int32_t normalize;            // not 0: the weights of the chosen experts sum to 1
+    float factor;                 // multiplies the weights
+};
+
 struct minifloat_experts {
-    const void* router;            // [experts, hidden] of router_dtype
-    const uint8_t* const* gate;    // per expert [intermediate, hidden], or [2 * intermediate, hidden] with up below
-    const uint8_t* const* up;      // per expert [intermediate, hidden]; null where gate has it
-    const uint8_t* const* down;    // per expert [hidden, intermediate]
-    const float* shared_gate;      // [hidden] or null
+    struct minifloat_router router;
+    struct minifloat_expert_product gate;  // [intermediate, hidden], or [2 * intermediate, hidden] with up below
+    struct minifloat_expert_product up;    // [intermediate, hidden]; null where gate has it
+    struct minifloat_expert_product down;  // [hidden, intermediate]
+    struct minifloat_activation activation;
+    const float* shared_gate;  // [hidden] or null
     int64_t intermediate;
-    int32_t router_dtype, experts, top_k, normalize;
+};
+
+// Where the keys and values of a layer come from.
+enum minifloat_values {
+    MINIFLOAT_VALUES_OWN = 0,     // rows of the product are [q | k | v]
+    MINIFLOAT_VALUES_KEYS = 1,    // [q | k]; values are the product's keys, before norm and rotation
+    MINIFLOAT_VALUES_SHARED = 2,  // [q]; another layer has written both into the cache
+};
+
+struct minifloat_attention {
+    struct minifloat_product qkv, out;
+    struct minifloat_norm q_norm, k_norm, v_norm;  // before the rotation
+    const float* sinks;                            // [heads] or null: a score of each head that has no value
+    int64_t window;                                // 0: none
+    int64_t cache_before;  // elements of a block of the cache before those of this layer's cache
+    int32_t heads, kv_heads, head_dim;
+    int32_t rotary;        // index of the rotary embedding, or -1
+    int32_t whole_norms;   // not 0: q_norm and k_norm are of all heads together; 0: of each head
+    int32_t head_weights;  // not 0: their weights are [heads * head_dim]; 0: [head_dim]
+    int32_t values;        // minifloat_values
+    float scale;
+    float score_cap;  // 0: none; else scores are cap * tanh(score / cap)
+    float clip;       // 0: none; else the products are clamped to -clip .. clip
+    float k_scale, v_scale;
+};
+
+struct minifloat_mlp {
+    struct minifloat_product gate_up, down;
+    struct minifloat_activation activation;
+    int64_t intermediate;  // 0: there is none
 };
 
 struct minifloat_layer {
-    const float* input_norm;  // [hidden]
-    const float* mlp_norm;
-    const float* q_norm;  // [head_dim] or null
-    const float* k_norm;
+    struct minifloat_norm input_norm;      // of the input of attention
+    struct minifloat_norm attention_norm;  // of its result
+    struct minifloat_norm mlp_norm;        // of the input of the MLP
+    struct minifloat_norm result_norm;     // of its result
+    struct minifloat_attention attention;
     const struct minifloat_experts* experts;  // null: a plain MLP
-    struct minifloat_product qkv, out;
-    struct minifloat_product gate_up, down;  // of the MLP, or of the one that experts share
-    int64_t intermediate;                    // of those; 0: experts share none
-    int64_t window;                          // 0: none
-    float k_scale, v_scale;
+    struct minifloat_mlp mlp;                 // the MLP, or the one that experts share
+    int32_t parallel;       // not 0: the MLP does not see the result of attention
+    float residual_factor;  // of both results
 };
 
 struct minifloat_decoder {
     const struct minifloat_layer* layers;
-    const float* inv_freq;  // [rotary / 2]
-    const float* norm;
+    const struct minifloat_rotary* rotaries;
+    struct minifloat_norm norm;
     const void* embedding;  // [vocab, hidden] of embedding_dtype
     struct minifloat_product lm_head;
     int64_t hidden, lm_head_rows;
     int32_t dtype, embedding_dtype;
-    int32_t layer_count, heads, kv_heads, head_dim, rotary;
-    float eps, attention_scaling, scale;
+    int32_t layer_count, rotary_count;
+    float embedding_factor, logits_factor;
+    float logits_cap;     // 0: none; else logits are cap * tanh(logit / cap)
     int32_t int8_inputs;  // of all products with packed weights, as of a linear
 };
 
 // New tokens of a batch of sequences; kernels/decoder/types.py describes the arrays.
 struct minifloat_step_args {
     const struct minifloat_decoder* decoder;
-    uint8_t* cache;             // [layers, cache_blocks, kv_heads, a block of one head]
+    uint8_t* cache;             // per cache of a layer [cache_blocks, kv_heads, a block of one head]
     const int32_t* tokens;      // [token_count]
     const int32_t* positions;   // [token_count]
     const int32_t* starts;      // [sequences + 1]
@@ -340,6 +427,7 @@ MINIFLOAT_API int32_t minifloat_pack(int32_t isa, const struct minifloat_pack_ar
 MINIFLOAT_API int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args);
 MINIFLOAT_API int32_t minifloat_linear(int32_t isa, const struct minifloat_linear_args* args);
 MINIFLOAT_API int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args);
+
 // Whether a product of `m` rows of `x_dtype` with a packed weight rounds its inputs if int8_inputs is set: 0 where this
 // instruction set has no such product for the weight, and where rounding would be slower.
 MINIFLOAT_API int32_t minifloat_rounds_inputs(int32_t isa, const uint8_t* weight, int64_t m, int32_t x_dtype);

@@ -244,12 +244,19 @@ bool valid(const minifloat_moe_args& a) {
     return a.biases == nullptr || known_dtype(a.bias_dtype);
 }
 
+bool valid(const minifloat_decoder& d, const minifloat_attention& a) {
+    if (a.head_dim < 2 || a.head_dim > MINIFLOAT_MAX_HEAD_DIM || a.head_dim % 2) return false;
+    if (a.rotary >= d.rotary_count || (a.rotary >= 0 && d.rotaries[a.rotary].rotary > a.head_dim)) return false;
+    return a.heads > 0 && a.kv_heads > 0 && a.heads % a.kv_heads == 0;
+}
+
 bool valid(const minifloat_step_args& a) {
     if (a.token_count < 1 || a.sequences < 1 || a.logit_count < 0) return false;
     const minifloat_decoder& d = *a.decoder;
-    if (d.head_dim < 2 || d.head_dim > MINIFLOAT_MAX_HEAD_DIM || d.head_dim % 2 || d.rotary > d.head_dim) return false;
     if (a.cache_element < MINIFLOAT_CACHE_F32 || a.cache_element > MINIFLOAT_CACHE_E4M3) return false;
-    return d.heads > 0 && d.kv_heads > 0 && d.heads % d.kv_heads == 0 && known_dtype(d.dtype);
+    for (int32_t i = 0; i < d.layer_count; ++i)
+        if (!valid(d, d.layers[i].attention)) return false;
+    return known_dtype(d.dtype);
 }
 
 }  // namespace

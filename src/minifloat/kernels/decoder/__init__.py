@@ -1,4 +1,4 @@
-"""`step` runs the new tokens of a batch of sequences through all layers of a Llama-like decoder, in one call.
+"""`step` runs the new tokens of a batch of sequences through all layers of a decoder, in one call.
 
 A decoded token passes some two hundred small operations between its linears; called from Python, each would cost as
 much as it computes. Keys and values are in a paged cache, whose blocks the scheduler assigns. Not included: sampling,
@@ -12,21 +12,30 @@ from torch import Tensor
 
 from minifloat.errors import KernelUnavailable, UnknownNameError
 from minifloat.kernels.decoder import cpu, reference
+from minifloat.kernels.decoder.attention import Attention
 from minifloat.kernels.decoder.cache import ELEMENTS, KVCache
 from minifloat.kernels.decoder.check import check
-from minifloat.kernels.decoder.types import BLOCK_TOKENS, Attention, Decoder, Experts, Layer, Mlp, StepBatch
+from minifloat.kernels.decoder.experts import Experts, Router
+from minifloat.kernels.decoder.mlp import Activation, Mlp
+from minifloat.kernels.decoder.norm import Norm
+from minifloat.kernels.decoder.rotary import Rotary
+from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, Layer, StepBatch
 
 __all__ = [
     "BLOCK_TOKENS",
     "ELEMENTS",
     "IMPLEMENTATIONS",
+    "Activation",
     "Attention",
-    "StepBatch",
     "Decoder",
     "Experts",
     "KVCache",
     "Layer",
     "Mlp",
+    "Norm",
+    "Rotary",
+    "Router",
+    "StepBatch",
     "step",
 ]
 
@@ -47,7 +56,7 @@ def step(decoder: Decoder, cache: KVCache, batch: StepBatch, impl: str = "auto")
 
     Args:
         decoder: The model.
-        cache: A cache with the decoder's layers, heads and head size; the only argument that is written.
+        cache: A cache of the decoder's `cache_shapes`; the only argument that is written.
         batch: The new tokens and the requested logits.
         impl: "auto" (the native library if it is loaded, else the reference), "reference" or "cpu".
 

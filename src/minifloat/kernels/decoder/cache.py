@@ -8,11 +8,14 @@ second operand in this order, and one shift or mask turns it into float32.
     float32, E4M3   keys [d][token]           values [token][padded d]
     bfloat16        keys [d / 2][token][2]    values [token / 2][padded d][2]
 
-Values are padded to whole vectors; the contents of the padding are ignored. The cache does not know which sequence owns
+Values are padded to whole vectors; the contents of the padding are ignored. Layers may have caches of different
+shapes, and some layers read the cache of another; all have the same blocks. The cache does not know which sequence owns
 a block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,46 +35,49 @@ class KVCache:
     """The memory of a cache; blocks are undefined until a step writes them.
 
     Args:
-        layers: Layers of the decoder.
-        kv_heads: Heads of keys and values.
-        head_dim: Size of a head, even.
+        shapes: For each layer with keys and values of its own: heads of keys and values, and size of a head, even.
         blocks: Number of blocks.
         element: One of `ELEMENTS`. E4M3 stores numbers divided by the scale of the layer, rounded to nearest, ties to
             even, clamped to the largest value.
 
     Attributes:
-        data: uint8 ``[layers, blocks, kv_heads, bytes]``.
+        data: uint8, all bytes: for each of `shapes` ``[blocks, kv_heads, bytes]``.
 
     Raises:
         UnknownNameError: If there is no such `element`.
-        ShapeError: If a size is below 1, or `head_dim` is odd.
+        ShapeError: If a size is below 1, or the size of a head is odd.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, blocks: int, element: str) -> None:
-        for name, size in (("layers", layers), ("kv_heads", kv_heads), ("head_dim", head_dim), ("blocks", blocks)):
+    def __init__(self, shapes: Sequence[tuple[int, int]], blocks: int, element: str) -> None:
+        for kv_heads, head_dim in shapes:
+            for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim)):
+                if size < 1:
+                    raise ShapeError(name, f"expected at least 1, got {size}")
+            if head_dim % 2:
+                raise ShapeError("head_dim", f"expected an even number, got {head_dim}")
+        for name, size in (("layers", len(shapes)), ("blocks", blocks)):
             if size < 1:
                 raise ShapeError(name, f"expected at least 1, got {size}")
-        if head_dim % 2:
-            raise ShapeError("head_dim", f"expected an even number, got {head_dim}")
-        self.layers, self.kv_heads, self.head_dim, self.blocks, self.element = (
-            layers,
-            kv_heads,
-            head_dim,
-            blocks,
-            element,
-        )
-        block = self.bytes_per_block(layers, kv_heads, head_dim, element)
-        self.data = allocate(block * blocks).view(layers, blocks, kv_heads, block // (layers * kv_heads))
+        self.shapes, self.blocks, self.element = tuple(shapes), blocks, element
+        sizes = [blocks * self.bytes_per_block([shape], element) for shape in shapes]
+        self.data = allocate(sum(sizes))
+        self._layers = [
+            part.view(blocks, shape[0], -1)
+            for part, shape in zip(torch.split_with_sizes(self.data, sizes), shapes, strict=True)
+        ]
 
     @staticmethod
-    def bytes_per_block(layers: int, kv_heads: int, head_dim: int, element: str) -> int:
+    def bytes_per_block(shapes: Sequence[tuple[int, int]], element: str) -> int:
         """Bytes of one block over all layers and heads.
+
+        Args:
+            shapes: As in `KVCache`.
+            element: One of `ELEMENTS`.
 
         Raises:
             UnknownNameError: If there is no such `element`.
         """
-        dtype = lookup("element of a cache", element, ELEMENTS)
-        return layers * kv_heads * BLOCK_TOKENS * (head_dim + _padded(head_dim)) * dtype.itemsize
+        return elements_per_block(shapes) * lookup("element of a cache", element, ELEMENTS).itemsize
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +88,7 @@ class KVCache:
         """Store tokens, in plain PyTorch.
 
         Args:
-            layer: Index of the layer.
+            layer: Index in `shapes`.
             slots: int64 ``[T]``: block times `BLOCK_TOKENS` plus row.
             keys: float32 ``[T, kv_heads, head_dim]``.
             values: float32 ``[T, kv_heads, head_dim]``.
@@ -91,28 +97,29 @@ class KVCache:
         block, row = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
         key_view, value_view, pair = self._views(layer)
         key_view[block, :, :, row] = self._coded(keys, scales[0]).view(*keys.shape[:2], -1, pair)
-        value_view[block, :, row // pair, : self.head_dim, row % pair] = self._coded(values, scales[1])
+        value_view[block, :, row // pair, : keys.shape[-1], row % pair] = self._coded(values, scales[1])
 
     def read(self, layer: int, blocks: Tensor, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
         """Return keys and values, float32 ``[len(blocks) * BLOCK_TOKENS, kv_heads, head_dim]``, in plain PyTorch.
 
         Args:
-            layer: Index of the layer.
+            layer: Index in `shapes`.
             blocks: int64, the blocks of one sequence in order.
             scales: Scales of keys and values, for E4M3.
         """
         key_view, value_view, _ = self._views(layer)
         keys = key_view[blocks].permute(0, 3, 1, 2, 4).flatten(3)
-        values = value_view[blocks].permute(0, 2, 4, 1, 3)[..., : self.head_dim].flatten(1, 2)
+        values = value_view[blocks].permute(0, 2, 4, 1, 3)[..., : self.shapes[layer][1]].flatten(1, 2)
         return self._decoded(keys.flatten(0, 1), scales[0]), self._decoded(values.flatten(0, 1), scales[1])
 
     def _views(self, layer: int) -> tuple[Tensor, Tensor, int]:
         """Keys ``[blocks, kv_heads, d / pair, token, pair]`` and values ``[.., token / pair, padded d, pair]``."""
-        d, padded, dtype = self.head_dim, _padded(self.head_dim), ELEMENTS[self.element]
+        kv_heads, d = self.shapes[layer]
+        padded, dtype = _padded(d), ELEMENTS[self.element]
         pair = 2 if dtype == torch.bfloat16 else 1
-        data = self.data[layer].view(dtype)
+        data = self._layers[layer].view(dtype)
         keys, values = data[..., : BLOCK_TOKENS * d], data[..., BLOCK_TOKENS * d :]
-        heads = (self.blocks, self.kv_heads)
+        heads = (self.blocks, kv_heads)
         return (
             keys.view(*heads, d // pair, BLOCK_TOKENS, pair),
             values.view(*heads, BLOCK_TOKENS // pair, padded, pair),
@@ -124,6 +131,11 @@ class KVCache:
 
     def _decoded(self, x: Tensor, scale: float) -> Tensor:
         return decode(x, E4M3) * scale if self.element == E4M3.name else x.float()
+
+
+def elements_per_block(shapes: Sequence[tuple[int, int]]) -> int:
+    """Return the keys and values of one block over all layers and heads, with the padding."""
+    return sum(kv_heads * BLOCK_TOKENS * (head_dim + _padded(head_dim)) for kv_heads, head_dim in shapes)
 
 
 def _padded(head_dim: int) -> int:

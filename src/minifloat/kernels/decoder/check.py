@@ -26,10 +26,9 @@ def check(decoder: Decoder, cache: KVCache, batch: StepBatch) -> None:
             names the field.
         UnsupportedTensorError: If a tensor of the batch is not int32, contiguous, on the CPU.
     """
-    expected_sizes = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
-    sizes = (cache.layers, cache.kv_heads, cache.head_dim)
-    if sizes != expected_sizes:
-        raise ShapeError("cache", f"expected layers, key-value heads and head size {expected_sizes}, got {sizes}")
+    if cache.shapes != decoder.cache_shapes:
+        wanted, found = (f"{len(shapes)} of {sorted(set(shapes))}" for shapes in (decoder.cache_shapes, cache.shapes))
+        raise ShapeError("cache", f"expected layers of key-value heads and head size {wanted}, got {found}")
     tokens, positions, starts, contexts, blocks, logits = (_array(batch, name, rank) for name, rank in _RANKS.items())
     _check_range("tokens", tokens, decoder.vocab)
     _check_range("logits", logits, len(tokens))

@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 
 from minifloat.kernels import native, threads
-from minifloat.kernels.decoder.cache import ELEMENTS, KVCache
-from minifloat.kernels.decoder.types import Decoder, Experts, Layer, Mlp, StepBatch
+from minifloat.kernels.decoder.attention import VALUES, Attention
+from minifloat.kernels.decoder.cache import ELEMENTS, KVCache, elements_per_block
+from minifloat.kernels.decoder.experts import ROUTERS, Experts, Router
+from minifloat.kernels.decoder.mlp import ACTIVATIONS, Activation, Mlp
+from minifloat.kernels.decoder.norm import Norm
+from minifloat.kernels.decoder.rotary import Rotary
+from minifloat.kernels.decoder.types import Decoder, Layer, StepBatch
 from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.native import structs
 from minifloat.kernels.pack import PackedWeight
 
@@ -80,12 +86,15 @@ class _Described:
 
     def __init__(self, decoder: Decoder) -> None:
         self._structures: list[object] = []
-        layers = (structs.LayerArgs * len(decoder.layers))(*map(self._layer, decoder.layers))
-        self._structures.append(layers)
+        rotaries = (structs.RotaryArgs * len(decoder.rotaries))(*map(_rotary, decoder.rotaries))
+        layers = (structs.LayerArgs * len(decoder.layers))(
+            *(self._layer(decoder, index) for index in range(len(decoder.layers)))
+        )
+        self._structures += [rotaries, layers]
         self.decoder = structs.DecoderArgs(
             layers=ctypes.addressof(layers),
-            inv_freq=decoder.inv_freq.data_ptr(),
-            norm=decoder.norm.data_ptr(),
+            rotaries=ctypes.addressof(rotaries),
+            norm=_norm(decoder.norm),
             embedding=decoder.embedding.data_ptr(),
             lm_head=self._product((decoder.lm_head,), None),
             hidden=decoder.hidden,
@@ -93,29 +102,27 @@ class _Described:
             dtype=DTYPES[decoder.dtype],
             embedding_dtype=DTYPES[decoder.embedding.dtype],
             layer_count=len(decoder.layers),
-            heads=decoder.heads,
-            kv_heads=decoder.kv_heads,
-            head_dim=decoder.head_dim,
-            rotary=2 * decoder.inv_freq.numel(),
-            eps=decoder.eps,
-            attention_scaling=decoder.attention_scaling,
-            scale=decoder.scale,
+            rotary_count=len(decoder.rotaries),
+            embedding_factor=decoder.embedding_factor,
+            logits_factor=decoder.logits_factor,
+            logits_cap=decoder.logits_cap or 0.0,
             int8_inputs=decoder.int8_inputs,
         )
 
-    def _layer(self, layer: Layer) -> structs.LayerArgs:
-        attention = layer.attention
+    def _layer(self, decoder: Decoder, index: int) -> structs.LayerArgs:
+        layer: Layer = decoder.layers[index]
         args = structs.LayerArgs(
-            input_norm=layer.input_norm.data_ptr(),
-            mlp_norm=layer.mlp_norm.data_ptr(),
-            q_norm=_address(attention.q_norm),
-            k_norm=_address(attention.k_norm),
-            qkv=self._product(attention.qkv, attention.qkv_bias),
-            out=self._product((attention.out,), (attention.out_bias,)),
-            window=attention.window or 0,
-            k_scale=attention.k_scale,
-            v_scale=attention.v_scale,
+            input_norm=_norm(layer.input_norm),
+            attention_norm=_norm(layer.attention_norm),
+            mlp_norm=_norm(layer.mlp_norm),
+            result_norm=_norm(layer.result_norm),
+            attention=self._attention(layer.attention),
+            parallel=layer.parallel,
+            residual_factor=layer.residual_factor,
         )
+        rotary = layer.attention.rotary
+        args.attention.rotary = -1 if rotary is None else decoder.rotaries.index(rotary)
+        args.attention.cache_before = elements_per_block(decoder.cache_shapes[: decoder.caches[index]])
         mlp = layer.mlp
         if isinstance(mlp, Experts):
             experts = self._experts(mlp)
@@ -123,25 +130,59 @@ class _Described:
             args.experts = ctypes.addressof(experts)
         shared: Mlp | None = mlp.shared if isinstance(mlp, Experts) else mlp
         if shared is not None:
-            args.gate_up = self._product(shared.gate_up, shared.gate_up_bias)
-            args.down = self._product((shared.down,), (shared.down_bias,))
-            args.intermediate = shared.intermediate
+            args.mlp = self._mlp(shared)
         return args
 
+    def _attention(self, attention: Attention) -> structs.AttentionArgs:
+        return structs.AttentionArgs(
+            qkv=self._product(attention.qkv, attention.qkv_bias),
+            out=self._product((attention.out,), (attention.out_bias,)),
+            q_norm=_norm(attention.q_norm),
+            k_norm=_norm(attention.k_norm),
+            v_norm=_norm(attention.v_norm),
+            sinks=_address(attention.sinks),
+            window=attention.window or 0,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+            whole_norms=attention.whole_norms,
+            head_weights=attention.has_head_weights,
+            values=VALUES.index(attention.values),
+            scale=attention.scale,
+            score_cap=attention.score_cap or 0.0,
+            clip=attention.clip or 0.0,
+            k_scale=attention.k_scale,
+            v_scale=attention.v_scale,
+        )
+
+    def _mlp(self, mlp: Mlp) -> structs.MlpArgs:
+        return structs.MlpArgs(
+            gate_up=self._product(mlp.gate_up, mlp.gate_up_bias),
+            down=self._product((mlp.down,), (mlp.down_bias,)),
+            activation=_activation(mlp.activation),
+            intermediate=mlp.intermediate,
+        )
+
     def _experts(self, experts: Experts) -> structs.ExpertsArgs:
-        tables = [part.pointers.address for part in experts.gate_up]
+        biases = experts.gate_up_bias or (None,) * len(experts.gate_up)
+        parts = [self._expert_product(*part) for part in zip(experts.gate_up, biases, strict=True)]
         return structs.ExpertsArgs(
-            router=experts.router.data_ptr(),
-            gate=tables[0],
-            up=tables[1] if len(tables) > 1 else None,
-            down=experts.down.pointers.address,
+            router=_router(experts.router, len(experts.down)),
+            gate=parts[0],
+            up=parts[1] if len(parts) > 1 else structs.ExpertProductArgs(),
+            down=self._expert_product(experts.down, experts.down_bias),
+            activation=_activation(experts.activation),
             shared_gate=_address(experts.shared_gate),
             intermediate=experts.intermediate,
-            router_dtype=DTYPES[experts.router.dtype],
-            experts=len(experts.down),
-            top_k=experts.top_k,
-            normalize=experts.normalize,
         )
+
+    def _expert_product(self, experts: PackedExperts, biases: Tensor | None) -> structs.ExpertProductArgs:
+        """Describe a projection of all experts; `biases`: ``[experts, rows]`` or None."""
+        args = structs.ExpertProductArgs(weights=experts.pointers.address)
+        if biases is not None:
+            args.biases = self._table([bias.data_ptr() for bias in biases])
+            args.bias_dtype = DTYPES[biases.dtype]
+        return args
 
     def _product(self, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None) -> structs.ProductArgs:
         present = [bias for bias in biases or () if bias is not None]
@@ -160,6 +201,48 @@ class _Described:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _norm(norm: Norm | None) -> structs.NormArgs:
+    if norm is None:
+        return structs.NormArgs()
+    return structs.NormArgs(
+        weight=norm.weight.data_ptr(), bias=_address(norm.bias), eps=norm.eps, centered=norm.centered
+    )
+
+
+def _rotary(rotary: Rotary) -> structs.RotaryArgs:
+    return structs.RotaryArgs(
+        inv_freq=rotary.inv_freq.data_ptr(),
+        rotary=rotary.dims,
+        interleaved=rotary.interleaved,
+        scaling=rotary.scaling,
+    )
+
+
+def _activation(activation: Activation) -> structs.ActivationArgs:
+    return structs.ActivationArgs(
+        kind=ACTIVATIONS.index(activation.name),
+        gated=activation.gated,
+        alpha=activation.alpha,
+        limit=activation.limit,
+    )
+
+
+def _router(router: Router, experts: int) -> structs.RouterArgs:
+    return structs.RouterArgs(
+        weight=router.weight.data_ptr(),
+        bias=_address(router.bias),
+        correction=_address(router.correction),
+        dtype=DTYPES[router.weight.dtype],
+        kind=ROUTERS.index(router.kind),
+        experts=experts,
+        top_k=router.top_k,
+        groups=router.groups,
+        groups_kept=router.groups_kept,
+        normalize=router.normalize,
+        factor=router.factor,
+    )
 
 
 _DESCRIBED: WeakKeyDictionary[Decoder, _Described] = WeakKeyDictionary()

@@ -12,26 +12,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from minifloat.kernels.decoder.attention import Attention
 from minifloat.kernels.decoder.cache import KVCache
-from minifloat.kernels.decoder.types import BLOCK_TOKENS, Attention, Decoder, Experts, Mlp, StepBatch
+from minifloat.kernels.decoder.experts import Experts
+from minifloat.kernels.decoder.mlp import Mlp
+from minifloat.kernels.decoder.norm import Norm
+from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, Layer, StepBatch
 from minifloat.kernels.linear import int8_reference
 from minifloat.kernels.pack import PackedWeight
 
 
 def step(decoder: Decoder, cache: KVCache, batch: StepBatch) -> Tensor:
     """Implement `minifloat.kernels.decoder.step` for validated arguments."""
-    x = decoder.embedding[batch.tokens].float()
-    angles = batch.positions[:, None].float() * decoder.inv_freq
-    turn = (angles.cos() * decoder.attention_scaling, angles.sin() * decoder.attention_scaling)
+    x = decoder.embedding[batch.tokens].float() * decoder.embedding_factor
+    turns = {rotary: rotary.turns(batch.positions) for rotary in decoder.rotaries}
     for i, layer in enumerate(decoder.layers):
-        normed = _norm(x, layer.input_norm, decoder.eps).to(decoder.dtype)
-        x = x + _attention(decoder, layer.attention, i, cache, batch, turn, normed).float()
-        normed = _norm(x, layer.mlp_norm, decoder.eps).to(decoder.dtype)
-        x = x + (
-            _mlp(decoder, layer.mlp, normed) if isinstance(layer.mlp, Mlp) else _experts(decoder, layer.mlp, normed)
-        )
-    normed = _norm(x[batch.logits], decoder.norm, decoder.eps).to(decoder.dtype)
-    return _linear(decoder, normed, decoder.lm_head).float()
+        attention, normed = layer.attention, _normed(x, layer.input_norm).to(decoder.dtype)
+        turn = None if attention.rotary is None else turns[attention.rotary]
+        attended = _attention(decoder, attention, decoder.caches[i], cache, batch, turn, normed).float()
+        before = x
+        x = x + _normed(attended, layer.attention_norm) * layer.residual_factor
+        if not layer.parallel:
+            normed = _normed(x, layer.mlp_norm).to(decoder.dtype)
+        elif layer.mlp_norm is not None:
+            normed = layer.mlp_norm(before).to(decoder.dtype)
+        x = x + _result(decoder, layer, normed) * layer.residual_factor
+    normed = decoder.norm(x[batch.logits]).to(decoder.dtype)
+    logits = _linear(decoder, normed, decoder.lm_head).float() * decoder.logits_factor
+    return logits if decoder.logits_cap is None else _capped(logits, decoder.logits_cap)
+
+
+def _result(decoder: Decoder, layer: Layer, x: Tensor) -> Tensor:
+    if isinstance(layer.mlp, Experts):
+        return _experts(decoder, layer.mlp, x)
+    return _normed(_mlp(decoder, layer.mlp, x).float(), layer.result_norm)
 
 
 def _attention(
@@ -40,20 +54,12 @@ def _attention(
     layer: int,
     cache: KVCache,
     batch: StepBatch,
-    turn: tuple[Tensor, Tensor],
+    turn: tuple[Tensor, Tensor] | None,
     x: Tensor,
 ) -> Tensor:
-    """Write the new keys and values into the cache; return ``[T, hidden]`` in the decoder's dtype."""
-    biases = attention.qkv_bias or (None, None, None)
-    q, k, v = (
-        _linear(decoder, x, weight, bias).float().view(x.shape[0], -1, decoder.head_dim)
-        for weight, bias in zip(attention.qkv, biases, strict=True)
-    )
-    if attention.q_norm is not None:
-        q = _norm(q, attention.q_norm, decoder.eps)
-    if attention.k_norm is not None:
-        k = _norm(k, attention.k_norm, decoder.eps)
-    q, k = _rotate(q, turn).to(decoder.dtype).float(), _rotate(k, turn)
+    """Write the new keys and values into cache `layer`; return ``[T, hidden]`` in the decoder's dtype."""
+    q, k, v = _heads(decoder, attention, x, turn)
+    q = q.to(decoder.dtype).float()
     scales = (attention.k_scale, attention.v_scale)
     starts, contexts = batch.starts.tolist(), batch.contexts.tolist()
     out = torch.empty_like(q)
@@ -61,29 +67,62 @@ def _attention(
         rows = slice(starts[s], starts[s + 1])
         positions = batch.positions[rows].long()
         blocks = batch.blocks[s].long()
-        slots = blocks[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-        cache.write(layer, slots, k[rows], v[rows], scales)
+        if k is not None and v is not None:
+            slots = blocks[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+            cache.write(layer, slots, k[rows], v[rows], scales)
         # Blocks before the window may belong to another sequence already.
         begin = _first_key(attention, int(positions[0])) // BLOCK_TOKENS
         keys, values = cache.read(layer, blocks[begin : -(-context // BLOCK_TOKENS)], scales)
         begin *= BLOCK_TOKENS
         keys, values = keys[: context - begin], values[: context - begin]
-        out[rows] = _attend(decoder, attention, q[rows], keys, values, positions, begin)
+        out[rows] = _attend(attention, q[rows], keys, values, positions, begin)
     return _linear(decoder, out.flatten(1).to(decoder.dtype), attention.out, attention.out_bias)
 
 
-def _attend(
-    decoder: Decoder, attention: Attention, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, begin: int
-) -> Tensor:
+def _heads(
+    decoder: Decoder, attention: Attention, x: Tensor, turn: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return q, k and v of rows, float32 ``[T, heads, d]``, normed and rotated; None: k and v of another layer."""
+    product = _side_by_side(decoder, x, attention.qkv, attention.qkv_bias).float()
+    if attention.clip is not None:
+        product = product.clamp(-attention.clip, attention.clip)
+    sections = torch.split_with_sizes(product, attention.sections, dim=-1)
+    parts = [part.view(len(x), -1, attention.head_dim) for part in sections]
+    norms = [attention.q_norm, attention.k_norm]
+    prepared = []
+    for part, norm in zip(parts[:2], norms, strict=False):
+        normed = part if norm is None else _normed_heads(part, norm, attention.whole_norms)
+        prepared.append(normed if turn is None or attention.rotary is None else attention.rotary.rotate(normed, turn))
+    if len(parts) == 1:
+        return prepared[0], None, None
+    return prepared[0], prepared[1], _normed(parts[-1], attention.v_norm)
+
+
+def _normed_heads(x: Tensor, norm: Norm, whole: bool) -> Tensor:
+    """Norm each of the heads ``[T, heads, d]``, or all together; weights are ``[d]`` or ``[heads * d]``."""
+    normed = norm.plain(x.flatten(1)).view_as(x) if whole else norm.plain(x)
+    heads = [part.view(-1, x.shape[-1]) for part in (norm.weight, norm.bias) if part is not None]
+    normed = normed * heads[0]
+    return normed if norm.bias is None else normed + heads[1]
+
+
+def _attend(attention: Attention, q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, begin: int) -> Tensor:
     """Softmax attention of one sequence: ``[n, heads, d]`` for keys ``[m, kv_heads, d]`` from position `begin` on."""
-    group = decoder.heads // decoder.kv_heads
+    group = attention.heads // attention.kv_heads
     keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-    scores = torch.einsum("nhd,mhd->hnm", q, keys) * decoder.scale
+    scores = torch.einsum("nhd,mhd->hnm", q, keys) * attention.scale
+    if attention.score_cap is not None:
+        scores = _capped(scores, attention.score_cap)
     distance = positions[:, None] - (begin + torch.arange(keys.shape[0]))
     hidden = distance < 0
     if attention.window is not None:
         hidden |= distance >= attention.window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if attention.sinks is not None:
+        sinks = attention.sinks[:, None, None].expand(-1, len(q), 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
     return torch.einsum("hnm,mhd->nhd", weights, values)
 
 
@@ -91,47 +130,43 @@ def _first_key(attention: Attention, position: int) -> int:
     return 0 if attention.window is None else max(position - attention.window + 1, 0)
 
 
-def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate pairs of dimensions of ``[T, heads, d]``; `turn` holds cosines and sines ``[T, rotary_dim / 2]``."""
-    cos, sin = (part[:, None] for part in turn)
-    half = cos.shape[-1]
-    first, second, rest = torch.split_with_sizes(x, [half, half, x.shape[-1] - 2 * half], -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
-
 def _mlp(decoder: Decoder, mlp: Mlp, x: Tensor) -> Tensor:
-    """Return the result of an MLP, float32 ``[T, hidden]``."""
-    biases = mlp.gate_up_bias or (None, None)
-    gate, up = (_linear(decoder, x, weight, bias).float() for weight, bias in zip(mlp.gate_up, biases, strict=True))
-    return _linear(decoder, (functional.silu(gate) * up).to(x.dtype), mlp.down, mlp.down_bias).float()
+    inner = mlp.activation(_side_by_side(decoder, x, mlp.gate_up, mlp.gate_up_bias).float())
+    return _linear(decoder, inner.to(x.dtype), mlp.down, mlp.down_bias)
 
 
 def _experts(decoder: Decoder, experts: Experts, x: Tensor) -> Tensor:
     """Return the weighted sum of the experts, float32 ``[T, hidden]``."""
-    probabilities = functional.linear(x.float(), experts.router.float()).softmax(dim=-1)
-    weights, chosen = probabilities.topk(experts.top_k, dim=-1)
-    if experts.normalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+    weights, chosen = experts.router(x)
     out = torch.zeros(x.shape[0], experts.down.shape[0])
     for e in sorted(set(chosen.flatten().tolist())):
         tokens, place = (chosen == e).nonzero(as_tuple=True)
-        gate, up = _side_by_side(decoder, x[tokens], [part[e] for part in experts.gate_up]).float().chunk(2, dim=-1)
-        y = _linear(decoder, (functional.silu(gate) * up).to(x.dtype), experts.down[e])
+        biases = None if experts.gate_up_bias is None else [bias[e] for bias in experts.gate_up_bias]
+        inner = _side_by_side(decoder, x[tokens], [part[e] for part in experts.gate_up], biases).float()
+        down_bias = None if experts.down_bias is None else experts.down_bias[e]
+        y = _linear(decoder, experts.activation(inner).to(x.dtype), experts.down[e], down_bias)
         out[tokens] += weights[tokens, place, None] * y.float()
     if experts.shared is not None:
-        shared = _mlp(decoder, experts.shared, x)
+        shared = _mlp(decoder, experts.shared, x).float()
         if experts.shared_gate is not None:
             shared = shared * (x.float() @ experts.shared_gate).sigmoid()[:, None]
         out += shared
     return out
 
 
-def _side_by_side(decoder: Decoder, x: Tensor, weights: Sequence[PackedWeight]) -> Tensor:
-    return torch.cat([_linear(decoder, x, weight) for weight in weights], dim=-1)
+def _side_by_side(
+    decoder: Decoder, x: Tensor, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None] | None = None
+) -> Tensor:
+    pairs = zip(weights, biases or [None] * len(weights), strict=True)
+    return torch.cat([_linear(decoder, x, weight, bias) for weight, bias in pairs], dim=-1)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def _capped(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap)
 
 
 def _linear(decoder: Decoder, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:

@@ -1,160 +1,80 @@
-"""The parts of a Llama-like decoder, validated once when a `Decoder` is created instead of in every step.
+"""`Decoder` and its layers, validated once when a `Decoder` is created instead of in every step.
 
-Supported: RMS norms before attention and MLP, rotary embeddings in the convention of `rotate_half`, grouped queries,
-SiLU MLPs or routed experts; optionally biases, norms of q and k, sliding windows and a shared expert. Other decoders
-(parallel residuals, attention sinks, soft caps, ALiBi) run by other code.
+A decoder is a description made of parts (`norm.py`, `rotary.py`, `attention.py`, `mlp.py`, `experts.py`); the step in
+C++ and its reference in PyTorch compute what the parts say. Not described: absolute positions, ALiBi, latent attention,
+recurrent states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
+from minifloat.kernels.decoder.attention import Attention
+from minifloat.kernels.decoder.expect import expect, expect_weights
+from minifloat.kernels.decoder.experts import Experts
+from minifloat.kernels.decoder.mlp import Mlp
+from minifloat.kernels.decoder.norm import Norm
+from minifloat.kernels.decoder.rotary import Rotary
 from minifloat.kernels.dtypes import DTYPES
-from minifloat.kernels.moe import PackedExperts
-from minifloat.kernels.pack import FusedWeights, PackedWeight
+from minifloat.kernels.pack import PackedWeight
 
 #: Tokens of one sequence that share a block of the cache.
 BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
-    """The attention of a layer.
-
-    Attributes:
-        qkv: q ``[heads * d, hidden]``, k and v ``[kv_heads * d, hidden]``.
-        qkv_bias: A bias or None for each of the three, of one dtype; or None.
-        out: ``[hidden, heads * d]``.
-        out_bias: ``[hidden]`` or None.
-        q_norm: float32 ``[d]``, the weight of an RMS norm of each head before the rotation; or None.
-        k_norm: The same for k.
-        window: A query sees the last `window` keys, its own included; None for all keys up to its own.
-        k_scale: The scale of k in an E4M3 cache; ignored by other caches.
-        v_scale: The scale of v in an E4M3 cache; ignored by other caches.
-    """
-
-    qkv: FusedWeights
-    out: PackedWeight
-    qkv_bias: tuple[Tensor | None, ...] | None = None
-    out_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    window: int | None = None
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-
-    def check(self, name: str, decoder: Decoder) -> None:
-        """Validate that the sizes and dtypes fit the decoder; `name` is the prefix of field names in errors."""
-        d, heads, kv_heads, hidden = decoder.head_dim, decoder.heads, decoder.kv_heads, decoder.hidden
-        _expect_weights(f"{name}.qkv", self.qkv, [(heads * d, hidden), (kv_heads * d, hidden), (kv_heads * d, hidden)])
-        _expect_biases(f"{name}.qkv_bias", self.qkv_bias, self.qkv)
-        _expect_weights(f"{name}.out", (self.out,), [(hidden, heads * d)])
-        _expect_biases(f"{name}.out_bias", (self.out_bias,), (self.out,))
-        for field, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            if norm is not None:
-                _expect(f"{name}.{field}", norm, (d,))
-        if self.window is not None and self.window < 1:
-            raise ShapeError(f"{name}.window", f"expected at least 1, got {self.window}")
-        for field, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if not 0.0 < scale < float("inf"):
-                raise UnsupportedTensorError(f"{name}.{field}", f"expected a positive number, got {scale}")
-
-
-@dataclass(frozen=True, eq=False)
-class Mlp:
-    """``down(silu(gate(x)) * up(x))``.
-
-    Attributes:
-        gate_up: gate and up, ``[intermediate, hidden]`` each.
-        down: ``[hidden, intermediate]``.
-        gate_up_bias: A bias or None for each of the two, of one dtype; or None.
-        down_bias: ``[hidden]`` or None.
-    """
-
-    gate_up: FusedWeights
-    down: PackedWeight
-    gate_up_bias: tuple[Tensor | None, ...] | None = None
-    down_bias: Tensor | None = None
-
-    @property
-    def intermediate(self) -> int:
-        """Columns of `down`."""
-        return self.down.shape[1]
-
-    def check(self, name: str, decoder: Decoder) -> None:
-        """Validate that the sizes and dtypes fit the decoder; `name` is the prefix of field names in errors."""
-        _expect_weights(f"{name}.down", (self.down,), [(decoder.hidden, self.intermediate)])
-        _expect_weights(f"{name}.gate_up", self.gate_up, [(self.intermediate, decoder.hidden)] * 2)
-        _expect_biases(f"{name}.gate_up_bias", self.gate_up_bias, self.gate_up)
-        _expect_biases(f"{name}.down_bias", (self.down_bias,), (self.down,))
-
-
-@dataclass(frozen=True, eq=False)
-class Experts:
-    """A mixture of experts: each token uses `top_k` of many MLPs.
-
-    Attributes:
-        router: ``[experts, hidden]``, float32 or bfloat16; multiplied in float32.
-        top_k: Number of experts of a token: those with the largest softmax over all experts.
-        normalize: Whether the weights of the chosen experts are scaled to sum to 1.
-        gate_up: One projection ``[2 * intermediate, hidden]`` per expert, the rows of gate first; or two, gate and up.
-        down: ``[hidden, intermediate]`` per expert.
-        shared: An MLP that all tokens use in addition, or None.
-        shared_gate: float32 ``[hidden]``: the sigmoid of its product with the input multiplies the shared MLP; or None.
-    """
-
-    router: Tensor
-    top_k: int
-    normalize: bool
-    gate_up: tuple[PackedExperts, ...]
-    down: PackedExperts
-    shared: Mlp | None = None
-    shared_gate: Tensor | None = None
-
-    @property
-    def intermediate(self) -> int:
-        """Columns of `down`."""
-        return self.down.shape[1]
-
-    def check(self, name: str, decoder: Decoder) -> None:
-        """Validate that the sizes and dtypes fit the decoder; `name` is the prefix of field names in errors."""
-        hidden, experts = decoder.hidden, len(self.down)
-        _expect(f"{name}.router", self.router, (experts, hidden), (torch.float32, torch.bfloat16))
-        if not 1 <= self.top_k <= experts:
-            raise ShapeError(f"{name}.top_k", f"expected 1 to {experts}, got {self.top_k}")
-        if self.down.shape != (hidden, self.intermediate):
-            raise ShapeError(f"{name}.down", f"expected {hidden} rows, got {list(self.down.shape)}")
-        shapes = [(len(part), *part.shape) for part in self.gate_up]
-        rows = 2 * self.intermediate // max(len(shapes), 1)
-        if len(shapes) not in (1, 2) or any(shape != (experts, rows, hidden) for shape in shapes):
-            expected = f"one of {[experts, 2 * self.intermediate, hidden]}, or two of half the rows"
-            raise ShapeError(f"{name}.gate_up", f"expected {expected}, got {shapes}")
-        if self.shared is not None:
-            self.shared.check(f"{name}.shared", decoder)
-        if self.shared_gate is not None:
-            _expect(f"{name}.shared_gate", self.shared_gate, (hidden,))
-
-
-@dataclass(frozen=True, eq=False)
 class Layer:
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+    """``x += attention_norm(attention(input_norm(x)))``, then ``x += result_norm(mlp(mlp_norm(x)))``.
 
     Attributes:
-        input_norm: float32 ``[hidden]``.
+        input_norm: Norm of the input of attention; None: attention reads x itself.
         attention: The attention.
-        mlp_norm: float32 ``[hidden]``.
+        mlp_norm: Norm of the input of the MLP; None: it reads x itself, or, where `parallel`, what attention reads.
         mlp: The MLP or the experts.
+        attention_norm: Norm of the result of attention, or None.
+        result_norm: Norm of the result of the MLP, or None; experts have none.
+        parallel: Whether the MLP reads x from before attention.
+        residual_factor: Multiplies both results.
+        cache_of: Index of an earlier layer whose keys and values attention reads; None: it has its own.
     """
 
-    input_norm: Tensor
+    input_norm: Norm | None
     attention: Attention
-    mlp_norm: Tensor
+    mlp_norm: Norm | None
     mlp: Mlp | Experts
+    attention_norm: Norm | None = None
+    result_norm: Norm | None = None
+    parallel: bool = False
+    residual_factor: float = 1.0
+    cache_of: int | None = None
+
+    def check(self, name: str, hidden: int) -> None:
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors.
+
+        Raises:
+            ShapeError: If sizes do not match.
+            UnsupportedTensorError: If a field has a value that is not supported.
+        """
+        if (self.cache_of is None) == (self.attention.values == "shared"):
+            raise ShapeError(f"{name}.cache_of", "expected a layer where keys and values are shared, else None")
+        norms = {
+            "input_norm": self.input_norm,
+            "attention_norm": self.attention_norm,
+            "mlp_norm": self.mlp_norm,
+            "result_norm": self.result_norm,
+        }
+        for field, norm in norms.items():
+            if norm is not None:
+                norm.check(f"{name}.{field}", hidden)
+        self.attention.check(f"{name}.attention", hidden)
+        self.mlp.check(f"{name}.mlp", hidden)
+        if isinstance(self.mlp, Experts) and self.result_norm is not None:
+            raise UnsupportedTensorError(f"{name}.result_norm", "expected None for experts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,18 +84,13 @@ class Decoder:
     Attributes:
         dtype: The dtype of the inputs and outputs of linears: bfloat16, float16 or float32. Everything between them is
             float32.
-        heads: Number of query heads.
-        kv_heads: Number of key-value heads; divides `heads`.
-        head_dim: Size of a head, even, at most `MAX_HEAD_DIM`.
-        eps: The epsilon of all norms.
-        inv_freq: float32 ``[rotary_dim / 2]``: radians per position; dimension i is rotated with dimension
-            ``i + rotary_dim / 2``, dimensions from `rotary_dim` on are not rotated.
-        attention_scaling: Factor of cosines and sines.
-        scale: Factor of the product of q and k.
         embedding: ``[vocab, hidden]``, bfloat16, float16 or float32.
         layers: At least one.
-        norm: float32 ``[hidden]``, the weight of the norm before `lm_head`.
+        norm: The norm before `lm_head`.
         lm_head: ``[rows, hidden]``, usually one row per token of the vocabulary.
+        embedding_factor: Multiplies the rows of the embedding.
+        logits_factor: Multiplies logits.
+        logits_cap: Logits become ``cap * tanh(logit / cap)`` after that; None: they do not.
         int8_inputs: Whether the products with packed weights, `lm_head` included, may round their inputs to int8 as
             `minifloat.kernels.linear.linear` does.
 
@@ -185,20 +100,14 @@ class Decoder:
     """
 
     dtype: torch.dtype
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    inv_freq: Tensor
-    attention_scaling: float
-    scale: float
     embedding: Tensor
     layers: tuple[Layer, ...]
-    norm: Tensor
+    norm: Norm
     lm_head: PackedWeight
+    embedding_factor: float = 1.0
+    logits_factor: float = 1.0
+    logits_cap: float | None = None
     int8_inputs: bool = False
-
-    MAX_HEAD_DIM = 512
 
     @property
     def hidden(self) -> int:
@@ -210,28 +119,44 @@ class Decoder:
         """Number of rows of the embedding."""
         return self.embedding.shape[0]
 
+    @cached_property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The rotary embeddings of all layers, each once."""
+        found = (layer.attention.rotary for layer in self.layers)
+        return tuple(dict.fromkeys(rotary for rotary in found if rotary is not None))
+
+    @cached_property
+    def caches(self) -> tuple[int, ...]:
+        """The index of each layer's cache in `cache_shapes`."""
+        indices: list[int] = []
+        count = 0
+        for layer in self.layers:
+            indices.append(count if layer.cache_of is None else indices[layer.cache_of])
+            count += layer.cache_of is None
+        return tuple(indices)
+
+    @cached_property
+    def cache_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Key-value heads and size of a head of each cache that `KVCache` holds."""
+        return tuple(layer.attention.cache_shape for layer in self.layers if layer.cache_of is None)
+
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UnsupportedTensorError("dtype", f"expected bfloat16, float16 or float32, got {self.dtype}")
-        if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads:
-            raise ShapeError("heads", f"expected a multiple of {self.kv_heads} key-value heads, got {self.heads}")
-        if not 2 <= self.head_dim <= self.MAX_HEAD_DIM or self.head_dim % 2:
-            raise ShapeError("head_dim", f"expected an even number up to {self.MAX_HEAD_DIM}, got {self.head_dim}")
-        if self.inv_freq.ndim != 1 or 2 * self.inv_freq.numel() > self.head_dim:
-            raise ShapeError("inv_freq", f"expected at most [{self.head_dim // 2}], got {list(self.inv_freq.shape)}")
-        _expect("inv_freq", self.inv_freq, (self.inv_freq.numel(),))
         if self.embedding.ndim != 2:
             raise ShapeError("embedding", f"expected [vocab, hidden], got {list(self.embedding.shape)}")
-        _expect("embedding", self.embedding, (self.vocab, self.hidden), tuple(DTYPES))
-        _expect("norm", self.norm, (self.hidden,))
-        _expect_weights("lm_head", (self.lm_head,), [(self.lm_head.shape[0], self.hidden)])
+        expect("embedding", self.embedding, (self.vocab, self.hidden), tuple(DTYPES))
+        self.norm.check("norm", self.hidden)
+        expect_weights("lm_head", (self.lm_head,), self.lm_head.shape[0], self.hidden)
         if not self.layers:
             raise ShapeError("layers", "expected at least one, got none")
         for i, layer in enumerate(self.layers):
-            _expect(f"layers.{i}.input_norm", layer.input_norm, (self.hidden,))
-            layer.attention.check(f"layers.{i}.attention", self)
-            _expect(f"layers.{i}.mlp_norm", layer.mlp_norm, (self.hidden,))
-            layer.mlp.check(f"layers.{i}.mlp", self)
+            layer.check(f"layers.{i}", self.hidden)
+            source = layer.cache_of
+            if source is not None and not 0 <= source < i:
+                raise ShapeError(f"layers.{i}.cache_of", f"expected an earlier layer, got {source}")
+            if source is not None and self.layers[source].attention.cache_shape != layer.attention.cache_shape:
+                raise ShapeError(f"layers.{i}.cache_of", f"layer {source} has other key-value heads")
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,32 +180,3 @@ class StepBatch:
     contexts: Tensor
     blocks: Tensor
     logits: Tensor
-
-
-def _expect(name: str, tensor: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype] = (torch.float32,)) -> None:
-    if tuple(tensor.shape) != tuple(shape):
-        raise ShapeError(name, f"expected {list(shape)}, got {list(tensor.shape)}")
-    if tensor.dtype not in dtypes or not tensor.is_cpu or not tensor.is_contiguous():
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        actual = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
-        raise UnsupportedTensorError(name, f"expected contiguous {names} on the CPU, got {actual}")
-
-
-def _expect_weights(name: str, weights: Sequence[PackedWeight], shapes: Sequence[tuple[int, int]]) -> None:
-    actual = [tuple(weight.shape) for weight in weights]
-    if actual != list(shapes):
-        raise ShapeError(name, f"expected {list(shapes)}, got {actual}")
-    for weight in weights:
-        weight.check()
-
-
-def _expect_biases(name: str, biases: Sequence[Tensor | None] | None, weights: Sequence[PackedWeight]) -> None:
-    if biases is None:
-        return
-    if len(biases) != len(weights):
-        raise ShapeError(name, f"expected {len(weights)}, got {len(biases)}")
-    for bias, weight in zip(biases, weights, strict=True):
-        if bias is not None:
-            _expect(name, bias, (weight.shape[0],), tuple(DTYPES))
-    if len({bias.dtype for bias in biases if bias is not None}) > 1:
-        raise UnsupportedTensorError(name, "expected one dtype for all")

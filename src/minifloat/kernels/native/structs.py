@@ -227,20 +227,116 @@ class ProductArgs(ctypes.Structure):
     ]
 
 
+class NormArgs(ctypes.Structure):
+    """``struct minifloat_norm``."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("centered", ctypes.c_int32),
+    ]
+
+
+class RotaryArgs(ctypes.Structure):
+    """``struct minifloat_rotary``."""
+
+    _fields_ = [
+        ("inv_freq", ctypes.c_void_p),
+        ("rotary", ctypes.c_int32),
+        ("interleaved", ctypes.c_int32),
+        ("scaling", ctypes.c_float),
+    ]
+
+
+class ActivationArgs(ctypes.Structure):
+    """``struct minifloat_activation``."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("gated", ctypes.c_int32),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+    ]
+
+
+class ExpertProductArgs(ctypes.Structure):
+    """``struct minifloat_expert_product``."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("bias_dtype", ctypes.c_int32),
+    ]
+
+
+class RouterArgs(ctypes.Structure):
+    """``struct minifloat_router``."""
+
+    _fields_ = [
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("correction", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+        ("experts", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+        ("groups_kept", ctypes.c_int32),
+        ("normalize", ctypes.c_int32),
+        ("factor", ctypes.c_float),
+    ]
+
+
 class ExpertsArgs(ctypes.Structure):
     """``struct minifloat_experts``."""
 
     _fields_ = [
-        ("router", ctypes.c_void_p),
-        ("gate", ctypes.c_void_p),
-        ("up", ctypes.c_void_p),
-        ("down", ctypes.c_void_p),
+        ("router", RouterArgs),
+        ("gate", ExpertProductArgs),
+        ("up", ExpertProductArgs),
+        ("down", ExpertProductArgs),
+        ("activation", ActivationArgs),
         ("shared_gate", ctypes.c_void_p),
         ("intermediate", ctypes.c_int64),
-        ("router_dtype", ctypes.c_int32),
-        ("experts", ctypes.c_int32),
-        ("top_k", ctypes.c_int32),
-        ("normalize", ctypes.c_int32),
+    ]
+
+
+class AttentionArgs(ctypes.Structure):
+    """``struct minifloat_attention``."""
+
+    _fields_ = [
+        ("qkv", ProductArgs),
+        ("out", ProductArgs),
+        ("q_norm", NormArgs),
+        ("k_norm", NormArgs),
+        ("v_norm", NormArgs),
+        ("sinks", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+        ("cache_before", ctypes.c_int64),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("rotary", ctypes.c_int32),
+        ("whole_norms", ctypes.c_int32),
+        ("head_weights", ctypes.c_int32),
+        ("values", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("score_cap", ctypes.c_float),
+        ("clip", ctypes.c_float),
+        ("k_scale", ctypes.c_float),
+        ("v_scale", ctypes.c_float),
+    ]
+
+
+class MlpArgs(ctypes.Structure):
+    """``struct minifloat_mlp``."""
+
+    _fields_ = [
+        ("gate_up", ProductArgs),
+        ("down", ProductArgs),
+        ("activation", ActivationArgs),
+        ("intermediate", ctypes.c_int64),
     ]
 
 
@@ -248,19 +344,15 @@ class LayerArgs(ctypes.Structure):
     """``struct minifloat_layer``."""
 
     _fields_ = [
-        ("input_norm", ctypes.c_void_p),
-        ("mlp_norm", ctypes.c_void_p),
-        ("q_norm", ctypes.c_void_p),
-        ("k_norm", ctypes.c_void_p),
+        ("input_norm", NormArgs),
+        ("attention_norm", NormArgs),
+        ("mlp_norm", NormArgs),
+        ("result_norm", NormArgs),
+        ("attention", AttentionArgs),
         ("experts", ctypes.c_void_p),
-        ("qkv", ProductArgs),
-        ("out", ProductArgs),
-        ("gate_up", ProductArgs),
-        ("down", ProductArgs),
-        ("intermediate", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("k_scale", ctypes.c_float),
-        ("v_scale", ctypes.c_float),
+        ("mlp", MlpArgs),
+        ("parallel", ctypes.c_int32),
+        ("residual_factor", ctypes.c_float),
     ]
 
 
@@ -269,8 +361,8 @@ class DecoderArgs(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.c_void_p),
-        ("inv_freq", ctypes.c_void_p),
-        ("norm", ctypes.c_void_p),
+        ("rotaries", ctypes.c_void_p),
+        ("norm", NormArgs),
         ("embedding", ctypes.c_void_p),
         ("lm_head", ProductArgs),
         ("hidden", ctypes.c_int64),
@@ -278,13 +370,10 @@ class DecoderArgs(ctypes.Structure):
         ("dtype", ctypes.c_int32),
         ("embedding_dtype", ctypes.c_int32),
         ("layer_count", ctypes.c_int32),
-        ("heads", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("rotary", ctypes.c_int32),
-        ("eps", ctypes.c_float),
-        ("attention_scaling", ctypes.c_float),
-        ("scale", ctypes.c_float),
+        ("rotary_count", ctypes.c_int32),
+        ("embedding_factor", ctypes.c_float),
+        ("logits_factor", ctypes.c_float),
+        ("logits_cap", ctypes.c_float),
         ("int8_inputs", ctypes.c_int32),
     ]
 

@@ -8,14 +8,37 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from minifloat.architecture.decoder.plan import (
+    ActivationPlan,
+    AttentionPlan,
+    ExpertsPlan,
+    LayerPlan,
+    LinearPlan,
+    MlpPlan,
+    NormPlan,
+    NotNative,
+    RotaryPlan,
+    RouterPlan,
+)
 from minifloat.errors import MinifloatError
 from minifloat.kernels import native
-from minifloat.kernels.decoder import Attention, Decoder, Experts, Layer, Mlp
+from minifloat.kernels.decoder import (
+    Activation,
+    Attention,
+    Decoder,
+    Experts,
+    Layer,
+    Mlp,
+    Norm,
+    Rotary,
+    Router,
+)
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
 from minifloat.numerics.scheme import WeightSpec
@@ -26,16 +49,9 @@ from minifloat.runtime.lm_head import quantize_lm_head
 from minifloat.runtime.packed_cache import PackedCache, UnusableCache
 from minifloat.runtime.packing import Packing
 from minifloat.runtime.weights import WeightSource
-from minifloat.serve.engine.blueprint import (
-    AttentionPlan,
-    Blueprint,
-    ExpertsPlan,
-    LayerPlan,
-    LinearPlan,
-    MlpPlan,
-    NotNative,
-)
+from minifloat.serve.engine.blueprint import Blueprint
 from minifloat.serve.engine.mapped_weights import MappedWeights, contents
+from minifloat.serve.engine.rotary import rotary_frequencies
 
 _LOG = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -92,33 +108,34 @@ def _build(builder: _Builder, scales: KVScales, lm_head: WeightSpec | None, *, i
         UnusableCache: If the file of packed weights does not have all of them.
     """
     blueprint, weights = builder.blueprint, builder.weights
+    plan = blueprint.plan
     with builder.reading():
         embedding = builder.embedding()
-        is_tied = weights.is_same_tensor(blueprint.embedding, blueprint.lm_head.weight)
+        is_tied = weights.is_same_tensor(plan.embedding, plan.lm_head.weight)
         head = builder.lm_head(embedding if is_tied else None, lm_head)
-        layers = tuple(
-            builder.layer(layer, scales.get(f"{layer.name}.self_attn", (1.0, 1.0))) for layer in blueprint.layers
-        )
-        norm = builder.norm(blueprint.norm)
+        layers = tuple(builder.layer(layer, scales.get(f"{layer.name}.self_attn", (1.0, 1.0))) for layer in plan.layers)
+        norm = builder.norm(plan.norm)
     builder.warn()
     try:
         return Decoder(
             dtype=blueprint.dtype,
-            heads=blueprint.heads,
-            kv_heads=blueprint.kv_heads,
-            head_dim=blueprint.head_dim,
-            eps=blueprint.eps,
-            inv_freq=blueprint.inv_freq,
-            attention_scaling=blueprint.attention_scaling,
-            scale=blueprint.scale,
             embedding=embedding,
             layers=layers,
             norm=norm,
             lm_head=head,
+            embedding_factor=embedding_factor(blueprint),
+            logits_factor=plan.logits_factor,
+            logits_cap=plan.logits_cap,
             int8_inputs=int8_inputs,
         )
     except MinifloatError as error:
         raise NotNative(str(error)) from error
+
+
+def embedding_factor(blueprint: Blueprint) -> float:
+    """Return what multiplies the embedding, rounded as transformers rounds it."""
+    factor = torch.tensor(blueprint.plan.embedding_factor)
+    return float(factor.to(blueprint.dtype) if blueprint.plan.rounds_embedding_factor else factor)
 
 
 class _Builder:
@@ -135,6 +152,7 @@ class _Builder:
         self.blueprint, self.weights = blueprint, weights
         self._packing, self._mapped = packing, mapped
         self._made: dict[str, PackedWeight | Tensor] = {}
+        self._rotaries: dict[RotaryPlan, Rotary] = {}
 
     def reading(self) -> AbstractContextManager[None]:
         """Read weights ahead, if they are read at all."""
@@ -149,7 +167,7 @@ class _Builder:
 
     def embedding(self) -> Tensor:
         """Return the embedding ``[vocab, hidden]``."""
-        name, shape = self.blueprint.embedding, self.blueprint.lm_head.shape
+        name, shape = self.blueprint.plan.embedding, self.blueprint.plan.lm_head.shape
         if self._mapped is not None:
             return self._mapped.tensor(name, shape, self.blueprint.dtype)
         embedding = self.weights.tensor(name).contiguous()
@@ -158,15 +176,25 @@ class _Builder:
 
     def layer(self, plan: LayerPlan, kv_scales: tuple[float, float]) -> Layer:
         return Layer(
-            self.norm(plan.input_norm),
-            self._attention(plan.attention, kv_scales),
-            self.norm(plan.mlp_norm),
-            self._mlp(plan.mlp) if isinstance(plan.mlp, MlpPlan) else self._experts(plan.mlp),
+            input_norm=self.norm_or_none(plan.input_norm),
+            attention_norm=self.norm_or_none(plan.attention_norm),
+            attention=self._attention(plan.attention, kv_scales),
+            mlp_norm=self.norm_or_none(plan.mlp_norm),
+            result_norm=self.norm_or_none(plan.result_norm),
+            mlp=self._mlp(plan.mlp) if isinstance(plan.mlp, MlpPlan) else self._experts(plan.mlp),
+            parallel=plan.parallel,
+            residual_factor=plan.residual_factor,
         )
 
-    def norm(self, name: str) -> Tensor:
-        """Return the weight of an RMS norm, in float32 after it was rounded to the model's dtype."""
-        return self.weights.tensor(name).float().contiguous()
+    def norm(self, plan: NormPlan) -> Norm:
+        """Return a norm, in float32 after its weight was rounded to the model's dtype."""
+        weight = torch.ones(plan.shape) if plan.weight is None else self.weights.tensor(plan.weight).float()
+        bias = None if plan.bias is None else self.weights.tensor(plan.bias).float().contiguous()
+        return Norm((weight + plan.offset).flatten().contiguous(), plan.eps, bias, plan.centered)
+
+    def norm_or_none(self, plan: NormPlan | None) -> Norm | None:
+        """Return a norm, or None where there is none."""
+        return None if plan is None else self.norm(plan)
 
     def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> PackedWeight:
         """Return the last linear.
@@ -175,7 +203,7 @@ class _Builder:
             tied: The embedding, if that is also the weight of this linear.
             quantize: The format that the weight is quantized to, unless it is stored quantized; None: it is not.
         """
-        plan = self.blueprint.lm_head
+        plan = self.blueprint.plan.lm_head
         spec = None if tied is not None else self.weights.spec(plan.weight)
 
         def make() -> PackedWeight:
@@ -254,37 +282,87 @@ class _Builder:
         biases = tuple(self._bias(plan) for plan in plans)
         return None if all(bias is None for bias in biases) else biases
 
+    def _vector(self, name: str | None) -> Tensor | None:
+        return None if name is None else self.weights.tensor(name).float().contiguous()
+
+    def _rotary(self, plan: RotaryPlan | None) -> Rotary | None:
+        """Return a rotary embedding, the same for equal plans."""
+        if plan is not None and plan not in self._rotaries:
+            self._rotaries[plan] = Rotary(*rotary_frequencies(plan), interleaved=plan.interleaved)
+        return None if plan is None else self._rotaries[plan]
+
     def _attention(self, plan: AttentionPlan, kv_scales: tuple[float, float]) -> Attention:
-        norms = (None, None) if plan.head_norms is None else tuple(self.norm(name) for name in plan.head_norms)
         return Attention(
+            heads=plan.heads,
+            kv_heads=plan.kv_heads,
+            head_dim=plan.head_dim,
+            scale=plan.scale,
             qkv=self._fused(plan.qkv),
             out=self._linear(plan.out),
             qkv_bias=self._biases(plan.qkv),
             out_bias=self._bias(plan.out),
-            q_norm=norms[0],
-            k_norm=norms[1],
+            rotary=self._rotary(plan.rotary),
+            q_norm=self.norm_or_none(plan.q_norm),
+            k_norm=self.norm_or_none(plan.k_norm),
+            whole_norms=plan.whole_norms,
             window=plan.window,
+            sinks=self._vector(plan.sinks),
+            score_cap=plan.score_cap,
+            clip=plan.clip,
             k_scale=kv_scales[0],
             v_scale=kv_scales[1],
         )
 
     def _mlp(self, plan: MlpPlan) -> Mlp:
-        gate_up = (plan.gate, plan.up)
-        return Mlp(self._fused(gate_up), self._linear(plan.down), self._biases(gate_up), self._bias(plan.down))
+        return Mlp(
+            self._fused(plan.gate_up),
+            self._linear(plan.down),
+            self._biases(plan.gate_up),
+            self._bias(plan.down),
+            _activation(plan.activation),
+        )
 
     def _experts(self, plan: ExpertsPlan) -> Experts:
+        gate_up = self._stacks(plan.gate_up, plan.interleaved)
         return Experts(
-            router=self.weights.tensor(plan.router).float().contiguous(),
-            top_k=plan.top_k,
-            normalize=plan.normalizes,
-            gate_up=self._stacks(plan.gate_up),
+            router=self._router(plan.router),
+            gate_up=gate_up,
             down=self._stacks(plan.down)[0],
+            gate_up_bias=self._gate_up_biases(plan, len(gate_up)),
+            down_bias=None if plan.down_bias is None else self.weights.tensor(plan.down_bias).contiguous(),
+            activation=_activation(plan.activation),
             shared=None if plan.shared is None else self._mlp(plan.shared),
             shared_gate=None if plan.shared_gate is None else self.weights.tensor(plan.shared_gate).float().flatten(),
         )
 
-    def _stacks(self, fused: str) -> tuple[PackedExperts, ...]:
-        """Return the weights of all experts: one stack, or one for each of the parts that they are stored in."""
+    def _gate_up_biases(self, plan: ExpertsPlan, stacks: int) -> tuple[Tensor, ...] | None:
+        if plan.gate_up_bias is None:
+            return None
+        biases = self.weights.tensor(plan.gate_up_bias)
+        if plan.interleaved:
+            biases = torch.cat([biases[:, ::2], biases[:, 1::2]], dim=1)
+        return tuple(part.contiguous() for part in biases.chunk(stacks, dim=1))
+
+    def _router(self, plan: RouterPlan) -> Router:
+        return Router(
+            weight=self.weights.tensor(plan.weight).float().contiguous(),
+            top_k=plan.top_k,
+            kind=plan.kind,
+            normalize=plan.normalize,
+            bias=self._vector(plan.bias),
+            correction=self._vector(plan.correction),
+            groups=plan.groups,
+            groups_kept=plan.groups_kept,
+            factor=plan.factor,
+        )
+
+    def _stacks(self, fused: str, interleaved: bool = False) -> tuple[PackedExperts, ...]:
+        """Return the weights of all experts: one stack, or one for each of the parts that they are stored in.
+
+        Args:
+            fused: Name of the projection.
+            interleaved: Whether rows of gate and up alternate; in the result, all rows of gate are first.
+        """
         if self._mapped is not None:
             experts = [
                 [
@@ -295,7 +373,8 @@ class _Builder:
             ]
         else:
             experts = [
-                [self._pack_stored(matrix, fused) for matrix in matrices] for matrices in self.weights.experts(fused)
+                [self._pack_stored(_gate_first(matrix) if interleaved else matrix, fused) for matrix in matrices]
+                for matrices in self.weights.experts(fused)
             ]
             self._made |= {
                 f"{fused}.{expert}.{part}": weight
@@ -303,6 +382,24 @@ class _Builder:
                 for part, weight in enumerate(parts)
             }
         return tuple(_grouped(PackedExperts, list(column), fused) for column in zip(*experts, strict=True))
+
+
+def _gate_first(matrix: Tensor | QuantizedTensor) -> Tensor | QuantizedTensor:
+    """Put the even rows of a matrix before the odd ones.
+
+    Raises:
+        NotNative: If rows share scales.
+    """
+    if isinstance(matrix, Tensor):
+        return torch.cat([matrix[::2], matrix[1::2]])
+    if matrix.scale.shape[0] != matrix.shape[0]:
+        raise NotNative(f"rows of gate and up alternate, and share scales ({matrix.spec.granularity})")
+    order = torch.cat([torch.arange(0, matrix.shape[0], 2), torch.arange(1, matrix.shape[0], 2)])
+    return replace(matrix, codes=matrix.codes[order], scale=matrix.scale[order])
+
+
+def _activation(plan: ActivationPlan) -> Activation:
+    return Activation(plan.name, plan.gated, plan.alpha, plan.limit)
 
 
 def _grouped(kind: type[_Weights], weights: list[PackedWeight], name: str) -> _Weights:

@@ -1,4 +1,4 @@
-"""Runs models of the Llama family on the CPU by `minifloat.kernels.decoder`: all layers of a step in one call."""
+"""Runs models on the CPU by `minifloat.kernels.decoder`: all layers of a step in one call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NativeRunner:
 
     def __init__(self, decoder: Decoder, blocks: int, element: str, impl: str = "auto") -> None:
         self._decoder, self._impl = decoder, impl
-        self._cache = KVCache(len(decoder.layers), decoder.kv_heads, decoder.head_dim, blocks, element)
+        self._cache = KVCache(decoder.cache_shapes, blocks, element)
         self.weight_bytes = round(_bytes_per_token(decoder))
         self.kv_element, self.kv_bytes = element, self._cache.nbytes
         self.vocab = decoder.lm_head.shape[0]
@@ -69,7 +69,7 @@ def _bytes_per_token(decoder: Decoder) -> float:
         weights = [*layer.attention.qkv, layer.attention.out]
         if isinstance(mlp, Experts):
             stacks = (*mlp.gate_up, mlp.down)
-            total += sum(weight.nbytes for stack in stacks for weight in stack) * mlp.top_k / len(mlp.down)
+            total += sum(weight.nbytes for stack in stacks for weight in stack) * mlp.router.top_k / len(mlp.down)
             weights += [] if mlp.shared is None else [*mlp.shared.gate_up, mlp.shared.down]
         else:
             weights += [*mlp.gate_up, mlp.down]

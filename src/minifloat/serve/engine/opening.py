@@ -1,7 +1,7 @@
 """Open a checkpoint for serving: choose the runner, read the weights, and choose the KV cache.
 
-The checkpoint is opened and described once. Models of the Llama family are read straight into the decoder of the CPU or
-of the GPU; for all others transformers' code is loaded and run.
+The checkpoint is opened and described once. Models of the families in `minifloat.architecture.decoder` are read
+straight into the decoder of the CPU or of the GPU; for all others transformers' code is loaded and run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from minifloat.architecture.decoder import NotNative
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.hub import model_name
@@ -36,8 +37,8 @@ from minifloat.runtime.lm_head import lm_head_name, lm_head_of, lm_head_spec
 from minifloat.runtime.packed_cache import PackedCache
 from minifloat.runtime.tensors import StoredTensors
 from minifloat.runtime.weights import WeightSource
-from minifloat.serve.engine.blueprint import Blueprint, NotNative, blueprint_of, why_not_supported
-from minifloat.serve.engine.device import DeviceRunner, build_device_decoder
+from minifloat.serve.engine.blueprint import Blueprint, blueprint_of, why_not_supported
+from minifloat.serve.engine.device import DeviceRunner, build_device_decoder, why_not_on_device
 from minifloat.serve.engine.info import ModelInfo
 from minifloat.serve.engine.native_decoder import build_native_decoder
 from minifloat.serve.engine.native_runner import NativeRunner
@@ -145,14 +146,14 @@ def _load_decoder(
     tensors = StoredTensors(checkpoint, description)
     dtype = options.torch_dtype or tensors.dtype()
     on_device = options.runner == "device" or device.type == "cuda"
-    reason = why_not_supported(config, dtype, experts=not on_device)
+    reason = why_not_supported(config, dtype, on_device=on_device)
     if reason:
         return None, reason
     config.dtype = dtype
-    blueprint = blueprint_of(config, dtype)
-    weights = WeightSource(tensors, blueprint.parameters(), dtype, device)
     load = _load_device if on_device else _load_native
     try:
+        blueprint = blueprint_of(config, dtype)
+        weights = WeightSource(tensors, blueprint.parameters(), dtype, device)
         runner, size, lm_head = load(blueprint, weights, tensors, options, device)
     except NotNative as error:
         return None, str(error)
@@ -197,7 +198,8 @@ def _load_native(
     Raises:
         NotNative: If it does not support the model.
     """
-    element, scales = _kv_cache(tensors, options, blueprint.dtype, kv_scales, (TENSOR,))
+    element, stored = _kv_cache(tensors, options, blueprint.dtype, kv_scales, (TENSOR,))
+    scales = {blueprint.renamed(name): pair for name, pair in stored.items()}
     head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
     with _packed_cache(tensors.checkpoint, options) as cache:
         decoder = build_native_decoder(
@@ -209,7 +211,7 @@ def _load_native(
             int8_inputs=options.activations == "int8",
             cache=cache,
         )
-    per_block = KVCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
+    per_block = KVCache.bytes_per_block(decoder.cache_shapes, element)
     size = cache_size(options, blueprint.config, per_block, device)
     name = lm_head_name(decoder.lm_head.spec, torch.bfloat16, loaded=head is not None)
     return NativeRunner(decoder, size.blocks, element, options.impl), size, name
@@ -237,12 +239,16 @@ def _load_device(
     """
     if options.activations == "int8":
         raise UsageError("activations int8: the device decoder has no such kernels; the native decoder has")
-    read_scales = functools.partial(kv_head_scales, kv_heads=blueprint.kv_heads)
+    reason = why_not_on_device(blueprint.plan)
+    if reason:
+        raise NotNative(reason)
+    layers = blueprint.plan.layers
+    read_scales = functools.partial(kv_head_scales, kv_heads=layers[0].attention.kv_heads)
     element, scales = _kv_cache(tensors, options, blueprint.dtype, read_scales, (TENSOR, CHANNEL))
     positions = sequence_length(options, blueprint.config)
     head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
     decoder = build_device_decoder(blueprint, weights, positions, impl=options.impl, lm_head=head)
-    table = torch.tensor([scales[f"{layer.name}.self_attn"] for layer in blueprint.layers]) if scales else None
+    table = torch.tensor([scales[f"{layer.name}.self_attn"] for layer in layers]) if scales else None
     per_block = PagedCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
     size = cache_size(options, blueprint.config, per_block, device)
     runner = DeviceRunner(

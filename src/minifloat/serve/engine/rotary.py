@@ -1,6 +1,6 @@
 """The frequencies of rotary embeddings, in the bits of transformers' functions, which take seconds to import.
 
-`minifloat.architecture.decoder_families` lists the types. Only those are here whose frequencies do not depend on the
+`minifloat.architecture.decoder.parts` lists the types. Only those are here whose frequencies do not depend on the
 length of the text.
 """
 
@@ -12,26 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minifloat.architecture.decoder.plan import RotaryPlan
 
-def rotary_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
-    """Return the radians per position, float32 ``[head_dim / 2]``, and the factor of cosines and sines.
+
+def rotary_frequencies(plan: RotaryPlan) -> tuple[Tensor, float]:
+    """Return the radians per position, float32 ``[turned dimensions / 2]``, and the factor of cosines and sines.
 
     Args:
-        config: The config, with `rope_parameters` of one rotary embedding for all layers.
-        head_dim: Size of a head.
+        plan: The rotary embedding.
 
     Raises:
         KeyError: If a parameter is missing, or the type is another.
     """
-    rope = config.rope_parameters
+    rope = dict(plan.parameters)
     rope_type = rope["rope_type"]
+    dim = int(plan.head_dim * rope.get("partial_rotary_factor", 1.0))
     if rope_type == "default":
-        return _frequencies(rope["rope_theta"], head_dim), 1.0
-    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+        return _frequencies(rope["rope_theta"], dim if plan.partial else plan.head_dim), 1.0
     if rope_type == "yarn":
-        return _yarn(rope, dim, config.max_position_embeddings)
+        return _yarn(rope, dim, plan.positions)
+    if rope_type == "proportional":
+        return _proportional(rope, plan.head_dim), 1.0
     scale = {"linear": _linear, "llama3": _llama3}[rope_type]
-    return scale(_frequencies(rope["rope_theta"], dim), rope), 1.0
+    frequencies: Tensor = scale(_frequencies(rope["rope_theta"], dim), rope)
+    return frequencies, 1.0
 
 
 def _frequencies(theta: float, dim: int) -> Tensor:
@@ -47,6 +51,15 @@ def _linear(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     """Stretch all wavelengths by a factor."""
     factor: float = rope["factor"]
     return frequencies / factor
+
+
+def _proportional(rope: dict[str, Any], head_dim: int) -> Tensor:
+    """Turn a part of the dimensions, with the frequencies of whole heads; the others have frequency zero."""
+    turned = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    steps = torch.arange(0, 2 * turned, 2, dtype=torch.float32) / head_dim
+    frequencies: Tensor = 1.0 / (rope["rope_theta"] ** steps)
+    factor: float = rope.get("factor", 1.0)
+    return torch.cat([frequencies, torch.zeros(head_dim // 2 - turned)]) / factor
 
 
 def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:

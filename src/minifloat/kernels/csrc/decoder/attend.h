@@ -42,6 +42,13 @@ inline void score_blocks(const Tile& tile, Chunk& chunk, int dims, int b) {
     }
 }
 
+// Bounds scores: cap * tanh(score / cap).
+inline void cap_scores(Chunk& chunk, int rows, float cap) {
+    for (int r = 0; r < rows; ++r)
+        for (int key = 0; key < chunk.blocks * kBlockTokens; key += kWidth)
+            store_as(&chunk.scores[r][key], tanh(load(&chunk.scores[r][key]) / cap) * cap);
+}
+
 // Sets the scores of keys that a row does not see to minus infinity.
 inline void hide(Chunk& chunk, int rows) {
     for (int r = 0; r < rows; ++r) {
@@ -153,6 +160,7 @@ template <class Element, int kRows>
 inline void attend_chunk(const Tile& tile, const LayerCache& cache, Chunk& chunk, Sums& out) {
     const int padded = cache.padded_dim;
     score_chunk<Element, kRows>(tile, cache.head_dim, chunk);
+    if (tile.score_cap > 0.0f) cap_scores(chunk, kRows, tile.score_cap);
     hide(chunk, kRows);
     weigh(chunk, kRows, padded, out);
     int begin = chunk.common_begin;

@@ -22,6 +22,7 @@ struct Tile {
     const int32_t* blocks;                              // of the sequence
     int64_t head;
     float score_factor;  // of the product of a query and a key as load() gives it
+    float score_cap;     // 0: none
     const uint16_t* q16;  // the queries as bf16 where bf16 is multiplied (rows are head_dim apart for AMX, else
                           // MINIFLOAT_MAX_HEAD_DIM); else null
 };

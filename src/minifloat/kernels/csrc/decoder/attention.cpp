@@ -26,7 +26,7 @@ struct Piece {
 
 struct Work {
     const minifloat_step_args& a;
-    const minifloat_layer& layer;
+    const minifloat_attention& layer;
     const LayerCache& cache;
     const float* q;
     uint8_t* out;
@@ -72,11 +72,11 @@ void cut(Work& work, int32_t s, int32_t head, float*& partials) {
 void cut(Work& work, float* partials) {
     work.count = work.products = 0;
     for (int32_t s = 0; s < work.a.sequences; ++s)
-        for (int32_t head = 0; head < work.a.decoder->kv_heads; ++head) cut(work, s, head, partials);
+        for (int32_t head = 0; head < work.layer.kv_heads; ++head) cut(work, s, head, partials);
 }
 
 Tile tile_of(const Work& work, const Piece& piece) {
-    const minifloat_decoder& d = *work.a.decoder;
+    const minifloat_attention& d = work.layer;
     Tile tile = {};
     tile.rows = static_cast<int>(tile_rows(work, piece));
     for (int r = 0; r < tile.rows; ++r) {
@@ -91,22 +91,32 @@ Tile tile_of(const Work& work, const Piece& piece) {
     tile.head = piece.head;
     const float key_scale = work.cache.element == MINIFLOAT_CACHE_E4M3 ? work.layer.k_scale : 1.0f;
     tile.score_factor = d.scale * key_scale * element_factor(work.cache.element);
+    tile.score_cap = d.score_cap;
     return tile;
+}
+
+// What the sums of a row are multiplied by: one over their weights and that of the sink of its head.
+float share_beside_sink(const minifloat_attention& attention, int64_t head, float largest, float total) {
+    const float sink = attention.sinks[head], most = max(sink, largest);
+    const float shrink = exp(broadcast(largest - most))[0];
+    return shrink / (total * shrink + exp(broadcast(sink - most))[0]);
 }
 
 // Divides the sums of a tile by their weights; `values` is scratch.
 void finish(const Work& work, const Piece& piece, Sums& sums) {
-    const minifloat_decoder& d = *work.a.decoder;
-    const float value_scale = work.cache.element == MINIFLOAT_CACHE_E4M3 ? work.layer.v_scale : 1.0f;
+    const minifloat_attention& d = work.layer;
+    const int32_t dtype = work.a.decoder->dtype;
+    const float value_scale = work.cache.element == MINIFLOAT_CACHE_E4M3 ? d.v_scale : 1.0f;
     const float factor = value_scale * element_factor(work.cache.element);
     for (int64_t r = 0; r < tile_rows(work, piece); ++r) {
         const int64_t row = piece.row + r;
         const int64_t token = work.a.starts[piece.sequence] + row / work.group;
         const int64_t head = piece.head * work.group + row % work.group;
-        const float scale = factor / sums.total[r];
+        const float scale = d.sinks == nullptr ? factor / sums.total[r]
+                                               : factor * share_beside_sink(d, head, sums.largest[r], sums.total[r]);
         for (int i = 0; i < work.cache.padded_dim; ++i) sums.values[r][i] *= scale;
-        from_float(sums.values[r], d.dtype, d.head_dim,
-                   work.out + (token * d.heads + head) * d.head_dim * dtype_bytes(d.dtype));
+        from_float(sums.values[r], dtype, d.head_dim,
+                   work.out + (token * d.heads + head) * d.head_dim * dtype_bytes(dtype));
     }
 }
 
@@ -167,46 +177,87 @@ void run(const Work& work) {
     });
 }
 
-// Reads a head of a row of q, k or v as float32, normed and rotated if required.
-void prepare_head(const minifloat_decoder& d, const uint8_t* from, const float* weight, const float* turn, float* out) {
-    to_float(from, d.dtype, d.head_dim, out);
-    if (weight != nullptr) norm(out, weight, d.head_dim, d.eps);
-    rotate(out, turn, d.rotary);
+// A norm of the heads of q or of k; `heads` of them follow each other in a row.
+struct HeadNorm {
+    const minifloat_attention& attention;
+    const minifloat_norm& norm;
+    int32_t heads;
+    const float* turn;
+
+    // The moments of all heads of a row, if the norm is of all.
+    Moments of_row(const uint8_t* row, int32_t dtype) const {
+        if (norm.weight == nullptr || !attention.whole_norms) return {};
+        return moments(norm, row, dtype, static_cast<int64_t>(heads) * attention.head_dim);
+    }
+
+    // Reads head h of a row as float32, clipped, normed and rotated where required.
+    void prepare(const uint8_t* row, int32_t h, const Moments& whole, const minifloat_decoder& d, float* out) const {
+        const int64_t dims = attention.head_dim;
+        const uint8_t* from = row + h * dims * dtype_bytes(d.dtype);
+        to_float(from, d.dtype, dims, out);
+        if (attention.clip > 0.0f) clip(out, dims, attention.clip);
+        if (norm.weight != nullptr) {
+            const bool own = attention.whole_norms || attention.head_weights;
+            const Moments known = attention.whole_norms
+                                      ? whole
+                                      : moments(norm, reinterpret_cast<const uint8_t*>(out), MINIFLOAT_F32, dims);
+            norm_part(out, norm, known, own ? h * dims : 0, dims);
+        }
+        if (attention.rotary >= 0) rotate(out, turn, d.rotaries[attention.rotary]);
+    }
+};
+
+// Reads a head of a row of values.
+void prepare_values(const minifloat_attention& attention, const uint8_t* from, int32_t dtype, float* out) {
+    to_float(from, dtype, attention.head_dim, out);
+    if (attention.clip > 0.0f) clip(out, attention.head_dim, attention.clip);
+    if (attention.v_norm.weight == nullptr) return;
+    const uint8_t* row = reinterpret_cast<const uint8_t*>(out);
+    norm_part(out, attention.v_norm, moments(attention.v_norm, row, MINIFLOAT_F32, attention.head_dim), 0,
+              attention.head_dim);
 }
 
 }  // namespace
 
-void write_tokens(const minifloat_step_args& a, const minifloat_layer& layer, const LayerCache& cache,
+void write_tokens(const minifloat_step_args& a, const minifloat_attention& attention, const LayerCache& cache,
                   const uint8_t* qkv, const float* turns, const int32_t* token_blocks, float* q) {
     const minifloat_decoder& d = *a.decoder;
-    const int64_t head_bytes = static_cast<int64_t>(d.head_dim) * dtype_bytes(d.dtype);
-    const int64_t heads = d.heads + 2 * static_cast<int64_t>(d.kv_heads);
-    share(a.threads, a.token_count, heads * d.head_dim * 4, [&](int64_t begin, int64_t end) {
+    const int32_t rotary = attention.rotary < 0 ? 0 : d.rotaries[attention.rotary].rotary;
+    const int64_t head_bytes = static_cast<int64_t>(attention.head_dim) * dtype_bytes(d.dtype);
+    const int64_t heads = heads_of_product(attention);
+    const int32_t values_at = attention.values == MINIFLOAT_VALUES_OWN ? attention.kv_heads : 0;
+    const int32_t written = attention.values == MINIFLOAT_VALUES_SHARED ? 0 : attention.kv_heads;
+    share(a.threads, a.token_count, heads * attention.head_dim * 4, [&](int64_t begin, int64_t end) {
         alignas(64) float keys[MINIFLOAT_MAX_HEAD_DIM], values[MINIFLOAT_MAX_HEAD_DIM];
         alignas(64) uint8_t rounded[MINIFLOAT_MAX_HEAD_DIM * 4];
         for (int64_t t = begin; t < end; ++t) {
             const uint8_t* row = qkv + t * heads * head_bytes;
-            const float* turn = turns + t * d.rotary;
-            for (int32_t h = 0; h < d.heads; ++h) {
-                float* to = q + (t * d.heads + h) * d.head_dim;
-                prepare_head(d, row + h * head_bytes, layer.q_norm, turn, to);
-                from_float(to, d.dtype, d.head_dim, rounded);
-                to_float(rounded, d.dtype, d.head_dim, to);
+            const float* turn = turns + t * rotary;
+            const HeadNorm queries = {attention, attention.q_norm, attention.heads, turn};
+            const Moments of_queries = queries.of_row(row, d.dtype);
+            for (int32_t h = 0; h < attention.heads; ++h) {
+                float* to = q + (t * attention.heads + h) * attention.head_dim;
+                queries.prepare(row, h, of_queries, d, to);
+                from_float(to, d.dtype, attention.head_dim, rounded);
+                to_float(rounded, d.dtype, attention.head_dim, to);
             }
-            row += d.heads * head_bytes;
-            for (int32_t h = 0; h < d.kv_heads; ++h) {
-                prepare_head(d, row + h * head_bytes, layer.k_norm, turn, keys);
-                to_float(row + (d.kv_heads + h) * head_bytes, d.dtype, d.head_dim, values);
+            if (written == 0) continue;
+            row += attention.heads * head_bytes;
+            const HeadNorm own = {attention, attention.k_norm, attention.kv_heads, turn};
+            const Moments of_keys = own.of_row(row, d.dtype);
+            for (int32_t h = 0; h < written; ++h) {
+                own.prepare(row, h, of_keys, d, keys);
+                prepare_values(attention, row + (values_at + h) * head_bytes, d.dtype, values);
                 write_token(cache, cache.head(token_blocks[t], h), a.positions[t] % kBlockTokens, keys, values,
-                            layer.k_scale, layer.v_scale);
+                            attention.k_scale, attention.v_scale);
             }
         }
     });
 }
 
-int32_t attend_all(const minifloat_step_args& a, const minifloat_layer& layer, const LayerCache& cache, const float* q,
-                   uint8_t* out) {
-    Work work = {a, layer, cache, q, out, a.decoder->heads / a.decoder->kv_heads, nullptr, 0, 0};
+int32_t attend_all(const minifloat_step_args& a, const minifloat_attention& attention, const LayerCache& cache,
+                   const float* q, uint8_t* out) {
+    Work work = {a, attention, cache, q, out, attention.heads / attention.kv_heads, nullptr, 0, 0};
     cut(work, nullptr);
     const int64_t piece_bytes = round_up(work.count * static_cast<int64_t>(sizeof(Piece)), kVectorBytes);
     const int64_t bytes = piece_bytes + work.count * partial_floats(work) * static_cast<int64_t>(sizeof(float));

@@ -5,14 +5,20 @@
 
 namespace MINIFLOAT_ISA {
 
-// From rows of q, k, v side by side (of the decoder's dtype): queries, normed, rotated and rounded to the dtype, as
-// float32 [T, heads, head_dim]; keys, normed and rotated, and values into the cache. `turns`: [T, rotary] (rows.h);
-// `token_blocks`: the block of every token.
-void write_tokens(const minifloat_step_args& a, const minifloat_layer& layer, const LayerCache& cache,
+// Heads in a row of the product of q, k and v.
+inline int64_t heads_of_product(const minifloat_attention& attention) {
+    const int64_t others = attention.values == MINIFLOAT_VALUES_OWN ? 2 : attention.values == MINIFLOAT_VALUES_KEYS;
+    return attention.heads + others * attention.kv_heads;
+}
+
+// From the rows of the product of q, k and v (of the decoder's dtype): queries, normed, rotated and rounded to the dtype,
+// as float32 [T, heads, head_dim]; keys, normed and rotated, and values into the cache. `turns`: [T, rotary] of the
+// layer's rotary embedding (rows.h); `token_blocks`: the block of every token.
+void write_tokens(const minifloat_step_args& a, const minifloat_attention& attention, const LayerCache& cache,
                   const uint8_t* qkv, const float* turns, const int32_t* token_blocks, float* q);
 
 // out [T, heads, head_dim] of the decoder's dtype.
-int32_t attend_all(const minifloat_step_args& a, const minifloat_layer& layer, const LayerCache& cache, const float* q,
-                   uint8_t* out);
+int32_t attend_all(const minifloat_step_args& a, const minifloat_attention& attention, const LayerCache& cache,
+                   const float* q, uint8_t* out);
 
 }  // namespace MINIFLOAT_ISA

@@ -73,18 +73,17 @@ inline int element_bytes(int32_t element) {
 }
 inline float element_factor(int32_t element) { return element == MINIFLOAT_CACHE_E4M3 ? CacheE4M3::kFactor : 1.0f; }
 
-inline LayerCache layer_cache(const minifloat_step_args& a, int64_t layer) {
-    const minifloat_decoder& d = *a.decoder;
+inline LayerCache layer_cache(const minifloat_step_args& a, const minifloat_attention& attention) {
     const int bytes = element_bytes(a.cache_element);
-    const int32_t padded = static_cast<int32_t>(round_up(d.head_dim, kLanes));
+    const int32_t padded = static_cast<int32_t>(round_up(attention.head_dim, kLanes));
     LayerCache c = {};
     c.element = a.cache_element;
-    c.head_dim = d.head_dim;
+    c.head_dim = attention.head_dim;
     c.padded_dim = padded;
-    c.values_at = static_cast<int64_t>(kBlockTokens) * d.head_dim * bytes;
+    c.values_at = static_cast<int64_t>(kBlockTokens) * attention.head_dim * bytes;
     c.head_bytes = c.values_at + static_cast<int64_t>(kBlockTokens) * padded * bytes;
-    c.block_bytes = c.head_bytes * d.kv_heads;
-    c.data = a.cache + layer * a.cache_blocks * c.block_bytes;
+    c.block_bytes = c.head_bytes * attention.kv_heads;
+    c.data = a.cache + attention.cache_before * bytes * a.cache_blocks;
     return c;
 }
 

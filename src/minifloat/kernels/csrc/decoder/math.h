@@ -1,4 +1,4 @@
-// The exponential function, a vector at a time.
+// The exponential function and those made of it, a vector at a time.
 #pragma once
 
 #include "../linear/convert.h"
@@ -33,6 +33,38 @@ inline F32 exp(F32 x) {
     const U32 scaled = bit_cast<U32>(sum) + (bit_cast<U32>(shifted) << kMantissaBits);
     return bit_cast<F32>(scaled & ~bit_cast<U32>(x < kLowest));
 #endif
+}
+
+// 1 / (1 + e^-x).
+inline F32 sigmoid(F32 x) { return 1.0f / (exp(-x) + 1.0f); }
+
+// Lanes of `a` where a comparison holds, else of `b`.
+inline F32 choose(I32 mask, F32 a, F32 b) { return bit_cast<F32>(select(bit_cast<U32>(mask), bit_cast<U32>(a), bit_cast<U32>(b))); }
+
+// Within 2 units in the last place; NaN for NaN. An odd polynomial near zero, where the exponential loses digits.
+inline F32 tanh(F32 x) {
+    const F32 square = x * x;
+    F32 sum = square * -5.70498872745e-3f + 2.06390887954e-2f;
+    sum = sum * square - 5.37397155531e-2f;
+    sum = sum * square + 1.33314422036e-1f;
+    sum = sum * square - 3.33332819422e-1f;
+    const F32 near = sum * square * x + x;
+    const F32 magnitude = bit_cast<F32>(bit_cast<U32>(x) & 0x7fffffffu);
+    const F32 far = 1.0f - 2.0f / (exp(magnitude + magnitude) + 1.0f);
+    const F32 with_sign = bit_cast<F32>(bit_cast<U32>(far) | (bit_cast<U32>(x) & 0x80000000u));
+    return choose(magnitude < 0.625f, near, with_sign);
+}
+
+// The error function, within 1.5e-7. Source: Abramowitz and Stegun, 7.1.26.
+inline F32 erf(F32 x) {
+    const F32 magnitude = bit_cast<F32>(bit_cast<U32>(x) & 0x7fffffffu);
+    const F32 t = 1.0f / (magnitude * 0.3275911f + 1.0f);
+    F32 sum = t * 1.061405429f - 1.453152027f;
+    sum = sum * t + 1.421413741f;
+    sum = sum * t - 0.284496736f;
+    sum = sum * t + 0.254829592f;
+    const F32 value = 1.0f - sum * t * exp(-(x * x));
+    return bit_cast<F32>(bit_cast<U32>(value) | (bit_cast<U32>(x) & 0x80000000u));
 }
 
 }  // namespace MINIFLOAT_ISA

@@ -22,26 +22,48 @@ inline void share(int threads, int64_t rows, int64_t elements_per_row, const Fun
     });
 }
 
-// Copies rows of a table as float32.
-void embed(const void* table, int32_t dtype, const int32_t* tokens, int64_t hidden, float* x, int64_t begin,
-           int64_t end);
+// Rows of a table as float32, times a factor.
+void embed(const void* table, int32_t dtype, const int32_t* tokens, int64_t hidden, float factor, float* x,
+           int64_t begin, int64_t end);
 
-// x += y, where y (of `dtype`) is not null; then out (of `dtype`) = x / sqrt(mean of squares + eps) * weight.
-void add_and_norm(float* x, const uint8_t* y, const float* weight, int64_t hidden, float eps, int32_t dtype,
+// A result that is added to the residual stream: x += factor * norm(y).
+struct Result {
+    const uint8_t* y;  // rows of the decoder's dtype; null: there is none
+    const minifloat_norm* norm;
+    float factor;
+};
+
+// Adds the result to x; then out (of `dtype`) = norm(x), or x where there is no norm.
+void add_and_norm(float* x, const Result& result, const minifloat_norm& norm, int64_t hidden, int32_t dtype,
                   uint8_t* out, int64_t begin, int64_t end);
 
-// The same norm of one row of float32, in place.
-void norm(float* x, const float* weight, int64_t count, float eps);
+// x += the result.
+void add_result(float* x, const Result& result, int64_t hidden, int32_t dtype, int64_t begin, int64_t end);
+
+// What a norm subtracts from a row of `dtype`, and what it multiplies by besides its weight.
+struct Moments {
+    float mean, inverse;
+};
+Moments moments(const minifloat_norm& norm, const uint8_t* row, int32_t dtype, int64_t count);
+
+// A norm, in place, of `count` elements of a row of which the moments are known; `offset` elements of the weight precede.
+void norm_part(float* x, const minifloat_norm& norm, const Moments& known, int64_t offset, int64_t count);
 
 // Cosines, then sines, [rotary / 2] each, of every position.
-void turns(const int32_t* positions, const float* inv_freq, int64_t rotary, float scaling, float* out, int64_t begin,
-           int64_t end);
+void turns(const int32_t* positions, const minifloat_rotary& rotary, float* out, int64_t begin, int64_t end);
 
-// Rotates dimensions i and i + rotary / 2 of one head.
-void rotate(float* x, const float* turn, int64_t rotary);
+// Rotates the pairs of dimensions of one head.
+void rotate(float* x, const float* turn, const minifloat_rotary& rotary);
 
-// out = silu(gate) * up for rows [gate | up] of 2 * count elements.
-void silu_and_multiply(const uint8_t* gate_up, int64_t count, int32_t dtype, uint8_t* out, int64_t begin, int64_t end);
+// out = function(gate) * up for rows [gate | up] of 2 * count elements, or function(x) for rows of `count`.
+void activate(const minifloat_activation& activation, const uint8_t* x, int64_t count, int32_t dtype, uint8_t* out,
+              int64_t begin, int64_t end);
+
+// x = cap * tanh(x * factor / cap); without a cap x * factor.
+void scale_and_cap(float* x, int64_t count, float factor, float cap);
+
+// Clamps every element to -limit .. limit; NaN stays.
+void clip(float* x, int64_t count, float limit);
 
 // `count` floats to as many elements of `dtype`.
 void from_float(const float* src, int32_t dtype, int64_t count, uint8_t* dst);

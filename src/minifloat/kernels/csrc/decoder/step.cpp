@@ -14,6 +14,8 @@
 namespace MINIFLOAT_ISA {
 namespace {
 
+constexpr int64_t kLogitsOfPart = 8 << 10;
+
 // Adds up the time of each part of a step, if the caller requests it.
 class Stopwatch {
   public:
@@ -36,7 +38,7 @@ class Stopwatch {
 struct Buffers {
     float* x;               // [T, hidden], the residual stream
     float* kept;            // [R, hidden], the residual stream of the rows whose logits are requested
-    float* turns;           // [T, rotary]
+    float* turns;           // per rotary embedding [T, rotary]
     float* q;               // [T, heads * head_dim]
     int32_t* token_blocks;  // [T]
     uint8_t* normed;        // in the dtype: inputs of q, k, v and of gate and up
@@ -63,40 +65,53 @@ class Cutter {
     int64_t used_ = 0;
 };
 
+// The widest rows of any layer, in elements; rows of experts for each token.
+struct Widths {
+    int64_t q = 0, wide = 0, narrow = 0, turns = 0, experts = 0, rows = 1;
+
+    explicit Widths(const minifloat_decoder& d) {
+        for (int32_t i = 0; i < d.rotary_count; ++i) turns += d.rotaries[i].rotary;
+        for (int32_t i = 0; i < d.layer_count; ++i) add(d.layers[i]);
+    }
+
+  private:
+    void add(const minifloat_layer& layer) {
+        const minifloat_attention& attention = layer.attention;
+        q = max(q, static_cast<int64_t>(attention.heads) * attention.head_dim);
+        wide = max(wide, heads_of_product(attention) * attention.head_dim);
+        narrow = max(narrow, static_cast<int64_t>(attention.heads) * attention.head_dim);
+        wide = max(wide, 2 * layer.mlp.intermediate);
+        narrow = max(narrow, layer.mlp.intermediate);
+        if (layer.experts == nullptr) return;
+        const minifloat_experts& e = *layer.experts;
+        wide = max(wide, 2 * e.intermediate * e.router.top_k);
+        narrow = max(narrow, e.intermediate * e.router.top_k);
+        rows = max<int64_t>(rows, e.router.top_k);
+        experts = max<int64_t>(experts, e.router.experts);
+    }
+};
+
 int64_t cut(const minifloat_step_args& a, uint8_t* memory, Buffers& b) {
     const minifloat_decoder& d = *a.decoder;
+    const Widths widths(d);
     const int64_t tokens = max(a.token_count, a.logit_count), bytes = dtype_bytes(d.dtype);
-    const int64_t heads = static_cast<int64_t>(d.heads) * d.head_dim;
-    int64_t wide = heads + 2 * static_cast<int64_t>(d.kv_heads) * d.head_dim, narrow = heads, rows = 1;
-    int64_t experts = 0;
-    for (int32_t i = 0; i < d.layer_count; ++i) {
-        const minifloat_layer& layer = d.layers[i];
-        wide = max(wide, 2 * layer.intermediate);
-        narrow = max(narrow, layer.intermediate);
-        if (layer.experts == nullptr) continue;
-        const minifloat_experts& e = *layer.experts;
-        wide = max(wide, 2 * e.intermediate * e.top_k);
-        narrow = max(narrow, e.intermediate * e.top_k);
-        rows = max<int64_t>(rows, e.top_k);
-        experts = max<int64_t>(experts, e.experts);
-    }
     Cutter cutter(memory);
     cutter.take(b.x, tokens * d.hidden);
     cutter.take(b.kept, a.logit_count * d.hidden);
-    cutter.take(b.turns, tokens * d.rotary);
-    cutter.take(b.q, tokens * heads);
+    cutter.take(b.turns, tokens * widths.turns);
+    cutter.take(b.q, tokens * widths.q);
     cutter.take(b.token_blocks, tokens);
     cutter.take(b.normed, tokens * d.hidden, bytes);
-    cutter.take(b.wide, tokens * max(wide, d.hidden), bytes);
-    cutter.take(b.narrow, tokens * narrow, bytes);
-    cutter.take(b.y, max(tokens * rows * d.hidden, a.logit_count * d.lm_head_rows), bytes);
-    if (experts > 0) {
-        cutter.take(b.routing.scores, tokens * round_up(experts, kLanes));
-        cutter.take(b.routing.weights, tokens * rows);
-        cutter.take(b.routing.chosen, tokens * rows);
-        cutter.take(b.routing.offsets, experts + 1);
-        cutter.take(b.routing.rows, tokens * rows);
-        cutter.take(b.routing.place, tokens * rows);
+    cutter.take(b.wide, tokens * max(widths.wide, d.hidden), bytes);
+    cutter.take(b.narrow, tokens * widths.narrow, bytes);
+    cutter.take(b.y, max(tokens * widths.rows * d.hidden, a.logit_count * d.lm_head_rows), bytes);
+    if (widths.experts > 0) {
+        cutter.take(b.routing.scores, tokens * 2 * round_up(widths.experts, kLanes));
+        cutter.take(b.routing.weights, tokens * widths.rows);
+        cutter.take(b.routing.chosen, tokens * widths.rows);
+        cutter.take(b.routing.offsets, widths.experts + 1);
+        cutter.take(b.routing.rows, tokens * widths.rows);
+        cutter.take(b.routing.place, tokens * widths.rows);
     }
     return cutter.used();
 }
@@ -108,13 +123,19 @@ class Step {
 
     int32_t run() {
         begin();
-        const uint8_t* pending = nullptr;  // result that is not yet added to the residual stream
+        Result pending = {};  // what is not yet added to the residual stream
         for (int32_t i = 0; i < d_.layer_count; ++i) {
             const minifloat_layer& layer = d_.layers[i];
             add_and_norm_all(pending, layer.input_norm);
             attention(layer, i);
             if (rows_ == 0) return status_;
-            add_and_norm_all(b_.y, layer.mlp_norm);
+            const Result attended = {b_.y, &layer.attention_norm, layer.residual_factor};
+            if (layer.parallel) {
+                if (layer.mlp_norm.weight != nullptr) add_and_norm_all({}, layer.mlp_norm);
+                add_all(attended);
+            } else {
+                add_and_norm_all(attended, layer.mlp_norm);
+            }
             pending = layer.experts != nullptr ? experts(layer) : mlp(layer);
         }
         add_and_norm_all(pending, d_.norm);
@@ -124,9 +145,12 @@ class Step {
 
   private:
     void begin() {
-        share(a_.threads, rows_, d_.hidden + 16 * d_.rotary, [&](int64_t begin, int64_t end) {
-            embed(d_.embedding, d_.embedding_dtype, a_.tokens, d_.hidden, b_.x, begin, end);
-            turns(a_.positions, d_.inv_freq, d_.rotary, d_.attention_scaling, b_.turns, begin, end);
+        int64_t turned = 0;
+        for (int32_t i = 0; i < d_.rotary_count; ++i) turned += d_.rotaries[i].rotary;
+        share(a_.threads, rows_, d_.hidden + 16 * turned, [&](int64_t begin, int64_t end) {
+            embed(d_.embedding, d_.embedding_dtype, a_.tokens, d_.hidden, d_.embedding_factor, b_.x, begin, end);
+            for (int32_t i = 0; i < d_.rotary_count; ++i)
+                turns(a_.positions, d_.rotaries[i], turns_of(i), begin, end);
         });
         for (int32_t s = 0; s < a_.sequences; ++s) {
             const int32_t* table = a_.blocks + static_cast<int64_t>(s) * a_.block_columns;
@@ -136,9 +160,23 @@ class Step {
         watch_.lap(MINIFLOAT_STEP_ROWS);
     }
 
-    void add_and_norm_all(const uint8_t* y, const float* weight) {
+    // The cosines and sines of a rotary embedding.
+    float* turns_of(int32_t rotary) {
+        float* at = b_.turns;
+        for (int32_t i = 0; i < rotary; ++i) at += static_cast<int64_t>(a_.token_count) * d_.rotaries[i].rotary;
+        return at;
+    }
+
+    void add_and_norm_all(const Result& result, const minifloat_norm& norm) {
         share(a_.threads, rows_, 2 * d_.hidden, [&](int64_t begin, int64_t end) {
-            add_and_norm(b_.x, y, weight, d_.hidden, d_.eps, d_.dtype, b_.normed, begin, end);
+            add_and_norm(b_.x, result, norm, d_.hidden, d_.dtype, b_.normed, begin, end);
+        });
+        watch_.lap(MINIFLOAT_STEP_ROWS);
+    }
+
+    void add_all(const Result& result) {
+        share(a_.threads, rows_, d_.hidden, [&](int64_t begin, int64_t end) {
+            add_result(b_.x, result, d_.hidden, d_.dtype, begin, end);
         });
         watch_.lap(MINIFLOAT_STEP_ROWS);
     }
@@ -166,17 +204,19 @@ class Step {
     }
 
     // Multiplies the given rows of x into y; if `rows` is null, row t of x.
-    void multiply(const minifloat_experts& e, const uint8_t* const* weights, const int64_t* rows, const uint8_t* x,
+    void multiply(const minifloat_experts& e, const minifloat_expert_product& p, const int64_t* rows, const uint8_t* x,
                   int64_t cols, uint8_t* y, int64_t y_cols) {
         minifloat_moe_args args = {};
-        args.weights = weights;
+        args.weights = p.weights;
+        args.biases = p.biases;
+        args.bias_dtype = p.bias_dtype;
         args.offsets = b_.routing.offsets;
         args.x_rows = rows;
         args.x = x;
         args.y = y;
         args.x_stride = cols;
         args.y_stride = y_cols;
-        args.experts = e.experts;
+        args.experts = e.router.experts;
         args.x_dtype = d_.dtype;
         args.threads = a_.threads;
         args.int8_inputs = d_.int8_inputs;
@@ -185,83 +225,94 @@ class Step {
     }
 
     void attention(const minifloat_layer& layer, int64_t index) {
-        const int64_t heads = static_cast<int64_t>(d_.heads) * d_.head_dim;
+        const minifloat_attention& attention = layer.attention;
+        const int64_t heads = static_cast<int64_t>(attention.heads) * attention.head_dim;
         const bool last = index + 1 == d_.layer_count;
-        const LayerCache cache = layer_cache(a_, index);
-        multiply(layer.qkv, b_.normed, d_.hidden, b_.wide, heads + 2 * static_cast<int64_t>(d_.kv_heads) * d_.head_dim);
-        write_tokens(a_, layer, cache, b_.wide, b_.turns, b_.token_blocks, b_.q);
+        const LayerCache cache = layer_cache(a_, attention);
+        const float* turns = attention.rotary < 0 ? nullptr : turns_of(attention.rotary);
+        multiply(attention.qkv, b_.normed, d_.hidden, b_.wide, heads_of_product(attention) * attention.head_dim);
+        write_tokens(a_, attention, cache, b_.wide, turns, b_.token_blocks, b_.q);
         watch_.lap(MINIFLOAT_STEP_ROWS);
         if (last && a_.logit_count == 0) {
             rows_ = 0;
             return;
         }
-        fail(attend_all(a_, layer, cache, b_.q, b_.narrow));
+        fail(attend_all(a_, attention, cache, b_.q, b_.narrow));
         watch_.lap(MINIFLOAT_STEP_ATTENTION);
-        const uint8_t* attended = last ? keep_rows_of_logits(heads) : b_.narrow;
-        multiply(layer.out, attended, heads, b_.y, d_.hidden);
+        const uint8_t* attended = last ? keep_rows_of_logits(heads, layer.parallel != 0) : b_.narrow;
+        multiply(attention.out, attended, heads, b_.y, d_.hidden);
     }
 
-    // Keeps the rows whose logits are requested in the residual stream; returns these rows of the results of attention.
-    const uint8_t* keep_rows_of_logits(int64_t heads) {
-        const int64_t row_bytes = heads * dtype_bytes(d_.dtype);
+    // Keeps the rows whose logits are requested in the residual stream, and in the input of the MLP if that is the input
+    // of attention; returns these rows of the results of attention.
+    const uint8_t* keep_rows_of_logits(int64_t heads, bool with_input) {
+        const int64_t row_bytes = heads * dtype_bytes(d_.dtype), input_bytes = d_.hidden * dtype_bytes(d_.dtype);
         for (int64_t i = 0; i < a_.logit_count; ++i) {
             const int64_t row = a_.logit_rows[i];
             __builtin_memcpy(b_.kept + i * d_.hidden, b_.x + row * d_.hidden, d_.hidden * sizeof(float));
             __builtin_memcpy(b_.wide + i * row_bytes, b_.narrow + row * row_bytes, row_bytes);
+            if (with_input) __builtin_memcpy(b_.y + i * input_bytes, b_.normed + row * input_bytes, input_bytes);
         }
+        if (with_input) __builtin_memcpy(b_.normed, b_.y, a_.logit_count * input_bytes);
         b_.x = b_.kept;
         rows_ = a_.logit_count;
         watch_.lap(MINIFLOAT_STEP_ROWS);
         return b_.wide;
     }
 
-    const uint8_t* mlp(const minifloat_layer& layer) {
-        const int64_t count = layer.intermediate;
-        multiply(layer.gate_up, b_.normed, d_.hidden, b_.wide, 2 * count);
-        activate(count, rows_);
-        multiply(layer.down, b_.narrow, count, b_.y, d_.hidden);
-        return b_.y;
+    Result mlp(const minifloat_layer& layer) {
+        const minifloat_mlp& mlp = layer.mlp;
+        const int64_t count = mlp.intermediate;
+        multiply(mlp.gate_up, b_.normed, d_.hidden, b_.wide, (mlp.activation.gated ? 2 : 1) * count);
+        activate_all(mlp.activation, count, rows_);
+        multiply(mlp.down, b_.narrow, count, b_.y, d_.hidden);
+        return {b_.y, &layer.result_norm, layer.residual_factor};
     }
 
-    void activate(int64_t count, int64_t rows) {
+    void activate_all(const minifloat_activation& activation, int64_t count, int64_t rows) {
         share(a_.threads, rows, 4 * count, [&](int64_t begin, int64_t end) {
-            silu_and_multiply(b_.wide, count, d_.dtype, b_.narrow, begin, end);
+            activate(activation, b_.wide, count, d_.dtype, b_.narrow, begin, end);
         });
         watch_.lap(MINIFLOAT_STEP_ROWS);
     }
 
     // Adds to the residual stream itself.
-    const uint8_t* experts(const minifloat_layer& layer) {
+    Result experts(const minifloat_layer& layer) {
         const minifloat_experts& e = *layer.experts;
-        fail(choose_experts(e, b_.normed, d_.dtype, d_.hidden, rows_, a_.threads, b_.routing));
+        const float factor = layer.residual_factor;
+        fail(choose_experts(e.router, b_.normed, d_.dtype, d_.hidden, rows_, a_.threads, b_.routing));
         watch_.lap(MINIFLOAT_STEP_ROWS);
-        if (status_ != MINIFLOAT_OK) return nullptr;
+        if (status_ != MINIFLOAT_OK) return {};
         const int64_t half = e.intermediate * dtype_bytes(d_.dtype);
         multiply(e, e.gate, b_.routing.rows, b_.normed, d_.hidden, b_.wide, 2 * e.intermediate);
-        if (e.up != nullptr)
+        if (e.up.weights != nullptr)
             multiply(e, e.up, b_.routing.rows, b_.normed, d_.hidden, b_.wide + half, 2 * e.intermediate);
-        activate(e.intermediate, rows_ * e.top_k);
+        activate_all(e.activation, e.intermediate, rows_ * e.router.top_k);
         multiply(e, e.down, nullptr, b_.narrow, e.intermediate, b_.y, d_.hidden);
-        add_experts(e, b_.routing, b_.y, d_.dtype, d_.hidden, rows_, a_.threads, b_.x);
+        add_experts(e.router, b_.routing, b_.y, d_.dtype, d_.hidden, rows_, a_.threads, factor, b_.x);
         watch_.lap(MINIFLOAT_STEP_ROWS);
-        if (layer.intermediate > 0) {
+        if (layer.mlp.intermediate > 0) {
             mlp(layer);
-            add_shared(e.shared_gate, b_.normed, b_.y, d_.dtype, d_.hidden, rows_, a_.threads, b_.x);
+            add_shared(e.shared_gate, b_.normed, b_.y, d_.dtype, d_.hidden, rows_, a_.threads, factor, b_.x);
             watch_.lap(MINIFLOAT_STEP_ROWS);
         }
-        return nullptr;
+        return {};
     }
 
     void logits() {
-        if (d_.dtype == MINIFLOAT_F32) {
-            multiply(d_.lm_head, b_.normed, d_.hidden, reinterpret_cast<uint8_t*>(a_.logits), d_.lm_head_rows);
-            return;
-        }
-        multiply(d_.lm_head, b_.normed, d_.hidden, b_.y, d_.lm_head_rows);
         const int64_t row_bytes = d_.lm_head_rows * dtype_bytes(d_.dtype);
-        share(a_.threads, rows_, d_.lm_head_rows, [&](int64_t begin, int64_t end) {
-            to_float(b_.y + begin * row_bytes, d_.dtype, (end - begin) * d_.lm_head_rows,
-                     a_.logits + begin * d_.lm_head_rows);
+        const bool exact = d_.dtype == MINIFLOAT_F32, scaled = d_.logits_factor != 1.0f || d_.logits_cap > 0.0f;
+        multiply(d_.lm_head, b_.normed, d_.hidden, exact ? reinterpret_cast<uint8_t*>(a_.logits) : b_.y, d_.lm_head_rows);
+        if (exact && !scaled) return;
+        const int64_t parts = ceil_div(d_.lm_head_rows, kLogitsOfPart);
+        share(a_.threads, rows_ * parts, kLogitsOfPart, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) {
+                const int64_t row = i / parts, from = i % parts * kLogitsOfPart;
+                const int64_t count = min(kLogitsOfPart, d_.lm_head_rows - from);
+                float* logits = a_.logits + row * d_.lm_head_rows + from;
+                if (!exact) to_float(b_.y + row * row_bytes + from * dtype_bytes(d_.dtype), d_.dtype, count, logits);
+                if (scaled) scale_and_cap(logits, count, d_.logits_factor, d_.logits_cap);
+            }
         });
         watch_.lap(MINIFLOAT_STEP_ROWS);
     }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from minifloat.architecture.decoder.plan import LayerPlan, LinearPlan, MlpPlan, NormPlan
 from minifloat.errors import KernelUnavailable
 from minifloat.kernels.paged import (
     PagedCache,
@@ -34,7 +35,8 @@ from minifloat.runtime.linear import QuantizedWeight
 from minifloat.runtime.lm_head import quantize_lm_head
 from minifloat.runtime.tensors import listing
 from minifloat.runtime.weights import WeightSource
-from minifloat.serve.engine.blueprint import Blueprint, LayerPlan, LinearPlan, MlpPlan
+from minifloat.serve.engine.blueprint import Blueprint
+from minifloat.serve.engine.rotary import rotary_frequencies
 
 _LOG = logging.getLogger(__name__)
 
@@ -191,7 +193,7 @@ def build_device_decoder(
     """Read the weights of a model, and put those side by side that the same input is multiplied with.
 
     Args:
-        blueprint: The structure of a model without experts.
+        blueprint: The structure of a model that `why_not_on_device` has nothing against.
         weights: Its weights, on the device.
         positions: Tokens of the longest sequence.
         impl: "auto": quantized weights that have no kernel on the device are dequantized, with a warning. "reference":
@@ -202,21 +204,25 @@ def build_device_decoder(
         KernelUnavailable: If a weight has no kernel, and `impl` asks for one.
         TensorError: If a scale is NaN or Inf, or a tensor has a dtype that is no parameter's.
     """
+    plan = blueprint.plan
+    attention = plan.layers[0].attention
     builder = _Builder(blueprint, weights, impl)
     with weights.reading_ahead():
-        embedding = weights.tensor(blueprint.embedding)
-        is_tied = weights.is_same_tensor(blueprint.embedding, blueprint.lm_head.weight)
+        embedding = weights.tensor(plan.embedding)
+        is_tied = weights.is_same_tensor(plan.embedding, plan.lm_head.weight)
         head = builder.lm_head(embedding if is_tied else None, lm_head)
-        layers = tuple(builder.layer(layer) for layer in blueprint.layers)
-        norm = builder.norm(blueprint.norm)
+        layers = tuple(builder.layer(layer) for layer in plan.layers)
+        norm = builder.norm(plan.norm)
     builder.warn()
+    assert attention.rotary is not None, "`why_not_on_device` refuses models without a rotary embedding"
+    inv_freq, attention_scaling = rotary_frequencies(attention.rotary)
     return DeviceDecoder(
         dtype=blueprint.dtype,
-        kv_heads=blueprint.kv_heads,
-        head_dim=blueprint.head_dim,
-        eps=blueprint.eps,
-        rotary=rotary_table(blueprint.inv_freq.to(embedding.device), blueprint.attention_scaling, positions),
-        scale=blueprint.scale,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        eps=plan.norm.eps,
+        rotary=rotary_table(inv_freq.to(embedding.device), attention_scaling, positions),
+        scale=attention.scale,
         embedding=embedding,
         layers=layers,
         norm=norm,
@@ -234,22 +240,25 @@ class _Builder:
 
     def layer(self, plan: LayerPlan) -> DeviceLayer:
         attention, mlp = plan.attention, plan.mlp
-        assert isinstance(mlp, MlpPlan), "`why_not_supported` refuses mixtures of experts"
-        norms = attention.head_norms
+        assert isinstance(mlp, MlpPlan), "`why_not_on_device` refuses mixtures of experts"
+        assert plan.input_norm is not None, "`why_not_on_device` refuses layers without it"
+        assert plan.mlp_norm is not None, "`why_not_on_device` refuses layers without it"
+        norms = [None if norm is None else self.norm(norm) for norm in (attention.q_norm, attention.k_norm)]
         return DeviceLayer(
             input_norm=self.norm(plan.input_norm),
             qkv=self._linears(attention.qkv),
             out=self._linears([attention.out]),
-            head_norms=(None, None) if norms is None else (self.norm(norms[0]), self.norm(norms[1])),
+            head_norms=(norms[0], norms[1]),
             window=attention.window,
             mlp_norm=self.norm(plan.mlp_norm),
-            gate_up=self._linears([mlp.gate, mlp.up]),
+            gate_up=self._linears(mlp.gate_up),
             down=self._linears([mlp.down]),
         )
 
-    def norm(self, name: str) -> Tensor:
+    def norm(self, plan: NormPlan) -> Tensor:
         """Return the weight of an RMS norm, in float32 after it was rounded to the model's dtype."""
-        return self._weights.tensor(name).float().contiguous()
+        assert plan.weight is not None, "`why_not_on_device` refuses norms without weights"
+        return self._weights.tensor(plan.weight).float().contiguous()
 
     def lm_head(self, tied: Tensor | None, quantize: WeightSpec | None) -> FusedLinear:
         """Return the last linear.
@@ -258,7 +267,7 @@ class _Builder:
             tied: The embedding, if that is also the weight of this linear.
             quantize: The format that the weight is quantized to, unless it is stored quantized; None: it is not.
         """
-        plan = self._blueprint.lm_head
+        plan = self._blueprint.plan.lm_head
         weight = self._weights.matrix(plan.weight) if tied is None else tied
         if quantize is not None and isinstance(weight, Tensor):
             weight = quantize_lm_head(weight, quantize, tied=tied is not None)

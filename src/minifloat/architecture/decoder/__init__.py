@@ -1,0 +1,152 @@
+"""What the native decoders compute for each family of models, decided from its config, without torch.
+
+`decoder_plan` turns a config into a `DecoderPlan`, or raises `NotNative` with the reason why transformers' code runs
+the model. To add a family: a function in `families/` that returns its plan, and a row here;
+tests/serve/engine/test_native_families.py then needs a small config of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from minifloat.architecture.decoder.families import cohere, gemma, glm, gpt_oss, granite, llama, mixtral, olmo
+from minifloat.architecture.decoder.plan import DecoderPlan, NotNative
+
+__all__ = ["NATIVE", "DecoderPlan", "NativeFamily", "NotNative", "decoder_plan", "why_not_type"]
+
+#: Fields of configs that the plans of all families obey, or that change no result.
+_COMMON = (
+    "attention_bias attention_dropout bos_token_id embd_pdrop embedding_dropout eos_token_id head_dim hidden_act "
+    "hidden_activation hidden_dropout hidden_size initializer_range intermediate_size layer_types "
+    "max_position_embeddings max_window_layers mlp_bias no_rope_layer_interval num_attention_heads "
+    "num_experts_per_tok num_hidden_layers num_key_value_heads num_local_experts num_mtp_layers "
+    "output_router_logits pad_token_id pretraining_tp resid_pdrop residual_dropout rms_norm_eps rope_parameters "
+    "router_aux_loss_coef router_jitter_noise sliding_window sliding_window_pattern tie_word_embeddings use_cache "
+    "use_sliding_window vocab_size"
+)
+_GROUPED = "first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob"
+_SPARSE = "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts"
+_GRANITE = "attention_multiplier embedding_multiplier logits_scaling residual_multiplier"
+_CAPS = "attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar use_bidirectional_attention"
+
+
+@dataclass(frozen=True)
+class NativeFamily:
+    """A family that the decoder of CPUs runs.
+
+    Attributes:
+        architecture: Class of the model in transformers.
+        plan: Turns a config into a plan.
+        fields: Fields of its config that the plan obeys, beside those that all families have.
+        on_device: Whether the decoder of GPUs runs it too.
+    """
+
+    architecture: str
+    plan: Callable[[Any], DecoderPlan]
+    fields: str = ""
+    on_device: bool = False
+
+    def unknown_field(self, config: Any) -> str:
+        """Return a field that the config's class declares, that is not at its default, and that the plan ignores.
+
+        Newer releases of transformers add fields, which may change what a model computes.
+        """
+        known = set(f"{_COMMON} {self.fields}".split())
+        own = getattr(type(config), "__dataclass_fields__", {})
+        inherited = {name for base in type(config).__mro__[1:] for name in _base_fields(base)}
+        for name, field in own.items():
+            if name not in known | inherited and getattr(config, name, field.default) != field.default:
+                return str(name)
+        return ""
+
+
+def _base_fields(base: type) -> tuple[str, ...]:
+    """Return the fields of transformers' base class of all configs; those of other classes are a family's own."""
+    return tuple(getattr(base, "__dataclass_fields__", ())) if base.__name__ == "PreTrainedConfig" else ()
+
+
+#: ``model_type`` -> what runs it natively.
+NATIVE: dict[str, NativeFamily] = {
+    "llama": NativeFamily("LlamaForCausalLM", llama.llama, on_device=True),
+    "mistral": NativeFamily("MistralForCausalLM", llama.mistral, on_device=True),
+    "ministral": NativeFamily("MinistralForCausalLM", llama.ministral, on_device=True),
+    "qwen2": NativeFamily("Qwen2ForCausalLM", llama.qwen2, on_device=True),
+    "qwen3": NativeFamily("Qwen3ForCausalLM", llama.qwen3, on_device=True),
+    "seed_oss": NativeFamily("SeedOssForCausalLM", llama.seed_oss, "attention_out_bias", on_device=True),
+    "smollm3": NativeFamily("SmolLM3ForCausalLM", llama.smollm3, "no_rope_layers"),
+    "arcee": NativeFamily("ArceeForCausalLM", llama.arcee),
+    "helium": NativeFamily("HeliumForCausalLM", llama.helium),
+    "ernie4_5": NativeFamily("Ernie4_5ForCausalLM", llama.ernie, "use_bias"),
+    "mixtral": NativeFamily("MixtralForCausalLM", mixtral.mixtral),
+    "qwen2_moe": NativeFamily(
+        "Qwen2MoeForCausalLM", mixtral.qwen2_moe, f"{_SPARSE} qkv_bias shared_expert_intermediate_size"
+    ),
+    "qwen3_moe": NativeFamily("Qwen3MoeForCausalLM", mixtral.qwen3_moe, _SPARSE),
+    "olmoe": NativeFamily("OlmoeForCausalLM", mixtral.olmoe, "clip_qkv norm_topk_prob num_experts"),
+    "gpt_oss": NativeFamily("GptOssForCausalLM", gpt_oss.gpt_oss, "swiglu_alpha swiglu_limit"),
+    "gemma": NativeFamily("GemmaForCausalLM", gemma.gemma, "use_bidirectional_attention"),
+    "gemma2": NativeFamily("Gemma2ForCausalLM", gemma.gemma2, _CAPS),
+    "gemma3_text": NativeFamily("Gemma3ForCausalLM", gemma.gemma3, _CAPS),
+    "phi3": NativeFamily("Phi3ForCausalLM", glm.phi3, "original_max_position_embeddings"),
+    "glm": NativeFamily("GlmForCausalLM", glm.glm),
+    "glm4": NativeFamily("Glm4ForCausalLM", glm.glm4),
+    "glm4_moe": NativeFamily(
+        "Glm4MoeForCausalLM", glm.glm4_moe, f"{_GROUPED} routed_scaling_factor topk_group use_qk_norm"
+    ),
+    "dots1": NativeFamily("Dots1ForCausalLM", glm.dots1, f"{_GROUPED} routed_scaling_factor topk_group"),
+    "minimax_m2": NativeFamily("MiniMaxM2ForCausalLM", glm.minimax_m2),
+    "granite": NativeFamily("GraniteForCausalLM", granite.granite, _GRANITE),
+    "granitemoe": NativeFamily("GraniteMoeForCausalLM", granite.granite_moe, _GRANITE),
+    "granitemoeshared": NativeFamily(
+        "GraniteMoeSharedForCausalLM", granite.granite_moe, f"{_GRANITE} shared_intermediate_size"
+    ),
+    "olmo": NativeFamily("OlmoForCausalLM", olmo.olmo, "clip_qkv"),
+    "olmo2": NativeFamily("Olmo2ForCausalLM", olmo.olmo2),
+    "olmo3": NativeFamily("Olmo3ForCausalLM", olmo.olmo3),
+    "exaone4": NativeFamily("Exaone4ForCausalLM", olmo.exaone4),
+    "cohere": NativeFamily("CohereForCausalLM", cohere.cohere, "layer_norm_eps logit_scale use_qk_norm"),
+    "cohere2": NativeFamily("Cohere2ForCausalLM", cohere.cohere2, "layer_norm_eps logit_scale"),
+    "starcoder2": NativeFamily("Starcoder2ForCausalLM", cohere.starcoder2, "norm_epsilon use_bias"),
+    "nemotron": NativeFamily("NemotronForCausalLM", cohere.nemotron, "norm_eps"),
+    "stablelm": NativeFamily(
+        "StableLmForCausalLM",
+        cohere.stablelm,
+        "layer_norm_eps qk_layernorm use_parallel_residual use_qkv_bias",
+    ),
+}
+
+
+def why_not_type(model_type: str, *, on_device: bool = False) -> str:
+    """Return why no decoder supports a ``model_type``; empty if one does.
+
+    Args:
+        model_type: ``model_type`` of the config of the text model.
+        on_device: Whether the decoder of GPUs is asked for.
+    """
+    family = NATIVE.get(model_type)
+    if family is None:
+        return f"its model_type is {model_type!r}, not one of {', '.join(NATIVE)}"
+    if on_device and not family.on_device:
+        return f"the decoder of GPUs does not have all parts of {model_type!r}"
+    return ""
+
+
+def decoder_plan(config: Any) -> DecoderPlan:
+    """Return what a decoder computes for a model.
+
+    Args:
+        config: A `DecoderConfig`, or transformers' config of the text model.
+
+    Raises:
+        NotNative: If no decoder computes exactly what transformers does.
+    """
+    reason = why_not_type(config.model_type)
+    if reason:
+        raise NotNative(reason)
+    family = NATIVE[config.model_type]
+    field = family.unknown_field(config)
+    if field:
+        raise NotNative(f"its config sets {field!r}, which minifloat does not know")
+    return family.plan(config)

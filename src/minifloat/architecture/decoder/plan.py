@@ -1,0 +1,245 @@
+"""`DecoderPlan`: what a decoder computes, and the names and shapes of its parameters, without any weight.
+
+The decoders of CPUs (`minifloat.kernels.decoder`) and of GPUs are built from it. Each part corresponds to one of the
+same name there, which defines what it computes. A parameter's name is that in transformers' model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+class NotNative(Exception):
+    """The decoders do not support a model; the message says why."""
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """A linear.
+
+    Attributes:
+        name: Name of the module.
+        shape: ``(N, K)`` of the weight.
+        has_bias: Whether it adds a bias.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    has_bias: bool = False
+
+    @property
+    def weight(self) -> str:
+        """Name of the weight."""
+        return f"{self.name}.weight"
+
+    @property
+    def bias(self) -> str | None:
+        """Name of the bias, or None."""
+        return f"{self.name}.bias" if self.has_bias else None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its parameters by name."""
+        shapes: dict[str, tuple[int, ...]] = {self.weight: self.shape}
+        return shapes | {self.bias: self.shape[:1]} if self.bias else shapes
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """A norm.
+
+    Attributes:
+        weight: Name of the weight; None: it is one.
+        shape: Shape of the weight.
+        eps: Epsilon.
+        bias: Name of the bias, or None.
+        centered: Whether the mean is subtracted first, as in a layer norm.
+        offset: Added to the stored weight, in float32.
+    """
+
+    weight: str | None
+    shape: tuple[int, ...]
+    eps: float
+    bias: str | None = None
+    centered: bool = False
+    offset: float = 0.0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its parameters by name."""
+        return {name: self.shape for name in (self.weight, self.bias) if name is not None}
+
+
+@dataclass(frozen=True)
+class RotaryPlan:
+    """A rotary embedding.
+
+    Attributes:
+        parameters: The fields of ``rope_parameters``, sorted by name.
+        head_dim: Size of a head.
+        positions: ``max_position_embeddings``.
+        interleaved: Whether neighbouring dimensions are a pair.
+        partial: Whether the type "default" obeys ``partial_rotary_factor``; all other types do.
+    """
+
+    parameters: tuple[tuple[str, Any], ...]
+    head_dim: int
+    positions: int
+    interleaved: bool = False
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Attention; fields as in `minifloat.kernels.decoder.Attention`.
+
+    Attributes:
+        qkv: Projections whose rows are those of q, k and v, one after the other.
+        out: Projection of the result.
+        sinks: Name of the scores ``[heads]`` that take part in the softmax, or None.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    qkv: tuple[LinearPlan, ...]
+    out: LinearPlan
+    rotary: RotaryPlan | None
+    q_norm: NormPlan | None = None
+    k_norm: NormPlan | None = None
+    whole_norms: bool = False
+    window: int | None = None
+    sinks: str | None = None
+    score_cap: float | None = None
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """The function of an MLP; fields as in `minifloat.kernels.decoder.Activation`."""
+
+    name: str = "silu"
+    gated: bool = True
+    alpha: float = 1.0
+    limit: float = float("inf")
+
+
+@dataclass(frozen=True)
+class MlpPlan:
+    """An MLP.
+
+    Attributes:
+        gate_up: Projections whose rows are those of gate and up, one after the other; without a gate those of up.
+        down: Projection of the result.
+        activation: The function.
+    """
+
+    gate_up: tuple[LinearPlan, ...]
+    down: LinearPlan
+    activation: ActivationPlan = ActivationPlan()
+
+
+@dataclass(frozen=True)
+class RouterPlan:
+    """What chooses experts; other fields as in `minifloat.kernels.decoder.Router`.
+
+    Attributes:
+        weight: Name of the weight ``[experts, hidden]``.
+        bias: Name of the bias ``[experts]``, or None.
+        correction: Name of what is added to the scores for the choice alone, ``[experts]``, or None.
+    """
+
+    weight: str
+    top_k: int
+    kind: str = "softmax"
+    normalize: bool = False
+    bias: str | None = None
+    correction: str | None = None
+    groups: int = 1
+    groups_kept: int = 1
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertsPlan:
+    """An MLP of which each token uses some of many experts.
+
+    Attributes:
+        router: What chooses them.
+        gate_up: Name of the gate and up projections of all experts, fused.
+        down: Name of the down projections of all experts, fused.
+        count: Number of experts.
+        shape: ``(intermediate, hidden)``.
+        experts: The experts, where they may be stored one by one; else empty.
+        gate_up_bias: Name of the biases ``[experts, 2 * intermediate]``, or None.
+        down_bias: Name of the biases ``[experts, hidden]``, or None.
+        activation: The function.
+        transposed: Whether fused projections that are not quantized are ``[experts, K, N]``.
+        interleaved: Whether rows of gate and up alternate in the fused projection.
+        shared: An MLP that all tokens use besides, or None.
+        shared_gate: Name of the weight ``[1, hidden]`` of its gate, or None.
+    """
+
+    router: RouterPlan
+    gate_up: str
+    down: str
+    count: int
+    shape: tuple[int, int]
+    experts: tuple[MlpPlan, ...] = ()
+    gate_up_bias: str | None = None
+    down_bias: str | None = None
+    activation: ActivationPlan = ActivationPlan()
+    transposed: bool = False
+    interleaved: bool = False
+    shared: MlpPlan | None = None
+    shared_gate: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A layer; fields as in `minifloat.kernels.decoder.Layer`.
+
+    Attributes:
+        name: Name of the layer's module.
+    """
+
+    name: str
+    input_norm: NormPlan | None
+    attention: AttentionPlan
+    mlp_norm: NormPlan | None
+    mlp: MlpPlan | ExpertsPlan
+    attention_norm: NormPlan | None = None
+    result_norm: NormPlan | None = None
+    parallel: bool = False
+    residual_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class DecoderPlan:
+    """A model, from token ids to logits.
+
+    Attributes:
+        hidden: Size of the residual stream.
+        layers: The layers.
+        embedding: Name of the embedding ``[vocab, hidden]``.
+        norm: The norm before `lm_head`.
+        lm_head: The last linear.
+        embedding_factor: Multiplies the rows of the embedding.
+        rounds_embedding_factor: Whether the factor is rounded to the model's dtype first.
+        logits_factor: Multiplies logits.
+        logits_cap: As in `minifloat.kernels.decoder.Decoder`.
+        renamings: Regular expressions and replacements that turn other names on disk into these names.
+        unused: Regular expressions of names of tensors that the text model does not use.
+    """
+
+    hidden: int
+    layers: tuple[LayerPlan, ...]
+    embedding: str
+    norm: NormPlan
+    lm_head: LinearPlan
+    embedding_factor: float = 1.0
+    rounds_embedding_factor: bool = False
+    logits_factor: float = 1.0
+    logits_cap: float | None = None
+    renamings: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()

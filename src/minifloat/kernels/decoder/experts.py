@@ -1,0 +1,149 @@
+"""`Experts`: an MLP of which each token uses some of many parts, and the `Router` that chooses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from minifloat.errors import ShapeError, UnknownNameError
+from minifloat.kernels.decoder.expect import expect
+from minifloat.kernels.decoder.mlp import SILU, Activation, Mlp
+from minifloat.kernels.dtypes import DTYPES
+from minifloat.kernels.moe import PackedExperts
+
+#: How scores of experts become weights, in the order of ``enum minifloat_router_kind``: softmax over all experts,
+#: softmax over the chosen experts, sigmoid.
+ROUTERS = ("softmax", "softmax_of_chosen", "sigmoid")
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """Chooses the experts of a token, ties to the lower number; all in float32.
+
+    Attributes:
+        weight: ``[experts, hidden]``, float32 or bfloat16.
+        top_k: Number of experts of a token.
+        kind: One of `ROUTERS`.
+        normalize: Whether the weights of the chosen experts are scaled to sum to 1.
+        bias: float32 ``[experts]``, added to the products; or None.
+        correction: float32 ``[experts]``, added to the scores for the choice alone; or None.
+        groups: Groups of experts, neighbours in one group.
+        groups_kept: Groups with the largest sums of their two best scores, from which experts are chosen.
+        factor: Multiplies all weights.
+    """
+
+    weight: Tensor
+    top_k: int
+    kind: str = "softmax"
+    normalize: bool = False
+    bias: Tensor | None = None
+    correction: Tensor | None = None
+    groups: int = 1
+    groups_kept: int = 1
+    factor: float = 1.0
+
+    def check(self, name: str, experts: int, hidden: int) -> None:
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors.
+
+        Raises:
+            ShapeError: If sizes do not match.
+            UnsupportedTensorError: If a tensor has a dtype that is not supported.
+            UnknownNameError: If `kind` is none of `ROUTERS`.
+        """
+        expect(name, self.weight, (experts, hidden), (torch.float32, torch.bfloat16))
+        if not 1 <= self.top_k <= experts:
+            raise ShapeError(f"{name}.top_k", f"expected 1 to {experts}, got {self.top_k}")
+        if self.kind not in ROUTERS:
+            raise UnknownNameError(f"{name}.kind", self.kind, ROUTERS)
+        for field, vector in (("bias", self.bias), ("correction", self.correction)):
+            if vector is not None:
+                expect(f"{name}.{field}", vector, (experts,))
+        if self.groups < 1 or experts % self.groups or not 1 <= self.groups_kept <= self.groups:
+            found = f"{self.groups_kept} of {self.groups} groups"
+            raise ShapeError(f"{name}.groups", f"expected groups that divide {experts} experts, got {found}")
+        if self.top_k > experts // self.groups * self.groups_kept:
+            raise ShapeError(f"{name}.top_k", f"expected at most the experts of {self.groups_kept} groups")
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and numbers of the chosen experts, float32 and int64 ``[T, top_k]``."""
+        scores = functional.linear(x.float(), self.weight.float(), self.bias)
+        if self.kind == "softmax":
+            scores = scores.softmax(dim=-1)
+        elif self.kind == "sigmoid":
+            scores = scores.sigmoid()
+        choice = scores if self.correction is None else scores + self.correction
+        if self.groups > 1:
+            grouped = choice.view(len(x), self.groups, -1)
+            best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
+            kept = torch.zeros_like(best).scatter_(1, best.topk(self.groups_kept, dim=-1).indices, 1).bool()
+            choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        chosen = choice.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.kind == "softmax_of_chosen":
+            weights = weights.softmax(dim=-1)
+        elif self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights * self.factor, chosen
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """A mixture of experts: each token uses `Router.top_k` of many MLPs.
+
+    Attributes:
+        router: What chooses them.
+        gate_up: One projection ``[2 * intermediate, hidden]`` per expert, the rows of gate first; or two, gate and up.
+        down: ``[hidden, intermediate]`` per expert.
+        gate_up_bias: For each of `gate_up` the biases of all experts ``[experts, rows]``; or None.
+        down_bias: ``[experts, hidden]`` or None.
+        activation: The function, gated.
+        shared: An MLP that all tokens use in addition, or None.
+        shared_gate: float32 ``[hidden]``: the sigmoid of its product with the input multiplies the shared MLP; or None.
+    """
+
+    router: Router
+    gate_up: tuple[PackedExperts, ...]
+    down: PackedExperts
+    gate_up_bias: tuple[Tensor, ...] | None = None
+    down_bias: Tensor | None = None
+    activation: Activation = SILU
+    shared: Mlp | None = None
+    shared_gate: Tensor | None = None
+
+    @property
+    def intermediate(self) -> int:
+        """Columns of `down`."""
+        return self.down.shape[1]
+
+    def check(self, name: str, hidden: int) -> None:
+        """Validate sizes and dtypes; `name` is the prefix of field names in errors.
+
+        Raises:
+            ShapeError: If sizes do not match.
+            UnsupportedTensorError: If a tensor has a dtype that is not supported.
+            UnknownNameError: If there is no such activation function or router.
+        """
+        experts = len(self.down)
+        self.activation.check(name)
+        self.router.check(f"{name}.router", experts, hidden)
+        if self.down.shape != (hidden, self.intermediate):
+            raise ShapeError(f"{name}.down", f"expected {hidden} rows, got {list(self.down.shape)}")
+        shapes = [(len(part), *part.shape) for part in self.gate_up]
+        rows = 2 * self.intermediate // max(len(shapes), 1)
+        if len(shapes) not in (1, 2) or any(shape != (experts, rows, hidden) for shape in shapes):
+            expected = f"one of {[experts, 2 * self.intermediate, hidden]}, or two of half the rows"
+            raise ShapeError(f"{name}.gate_up", f"expected {expected}, got {shapes}")
+        if self.gate_up_bias is not None:
+            if len(self.gate_up_bias) != len(shapes):
+                raise ShapeError(f"{name}.gate_up_bias", f"expected {len(shapes)}, got {len(self.gate_up_bias)}")
+            for bias in self.gate_up_bias:
+                expect(f"{name}.gate_up_bias", bias, (experts, rows), tuple(DTYPES))
+        if self.down_bias is not None:
+            expect(f"{name}.down_bias", self.down_bias, (experts, hidden), tuple(DTYPES))
+        if self.shared is not None:
+            self.shared.check(f"{name}.shared", hidden)
+        if self.shared_gate is not None:
+            expect(f"{name}.shared_gate", self.shared_gate, (hidden,))

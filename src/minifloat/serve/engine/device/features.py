@@ -1,0 +1,57 @@
+"""What the decoder of GPUs lacks: the first part of a plan that it does not compute, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from minifloat.architecture.decoder.plan import ActivationPlan, AttentionPlan, DecoderPlan, LayerPlan, MlpPlan, NormPlan
+
+
+def why_not_on_device(plan: DecoderPlan) -> str:
+    """Return why the decoder of GPUs does not run a model; empty if it does."""
+    missing = next(_missing(plan), "")
+    return f"the decoder of GPUs does not have {missing}" if missing else ""
+
+
+def _missing(plan: DecoderPlan) -> Iterator[str]:
+    if plan.embedding_factor != 1.0 or plan.logits_factor != 1.0 or plan.logits_cap is not None:
+        yield "factors and caps of embeddings and logits"
+    first = plan.layers[0].attention
+    for layer in plan.layers:
+        yield from _missing_in_layer(layer, plan.norm)
+        yield from _missing_in_attention(layer.attention, first)
+
+
+def _missing_in_layer(layer: LayerPlan, last: NormPlan) -> Iterator[str]:
+    if layer.parallel:
+        yield "attention and MLP side by side"
+    if layer.residual_factor != 1.0:
+        yield "a factor of the results of layers"
+    if layer.attention_norm is not None or layer.result_norm is not None:
+        yield "norms behind attention and MLP"
+    for norm in (layer.input_norm, layer.mlp_norm, last):
+        if norm is None or not _is_plain(norm, last.eps):
+            yield "norms other than RMS norms before attention and MLP"
+    if not isinstance(layer.mlp, MlpPlan):
+        yield "mixtures of experts"
+    elif layer.mlp.activation != ActivationPlan():
+        yield f"the activation {layer.mlp.activation.name!r}"
+
+
+def _missing_in_attention(attention: AttentionPlan, first: AttentionPlan) -> Iterator[str]:
+    if attention.rotary is None or attention.rotary != first.rotary:
+        yield "layers with different rotary embeddings, or without one"
+    elif attention.rotary.interleaved:
+        yield "rotary embeddings of neighbouring dimensions"
+    if (attention.kv_heads, attention.head_dim, attention.scale) != (first.kv_heads, first.head_dim, first.scale):
+        yield "layers with heads of different sizes"
+    norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+    if attention.whole_norms or any(not _is_plain(norm, norm.eps) or len(norm.shape) != 1 for norm in norms):
+        yield "norms over all heads, or with a weight for each"
+    extras = {"sinks": attention.sinks, "caps of scores": attention.score_cap, "clipped heads": attention.clip}
+    yield from (name for name, value in extras.items() if value is not None)
+
+
+def _is_plain(norm: NormPlan, eps: float) -> bool:
+    """Return whether a norm is an RMS norm with a weight and an epsilon."""
+    return norm.weight is not None and norm.bias is None and not (norm.centered or norm.offset) and norm.eps == eps

@@ -1,0 +1,201 @@
+"""Every family of the native decoder computes what transformers' code computes, and every part of its plan matters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decoder_cases import Session
+from modes import each_value
+from native_cases import CASES, VOCAB, greedy, model_of, write
+
+from minifloat.architecture.decoder import NATIVE
+from minifloat.checkpoint import Checkpoint
+from minifloat.kernels.decoder import IMPLEMENTATIONS, Decoder
+from minifloat.layouts import describe
+from minifloat.quantize.job import quantize_checkpoint
+from minifloat.runtime.config import plain_config
+from minifloat.runtime.load import load
+from minifloat.runtime.tensors import StoredTensors
+from minifloat.runtime.weights import WeightSource
+from minifloat.serve.engine import Engine, SamplingParams
+from minifloat.serve.engine.blueprint import Blueprint, blueprint_of
+from minifloat.serve.engine.native_decoder import build_native_decoder
+
+COUNT, LENGTH = 8, 75
+GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+CLOSE = 1e-4
+
+families = pytest.mark.parametrize("name", CASES)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPTS = [prompt(61, 1), prompt(23, 2), prompt(40, 3)]
+
+
+@functools.cache
+def model(name: str) -> Any:
+    return model_of(name)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return functools.cache(lambda name: write(model(name), tmp_path_factory.mktemp("m") / name.replace(" ", "_")))
+
+
+@functools.cache
+def expected_tokens(name: str) -> list[list[int]]:
+    return [greedy(model(name), tokens, COUNT) for tokens in PROMPTS]
+
+
+@functools.cache
+def expected_logits(name: str) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(name)(torch.tensor([prompt(LENGTH)])).logits[0]
+    return logits
+
+
+def decoder_of(folder: Path, change: Callable[[Blueprint], Blueprint] = lambda blueprint: blueprint) -> Decoder:
+    with Checkpoint.open(folder) as checkpoint:
+        tensors = StoredTensors(checkpoint, describe(checkpoint))
+        blueprint = blueprint_of(plain_config(checkpoint), torch.float32)
+        weights = WeightSource(tensors, blueprint.parameters(), torch.float32, torch.device("cpu"))
+        return build_native_decoder(change(blueprint), weights, {})
+
+
+def logits_of(decoder: Decoder, impl: str = "auto") -> torch.Tensor:
+    """The logits of a prompt in pieces, then token by token."""
+    session, tokens, parts = Session.start(decoder, impl), prompt(LENGTH), []
+    for begin, end in ((0, 7), (7, 16), (16, 33), (33, 34), (34, 60), *((i, i + 1) for i in range(60, LENGTH))):
+        parts.append(session.run({"a": tokens[begin:end]})["a"])
+    return torch.cat(parts)
+
+
+def test_every_family_has_a_case() -> None:
+    assert {model_type for model_type, _ in CASES.values()} == set(NATIVE)
+
+
+@families
+@pytest.mark.parametrize("impl", [name for name in IMPLEMENTATIONS if name != "auto"])
+def test_logits_are_those_of_transformers(name: str, impl: str, folder_of: Callable[[str], Path]) -> None:
+    exact = expected_logits(name)
+    scale = float(exact.abs().max())
+    assert scale > 0.5, "a model whose logits hardly differ tests nothing"
+    found = logits_of(decoder_of(folder_of(name)), impl)
+    torch.testing.assert_close(found, exact, atol=CLOSE * scale, rtol=0)
+
+
+@families
+def test_greedy_tokens_are_those_of_transformers(name: str, folder_of: Callable[[str], Path]) -> None:
+    """Alone, together, in pieces, after preemption, and from the prefix cache."""
+    answers = expected_tokens(name)
+    engine = Engine(folder_of(name), dtype="float32", max_num_seqs=5, max_num_batched_tokens=16)
+    assert engine.info.runner == "native", engine.info.reason_not_native
+    assert [list(engine.generate([tokens], GREEDY)[0].tokens) for tokens in PROMPTS] == answers
+    assert [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)] == answers
+    memory = engine.info.kv_bytes_per_token * 16 * 7
+    small = Engine(folder_of(name), dtype="float32", kv_cache_memory=memory, max_model_len=80)
+    assert [list(completion.tokens) for completion in small.generate(PROMPTS, GREEDY)] == answers
+
+
+# ------------------------------------------------------------------------------------- what a plan states, it computes
+
+
+#: Fields of plans that change what is computed, and what replaces their values.
+_WITHOUT: dict[str, Any] = {
+    "embedding_factor": 1.0,
+    "logits_factor": 1.0,
+    "logits_cap": None,
+    "residual_factor": 1.0,
+    "window": None,
+    "sinks": None,
+    "score_cap": None,
+    "clip": None,
+    "whole_norms": False,
+    "rotary": None,
+    "interleaved": False,
+    "partial": False,
+    "q_norm": None,
+    "k_norm": None,
+    "attention_norm": None,
+    "result_norm": None,
+    "offset": 0.0,
+    "centered": False,
+    "parallel": False,
+    "limit": float("inf"),
+    "alpha": 1.0,
+    "bias": None,
+    "correction": None,
+    "groups": 1,
+    "factor": 1.0,
+    "normalize": False,
+    "kind": "softmax",
+    "shared_gate": None,
+    "shared": None,
+    "gate_up_bias": None,
+    "down_bias": None,
+}
+
+
+def stated(part: Any) -> Iterator[str]:
+    """The fields of `_WITHOUT` that a plan sets."""
+    for field in fields(part) if is_dataclass(part) else ():
+        value = getattr(part, field.name)
+        if field.name in _WITHOUT and value != _WITHOUT[field.name]:
+            yield field.name
+        for inner in value if isinstance(value, tuple) else (value,):
+            yield from stated(inner)
+
+
+def without(part: Any, name: str) -> Any:
+    """A plan without a field, wherever it is set."""
+    if isinstance(part, tuple):
+        return tuple(without(inner, name) for inner in part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    values = {field.name: without(getattr(part, field.name), name) for field in fields(part)}
+    if name in values:
+        values[name] = _WITHOUT[name]
+    if name == "groups" and "groups_kept" in values:
+        values["groups_kept"] = 1
+    return replace(part, **values)
+
+
+@families
+def test_every_part_of_a_plan_changes_the_logits(name: str, folder_of: Callable[[str], Path]) -> None:
+    exact = expected_logits(name)
+    found: list[str] = []
+
+    def note(blueprint: Blueprint) -> Blueprint:
+        found.extend(dict.fromkeys(stated(blueprint.plan)))
+        return blueprint
+
+    decoder_of(folder_of(name), note)
+    for part in found:
+        changed = decoder_of(folder_of(name), lambda b, part=part: replace(b, plan=without(b.plan, part)))
+        distance = float((logits_of(changed) - exact).abs().max() / exact.abs().max())
+        assert distance > 20 * CLOSE, f"{part} changes nothing"
+
+
+# ------------------------------------------------------------------------------------- quantized weights
+
+
+@pytest.mark.parametrize(("scheme", "name"), each_value(["fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4"], list(CASES)))
+def test_quantized_models_make_the_tokens_of_transformers_code(scheme: str, name: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+    sizes |= {"moe_intermediate_size": 128} if "moe_intermediate_size" in CASES[name][1] else {}
+    folder = write(model_of(name, **sizes).bfloat16(), tmp_path / "m")
+    quantize_checkpoint(folder, tmp_path / "q", scheme)
+    engine = Engine(tmp_path / "q", dtype="float32", lm_head="bf16")
+    assert engine.info.runner == "native", engine.info.reason_not_native
+    reference = load(tmp_path / "q", dtype=torch.float32, weight_only=True, impl="reference")
+    answers = [greedy(reference, tokens, COUNT) for tokens in PROMPTS]
+    assert [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)] == answers

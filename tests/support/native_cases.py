@@ -1,0 +1,164 @@
+"""Small random models of every family that the native decoder runs, with weights at which every part matters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+
+VOCAB = 97
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_EXPERTS: dict[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_WINDOWS: dict[str, Any] = {
+    "sliding_window": 21,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1000.0}
+_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+}
+_GROUPS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+}
+_PARTIAL = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+
+#: Name -> ``model_type`` and what its config has beside the common sizes.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 21}),
+    "ministral": ("ministral", {**_WINDOWS, "head_dim": 24}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 18, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 24}),
+    "seed_oss": ("seed_oss", {"head_dim": 24, "attention_bias": True, "attention_out_bias": False}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 19}),
+    "arcee": ("arcee", {"mlp_bias": True}),
+    "helium": ("helium", {"head_dim": 16}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True, "head_dim": 24}),
+    "mixtral": ("mixtral", {**_EXPERTS, "sliding_window": None}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "gpt_oss": (
+        "gpt_oss",
+        {**_EXPERTS, **_WINDOWS, "head_dim": 16, "rope_parameters": _YARN | {"truncate": False}, "swiglu_limit": 0.9},
+    ),
+    "gemma": ("gemma", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma2": (
+        "gemma2",
+        {
+            **_WINDOWS,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 4.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3_text": ("gemma3_text", {**_WINDOWS, "head_dim": 24, "query_pre_attn_scalar": 40}),
+    "phi3": ("phi3", {"sliding_window": 21, "rope_parameters": _PARTIAL}),
+    "glm": ("glm", {"head_dim": 24, "attention_bias": True, "rope_parameters": _PARTIAL}),
+    "glm4": ("glm4", {"head_dim": 24, "attention_bias": True, "rope_parameters": _PARTIAL}),
+    "glm4_moe": (
+        "glm4_moe",
+        {**_GROUPS, "head_dim": 24, "use_qk_norm": True, "attention_bias": True, "rope_parameters": _PARTIAL},
+    ),
+    "dots1": ("dots1", {**_GROUPS, "head_dim": 24, **_WINDOWS}),
+    "minimax_m2": ("minimax_m2", {**_EXPERTS, "head_dim": 24, "rope_parameters": _PARTIAL}),
+    "granite": ("granite", {**_FACTORS, "attention_bias": True}),
+    "granitemoe": ("granitemoe", {**_FACTORS, **_EXPERTS}),
+    "granitemoeshared": ("granitemoeshared", {**_FACTORS, **_EXPERTS, "shared_intermediate_size": 80}),
+    "olmo": ("olmo", {"clip_qkv": 1.2}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {**_WINDOWS}),
+    "exaone4": ("exaone4", {**_WINDOWS, "head_dim": 24}),
+    "cohere": ("cohere", {"use_qk_norm": True, "logit_scale": 0.3}),
+    "cohere2": ("cohere2", {**_WINDOWS, "logit_scale": 0.3, "head_dim": 24}),
+    "starcoder2": ("starcoder2", {"use_bias": True, "sliding_window": 21, "hidden_act": "gelu_pytorch_tanh"}),
+    "nemotron": ("nemotron", {"head_dim": 24, "rope_parameters": _PARTIAL}),
+    "stablelm": ("stablelm", {"use_parallel_residual": True, "rope_parameters": _PARTIAL}),
+    "stablelm in series": ("stablelm", {"use_qkv_bias": True, "rope_parameters": _PARTIAL}),
+}
+
+
+def config_of(name: str, **changes: Any) -> Any:
+    """Return transformers' config of a case."""
+    model_type, extra = CASES[name]
+    return CONFIG_MAPPING[model_type](**_SIZES | extra | changes)
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    """Return a float32 model with bfloat16 values as weights, so that packing does not change them."""
+    models: Any = transformers.AutoModelForCausalLM
+    return randomized(models.from_config(config_of(name, **changes), attn_implementation="eager"))
+
+
+def randomized(model: Any, seed: int = 0) -> Any:
+    """Fill a model with random weights, norms and biases away from their usual values."""
+    torch.manual_seed(seed)
+    model = model.float().eval()
+    with torch.no_grad():
+        tensors = dict(model.named_parameters()) | {
+            name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")
+        }
+        for name, tensor in tensors.items():
+            centre = 1.0 if tensor.ndim == 1 and "norm" in name and bool((tensor == 1).all()) else 0.0
+            width = 0.15 if tensor.ndim > 1 else 1.5 if name.endswith("sinks") else 0.3
+            tensor.copy_((torch.randn_like(tensor) * width + centre).bfloat16())
+    return model
+
+
+def write(model: Any, folder: Path) -> Path:
+    """Write a checkpoint with a tokenizer of words, and return its folder."""
+    from tokenizers import Tokenizer, models
+
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Return a greedy continuation by transformers' code, without a cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
