@@ -40,7 +40,7 @@ def rules(report: CheckReport) -> set[str]:
         ("modelopt-nvfp4", "vllm:cpu", LoadVerdict.REFUSED, "vllm-cpu-small-formats"),
         ("modelopt-mxfp8", "vllm:cpu", LoadVerdict.REFUSED, "vllm-cpu-small-formats"),
         ("deepseek-block32-ue8m0", "vllm:cpu", LoadVerdict.REFUSED, "vllm-cpu-block-size"),
-        ("gpt-oss-mxfp4", "minifloat:cpu", LoadVerdict.DEGRADED, "minifloat-not-native"),
+        ("gpt-oss-mxfp4", "minifloat:h100", LoadVerdict.DEGRADED, "minifloat-not-native"),
         ("llmc-mxfp4", "vllm:cpu", LoadVerdict.REFUSED, "vllm-cpu-mxfp4"),
         ("modelopt-fp8-kv", "transformers:cpu", LoadVerdict.WRONG, "transformers-modelopt-fp8"),
     ],

@@ -162,3 +162,31 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+#: Model with a tower -> the case of its text model, the type of its tower, and further fields.
+_TOWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", "siglip_vision_model", {"mm_tokens_per_image": 4, "image_token_index": VOCAB - 1}),
+    "llava": ("llama", "clip_vision_model", {"image_token_index": VOCAB - 1}),
+    "mistral3": ("mistral", "pixtral", {"image_token_index": VOCAB - 1}),
+}
+_TOWER: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def with_tower(name: str) -> Any:
+    """Return a model with a tower for images around a text model."""
+    case, tower, extra = _TOWERS[name]
+    head = {"head_dim": 16} if tower == "pixtral" else {}
+    text = config_of(case).to_dict()
+    config = CONFIG_MAPPING[name](
+        text_config=text, vision_config=_TOWER | head | {"model_type": tower}, tie_word_embeddings=False, **extra
+    )
+    models: Any = transformers.AutoModelForImageTextToText
+    return randomized(models.from_config(config, attn_implementation="eager"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from decoder_cases import Session
 from modes import each_value
-from native_cases import CASES, VOCAB, greedy, model_of, write
+from native_cases import CASES, VOCAB, greedy, model_of, with_tower, write
 
 from minifloat.architecture.decoder import NATIVE
 from minifloat.checkpoint import Checkpoint
@@ -198,4 +199,19 @@ def test_quantized_models_make_the_tokens_of_transformers_code(scheme: str, name
     assert engine.info.runner == "native", engine.info.reason_not_native
     reference = load(tmp_path / "q", dtype=torch.float32, weight_only=True, impl="reference")
     answers = [greedy(reference, tokens, COUNT) for tokens in PROMPTS]
+    assert [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)] == answers
+
+
+# ------------------------------------------------------------------------------------- text models within others
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava"])
+def test_the_text_model_beside_a_tower_is_native(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = with_tower(name)
+    folder = write(model, tmp_path / "m")
+    with caplog.at_level(logging.WARNING, "minifloat"):
+        engine = Engine(folder, dtype="float32")
+    assert engine.info.runner == "native", engine.info.reason_not_native
+    assert "are not used by the model" in caplog.text
+    answers = [greedy(model, tokens, COUNT) for tokens in PROMPTS]
     assert [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)] == answers
