@@ -385,7 +385,7 @@ def test_the_lm_head_is_fp8_beside_mxfp4_unless_the_user_keeps_it(llama_folder: 
     assert open_model(llama_folder, EngineOptions()).info.lm_head == "bfloat16"
 
 
-@pytest.mark.parametrize(("model_type", "runner"), [("llama", "native"), ("gemma2", "transformers")])
+@pytest.mark.parametrize(("model_type", "runner"), [("llama", "native"), ("deepseek_v3", "transformers")])
 def test_every_runner_computes_what_load_does_with_an_fp8_lm_head(
     model_type: str, runner: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
