@@ -284,8 +284,7 @@ def _stream_part(
     spec = part.scheme.weight
     rows, cols = part.shape
     row_bytes = cols * _itemsize(info)
-    scale_dtype = np.dtype(np.float32 if spec.scale is FLOAT32 else np.uint8)
-    scales: npt.NDArray[Any] = np.empty(spec.granularity.scale_shape(part.shape), scale_dtype)
+    scales = np.empty(spec.granularity.scale_shape(part.shape), np.float32 if spec.scale is FLOAT32 else np.uint8)
     no_bytes = np.empty(0, np.uint8)
     weight = Slab(no_bytes, info.dtype, part.shape, spec, amax, no_bytes, scales)
     source = checkpoint.place(info, _first_byte(info, part, part.matrix), rows * row_bytes)
