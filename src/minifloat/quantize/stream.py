@@ -232,9 +232,9 @@ def quantize_part(
         NonFiniteError: The weight has NaN or Inf.
     """
     spec = part.scheme.weight
-    whole = not part.transposed and part.matrices == 1 and (amax is not None or not spec.needs_tensor_amax)
-    if whole and _streams(checkpoint, info, caster, spec):
-        return _stream_part(checkpoint, info, part, amax, shard)
+    if _streams(checkpoint, info, caster, spec) and not part.transposed and part.matrices == 1:
+        if not spec.needs_tensor_amax or amax is not None:
+            return _stream_part(checkpoint, info, part, amax, shard)
     cols = part.shape[1]
     row_bytes = cols * spec.element.bits // 8
     step, _ = spec.granularity.block(part.shape)
