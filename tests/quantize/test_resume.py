@@ -25,7 +25,7 @@ from minifloat.quantize.job import quantize_checkpoint
 Make = Callable[..., Path]
 
 # Importing takes seconds: a process does it once and forks for every destination on its standard input. The child says
-# its id and then a dot for every slab or weight that it begins, so that a kill lands inside the work on any machine.
+# its id and then a dot for every slab that it begins, so that a kill lands inside the work on any machine.
 SERVER = """
 import os, sys
 from minifloat.quantize import stream
@@ -36,9 +36,7 @@ def reporting(function):
         os.write(1, b".")
         return function(*args, **kwargs)
     return call
-stream.quantize_rows = reporting(stream.quantize_rows)  # without the native library
-stream.quantize_file = reporting(stream.quantize_file)
-stream.copy_file = reporting(stream.copy_file)
+stream.quantize_rows = reporting(stream.quantize_rows)
 stream.SLAB_BYTES = 4096
 for line in sys.stdin:
     child = os.fork()
@@ -205,20 +203,16 @@ def test_a_changed_shared_scale_starts_over(
 
 def test_ctrl_c_keeps_the_finished_work(make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_checkpoint(shards=4)
-    calls = [0]
+    plain, calls = stream.quantize_rows, [0]
 
-    def late(function: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            calls[0] += 1
-            if calls[0] == 10:
-                raise KeyboardInterrupt
-            return function(*args, **kwargs)
-
-        return call
+    def interrupt_late(*args: object, **kwargs: object) -> object:
+        calls[0] += 1
+        if calls[0] == 10:
+            raise KeyboardInterrupt
+        return plain(*args, **kwargs)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
-        for name in ("quantize_rows", "quantize_file"):  # without and with the native library
-            patched.setattr(stream, name, late(getattr(stream, name)))
+        patched.setattr(stream, "quantize_rows", interrupt_late)
         with pytest.raises(KeyboardInterrupt):
             quantize_checkpoint(source, tmp_path / "out", "fp8", workers=1)
     assert quantize_checkpoint(source, tmp_path / "out", "fp8").resumed_shards >= 1

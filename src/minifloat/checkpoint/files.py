@@ -12,7 +12,6 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias
 
@@ -37,21 +36,6 @@ _CURES = {
     errno.EOPNOTSUPP: "this file system lacks an operation that is needed: choose a destination on a local disk",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-
-
-@dataclass(frozen=True)
-class Place:
-    """A position in an open file, for a function of the native library that reads or writes there.
-
-    Attributes:
-        descriptor: The file.
-        offset: Byte in the file.
-        path: Path of the file, for messages.
-    """
-
-    descriptor: int
-    offset: int
-    path: Path
 
 
 @contextlib.contextmanager
@@ -140,13 +124,10 @@ def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> 
             # A single call moves at most 2 GiB.
             count = os.preadv(descriptor, [view], offset)
             if count == 0:
-                raise truncated(path, offset, len(view))
+                raise StorageError(
+                    f"{path}: the file ends at byte {offset}, {len(view)} bytes early: it changed while it was read"
+                )
             view, offset = view[count:], offset + count
-
-
-def truncated(path: Path, offset: int, missing: int) -> StorageError:
-    """Return the error of a file that ends `missing` bytes early, at byte `offset`."""
-    return StorageError(f"{path}: the file ends at byte {offset}, {missing} bytes early: it changed while it was read")
 
 
 def read_small(root: Path, name: str, limit: int, error: type[CheckpointError]) -> bytes:

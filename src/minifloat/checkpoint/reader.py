@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from minifloat.checkpoint.files import (
-    Place,
     byte_view,
     list_folder,
     open_regular,
@@ -186,27 +185,11 @@ class Checkpoint:
             StorageError: If the operating system refuses, or the file has changed since it was opened.
         """
         view = byte_view(buffer)
-        place = self.place(info, start, len(view))
-        _read_ahead(place.descriptor, place.offset, len(view))
-        read_exactly(place.descriptor, view, place.offset, place.path)
-
-    def place(self, info: TensorInfo, start: int, nbytes: int) -> Place:
-        """Return where some bytes of a tensor are, for a function that reads them itself. Thread-safe.
-
-        The file stays open until `close`.
-
-        Args:
-            info: One of `tensors`.
-            start: First byte, counted from the start of the tensor.
-            nbytes: Number of bytes.
-
-        Raises:
-            ValueError: If the range exceeds the tensor, or the checkpoint is closed.
-            StorageError: If the operating system refuses, or the file has changed since it was opened.
-        """
-        if start < 0 or start + nbytes > info.nbytes:
-            raise ValueError(f"{info.name}: bytes {start} to {start + nbytes} of a tensor of {info.nbytes}")
-        return Place(self._descriptor(info.shard), info.offset + start, self.shard_path(info.shard))
+        if start < 0 or start + len(view) > info.nbytes:
+            raise ValueError(f"{info.name}: bytes {start} to {start + len(view)} of a tensor of {info.nbytes}")
+        descriptor, offset = self._descriptor(info.shard), info.offset + start
+        _read_ahead(descriptor, offset, len(view))
+        read_exactly(descriptor, view, offset, self.shard_path(info.shard))
 
     def read(self, name: str) -> npt.NDArray[np.uint8]:
         """Return all bytes of a tensor, uint8 ``[nbytes]``."""

@@ -7,17 +7,16 @@ reader accepts.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minifloat.checkpoint.files import Buffer, Place, byte_view, storage_errors
+from minifloat.checkpoint.files import Buffer, byte_view, storage_errors
 from minifloat.checkpoint.header import encode_header
 from minifloat.checkpoint.tensors import OutputTensor
 
@@ -82,7 +81,10 @@ class ShardWriter:
             StorageError: If the operating system refuses.
         """
         view = byte_view(data)
-        self._write_at(view, self._offset(tensor, start, len(view)))
+        offset, size = self._spans[tensor]
+        if start < 0 or start + len(view) > size:
+            raise AssertionError(f"{tensor}: bytes {start} to {start + len(view)} of a tensor of {size}")
+        self._write_at(view, offset + start)
         with self._lock:
             self._written[tensor].append((start, start + len(view)))
             self._unsent += len(view)
@@ -91,29 +93,6 @@ class ShardWriter:
                 self._unsent = 0
         if descriptor is not None:
             _start_write_back(descriptor)
-
-    @contextlib.contextmanager
-    def place(self, tensor: str, nbytes: int) -> Iterator[Place]:
-        """Yield where a tensor begins, for a `with` block that writes all of its bytes itself.
-
-        The tensor counts as written unless the block raises an error.
-
-        Args:
-            tensor: Name of the tensor.
-            nbytes: Number of bytes that the block writes; all of the tensor.
-
-        Raises:
-            StorageError: If the operating system refuses.
-        """
-        offset = self._offset(tensor, 0, nbytes)
-        with self._lock, storage_errors(self.path, "write"):
-            descriptor = os.dup(self._open_descriptor())  # another thread may close the shard meanwhile
-        try:
-            yield Place(descriptor, offset, self.path)
-        finally:
-            os.close(descriptor)
-        with self._lock:
-            self._written[tensor].append((0, nbytes))
 
     def commit(self, record: dict[str, Any]) -> None:
         """Finish the file: check that every byte was written once, sync the file, then append to the journal.
@@ -144,13 +123,6 @@ class ShardWriter:
             descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
-
-    def _offset(self, tensor: str, start: int, nbytes: int) -> int:
-        """Return the offset in the file of some bytes of a tensor."""
-        offset, size = self._spans[tensor]
-        if start < 0 or start + nbytes > size:
-            raise AssertionError(f"{tensor}: bytes {start} to {start + nbytes} of a tensor of {size}")
-        return offset + start
 
     def _write_at(self, view: memoryview, offset: int) -> None:
         # The lock costs no speed, because the operating system lets one thread at a time write to a file. Without it a

@@ -19,18 +19,15 @@ import numpy.typing as npt
 
 from minifloat.architecture.roles import is_dense_float
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
-from minifloat.checkpoint.digest import ALGORITHM, name_digest, new_hasher
+from minifloat.checkpoint.digest import name_digest, new_hasher
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import KernelUnavailable, NonFiniteError, UsageError
 from minifloat.kernels.quantize import amax as slab_amax
-from minifloat.kernels.quantize import cpu, quantize_rows, why_not
-from minifloat.kernels.quantize.slab import Slab
-from minifloat.kernels.quantize.stream import copy_file, quantize_file
+from minifloat.kernels.quantize import quantize_rows, why_not
 from minifloat.layouts.decoded import DecodedCheckpoint
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.numerics.divisor import scalar_global_divisor
-from minifloat.numerics.formats import FLOAT32
-from minifloat.numerics.scheme import Scheme, WeightSpec
+from minifloat.numerics.scheme import Scheme
 from minifloat.plan.tensor_plan import Part
 from minifloat.quantize.copied_codes import stored_digest
 from minifloat.quantize.decoded import write_decoded
@@ -140,7 +137,7 @@ def _row_reader(
     if part.transposed:
         transposed = _transposed_matrix(checkpoint, info, part, matrix, caster)
         return lambda start, stop: transposed[start:stop].reshape(-1).view(np.uint8)
-    first_byte = _first_byte(info, part, matrix)
+    first_byte = (matrix * (info.shape[-2] if len(info.shape) > 2 else 0) + part.first_row) * row_bytes
 
     def read(start: int, stop: int) -> Bytes:
         slab = caster.buffer("source", (stop - start) * row_bytes)
@@ -148,12 +145,6 @@ def _row_reader(
         return slab
 
     return read
-
-
-def _first_byte(info: TensorInfo, part: Part, matrix: int) -> int:
-    """Return the byte of the source tensor where the rows of a part in a matrix begin."""
-    rows_above = matrix * info.shape[-2] if len(info.shape) > 2 else 0
-    return (rows_above + part.first_row) * part.shape[1] * _itemsize(info)
 
 
 def _is_decoded(checkpoint: Checkpoint, info: TensorInfo) -> TypeGuard[DecodedCheckpoint]:
@@ -232,9 +223,6 @@ def quantize_part(
         NonFiniteError: The weight has NaN or Inf.
     """
     spec = part.scheme.weight
-    if _streams(checkpoint, info, caster, spec) and not part.transposed and part.matrices == 1:
-        if not spec.needs_tensor_amax or amax is not None:
-            return _stream_part(checkpoint, info, part, amax, shard)
     cols = part.shape[1]
     row_bytes = cols * spec.element.bits // 8
     step, _ = spec.granularity.block(part.shape)
@@ -263,48 +251,6 @@ def quantize_part(
     if part.tensors.global_scale is not None:
         shard.write(part.tensors.global_scale.name, scalar_global_divisor(amax or 0.0).reshape(1))
     return stats, part_digest(checkpoint, info, part) if decoded else name_digest(hasher)
-
-
-def _streams(checkpoint: Checkpoint, info: TensorInfo, caster: Caster, spec: WeightSpec | None = None) -> bool:
-    """Return whether the native library works from file to file, and hashes as `new_hasher` does."""
-    return (
-        caster.impl in ("auto", "cpu")
-        and ALGORITHM == "blake3"
-        and info.nbytes > 0
-        and (spec is None or info.dtype in cpu.DTYPES)
-        and not _is_decoded(checkpoint, info)
-        and not cpu.why_not(spec)
-    )
-
-
-def _stream_part(
-    checkpoint: Checkpoint, info: TensorInfo, part: Part, amax: float | None, shard: ShardWriter
-) -> tuple[CastStats, str]:
-    """Do what `quantize_part` does by one call of the native library."""
-    spec = part.scheme.weight
-    rows, cols = part.shape
-    row_bytes = cols * _itemsize(info)
-    scales = np.empty(spec.granularity.scale_shape(part.shape), np.float32 if spec.scale is FLOAT32 else np.uint8)
-    no_bytes = np.empty(0, np.uint8)
-    weight = Slab(no_bytes, info.dtype, part.shape, spec, amax, no_bytes, scales)
-    source = checkpoint.place(info, _first_byte(info, part, part.matrix), rows * row_bytes)
-    with shard.place(part.tensors.codes.name, rows * cols * spec.element.bits // 8) as target:
-        result = quantize_file(weight, source, target)
-        _refuse(info, result.nonfinite, result.first_row, result.last_row)
-    shard.write(part.tensors.scale.name, scales)
-    if part.tensors.global_scale is not None:
-        shard.write(part.tensors.global_scale.name, scalar_global_divisor(amax or 0.0).reshape(1))
-    return result.stats, f"{ALGORITHM}:{result.digest}"
-
-
-def _stream_copy(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter) -> str:
-    """Do what `copy_tensor` does by one call of the native library."""
-    with shard.place(info.name, info.nbytes) as target:
-        dtype = info.dtype if is_dense_float(info) else None
-        result = copy_file(info.nbytes, dtype, checkpoint.place(info, 0, info.nbytes), target)
-        if result.nonfinite:
-            raise NonFiniteError(info.name, f"{result.nonfinite} values are NaN or Inf; the checkpoint is damaged")
-    return f"{ALGORITHM}:{result.digest}"
 
 
 def write_rounded_part(
@@ -341,8 +287,6 @@ def copy_tensor(checkpoint: Checkpoint, info: TensorInfo, shard: ShardWriter, ca
     Raises:
         NonFiniteError: A floating-point tensor has NaN or Inf.
     """
-    if _streams(checkpoint, info, caster):
-        return _stream_copy(checkpoint, info, shard)
     hasher = new_hasher()
     for start, slab in chunks(checkpoint, info, caster):
         hasher.update(slab)

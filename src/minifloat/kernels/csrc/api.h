@@ -1,7 +1,7 @@
 // The C interface of libminifloat_native: what ctypes sees (native/structs.py mirrors it field by field).
 //
 // Every call is a pure function of its arguments, so any number of threads may call at once. Those of quantizing and
-// observing have no threads of their own; streaming keeps a buffer per calling thread, the others allocate nothing; rounding inputs, calibrated rounding, Gram products, packing,
+// observing have no threads of their own and allocate nothing; rounding inputs, calibrated rounding, Gram products, packing,
 // multiplying and steps share out their work (threads.h). Arguments are validated in Python; the checks here only guard memory.
 #pragma once
 
@@ -65,45 +65,6 @@ struct minifloat_quantize_rows_args {
     double signal, noise;
     int64_t saturated, flushed;
     int64_t nonfinite;
-};
-
-// The state of a BLAKE3 hash; zeros before the first byte.
-struct minifloat_blake3 {
-    uint64_t chunks;          // complete chunks of 1 KiB, without the buffered one
-    int32_t buffered;         // bytes of the chunk in `buffer`
-    int32_t depth;            // chaining values on the stack
-    uint8_t buffer[1024];     // the last chunk, which may be the root
-    uint32_t stack[56][8];    // of the complete subtrees, largest first
-};
-
-enum minifloat_stream_kind {
-    MINIFLOAT_STREAM_CAST = 0,
-    MINIFLOAT_STREAM_COPY = 1,         // `bytes` bytes, bit for bit
-    MINIFLOAT_STREAM_COPY_FINITE = 2,  // the same, but stops at NaN and Inf of `cast.dtype`
-};
-
-enum minifloat_stream_failure {
-    MINIFLOAT_STREAM_CANNOT_READ = 1,   // `error` is the number of the operating system
-    MINIFLOAT_STREAM_ENDED = 2,         // the source ended at `position`, `missing` bytes early
-    MINIFLOAT_STREAM_CANNOT_WRITE = 3,  // `error` is the number of the operating system
-};
-
-// Reads a weight from a file, a slab at a time, and writes its codes to another file. The scales stay in memory.
-struct minifloat_stream_args {
-    // The cast of the whole weight: `data` and `codes` are not used, `scales` is the grid of all rows. A copy uses only
-    // `dtype` and `nonfinite`. A slab with NaN or Inf is the last: its rows are `first_row` to `last_row`.
-    struct minifloat_quantize_rows_args cast;
-    int32_t kind;            // minifloat_stream_kind
-    int32_t source, target;  // file descriptors
-    int64_t source_offset, target_offset;
-    int64_t bytes;                         // of a copy
-    struct minifloat_blake3* source_hash;  // updated with the bytes that are read
-    struct minifloat_blake3* target_hash;  // updated with the bytes that are written; may be null
-    // Results.
-    int32_t failed;  // minifloat_stream_failure, or 0
-    int32_t error;
-    int64_t position, missing;
-    int64_t first_row, last_row;
 };
 
 // Where the scale of an input comes from.
@@ -408,11 +369,6 @@ MINIFLOAT_API const char* minifloat_isa_name(int32_t isa);
 MINIFLOAT_API int32_t minifloat_isa_supported(int32_t isa);
 
 MINIFLOAT_API int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args* args);
-MINIFLOAT_API int32_t minifloat_stream(int32_t isa, struct minifloat_stream_args* args);
-MINIFLOAT_API int32_t minifloat_blake3_update(int32_t isa, struct minifloat_blake3* state, const uint8_t* data,
-                                              int64_t bytes);
-// Writes the hash of all bytes so far, 32 bytes; more bytes may follow.
-MINIFLOAT_API int32_t minifloat_blake3_finish(int32_t isa, const struct minifloat_blake3* state, uint8_t* digest);
 MINIFLOAT_API int32_t minifloat_round_inputs(int32_t isa, const struct minifloat_round_inputs_args* args);
 MINIFLOAT_API int32_t minifloat_amax(int32_t isa, struct minifloat_amax_args* args);
 MINIFLOAT_API int32_t minifloat_histogram(int32_t isa, struct minifloat_histogram_args* args);

@@ -1,7 +1,6 @@
 // The exported functions: one table row per instruction set of this build, chosen by the caller.
 #include "api.h"
 #include "float_environment.h"
-#include "quantize/stream.h"
 #include "threads.h"
 
 #if defined(MINIFLOAT_X86)
@@ -20,8 +19,6 @@
     void quantize_rows(minifloat_quantize_rows_args& args);                      \
     void round_inputs(const minifloat_round_inputs_args& args);                  \
     void amax(minifloat_amax_args& args);                                        \
-    void blake3_update(minifloat_blake3& state, const uint8_t* data, int64_t bytes); \
-    void blake3_finish(const minifloat_blake3& state, uint8_t* digest);          \
     void histogram(minifloat_histogram_args& args);                              \
     int32_t round_with_feedback(const minifloat_round_with_feedback_args& args); \
     int32_t gram(const minifloat_gram_args& args);                               \
@@ -59,8 +56,6 @@ struct Isa {
     void (*quantize_rows)(minifloat_quantize_rows_args&);
     void (*round_inputs)(const minifloat_round_inputs_args&);
     void (*amax)(minifloat_amax_args&);
-    void (*blake3_update)(minifloat_blake3&, const uint8_t*, int64_t);
-    void (*blake3_finish)(const minifloat_blake3&, uint8_t*);
     void (*histogram)(minifloat_histogram_args&);
     int32_t (*round_with_feedback)(const minifloat_round_with_feedback_args&);
     int32_t (*gram)(const minifloat_gram_args&);
@@ -76,8 +71,7 @@ struct Isa {
 
 #define MINIFLOAT_ROW(isa, supported)                                                                      \
     {                                                                                                      \
-        #isa, supported, isa::quantize_rows, isa::round_inputs, isa::amax, isa::blake3_update,             \
-            isa::blake3_finish, isa::histogram,                                                            \
+        #isa, supported, isa::quantize_rows, isa::round_inputs, isa::amax, isa::histogram,                 \
             isa::round_with_feedback, isa::gram, isa::packed_bytes, isa::pack, isa::unpack, isa::linear,   \
             isa::moe, isa::rounds_inputs, isa::step, isa::read                                             \
     }
@@ -168,13 +162,6 @@ bool valid(const minifloat_quantize_rows_args& a) {
     const bool groups = a.block_rows == 1 && !a.one_scale;
     if (coded_search) return groups && a.block_cols == lanes;
     return a.scaling != MINIFLOAT_SCALE_SEARCH || (groups && (a.block_cols == lanes || a.block_cols == 2 * lanes));
-}
-
-bool valid(const minifloat_stream_args& a) {
-    if (a.source_hash == nullptr || a.source_offset < 0 || a.target_offset < 0) return false;
-    if (a.kind == MINIFLOAT_STREAM_CAST) return valid(a.cast);
-    if (a.kind != MINIFLOAT_STREAM_COPY && a.kind != MINIFLOAT_STREAM_COPY_FINITE) return false;
-    return a.bytes >= 0 && known_dtype(a.cast.dtype);
 }
 
 bool valid(const minifloat_round_inputs_args& a) {
@@ -278,27 +265,6 @@ int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
     isa_of(isa).quantize_rows(*args);
-    return MINIFLOAT_OK;
-}
-
-int32_t minifloat_stream(int32_t isa, struct minifloat_stream_args* args) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    const minifloat::DefaultFloatEnvironment environment;
-    const Isa& chosen = isa_of(isa);
-    return minifloat::stream(*args, {chosen.quantize_rows, chosen.amax, chosen.blake3_update});
-}
-
-int32_t minifloat_blake3_update(int32_t isa, struct minifloat_blake3* state, const uint8_t* data, int64_t bytes) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    if (bytes < 0) return MINIFLOAT_BAD_ARGUMENT;
-    isa_of(isa).blake3_update(*state, data, bytes);
-    return MINIFLOAT_OK;
-}
-
-int32_t minifloat_blake3_finish(int32_t isa, const struct minifloat_blake3* state, uint8_t* digest) {
-    if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
-    isa_of(isa).blake3_finish(*state, digest);
     return MINIFLOAT_OK;
 }
 

@@ -55,21 +55,6 @@ class Library:
         """Quantize a slab of rows."""
         _check(self._cdll.minifloat_quantize_rows(self._index, ctypes.byref(args)))
 
-    def stream(self, args: structs.StreamArgs) -> None:
-        """Quantize or copy a weight from one file to another."""
-        _check(self._cdll.minifloat_stream(self._index, ctypes.byref(args)))
-
-    def blake3_update(self, state: structs.Blake3, data: int, nbytes: int) -> None:
-        """Add `nbytes` bytes at the address `data` to a hash."""
-        args = (ctypes.byref(state), ctypes.c_void_p(data), ctypes.c_int64(nbytes))
-        _check(self._cdll.minifloat_blake3_update(self._index, *args))
-
-    def blake3_finish(self, state: structs.Blake3) -> bytes:
-        """Return the hash of all bytes so far, 32 bytes."""
-        digest = ctypes.create_string_buffer(32)
-        _check(self._cdll.minifloat_blake3_finish(self._index, ctypes.byref(state), digest))
-        return digest.raw
-
     def round_inputs(self, args: structs.RoundInputsArgs) -> None:
         """Round the inputs of a linear to their quantized values."""
         _check(self._cdll.minifloat_round_inputs(self._index, ctypes.byref(args)))

@@ -67,40 +67,6 @@ class RoundInputsArgs(ctypes.Structure):
     ]
 
 
-class Blake3(ctypes.Structure):
-    """``struct minifloat_blake3``; zeros are the state before the first byte."""
-
-    _fields_ = [
-        ("chunks", ctypes.c_uint64),
-        ("buffered", ctypes.c_int32),
-        ("depth", ctypes.c_int32),
-        ("buffer", ctypes.c_uint8 * 1024),
-        ("stack", ctypes.c_uint32 * 8 * 56),
-    ]
-
-
-class StreamArgs(ctypes.Structure):
-    """``struct minifloat_stream_args``."""
-
-    _fields_ = [
-        ("cast", QuantizeRowsArgs),
-        ("kind", ctypes.c_int32),
-        ("source", ctypes.c_int32),
-        ("target", ctypes.c_int32),
-        ("source_offset", ctypes.c_int64),
-        ("target_offset", ctypes.c_int64),
-        ("bytes", ctypes.c_int64),
-        ("source_hash", ctypes.POINTER(Blake3)),
-        ("target_hash", ctypes.POINTER(Blake3)),
-        ("failed", ctypes.c_int32),
-        ("error", ctypes.c_int32),
-        ("position", ctypes.c_int64),
-        ("missing", ctypes.c_int64),
-        ("first_row", ctypes.c_int64),
-        ("last_row", ctypes.c_int64),
-    ]
-
-
 class AmaxArgs(ctypes.Structure):
     """``struct minifloat_amax_args``."""
 

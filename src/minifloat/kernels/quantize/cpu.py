@@ -19,7 +19,7 @@ from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import ScaleRule, WeightSpec
 
 #: ``enum minifloat_dtype``.
-DTYPES = {"BF16": 0, "F16": 1, "F32": 2}
+_DTYPES = {"BF16": 0, "F16": 1, "F32": 2}
 _ITEM_SIZES = {"BF16": 2, "F16": 2, "F32": 4}
 
 #: ``enum minifloat_scaling``.
@@ -60,21 +60,13 @@ def why_not(spec: WeightSpec | None) -> str:
 
 def amax(data: npt.NDArray[np.uint8], dtype: str) -> tuple[float, int]:
     """Return the amax of the finite elements of `data`, which is not empty, and the number of NaN and Inf."""
-    args = structs.AmaxArgs(data=data.ctypes.data, dtype=DTYPES[dtype], count=data.nbytes // _ITEM_SIZES[dtype])
+    args = structs.AmaxArgs(data=data.ctypes.data, dtype=_DTYPES[dtype], count=data.nbytes // _ITEM_SIZES[dtype])
     native.require().amax(args)
     return args.amax, args.nonfinite
 
 
 def quantize_rows(slab: Slab) -> tuple[CastStats, int]:
     """Quantize a slab; return the statistics and the number of NaN and Inf."""
-    args = arguments(slab)
-    native.require().quantize_rows(args)
-    elements = slab.shape[0] * slab.shape[1]
-    return CastStats(elements, args.signal, args.noise, args.saturated, args.flushed), args.nonfinite
-
-
-def arguments(slab: Slab) -> structs.QuantizeRowsArgs:
-    """Return the arguments of the library for a slab."""
     spec = slab.spec
     rows, cols = slab.shape
     block_rows, block_cols = spec.granularity.block(slab.shape)
@@ -84,7 +76,7 @@ def arguments(slab: Slab) -> structs.QuantizeRowsArgs:
         cols=cols,
         block_rows=block_rows,
         block_cols=block_cols,
-        dtype=DTYPES[slab.dtype],
+        dtype=_DTYPES[slab.dtype],
         scaling=_SCALINGS[spec.scale, spec.rule],
         element=_format(spec.element),
         zero_scale=2.0**-spec.scale.mantissa_bits,
@@ -96,7 +88,8 @@ def arguments(slab: Slab) -> structs.QuantizeRowsArgs:
     if spec.has_global_scale and slab.tensor_amax is not None:
         args.scale = _format(spec.scale)
         args.divisor = float(scalar_global_divisor(slab.tensor_amax))
-    return args
+    native.require().quantize_rows(args)
+    return CastStats(rows * cols, args.signal, args.noise, args.saturated, args.flushed), args.nonfinite
 
 
 def _format(fmt: ElementFormat) -> structs.Format:
