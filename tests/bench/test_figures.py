@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,17 @@ def test_the_decode_step_is_one_in_which_all_sequences_get_a_token_and_no_prompt
     assert decode_seconds(SAMPLE, 2) == pytest.approx(0.11)
     assert decode_seconds(SAMPLE, 1) == 0.05
     assert decode_seconds(SAMPLE, 3) is None
+
+
+def test_with_drafts_it_is_the_mean_time_of_a_token_of_each() -> None:
+    steps = (
+        EngineStep(6, 2, 0.3),
+        EngineStep(0, 6, 0.12, draft_tokens=8),
+        EngineStep(0, 2, 0.08),
+        EngineStep(0, 4, 0.12, draft_tokens=6),
+        EngineStep(0, 1, 0.05),  # one sequence has ended
+    )
+    assert decode_seconds(replace(SAMPLE, steps=steps), 2) == pytest.approx((0.12 + 0.08 + 0.12) / 6)
 
 
 def test_prefill_ends_when_the_first_sequence_decodes() -> None:

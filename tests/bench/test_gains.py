@@ -135,7 +135,7 @@ def test_a_killed_engine_process_is_reported_with_its_status(llama_folder: Path)
     with Worker(llama_folder, {"max_model_len": 16}, 1) as worker:
         worker._process.kill()
         with pytest.raises(MinifloatError, match="ended with status -9; the system was short of memory"):
-            worker.memory()
+            worker.state()
 
 
 def test_peak_memory_does_not_include_that_of_the_parent_process() -> None:

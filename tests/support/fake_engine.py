@@ -63,7 +63,10 @@ class FakeEngine:
         held: While True, requests are admitted and cancelled, but no token is generated: a test that needs requests at
             work holds the engine, and does not depend on the speed of the machine.
         broken: Exception that the next step raises, which ends the engine's thread.
+        speculator: None: the engine does not speculate.
     """
+
+    speculator = None
 
     def __init__(
         self,

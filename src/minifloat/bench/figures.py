@@ -42,8 +42,9 @@ class BatchFigures:
 
     Attributes:
         batch: Number of prompts at a time.
-        decode_ms: Milliseconds of the median step in which every sequence gets a token and no prompt is computed; empty
-            if there is no such step, because the first sequences end before the last begins.
+        decode_ms: Milliseconds of the median step in which every sequence gets a token and no prompt is computed, with
+            drafts the mean time per token of each; empty if there is no such step, because the first sequences end
+            before the last begins.
         bound_ms: Milliseconds to read the bytes of such a step at the bandwidth of the round; empty if unknown.
         prefill: Prompt tokens per second before the first output token.
         metrics: Figures over all rounds, named as in ``vllm bench serve``.
@@ -112,8 +113,16 @@ def batch_figures(
 
 
 def decode_seconds(sample: BatchTimings, batch: int) -> float | None:
-    """Return the seconds of the median step in which `batch` sequences get a token and no prompt is computed."""
-    seconds = [step.seconds for step in sample.steps if step.generation_tokens == batch and not step.prompt_tokens]
+    """Return the seconds in which `batch` sequences get one token each, while no prompt is computed.
+
+    Without drafts that is the median step. With drafts, steps give different numbers of tokens, and it is the mean.
+    """
+    decoding = [step for step in sample.steps if not step.prompt_tokens]
+    if any(step.draft_tokens for step in decoding):
+        steps = [step for step in decoding if step.generation_tokens >= batch]
+        tokens = sum(step.generation_tokens for step in steps)
+        return sum(step.seconds for step in steps) * batch / tokens if tokens else None
+    seconds = [step.seconds for step in decoding if step.generation_tokens == batch]
     return statistics.median(seconds) if seconds else None
 
 

@@ -52,6 +52,7 @@ class EngineFigures:
         rss: Resident bytes of the process after its last turn.
         peak_rss: Peak resident bytes of the process.
         batches: Figures by batch size.
+        speculation: Counts of drafts as `SpeculationStats.to_dict`; None if the engine did not speculate.
     """
 
     info: dict[str, Any]
@@ -60,6 +61,7 @@ class EngineFigures:
     rss: int
     peak_rss: int
     batches: dict[int, BatchFigures]
+    speculation: dict[str, Any] | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
@@ -72,6 +74,7 @@ class EngineFigures:
             "rss_bytes": self.rss,
             "peak_rss_bytes": self.peak_rss,
             "batches": {str(batch): figures.to_dict() for batch, figures in self.batches.items()},
+            "speculation": self.speculation,
         }
 
 
@@ -168,6 +171,9 @@ def bench(
     lm_head: str = "auto",
     activations: str = "bf16",
     kv_cache_dtype: str = "auto",
+    speculate: str | None = None,
+    draft: str | None = None,
+    draft_tokens: int = 7,
     progress: Progress | None = None,
     revision: str | None = None,
 ) -> GainsReport:
@@ -182,6 +188,9 @@ def bench(
         lm_head: Option of the candidate's engine, as in `Engine`.
         activations: Option of the candidate's engine, as in `Engine`.
         kv_cache_dtype: Option of the candidate's engine, as in `Engine`.
+        speculate: Option of the candidate's engine, as in `Engine`.
+        draft: Option of the candidate's engine, as in `Engine`.
+        draft_tokens: Option of the candidate's engine, as in `Engine`.
         progress: Called from this thread before each turn and at the end.
         revision: Branch, tag or commit of a baseline of the hub, as in `minifloat.hub.model_folder`.
 
@@ -201,6 +210,7 @@ def bench(
         "activations": activations,
         "kv_cache_dtype": kv_cache_dtype,
     }
+    candidate_options |= {"speculate": speculate, "draft": draft, "draft_tokens": draft_tokens}
     contenders = (
         _Contender(model_folder(baseline, revision=revision), options, threads),
         _Contender(model_folder(candidate), candidate_options, threads),
@@ -247,7 +257,7 @@ class _Contender:
         self._info: dict[str, Any] = {}
         self._loads: list[float] = []
         self._samples: dict[int, list[BatchTimings]] = {}
-        self._memory = {"rss": 0, "peak_rss": 0}
+        self._state: dict[str, Any] = {"rss": 0, "peak_rss": 0, "speculation": None}
 
     def read_seconds(self) -> float:
         """Return the seconds to read all files, with the page cache filled by a first read."""
@@ -273,8 +283,8 @@ class _Contender:
             prompts = workload.prompts(number, batch, self._info["vocab_size"])
             sample = self._worker.run(prompts, workload.output_len)
             self._samples.setdefault(batch, []).append(sample)
-        memory = self._worker.memory()
-        self._memory = {"rss": memory["rss"], "peak_rss": max(self._memory["peak_rss"], memory["peak_rss"])}
+        peak, self._state = self._state["peak_rss"], self._worker.state()
+        self._state["peak_rss"] = max(peak, self._state["peak_rss"])
 
     def close(self) -> None:
         """End the engine's process."""
@@ -289,12 +299,13 @@ class _Contender:
             self._info,
             read_seconds,
             tuple(self._loads),
-            self._memory["rss"],
-            self._memory["peak_rss"],
+            self._state["rss"],
+            self._state["peak_rss"],
             {
                 batch: batch_figures(samples, batch, workload, read, bandwidths)
                 for batch, samples in self._samples.items()
             },
+            self._state["speculation"],
         )
 
 

@@ -74,9 +74,14 @@ class Worker:
         """The id of the process."""
         return self._process.pid
 
-    def memory(self) -> dict[str, int]:
-        """Return the resident memory of the process in bytes: ``rss`` now, and the largest so far, ``peak_rss``."""
-        answer: dict[str, int] = self._ask({})
+    def state(self) -> dict[str, Any]:
+        """Return the state of the process.
+
+        Returns:
+            ``rss`` and ``peak_rss``: resident bytes now, and the most so far; ``speculation``: counts of drafts as
+            `SpeculationStats.to_dict`, None if the engine does not speculate.
+        """
+        answer: dict[str, Any] = self._ask({})
         return answer
 
     def close(self) -> None:
@@ -141,7 +146,7 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         try:
-            answer({"answer": run_batch(engine, **question).to_dict() if question else _memory()})
+            answer({"answer": run_batch(engine, **question).to_dict() if question else _state(engine)})
         except MinifloatError as error:
             answer({"error": str(error)})
 
@@ -155,7 +160,12 @@ def _create_engine(path: str, options: dict[str, Any], threads: int | None) -> A
     return Engine(path, **options)
 
 
-def _memory() -> dict[str, int]:
+def _state(engine: Any) -> dict[str, Any]:
     import psutil
 
-    return {"rss": int(psutil.Process().memory_info().rss), "peak_rss": peak_rss()}
+    speculator = engine.speculator
+    return {
+        "rss": int(psutil.Process().memory_info().rss),
+        "peak_rss": peak_rss(),
+        "speculation": None if speculator is None else (speculator.stats + speculator.last).to_dict(),
+    }

@@ -71,6 +71,7 @@ class EngineStep:
     prompt_tokens: int
     generation_tokens: int
     seconds: float
+    draft_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ class TimingRecorder:
 
     def step(self, stats: StepStats) -> None:
         """Record a finished step."""
-        self.steps.append(EngineStep(stats.prompt_tokens, stats.generation_tokens, stats.seconds))
+        drafts = 0 if stats.speculation is None else stats.speculation.draft_tokens
+        self.steps.append(EngineStep(stats.prompt_tokens, stats.generation_tokens, stats.seconds, drafts))
 
     def token(self, since_previous: float) -> None:
         """Record the time since the previous token of a request."""

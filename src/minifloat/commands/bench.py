@@ -12,6 +12,7 @@ from minifloat.commands.options import (
     COUNT,
     FOLDER,
     MODEL,
+    SpeculationParams,
     activations_option,
     device_option,
     json_option,
@@ -19,6 +20,7 @@ from minifloat.commands.options import (
     pass_params,
     print_json,
     revision_option,
+    speculation_options,
     threads_option,
 )
 from minifloat.errors import UsageError
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BenchParams:
+class BenchParams(SpeculationParams):
     """The parameters of `bench`, named as its options."""
 
     out: str | None
@@ -72,6 +74,7 @@ class BenchParams:
 @click.option(
     "--kv-cache-dtype", default="auto", show_default=True, help="KV cache of OUT: auto, bfloat16, float32 or fp8."
 )
+@speculation_options
 @click.option("--seed", default=0, show_default=True, type=int, help="For the prompts.")
 @click.option("--update-card", is_flag=True, help="Write the numbers into the README.md of OUT.")
 @json_option()
@@ -105,6 +108,9 @@ def bench(params: BenchParams) -> None:
             lm_head=params.lm_head,
             activations=params.activations,
             kv_cache_dtype=params.kv_cache_dtype,
+            speculate=params.speculate,
+            draft=params.draft,
+            draft_tokens=params.draft_tokens,
             progress=progress,
             revision=params.revision,
         )

@@ -168,6 +168,30 @@ def packed_cache_option() -> Callable[[_Command], _Command]:
     )
 
 
+@dataclass(frozen=True)
+class SpeculationParams:
+    """Parameters of drafts; `minifloat.serve.engine.Engine` describes them."""
+
+    speculate: str | None
+    draft: str | None
+    draft_tokens: int
+
+
+#: The options of `SpeculationParams`.
+speculation_options = stack(
+    env_option(
+        "--speculate",
+        type=click.Choice(["self", "prompt"]),
+        is_flag=False,
+        flag_value="self",
+        help="Verify several drafted tokens per step; drafts are by the model's own copy in MXFP4 (self, also without "
+        "a value) or by what followed the same tokens before (prompt).",
+    ),
+    env_option("--draft", type=MODEL, metavar="MODEL", help="A smaller model that drafts, of the same tokenizer."),
+    env_option("--draft-tokens", default=7, show_default=True, type=COUNT, help="Drafts per step at most."),
+)
+
+
 def use_threads(threads: int | None) -> None:
     """Compute with `threads` threads from now on. None keeps torch's choice, and imports no torch."""
     if threads is not None:

@@ -17,12 +17,14 @@ from minifloat.commands.options import (
     COUNT,
     MODEL,
     POSITIVE,
+    SpeculationParams,
     activations_option,
     env_option,
     lm_head_option,
     packed_cache_option,
     parse_size,
     pass_params,
+    speculation_options,
     stack,
 )
 from minifloat.errors import UsageError
@@ -68,7 +70,7 @@ _vllm_options = stack(
 
 
 @dataclass(frozen=True)
-class ServeParams(_VllmParams):
+class ServeParams(_VllmParams, SpeculationParams):
     """The parameters of `serve`, under the names of its options.
 
     Attributes:
@@ -147,6 +149,7 @@ class ServeParams(_VllmParams):
 @lm_head_option(option=env_option)
 @activations_option(option=env_option)
 @packed_cache_option()
+@speculation_options
 @env_option("--no-prefix-cache", is_flag=True, help="Do not share equal beginnings of prompts.")
 @env_option("--chat-template", type=_FILE, help="A Jinja file instead of the model's chat template.")
 @env_option(
@@ -252,6 +255,9 @@ def _serve_here(params: ServeParams) -> None:
         lm_head=params.lm_head,
         activations=params.activations,
         packed_cache=params.packed_cache,
+        speculate=params.speculate,
+        draft=params.draft,
+        draft_tokens=params.draft_tokens,
     )
 
 

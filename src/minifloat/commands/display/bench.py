@@ -40,6 +40,13 @@ def print_gains(report: GainsReport) -> None:
     )
     if not report.together:
         console.print("Memory does not hold both engines: each was loaded again for every round.")
+    if (drafts := report.candidate.speculation) is not None:
+        console.print(
+            f"Drafts: {drafts['acceptance_rate']:.0%} of {drafts['num_draft_tokens']:,} were accepted, "
+            f"{drafts['tokens_per_step']:.2f} tokens per step with drafts. The prompts are random tokens: text has "
+            "another rate.",
+            soft_wrap=True,
+        )
     for engine in (report.baseline, report.candidate):
         if engine.info["reason_not_native"]:
             name, reason = engine.info["name"], engine.info["reason_not_native"]

@@ -14,12 +14,13 @@ from torch import Tensor
 from minifloat.serve.engine.device.runner import DeviceRunner
 from minifloat.serve.engine.device.transfer import send
 from minifloat.serve.engine.runner import Runner
-from minifloat.serve.engine.sampling import NonFiniteLogits, TokenChoice, sample
+from minifloat.serve.engine.sampling import NonFiniteLogits, sample
 from minifloat.serve.engine.sampling_device import PendingChoices
 from minifloat.serve.engine.sampling_device import sample as sample_on_device
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.scoring import score
 from minifloat.serve.engine.sequence import Sequence, State
+from minifloat.serve.engine.speculation.verify import Choices, verify
 from minifloat.serve.engine.token_texts import TokenTexts
 
 _LOG = logging.getLogger(__name__)
@@ -32,13 +33,14 @@ class Step:
     Attributes:
         items: The work that did not fail.
         sequences: The sequences whose next token the step chooses.
-        choices: For each of them its token, or the error of the choice; or what waits for those.
+        choices: For each of them its next tokens, one and those drafts before it that it agrees with, or the error of
+            the choice; or what waits for one token each.
         failures: Errors of the model by request id.
     """
 
     items: list[WorkItem]
     sequences: list[Sequence]
-    choices: list[TokenChoice | Exception] | PendingChoices
+    choices: list[Choices] | PendingChoices
     failures: dict[str, Exception]
 
     @property
@@ -46,9 +48,11 @@ class Step:
         """Whether all its sequences have ended meanwhile."""
         return all(item.sequence.state is not State.RUNNING for item in self.items)
 
-    def wait(self) -> list[TokenChoice | Exception]:
+    def wait(self) -> list[Choices]:
         """Return the choices."""
-        return self.choices.wait() if isinstance(self.choices, PendingChoices) else self.choices
+        if isinstance(self.choices, PendingChoices):
+            return [[choice] for choice in self.choices.wait()]
+        return self.choices
 
 
 def launch(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> Step:
@@ -63,11 +67,16 @@ def launch(runner: Runner, items: Sequences[WorkItem], texts: TokenTexts) -> Ste
     items = _without(items, failures)
     logits, unscored = _score_prompts(items, logits, texts)
     items = _without(items, unscored)
-    sequences = [sequence for sequence, _, end, _ in items if end == len(sequence.tokens)]
+    sampling = [item for item in items if item.samples]
+    sequences = [item.sequence for item in sampling]
     states = [sequence.sampling for sequence in sequences]
-    choices: list[TokenChoice | Exception] | PendingChoices = []
-    if states:
-        choices = sample_on_device(logits, states) if runner.name == "device" else sample(logits, states)
+    choices: list[Choices] | PendingChoices = []
+    if states and runner.name == "device":
+        choices = sample_on_device(logits, states)
+    elif any(item.drafts for item in sampling):
+        choices = verify(logits, states, [item.drafts for item in sampling])
+    elif states:
+        choices = [[choice] for choice in sample(logits, states)]
     return Step(items, sequences, choices, failures | unscored)
 
 

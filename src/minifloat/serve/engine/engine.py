@@ -7,6 +7,8 @@ thread of its own for a server.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -28,11 +30,14 @@ from minifloat.serve.engine.computing import Step, launch, launch_next
 from minifloat.serve.engine.device.runner import DeviceRunner
 from minifloat.serve.engine.grammar import Grammars
 from minifloat.serve.engine.listener import EngineListener, Reporter
-from minifloat.serve.engine.opening import open_model, sampling_defaults
-from minifloat.serve.engine.options import EngineOptions
+from minifloat.serve.engine.opening import open_model, read_decoder, sampling_defaults
+from minifloat.serve.engine.options import DRAFT_TOKENS, EngineOptions
 from minifloat.serve.engine.sampling import SamplingParams, SamplingState, TokenChoice
-from minifloat.serve.engine.scheduler import Scheduler
+from minifloat.serve.engine.scheduler import Scheduler, WorkItem
 from minifloat.serve.engine.sequence import Delivery, GeneratedText, Request, Sequence, State
+from minifloat.serve.engine.speculation import Speculator
+from minifloat.serve.engine.speculation.opening import open_drafter
+from minifloat.serve.engine.speculation.verify import Choices
 from minifloat.serve.engine.text import TextStream
 from minifloat.serve.engine.token_texts import TokenTexts
 
@@ -78,6 +83,10 @@ class Engine:
         revision: Revision of a model of the hub, as in `minifloat.hub.model_folder`.
         tokenizer: The tokenizer to use; None: that of the folder.
         checkpoint: The open checkpoint of `path`; None: it is opened here.
+        speculate: Propose tokens that one step verifies together: "self" (a copy of the model in MXFP4), "prompt" (what
+            followed the same tokens before) or "draft"; None: no.
+        draft: Folder or model of the hub that drafts; its tokenizer is that of the model.
+        draft_tokens: Drafts per sequence and step at most; measured times and acceptance choose how many.
 
     Attributes:
         info: Name, formats and sizes of the model.
@@ -113,6 +122,9 @@ class Engine:
         revision: str | None = None,
         tokenizer: TextTokenizer | None = None,
         checkpoint: Checkpoint | None = None,
+        speculate: str | None = None,
+        draft: str | None = None,
+        draft_tokens: int = DRAFT_TOKENS,
     ) -> None:
         options = EngineOptions(
             dtype=dtype,
@@ -126,6 +138,9 @@ class Engine:
             runner=runner,
             impl=impl,
             device=device,
+            speculate=speculate,
+            draft=draft,
+            draft_tokens=draft_tokens,
         )
         self._device = device_named(options.device)
         on_cpu = self._device.type == "cpu"
@@ -139,6 +154,8 @@ class Engine:
         self.tokenizer = serving_tokenizer(folder) if tokenizer is None else tokenizer
         with returned_when_freed(), current(self._device):
             opened = open_model(folder, options, checkpoint)
+            read_draft = functools.partial(read_decoder, options=options, dtype=opened.info.dtype)
+            drafter = open_drafter(options, opened.runner, self.tokenizer, read_draft)
         self.info, self.config, self._runner = opened.info, opened.config, opened.runner
         self.generation_defaults = sampling_defaults(opened.generation_config)
         self._reporter = Reporter(observer)
@@ -153,8 +170,13 @@ class Engine:
             max_sequences=max_num_seqs,
             max_tokens=max_num_batched_tokens,
             max_prompt_tokens_beside=_PROMPT_TOKENS_BESIDE if on_cpu else _PROMPT_TOKENS_BESIDE_ON_GPU,
-            preempted=self._runner.release,
+            preempted=self._release,
         )
+        self.speculator: Speculator | None = None
+        if drafter is not None:
+            weight_bytes = self._runner.weight_bytes
+            self.speculator = Speculator(drafter, self._scheduler.room, longest=draft_tokens, weight_bytes=weight_bytes)
+            self.info = dataclasses.replace(self.info, speculation=drafter.name, draft_bytes=drafter.memory)
         self._sequences: dict[str, Sequence] = {}
         self._next: Step | None = None  # the step that the device computes already
 
@@ -208,7 +230,7 @@ class Engine:
         return Sequence(
             request,
             TextStream(self._decoder, request.prompt, params.stop, params.include_stop),
-            SamplingState(params, request.prompt, sorted(stops), grammar),
+            SamplingState(params, request.prompt, sorted(stops), grammar, races=self.speculator is not None),
             self._pool.root(request.cache_salt),
             max_length,
         )
@@ -261,7 +283,7 @@ class Engine:
             started = time.perf_counter()
             step, self._next = self._next, None
             if step is None or step.is_stale:
-                step = launch(self._runner, self._scheduler.schedule(), self._texts)
+                step = self._launch(self._scheduler.schedule())
             if isinstance(self._runner, DeviceRunner):
                 self._next = launch_next(self._runner, step, self._scheduler.next_step)
             choices, now = step.wait(), time.monotonic()
@@ -269,17 +291,48 @@ class Engine:
             self._scheduler.computed(items)
             deliveries = [self._fail(name, error) for name, error in step.failures.items()]
             deliveries += [
-                self._deliver(sequence, choice, now)
-                for sequence, choice in zip(step.sequences, choices, strict=True)
+                self._deliver_all(sequence, chosen, now)
+                for sequence, chosen in zip(step.sequences, choices, strict=True)
                 if sequence.state is State.RUNNING
             ]
             generated, seconds = sum([len(delivery.tokens) for delivery in deliveries]), time.perf_counter() - started
-            self._reporter.step(self._scheduler, items, generated, seconds, self._runner.weight_bytes)
+            speculation = None if self.speculator is None else self.speculator.last
+            self._reporter.step(self._scheduler, items, generated, seconds, self._runner.weight_bytes, speculation)
             return deliveries
+
+    def _launch(self, items: list[WorkItem]) -> Step:
+        """Begin a step, with drafts if the engine speculates."""
+        if self.speculator is None:
+            return launch(self._runner, items, self._texts)
+        items = self.speculator.propose(items)
+        step = launch(self._runner, items, self._texts)
+        self.speculator.computed(items)
+        drafts = {item.sequence.request_id: len(item.drafts) for item in step.items if item.drafts}
+        for sequence, chosen in zip(step.sequences, step.wait(), strict=True):
+            if sequence.request_id in drafts:
+                self.speculator.verified(drafts[sequence.request_id], len(chosen) - 1)
+        return step
 
     def _fail(self, request_id: str, error: Exception) -> Delivery:
         """End a request with an error."""
         return self._finish(self._sequences[request_id], Delivery(request_id), "error", str(error))
+
+    def _deliver_all(self, sequence: Sequence, choices: Choices, now: float) -> Delivery:
+        """Add tokens to a sequence until it ends, and return one delivery."""
+        delivery = self._deliver(sequence, choices[0], now)
+        for choice in choices[1:]:
+            if delivery.finish_reason is not None:
+                return delivery
+            delivery += self._deliver(sequence, choice, now)
+        if len(choices) > 1 and sequence.state is State.RUNNING:
+            self._scheduler.accepted(sequence)
+        return delivery
+
+    def _release(self, sequence: Sequence) -> None:
+        """Forget what runner and drafter keep of a sequence that has lost its blocks or is finished."""
+        self._runner.release(sequence)
+        if self.speculator is not None:
+            self.speculator.drafter.release(sequence)
 
     def _deliver(self, sequence: Sequence, choice: TokenChoice | Exception, now: float) -> Delivery:
         """Add a token to a sequence, end the sequence where that token is its last, and return the delivery.
@@ -319,7 +372,7 @@ class Engine:
     def _finish(self, sequence: Sequence, delivery: Delivery, reason: str, error: str | None = None) -> Delivery:
         """Take a sequence out of the engine, and return its last delivery."""
         self._scheduler.finish(sequence)
-        self._runner.release(sequence)
+        self._release(sequence)
         del self._sequences[sequence.request_id]
         sequence.timings.finished = time.monotonic()
         rest, stop = ("", None) if delivery.stop_reason in sequence.request.params.stop else sequence.text.finish()

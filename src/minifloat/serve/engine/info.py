@@ -32,6 +32,8 @@ class ModelInfo:
         max_num_seqs: Sequences that run at a time.
         vocab_size: Number of logits per token.
         load_seconds: Seconds that loading took.
+        speculation: What proposes tokens: "self", "model" or "prompt"; empty if nothing does.
+        draft_bytes: Bytes of memory that drafts take beside the model.
     """
 
     name: str
@@ -55,6 +57,8 @@ class ModelInfo:
     max_num_seqs: int
     vocab_size: int
     load_seconds: float
+    speculation: str = ""
+    draft_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as JSON values."""

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from minifloat.serve.engine.scheduler import Scheduler, WorkItem
 from minifloat.serve.engine.sequence import Sequence, Timings, TokenUsage
+from minifloat.serve.engine.speculation.stats import SpeculationStats
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class StepStats:
         weight_bytes_read: Bytes of the weights that one token is multiplied with, which a step reads at least once.
         prefix_queries: Tokens of prompts that were looked up in the cache.
         prefix_hits: Tokens of prompts that were found in the cache.
+        speculation: Counts of drafts in this step; None if the engine does not speculate.
     """
 
     running: int
@@ -37,6 +39,7 @@ class StepStats:
     weight_bytes_read: int
     prefix_queries: int
     prefix_hits: int
+    speculation: SpeculationStats | None = None
 
 
 class EngineListener(Protocol):
@@ -67,7 +70,13 @@ class Reporter:
         self._reported_totals = (0, 0, 0)
 
     def step(
-        self, scheduler: Scheduler, items: Sequences[WorkItem], generated: int, seconds: float, nbytes: int
+        self,
+        scheduler: Scheduler,
+        items: Sequences[WorkItem],
+        generated: int,
+        seconds: float,
+        nbytes: int,
+        speculation: SpeculationStats | None = None,
     ) -> None:
         """Report a step.
 
@@ -77,6 +86,7 @@ class Reporter:
             generated: Number of tokens that were chosen.
             seconds: Duration of the step.
             nbytes: Bytes of the weights that one token is multiplied with.
+            speculation: Counts of drafts in the step.
         """
         totals = (scheduler.preemptions, scheduler.prefix_queries, scheduler.prefix_hits)
         preemptions, queries, hits = (now - before for now, before in zip(totals, self._reported_totals, strict=True))
@@ -86,7 +96,7 @@ class Reporter:
         prompt_tokens = sum(
             [
                 min(end, sequence.prompt_length) - start
-                for sequence, start, end, _ in items
+                for sequence, start, end, _, _ in items
                 if start < sequence.prompt_length
             ]
         )
@@ -102,11 +112,15 @@ class Reporter:
                 weight_bytes_read=nbytes if items else 0,
                 prefix_queries=queries,
                 prefix_hits=hits,
+                speculation=speculation,
             )
         )
 
     def token(self, sequence: Sequence, now: float) -> None:
-        """Note the time of a sequence's new token, in seconds of `time.monotonic`, and report it."""
+        """Note the time of a sequence's new token, in seconds of `time.monotonic`, and report it.
+
+        Several tokens of one step have the same time: the first of them took all of it.
+        """
         timings = sequence.timings
         if timings.first_token is None:
             timings.first_token = now

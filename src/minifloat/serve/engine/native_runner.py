@@ -11,6 +11,7 @@ from minifloat.kernels.decoder import Decoder, Experts, KVCache, StepBatch, step
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
+from minifloat.serve.engine.speculation.draft_item import DraftItem
 
 
 class NativeRunner:
@@ -21,26 +22,40 @@ class NativeRunner:
         blocks: Number of blocks of the KV cache.
         element: Format of the keys and values, one of `minifloat.kernels.decoder.cache.ELEMENTS`.
         impl: As in `minifloat.kernels.decoder.step`.
+        cache: The KV cache; None makes one.
+
+    Attributes:
+        decoder: The model.
+        cache: The KV cache.
     """
 
     name = "native"
 
-    def __init__(self, decoder: Decoder, blocks: int, element: str, impl: str = "auto") -> None:
-        self._decoder, self._impl = decoder, impl
-        self._cache = KVCache(decoder.cache_shapes, blocks, element)
+    def __init__(
+        self, decoder: Decoder, blocks: int, element: str, impl: str = "auto", *, cache: KVCache | None = None
+    ) -> None:
+        self.decoder, self._impl = decoder, impl
+        if cache is None:
+            cache = KVCache(decoder.cache_shapes, blocks, element)
+        self.cache = cache
         self.weight_bytes = round(_bytes_per_token(decoder))
-        self.kv_element, self.kv_bytes = element, self._cache.nbytes
+        self.kv_element, self.kv_bytes = element, cache.nbytes
         self.vocab = decoder.lm_head.shape[0]
 
-    def run(self, works: Sequences[WorkItem]) -> Tensor:
+    def drafting(self, decoder: Decoder, *, shares_cache: bool) -> NativeRunner:
+        """Return a runner of a draft model, whose cache is that of this runner or has as many blocks."""
+        cache = self.cache if shares_cache else None
+        return NativeRunner(decoder, self.cache.blocks, self.kv_element, self._impl, cache=cache)
+
+    def run(self, works: Sequences[WorkItem | DraftItem]) -> Tensor:
         """Compute tokens, as `Runner.run`."""
-        return step(self._decoder, self._cache, batch_of(works), impl=self._impl)
+        return step(self.decoder, self.cache, batch_of(works), impl=self._impl)
 
     def release(self, sequence: Sequence) -> None:
         """Do nothing: a sequence has no state but its blocks, which the scheduler owns."""
 
 
-def batch_of(works: Sequences[WorkItem]) -> StepBatch:
+def batch_of(works: Sequences[WorkItem | DraftItem]) -> StepBatch:
     """Return the decoder's inputs for some work."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -49,7 +64,7 @@ def batch_of(works: Sequences[WorkItem]) -> StepBatch:
     width = max(len(work.sequence.blocks) for work in works)
     blocks = []
     for work in works:
-        tokens += work.sequence.tokens[work.start : work.end]
+        tokens += work.tokens
         positions += range(work.start, work.end)
         starts.append(len(tokens))
         contexts.append(work.end)

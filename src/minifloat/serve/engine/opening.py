@@ -22,7 +22,7 @@ from minifloat.architecture.decoder import NotNative
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.hub import model_name
-from minifloat.kernels.decoder import BLOCK_TOKENS, KVCache
+from minifloat.kernels.decoder import BLOCK_TOKENS, Decoder, KVCache
 from minifloat.kernels.paged import PagedCache
 from minifloat.layouts import Description, describe
 from minifloat.layouts.inspection import inspect_opened
@@ -42,7 +42,7 @@ from minifloat.serve.engine.device import DeviceRunner, build_device_decoder, wh
 from minifloat.serve.engine.info import ModelInfo
 from minifloat.serve.engine.native_decoder import build_native_decoder
 from minifloat.serve.engine.native_runner import NativeRunner
-from minifloat.serve.engine.options import KV_DTYPES, EngineOptions
+from minifloat.serve.engine.options import DTYPES, KV_DTYPES, EngineOptions
 from minifloat.serve.engine.runner import Runner
 from minifloat.serve.engine.sampling import MODEL_DEFAULTS
 from minifloat.serve.engine.sizing import CacheSize, cache_size, sequence_length
@@ -158,6 +158,32 @@ def _load_decoder(
     except NotNative as error:
         return None, str(error)
     return _Loaded(runner, blueprint.architecture, dtype, config, _generation(checkpoint), size, lm_head), ""
+
+
+def read_decoder(folder: Path, options: EngineOptions, dtype: str) -> Decoder:
+    """Read a checkpoint into the decoder of the CPU, as a draft model for another.
+
+    Args:
+        folder: The checkpoint.
+        options: The options of the engine.
+        dtype: Dtype of the activations, a name in `DTYPES`.
+
+    Raises:
+        CheckpointError: If the folder cannot be loaded.
+        UsageError: If the decoder does not support the model.
+    """
+    with Checkpoint.open(folder) as checkpoint:
+        tensors = StoredTensors(checkpoint, describe(checkpoint))
+        config = _config(checkpoint)
+        reason = why_not_supported(config, DTYPES[dtype], on_device=False)
+        if not reason:
+            blueprint = blueprint_of(config, DTYPES[dtype])
+            weights = WeightSource(tensors, blueprint.parameters(), DTYPES[dtype], torch.device("cpu"))
+            try:
+                return build_native_decoder(blueprint, weights, {}, impl=options.impl)
+            except NotNative as error:
+                reason = str(error)
+    raise UsageError(f"draft: the native decoder does not run {folder}: {reason}")
 
 
 def _config(checkpoint: Checkpoint) -> Any:

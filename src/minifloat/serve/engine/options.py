@@ -14,6 +14,10 @@ from minifloat.runtime.lm_head import LM_HEADS
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: `kv_cache_dtype` -> the element of the cache; "auto" follows the checkpoint, then the dtype of the model.
 KV_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8": "E4M3", "float32": "float32"}
+#: What can propose tokens.
+SPECULATIONS = ("self", "prompt", "draft")
+#: Default of `draft_tokens`: with one sequence, a step of one token and seven drafts reads the weights once.
+DRAFT_TOKENS = 7
 _RUNNERS = ("auto", "native", "device", "transformers")
 
 
@@ -33,6 +37,10 @@ class EngineOptions:
         runner: "auto", "native", "device" or "transformers".
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
         device: "cpu", "cuda" or "cuda:N".
+        speculate: "self" drafts tokens by a copy of the model in MXFP4, "prompt" by what followed the same tokens
+            before, "draft" by the checkpoint `draft`; None: no drafts.
+        draft: Folder of a draft model; sets `speculate`.
+        draft_tokens: Drafts per sequence and step at most.
 
     Raises:
         UnknownNameError: If a name is none of those.
@@ -50,18 +58,26 @@ class EngineOptions:
     runner: str = "auto"
     impl: str = "auto"
     device: str = "cpu"
+    speculate: str | None = None
+    draft: str | None = None
+    draft_tokens: int = DRAFT_TOKENS
 
     def __post_init__(self) -> None:
+        if self.draft is not None and self.speculate not in (None, "draft"):
+            raise UsageError(f"draft: goes with speculate='draft', not with {self.speculate!r}")
+        if self.speculate == "draft" and self.draft is None:
+            raise UsageError("speculate: 'draft' needs the folder of a draft model (draft)")
         for kind, name, table in (
             ("dtype", self.dtype or "bfloat16", tuple(DTYPES)),
             ("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_DTYPES)),
             ("lm_head", self.lm_head, LM_HEADS),
             ("activations", self.activations, ACTIVATIONS),
             ("runner", self.runner, _RUNNERS),
+            ("speculate", self.speculate or "self", SPECULATIONS),
         ):
             if name not in table:
                 raise UnknownNameError(kind, name, table)
-        for field in ("kv_cache_memory", "max_model_len", "max_num_seqs"):
+        for field in ("kv_cache_memory", "max_model_len", "max_num_seqs", "draft_tokens"):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise UsageError(f"{field}: expected at least 1, got {value}")

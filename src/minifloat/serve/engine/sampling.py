@@ -5,8 +5,14 @@ et al., CTRL, 2019), presence and frequency (OpenAI), forbidden tokens (a gramma
 (Nguyen et al., 2024), top_k, top_p (Holtzman et al., 2019). Log-probabilities are those of the model, before any of
 these steps.
 
-A draw takes one number from a counter-based generator (Philox; Salmon et al., SC 2011), keyed by the request's seed, at
-the token's position: a draw depends neither on the other sequences nor on how often its own sequence was preempted.
+A draw takes its numbers from a counter-based generator (Philox; Salmon et al., SC 2011), keyed by the request's seed,
+at the token's position: a draw depends neither on the other sequences nor on how often its own sequence was preempted.
+
+There are two ways to draw. An engine that does not speculate inverts the cumulative probabilities at one number. One
+that does lets all tokens race: each gets an exponentially distributed time with its probability as the rate, and the
+first wins, which is the Gumbel-max trick (Maddison et al., "A* Sampling", NeurIPS 2014). Two models that race with the
+same times agree nearly as often as their probabilities allow (Daliri et al., "Coupling without communication and
+drafter-invariant speculative decoding", 2024), and the result does not depend on what a draft model proposed.
 """
 
 from __future__ import annotations
@@ -47,6 +53,10 @@ _PHILOX_BLOCK = 4
 #: Positions whose numbers are generated at a time.
 _POSITIONS = 64
 _NONE: list[float] = []
+#: Philox's counter at the times of the first position; those of the next begin `_RACE_STRIDE` later. Far from the
+#: counters of `SamplingState.uniform`, so that the numbers differ.
+_FIRST_RACE, _RACE_STRIDE = 1 << 192, 1 << 64
+_LEAST_TIME = np.finfo(np.float64).tiny  #: keeps quotients finite
 
 Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]
@@ -191,6 +201,7 @@ class SamplingState:
         prompt: Tokens of the prompt.
         end_tokens: Tokens that `min_tokens` forbids.
         grammar: State of the grammar of `params`, or None.
+        races: Draw by races, as an engine does that speculates.
     """
 
     def __init__(
@@ -199,8 +210,10 @@ class SamplingState:
         prompt: Sequence[int],
         end_tokens: Sequence[int] = (),
         grammar: GrammarState | None = None,
+        *,
+        races: bool = False,
     ) -> None:
-        self.params, self.grammar = params, grammar
+        self.params, self.grammar, self.races = params, grammar, races
         self._key = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed % 2**_SEED_BITS
         self._end = np.array(sorted(end_tokens), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.keys()), dtype=np.int64)
@@ -209,6 +222,7 @@ class SamplingState:
         self._seen = dict.fromkeys(prompt) if params.repetition_penalty != 1.0 else {}
         self._counts_tokens = bool(params.presence_penalty or params.frequency_penalty)
         self._uniform, self._first_uniform = _NONE, 0
+        self._times: dict[int, Weights] = {}
         self.length = 0
 
     def add(self, token: int) -> None:
@@ -264,6 +278,32 @@ class SamplingState:
             self._first_uniform, index = position, 0
         return self._uniform[index]
 
+    def times(self, vocab: int, ahead: int = 0) -> Weights:
+        """Return the times ``[vocab]`` of a race: draws of the exponential distribution of rate 1 at its position.
+
+        Args:
+            vocab: Number of tokens.
+            ahead: Number of tokens between the last one added and this one.
+        """
+        position = self.length + ahead
+        if position not in self._times:
+            self._times = {known: times for known, times in self._times.items() if known >= self.length}
+            counter = _FIRST_RACE + position * _RACE_STRIDE
+            generator = np.random.Generator(np.random.Philox(key=self._key, counter=counter))
+            self._times[position] = np.maximum(generator.standard_exponential(vocab), _LEAST_TIME)
+        return self._times[position]
+
+    def draw(self, logits: Logits, ahead: int = 0) -> int:
+        """Draw a token by logits ``[vocab]``, which `change` has changed.
+
+        Args:
+            logits: float32 ``[vocab]``.
+            ahead: Number of tokens between the last one added and this one.
+        """
+        if self.races:
+            return race(logits, self.params, self.times(len(logits), ahead))
+        return draw(logits, self.params, self.uniform(ahead))
+
 
 class NonFiniteLogits(Exception):
     """The model's logits for a sequence are NaN or Inf."""
@@ -285,20 +325,31 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
     choices: list[TokenChoice | Exception] = []
     for row, token, state in zip(rows, rows.argmax(axis=-1).tolist(), states, strict=True):
         try:
-            choices.append(_choose(row, state, token))
+            choices.append(choose(row, state, token))
         except (NonFiniteLogits, UsageError) as error:  # an error of this sequence; the others continue
             choices.append(error)
     return choices
 
 
-def _choose(logits: Logits, state: SamplingState, best: int) -> TokenChoice:
-    """Choose the next token of one sequence; `best` is the index of the largest logit, or of a NaN."""
+def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0) -> TokenChoice:
+    """Choose the next token of one sequence.
+
+    Args:
+        logits: float32 ``[vocab]``.
+        state: State of the sequence.
+        best: Index of the largest logit, or of a NaN.
+        ahead: Number of tokens between the last one added to `state` and this one; 0 if `state` changes logits.
+
+    Raises:
+        NonFiniteLogits: If the largest logit is NaN or Inf.
+        UsageError: For a grammar at its limits.
+    """
     if not math.isfinite(logits[best]):
         raise NonFiniteLogits(f"the model's logits are not finite (one is {logits[best]})")
     params, token = state.params, best
     if params.changes_logits or not params.is_greedy:
         changed = state.change(logits) if params.changes_logits else logits
-        token = int(changed.argmax()) if params.is_greedy else draw(changed, params, state.uniform())
+        token = int(changed.argmax()) if params.is_greedy else state.draw(changed, ahead)
     if params.logprobs is None:
         return TokenChoice(token)
     shifted = logits.astype(np.float64) - logits[best]
@@ -319,8 +370,32 @@ def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
         The first token whose cumulative probability is above `uniform`: in the order of probability if only the most
         probable tokens can be drawn, else in the order of the vocabulary.
     """
+    tokens, weights = _distribution(logits, params)
+    index = _invert(weights, uniform)
+    return index if tokens is None else int(tokens[index])
+
+
+def race(logits: Logits, params: SamplingParams, times: Weights) -> int:
+    """Draw a token by a race.
+
+    Args:
+        logits: float32 ``[vocab]``.
+        params: Only temperature, min_p, top_k and top_p are used.
+        times: Draws ``[vocab]`` of the exponential distribution of rate 1.
+
+    Returns:
+        The token with the smallest time divided by its probability.
+    """
+    tokens, weights = _distribution(logits, params)
+    if tokens is None:
+        return int((weights / times).argmax())
+    return int(tokens[(weights / times[tokens]).argmax()])
+
+
+def _distribution(logits: Logits, params: SamplingParams) -> tuple[Tokens | None, Weights]:
+    """Return the tokens that can be drawn, None for all, and numbers in proportion to their probabilities."""
     if not params.limits:
-        return _invert(_weights(logits, logits.max(), params.temperature), uniform)
+        return None, _weights(logits, logits.max(), params.temperature)
     tokens, total = _candidates(logits, params)
     tokens = _most_probable_first(logits, tokens)[: params.top_k or None]
     weights = _weights(logits[tokens], logits[tokens[0]], params.temperature)
@@ -328,7 +403,7 @@ def draw(logits: Logits, params: SamplingParams, uniform: float) -> int:
     if params.top_p < 1.0:
         total = weights.sum() if total is None else total
         weights = weights[weights.cumsum() - weights < params.top_p * total]
-    return int(tokens[_invert(weights, uniform)])
+    return tokens[: len(weights)], weights
 
 
 def _weights(logits: Logits, largest: np.float32, temperature: float) -> Weights:

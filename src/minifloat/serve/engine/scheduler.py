@@ -36,22 +36,30 @@ class WorkItem(NamedTuple):
         start: First token; those before it are in the cache already.
         end: One past the last token.
         scored: Number of tokens whose logits score the next token of the prompt; the token that samples is not counted.
+        drafts: Tokens that were proposed to follow those of the sequence; the last tokens of this work.
     """
 
     sequence: Sequence
     start: int
     end: int
     scored: int = 0
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to compute."""
+        tokens = self.sequence.tokens[self.start : self.end]
+        return [*tokens, *self.drafts] if self.drafts else tokens
 
     @property
     def samples(self) -> bool:
         """Whether the next token of the sequence can be chosen after this work."""
-        return self.end == len(self.sequence.tokens)
+        return self.end == len(self.sequence.tokens) + len(self.drafts)
 
     @property
     def logits(self) -> int:
-        """Number of tokens, the last ones, whose logits are needed."""
-        return self.scored + self.samples
+        """Number of tokens, the last ones, whose logits are needed: all drafts, and the token before the first."""
+        return self.scored + (self.samples and 1 + len(self.drafts))
 
 
 class Scheduler:
@@ -140,28 +148,50 @@ class Scheduler:
             return None
         work = []
         needed = 0
-        for sequence, _, end, _ in live:
+        for sequence, _, end, _, _ in live:
             if end + 1 < sequence.max_length:
                 work.append(WorkItem(sequence, end, end + 1))
                 needed += end == len(sequence.blocks) * BLOCK_TOKENS
         if not work or needed > self.pool.free:
             return None
-        for sequence, _, end, _ in work:
+        for sequence, _, end, _, _ in work:
             if end > len(sequence.blocks) * BLOCK_TOKENS:
                 sequence.blocks += self.pool.allocate(1)
         return work
 
-    def computed(self, items: Iterable[WorkItem]) -> None:
-        """Note that work is done, and let other sequences share the blocks that it has filled."""
-        for item in items:
-            self._publish(item)
+    def room(self, sequence: Sequence, tokens: int) -> int:
+        """Give a running sequence blocks for tokens after its own, as far as blocks are free.
 
-    def _publish(self, item: WorkItem) -> None:
-        sequence = item.sequence
-        first, full = sequence.computed // BLOCK_TOKENS, item.end // BLOCK_TOKENS  # blocks that are full
-        sequence.computed = item.end
+        Args:
+            sequence: The sequence.
+            tokens: Number of tokens that it should have room for.
+
+        Returns:
+            The number of tokens that it has room for, at most `tokens`.
+        """
+        length = len(sequence.tokens)
+        missing = blocks_for(length + tokens) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += self.pool.allocate(min(missing, self.pool.free))
+        return min(tokens, len(sequence.blocks) * BLOCK_TOKENS - length)
+
+    def computed(self, items: Iterable[WorkItem]) -> None:
+        """Note that work is done, and let other sequences share the blocks that it has filled.
+
+        Drafts are not counted: until they are accepted, they are no tokens of the sequence.
+        """
+        for item in items:
+            self._publish(item.sequence, item.end - len(item.drafts))
+
+    def accepted(self, sequence: Sequence) -> None:
+        """Note that all tokens of a sequence but its last are in the cache, after drafts were accepted."""
+        self._publish(sequence, len(sequence.tokens) - 1)
+
+    def _publish(self, sequence: Sequence, end: int) -> None:
+        first, full = sequence.computed // BLOCK_TOKENS, end // BLOCK_TOKENS  # blocks that are full
+        sequence.computed = end
         if full > first and self.pool.shares:
-            sequence.digests = self.pool.digests(sequence.root, sequence.tokens[: item.end], sequence.digests[:full])
+            sequence.digests = self.pool.digests(sequence.root, sequence.tokens[:end], sequence.digests[:full])
             for index in range(first, full):
                 self.pool.publish(sequence.blocks[index], sequence.digests[index])
 

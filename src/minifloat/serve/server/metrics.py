@@ -49,6 +49,8 @@ class Metrics:
         self._inter_token: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
         self._make_gauges(engine.engine.info)
         self._make_counters()
+        if engine.engine.speculator is not None:
+            self._make_speculation(engine.engine.speculator.longest)
         self._make_histograms()
 
     def _make_gauges(self, info: ModelInfo) -> None:
@@ -77,6 +79,15 @@ class Metrics:
         for reason in ("queue_full", "stopping"):
             self._rejections.labels(reason=reason)
         self._http = self._counter("http_requests", "Answers by route and status.", ("route", "status"))
+
+    def _make_speculation(self, positions: int) -> None:
+        self._drafts = self._counter("spec_decode_num_drafts", "Drafts of a sequence in a step.")
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Proposed tokens.")
+        self._accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Proposed tokens that were accepted.")
+        accepted = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in the draft.", ("position",)
+        )
+        self._accepted_per_position = [accepted.labels(position=str(position)) for position in range(positions)]
 
     def _make_histograms(self) -> None:
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _LONG)
@@ -112,6 +123,14 @@ class Metrics:
         self._prefix_queries.inc(stats.prefix_queries)
         self._prefix_hits.inc(stats.prefix_hits)
         self._preemptions.inc(stats.preemptions)
+        if stats.speculation is not None:
+            self._drafts.inc(stats.speculation.drafts)
+            self._draft_tokens.inc(stats.speculation.draft_tokens)
+            self._accepted_tokens.inc(stats.speculation.accepted_tokens)
+            for counter, count in zip(
+                self._accepted_per_position, stats.speculation.accepted_per_position, strict=True
+            ):
+                counter.inc(count)
         with self._lock:
             self._last_usage = stats.kv_usage
             second = int(time.monotonic())
@@ -180,7 +199,13 @@ class Metrics:
             "history": rates,
             "ttft_ms": _quantiles(first_tokens),
             "itl_ms": _quantiles(inter_token),
+            "speculation": self._speculation(),
         }
+
+    def _speculation(self) -> dict[str, Any] | None:
+        """Return the counts of speculation since the start; None if the engine does not speculate."""
+        speculator = self._engine.engine.speculator
+        return None if speculator is None else speculator.stats.to_dict()
 
 
 class _Second:

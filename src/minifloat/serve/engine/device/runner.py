@@ -59,7 +59,7 @@ class DeviceRunner:
     @torch.no_grad()
     def run(self, works: Sequences[WorkItem]) -> Tensor:
         """Compute tokens, as `Runner.run`; the logits are on the device, and the next call may overwrite them."""
-        if all(end - start == 1 and end == len(sequence.tokens) for sequence, start, end, _ in works):
+        if all(end - start == 1 and end == len(sequence.tokens) for sequence, start, end, *_ in works):
             return self._run_graph(works)
         return step(self._decoder, self._cache, self._mixed(works)).float()
 

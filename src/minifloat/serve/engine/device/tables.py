@@ -50,7 +50,7 @@ class BlockTables:
         blocks = rows[:count, COLUMNS:]
         own = np.array([self._row(work.sequence) for work in works], dtype=np.int64)
         blocks[:] = self._blocks[own, : blocks.shape[1]]
-        tokens = [sequence.tokens[start] for sequence, start, _, _ in works if start < len(sequence.tokens)]
+        tokens = [sequence.tokens[start] for sequence, start, *_ in works if start < len(sequence.tokens)]
         rows[: len(tokens), 0] = tokens
         rows[:count, 1] = positions
         rows[:count, 2] = blocks[np.arange(count), positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
