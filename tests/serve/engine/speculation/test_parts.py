@@ -150,9 +150,11 @@ def test_drafts_stop_where_a_step_costs_more_for_each_token_and_begin_again() ->
     assert tried.count(1) <= 4
 
 
-def test_a_draft_that_is_never_right_is_given_up() -> None:
+@pytest.mark.parametrize("measured", [1, 5, 8])
+def test_a_draft_that_is_never_right_is_given_up(measured: int) -> None:
     length = DraftLength(7, 0.3)
-    length.computed(1, 1.0)
+    length.computed(measured, 0.02)
+    length.drafted(1, 0.006)
     for _ in range(200):
         length.verified(7, 0)
     assert length.acceptance < 0.05

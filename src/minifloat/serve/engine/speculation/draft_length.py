@@ -15,7 +15,8 @@ class DraftLength:
 
     With the acceptance `a` of one draft, `k` drafts give ``(1 - a^(k+1)) / (1 - a)`` tokens per step on average. A step
     takes the time of `k` drafts and that of one step of the model with ``k + 1`` tokens per sequence. Both times are
-    running means by number of tokens; a number that was not measured yet has the time of the next smaller one that was.
+    running means by number of tokens; a number that was not measured yet has the time of the next smaller one that was,
+    or of the smallest.
 
     Args:
         longest: The largest number of drafts.
@@ -80,9 +81,9 @@ def _note(times: dict[int, float], size: int, seconds: float) -> None:
 
 
 def _time(times: dict[int, float], size: int) -> float | None:
-    """Return the time of the largest measured size that is not larger; None if there is none."""
+    """Return the time of the largest measured size that is not larger, else of the smallest; None without any."""
     known = times.get(size)
-    if known is not None:
+    if known is not None or not times:
         return known
     smaller = [other for other in times if other < size]
-    return times[max(smaller)] if smaller else None
+    return times[max(smaller) if smaller else min(times)]
