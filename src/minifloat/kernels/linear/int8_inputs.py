@@ -1,7 +1,7 @@
 """Where `linear(int8_inputs=True)` rounds its inputs, and why it does not elsewhere.
 
-Rounded inputs are multiplied by the integer dot products of VNNI. AMX has no such kernel yet: its products of bfloat16
-are faster than those of VNNI.
+Rounded inputs are multiplied by the integer dot products of VNNI. There is no kernel for the int8 of AMX, so a processor
+with AMX multiplies bfloat16.
 """
 
 from __future__ import annotations
