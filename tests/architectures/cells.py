@@ -374,6 +374,7 @@ def engine(quantized: Quantized) -> Outcome:
         engine = Engine(
             quantized.folder,
             dtype="float32",
+            lm_head="bf16",  # as the reference has it
             kv_cache_memory=2**24,
             max_num_seqs=2,
             max_num_batched_tokens=_STEP_TOKENS,

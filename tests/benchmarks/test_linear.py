@@ -141,9 +141,10 @@ def test_a_run_prints_every_case_and_writes_all_samples(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     written = json.loads(out.read_text())
     assert [case["m"] for case in written["cases"]] == [1, 5]
-    names = ["memory read", "torch BF16", "torch FP32", "fp8", "bf16"]
+    names = {"memory read", "torch BF16", "torch FP32", "fp8", "bf16"}
     for case in written["cases"]:
-        assert [contender["contender"] for contender in case["contenders"]] == names
+        found = {contender["contender"] for contender in case["contenders"]}
+        assert names <= found <= names | {"fp8, int8 inputs"}  # the last where the processor has kernels for it
         assert all(len(contender["samples"]) == 3 for contender in case["contenders"])
     assert {"processor", "instruction_set", "threads", "torch", "date"} <= written["machine"].keys()
     assert {"read_bandwidth", "torch_bf16"} == written["drift"].keys()

@@ -20,6 +20,8 @@ CLUSTER = ("--nodes", "2", "--tensor-parallel-size", "8", "--pipeline-parallel-s
 ONLY_MINIFLOAT = {
     "allowed_host",
     "device",
+    "draft",
+    "draft_tokens",
     "lm_head",
     "activations",
     "max_body_size",
@@ -28,6 +30,7 @@ ONLY_MINIFLOAT = {
     "max_prompt_characters",
     "packed_cache",
     "request_timeout",
+    "speculate",
     "threads",
 }
 

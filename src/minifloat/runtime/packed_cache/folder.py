@@ -26,7 +26,7 @@ def open_folder(folder: Path) -> int:
     if not hasattr(os, "geteuid"):
         raise UsageError("packed_cache: needs a system with owners and modes of files, as Linux and macOS have")
     with storage_errors(folder, "create the folder of packed caches"):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
         root = folder.resolve()
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
