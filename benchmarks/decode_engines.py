@@ -21,6 +21,8 @@ from minifloat.errors import MinifloatError
 SHAPE = "tinyllama-1.1b"
 BASELINE = "transformers BF16"
 FP8, MXFP4 = "minifloat FP8", "minifloat MXFP4"
+#: The same with inputs rounded to int8.
+FP8_INT8, MXFP4_INT8 = "minifloat FP8, int8 inputs", "minifloat MXFP4, int8 inputs"
 #: Engines that are measured in the same rounds. Ours of `COMMON` are in all of them, so that every ratio is of one run.
 COMMON = (FP8, MXFP4)
 PIECES: dict[str, tuple[str, ...]] = {
@@ -31,19 +33,21 @@ PIECES: dict[str, tuple[str, ...]] = {
         *(f"llama.cpp {kind}" for kind in ("BF16", "Q8_0", "Q4_0", "MXFP4")),
     ),
     "ik_llama.cpp": (*COMMON, *(f"ik_llama.cpp {kind}" for kind in ("BF16", "Q8_0", "Q4_0", "MXFP4"))),
-    "openvino": (*COMMON, *(f"OpenVINO {kind}" for kind in ("BF16", "INT8", "INT4"))),
+    "openvino": (*COMMON, FP8_INT8, MXFP4_INT8, *(f"OpenVINO {kind}" for kind in ("BF16", "INT8", "INT4"))),
     "vllm": (*COMMON, "minifloat FP8 block", "vLLM FP8", "vLLM FP8 block"),
     "zentorch": (*COMMON, "vLLM zentorch BF16", "vLLM zentorch W8A8"),
 }
 #: Settings of OpenMP that other engines do not inherit: minifloat shortens the time that threads spin.
 _OPENMP = frozenset({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "MKL_NUM_THREADS"})
-#: Our engines: the scheme of the checkpoint (None: BF16) and the engine's `lm_head`.
-_OURS: dict[str, tuple[str | None, str]] = {
-    "minifloat BF16": (None, "bf16"),
-    FP8: ("fp8", "bf16"),
-    "minifloat FP8 block": ("fp8-block", "bf16"),
-    MXFP4: ("mxfp4", "bf16"),
-    "minifloat MXFP4 + FP8 head": ("mxfp4", "fp8"),
+#: Our engines: the scheme of the checkpoint (None: BF16), and the engine's `lm_head` and `activations`.
+_OURS: dict[str, tuple[str | None, str, str]] = {
+    "minifloat BF16": (None, "bf16", "bf16"),
+    FP8: ("fp8", "bf16", "bf16"),
+    "minifloat FP8 block": ("fp8-block", "bf16", "bf16"),
+    MXFP4: ("mxfp4", "bf16", "bf16"),
+    "minifloat MXFP4 + FP8 head": ("mxfp4", "fp8", "bf16"),
+    FP8_INT8: ("fp8", "bf16", "int8"),
+    MXFP4_INT8: ("mxfp4", "bf16", "int8"),
 }
 #: vLLM's engines: the scheme of the checkpoint. vLLM rounds inputs too: dynamically for "fp8-dynamic".
 _VLLM = {"vLLM FP8": "fp8-dynamic", "vLLM FP8 block": "fp8-block"}
@@ -108,12 +112,13 @@ class Peer:
 class Ours:
     """minifloat's engine."""
 
-    def __init__(self, path: Path, sizes: Sizes, lm_head: str) -> None:
+    def __init__(self, path: Path, sizes: Sizes, lm_head: str, activations: str) -> None:
         options = {
             "max_model_len": sizes.length,
             "max_num_seqs": sizes.batch,
             "prefix_cache": False,
             "lm_head": lm_head,
+            "activations": activations,
             "kv_cache_memory": sizes.batch * sizes.room * sizes.kv_bytes,
         }
         self.worker = Worker(path, options, sizes.threads)
@@ -185,8 +190,8 @@ class Installed:
     def loader(self, name: str, sizes: Sizes) -> Callable[[], Engine]:
         """Return a function that loads an engine."""
         if name in _OURS:
-            scheme, lm_head = _OURS[name]
-            return lambda: Ours(self.checkpoint(scheme), sizes, lm_head)
+            scheme, lm_head, activations = _OURS[name]
+            return lambda: Ours(self.checkpoint(scheme), sizes, lm_head, activations)
         if name == BASELINE:
             return lambda: Peer(sys.executable, "transformers", str(self.checkpoint(None)), sizes)
         option, model = self._needs(name)

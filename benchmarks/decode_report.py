@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from decode_engines import BASELINE, COMMON, FP8, MXFP4
+from decode_engines import BASELINE, COMMON, FP8, FP8_INT8, MXFP4, MXFP4_INT8
 from timing import ratio, spread
 
 #: A piece of a run: what was measured in the same rounds, as JSON.
@@ -36,6 +36,8 @@ BARS: tuple[tuple[int, str, str, str, float, float], ...] = (
     (1, MXFP4, BASELINE, "prompt", 1.1, 1.1),
     (1, FP8, "OpenVINO BF16", "prompt", 1.0, 1.0),
     (1, MXFP4, "OpenVINO BF16", "prompt", 1.0, 1.0),
+    (1, FP8_INT8, "OpenVINO INT8", "prompt", 0.9, 0.9),
+    (1, MXFP4_INT8, "OpenVINO INT8", "prompt", 0.9, 0.9),
 )
 #: Smallest shares of the read bandwidth in a step of batch 1.
 READ_BARS = {FP8: 0.75, MXFP4: 0.65}
