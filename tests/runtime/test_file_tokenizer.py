@@ -292,5 +292,8 @@ def test_the_log_says_why_transformers_reads_a_tokenizer(tmp_path: Path, caplog:
     assert not isinstance(tokenizer, FileTokenizer)
     assert "transformers reads the tokenizer, which takes seconds, because" in caplog.text
     assert "'image_token'" in caplog.text
+    (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="cannot load a tokenizer"):
+        serving_tokenizer(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="no such folder"):
         serving_tokenizer(tmp_path / "none")

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from minifloat.checkpoint.files import list_folder
+from minifloat.checkpoint.files import list_folder, resolve_folder
 from minifloat.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,11 +27,12 @@ def serving_tokenizer(path: str | os.PathLike[str]) -> TextTokenizer:
     """Load the tokenizer of a model folder, without transformers where that gives the same tokens.
 
     Raises:
-        CheckpointError: If transformers has to read it and finds no tokenizer, or cannot load it.
+        CheckpointError: If there is no such folder, or transformers has to read it and finds no tokenizer, or cannot
+            load it.
     """
     from minifloat.runtime.tokenizer_files import read_file_tokenizer
 
-    tokenizer = read_file_tokenizer(Path(path))
+    tokenizer = read_file_tokenizer(resolve_folder(path))
     if not isinstance(tokenizer, str):
         return tokenizer
     _LOG.info("transformers reads the tokenizer, which takes seconds, because %s", tokenizer)

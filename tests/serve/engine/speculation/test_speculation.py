@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minifloat.errors import UnknownNameError, UsageError
+from minifloat.errors import CheckpointError, UnknownNameError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.serve.engine import Engine, Grammar, SamplingParams
 from minifloat.serve.engine.speculation import SpeculationStats
@@ -228,6 +228,13 @@ def test_a_model_of_four_bits_has_no_cheaper_copy(mxfp4: Path) -> None:
 def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path, make_llama: Any) -> None:
     with pytest.raises(UsageError, match="another vocabulary than the model"):
         Engine(STORIES, draft=str(make_llama(tmp_path / "other")))
+
+
+def test_a_model_or_draft_that_is_no_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Engine(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Engine(STORIES, dtype="float32", draft=str(tmp_path / "missing"))
 
 
 def test_a_draft_that_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
