@@ -146,44 +146,51 @@ def _load_decoder(
     tensors = StoredTensors(checkpoint, description)
     dtype = options.torch_dtype or tensors.dtype()
     on_device = options.runner == "device" or device.type == "cuda"
-    reason = why_not_supported(config, dtype, on_device=on_device)
-    if reason:
-        return None, reason
-    config.dtype = dtype
     load = _load_device if on_device else _load_native
     try:
-        blueprint = blueprint_of(config, dtype)
-        weights = WeightSource(tensors, blueprint.parameters(), dtype, device)
+        blueprint, weights = _structure(config, tensors, dtype, device, on_device=on_device)
         runner, size, lm_head = load(blueprint, weights, tensors, options, device)
     except NotNative as error:
         return None, str(error)
     return _Loaded(runner, blueprint.architecture, dtype, config, _generation(checkpoint), size, lm_head), ""
 
 
-def read_decoder(folder: Path, options: EngineOptions, dtype: str) -> Decoder:
+def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: str) -> Decoder:
     """Read a checkpoint into the decoder of the CPU, as a draft model for another.
 
     Args:
-        folder: The checkpoint.
+        checkpoint: The open checkpoint.
         options: The options of the engine.
         dtype: Dtype of the activations, a name in `DTYPES`.
 
     Raises:
-        CheckpointError: If the folder cannot be loaded.
+        CheckpointError: If the checkpoint cannot be loaded.
         UsageError: If the decoder does not support the model.
     """
-    with Checkpoint.open(folder) as checkpoint:
-        tensors = StoredTensors(checkpoint, describe(checkpoint))
-        config = _config(checkpoint)
-        reason = why_not_supported(config, DTYPES[dtype], on_device=False)
-        if not reason:
-            blueprint = blueprint_of(config, DTYPES[dtype])
-            weights = WeightSource(tensors, blueprint.parameters(), DTYPES[dtype], torch.device("cpu"))
-            try:
-                return build_native_decoder(blueprint, weights, {}, impl=options.impl)
-            except NotNative as error:
-                reason = str(error)
-    raise UsageError(f"draft: the native decoder does not run {folder}: {reason}")
+    tensors = StoredTensors(checkpoint, describe(checkpoint))
+    try:
+        blueprint, weights = _structure(
+            _config(checkpoint), tensors, DTYPES[dtype], torch.device("cpu"), on_device=False
+        )
+        return build_native_decoder(blueprint, weights, {}, impl=options.impl)
+    except NotNative as error:
+        raise UsageError(f"draft: the native decoder does not run {checkpoint.path}: {error}") from error
+
+
+def _structure(
+    config: Any, tensors: StoredTensors, dtype: torch.dtype, device: torch.device, *, on_device: bool
+) -> tuple[Blueprint, WeightSource]:
+    """Return the structure of a model and its weights; `config` gets the dtype.
+
+    Raises:
+        NotNative: If the decoder of the CPU, or with `on_device` that of GPUs, does not support the model.
+    """
+    reason = why_not_supported(config, dtype, on_device=on_device)
+    if reason:
+        raise NotNative(reason)
+    config.dtype = dtype
+    blueprint = blueprint_of(config, dtype)
+    return blueprint, WeightSource(tensors, blueprint.parameters(), dtype, device)
 
 
 def _config(checkpoint: Checkpoint) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +237,16 @@ def test_a_model_or_draft_that_is_no_folder_is_named(tmp_path: Path) -> None:
         Engine(tmp_path / "missing")
     with pytest.raises(CheckpointError, match="no such folder"):
         Engine(STORIES, dtype="float32", draft=str(tmp_path / "missing"))
+
+
+def test_a_draft_that_the_decoder_does_not_run_is_refused_with_the_reason(tmp_path: Path) -> None:
+    shutil.copytree(STORIES, tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    config = json.loads(path.read_text()) | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    config.pop("rope_parameters", None)
+    path.write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=r"draft: the native decoder does not run .*dynamic"):
+        Engine(STORIES, dtype="float32", draft=str(tmp_path / "draft"))
 
 
 def test_a_draft_that_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

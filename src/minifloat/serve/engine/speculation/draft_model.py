@@ -13,14 +13,13 @@ from minifloat.kernels.decoder import Attention, Decoder, Experts, Layer, Mlp, R
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack, why_not
 from minifloat.kernels.quantize import quantize_rows
-from minifloat.numerics.formats import E4M3, FLOAT32
-from minifloat.numerics.granularity import CHANNEL
 from minifloat.numerics.scheme import WeightSpec, get_scheme
 from minifloat.numerics.tensor import QuantizedTensor
+from minifloat.runtime.lm_head import FP8
 
 _BODY = get_scheme("mxfp4").weight
 #: Four bits in the last linear change the largest logit far more often than in the others.
-_HEAD = WeightSpec(E4M3, CHANNEL, FLOAT32)
+_HEAD = FP8
 _Weights = TypeVar("_Weights", FusedWeights, PackedExperts)
 
 

@@ -41,7 +41,7 @@ def open_drafter(
     options: EngineOptions,
     runner: Runner,
     tokenizer: TextTokenizer,
-    read_draft: Callable[[Path], Decoder],
+    read_draft: Callable[[Checkpoint], Decoder],
 ) -> Drafter | None:
     """Make the drafter, or return None if the options ask for none.
 
@@ -86,14 +86,14 @@ def open_drafter(
 
 
 def _read_draft(
-    folder: Path, runner: NativeRunner, tokenizer: TextTokenizer, read_draft: Callable[[Path], Decoder]
+    folder: Path, runner: NativeRunner, tokenizer: TextTokenizer, read_draft: Callable[[Checkpoint], Decoder]
 ) -> ModelDrafter:
     ids = list(range(runner.vocab))
     if serving_tokenizer(folder).convert_ids_to_tokens(ids) != tokenizer.convert_ids_to_tokens(ids):
         raise UsageError(f"draft: {folder} has another vocabulary than the model; its token ids mean other text")
     with Checkpoint.open(folder) as checkpoint:
         _check_memory(sum(info.nbytes for info in checkpoint.tensors.values()), f"the draft {folder}")
-    decoder = read_draft(folder)
+        decoder = read_draft(checkpoint)
     reason = why_not_draft(runner.decoder, decoder)
     if reason:
         raise UsageError(f"draft: {folder} cannot draft for the model: {reason}")
