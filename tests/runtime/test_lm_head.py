@@ -19,7 +19,6 @@ from minifloat.layouts import describe
 from minifloat.numerics.tensor import quantize_tensor
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.quantize.rounded import DataOptions
-from minifloat.runtime import lm_head
 from minifloat.runtime.lm_head import FP8, LoadedLmHead, lm_head_of, lm_head_spec, quantize_lm_head, replace_lm_head
 from minifloat.runtime.load import load
 from minifloat.runtime.packing import Packing
@@ -79,19 +78,6 @@ def test_auto_keeps_the_layer_beside_codes_that_were_chosen_otherwise(
 def test_an_unknown_choice_lists_the_valid_ones(llama_folder: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown lm_head 'int8'.*auto, bf16, fp8"):
         load(llama_folder, lm_head="int8")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_slabs_of_rows_have_the_codes_and_scales_of_the_oracle(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lm_head, "_SLAB_ELEMENTS", 7 * 50)
-    weight = torch.randn(61, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
-    weight[3] = 0
-    expected, found = quantize_tensor(weight, FP8), quantize_lm_head(weight, FP8, tied=False)
-    assert torch.equal(found.codes, expected.codes)
-    assert torch.equal(found.scale, expected.scale)
-    assert (found.spec, found.shape) == (FP8, (61, 50))
 
 
 def test_what_cannot_be_quantized_is_named(llama_folder: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.rewrite import NEAREST, rounding_of
-from minifloat.errors import NonFiniteError, UnknownNameError, UnsupportedTensorError, UsageError
-from minifloat.kernels.quantize import quantize_rows
+from minifloat.errors import UnknownNameError, UsageError
 from minifloat.layouts import Description
 from minifloat.layouts.compressed_tensors import NAME as COMPRESSED_TENSORS
 from minifloat.layouts.inspection import format_name
@@ -30,6 +28,7 @@ from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.runtime.linear import QuantizedLinear
 from minifloat.runtime.packing import Packing
+from minifloat.runtime.round_weight import round_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,8 +42,6 @@ FP8 = WeightSpec(E4M3, CHANNEL, FLOAT32)
 #: Share of the quantized elements that must be in MXFP4 for "auto" to be FP8. Mixtures with more elements in other
 #: formats are made for their accuracy.
 _MXFP4_SHARE = 0.9
-_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-_SLAB_ELEMENTS = 1 << 22
 #: Last part of the name of output layers. Some models of transformers have other names for it: see `replace_lm_head`.
 _NAME = "lm_head"
 
@@ -95,36 +92,11 @@ def quantize_lm_head(weight: Tensor, spec: WeightSpec, *, tied: bool) -> Quantiz
         NonFiniteError: If the weight holds NaN or Inf.
         UnsupportedTensorError: If the weight has another dtype.
     """
-    if weight.dtype not in _DTYPES:
-        raise UnsupportedTensorError(
-            "lm_head.weight", f"expected one of {', '.join(_DTYPES.values())}, found {weight.dtype}"
-        )
-    rows, cols = weight.shape
-    codes = torch.empty((rows, cols), dtype=torch.uint8)
-    scales = torch.empty((rows, 1), dtype=torch.float32)
-    step = max(_SLAB_ELEMENTS // max(cols, 1), 1)
-
-    def quantize(start: int) -> int:
-        part = slice(start, start + step)
-        slab = weight[part].cpu().contiguous()
-        return quantize_rows(
-            slab.view(torch.uint8).flatten().numpy(),
-            _DTYPES[weight.dtype],
-            (len(slab), cols),
-            spec,
-            out_codes=codes[part].numpy(),
-            out_scales=scales[part].numpy(),
-        ).nonfinite
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        nonfinite = sum(pool.map(quantize, range(0, rows, step)))
-    if nonfinite:
-        raise NonFiniteError("lm_head.weight", f"holds {nonfinite} NaN or Inf; --lm-head bf16 keeps it as it is")
-    quantized = QuantizedTensor(spec, (rows, cols), codes.to(weight.device), scales.to(weight.device))
+    quantized = round_weight(weight, spec, "lm_head.weight", cure="--lm-head bf16 keeps it as it is")
     _LOG.info(
         "lm_head is quantized to %s: %s instead of %s%s; --lm-head bf16 keeps it as it is stored",
         format_name(spec, None),
-        _mib(codes.nbytes + scales.nbytes),
+        _mib(quantized.codes.nbytes + quantized.scale.nbytes),
         _mib(weight.nbytes),
         ", beside the embedding that it is tied to, which stays as it is" if tied else "",
     )

@@ -139,7 +139,7 @@ def test_the_length_gives_the_most_tokens_per_second(acceptance: float, cost: fl
 def test_drafts_stop_where_a_step_costs_more_for_each_token_and_begin_again() -> None:
     length = DraftLength(4, 0.5)
     assert length.choose(1) > 0
-    for batch in (1, 32):
+    for batch in (1, 32) * 3:
         for tokens in range(1, 6):
             length.computed(batch * tokens, 1.0 if batch == 1 else 1.0 * tokens)
         length.drafted(batch, 0.5)
@@ -150,11 +150,30 @@ def test_drafts_stop_where_a_step_costs_more_for_each_token_and_begin_again() ->
     assert tried.count(1) <= 4
 
 
+def test_single_slow_steps_do_not_change_the_length() -> None:
+    length = DraftLength(7, 0.25)
+    generator = np.random.default_rng(0)
+    chosen: list[int] = []
+    for _ in range(1000):
+        count = length.choose(1)
+        chosen.append(count)
+        slow = 4.0 if generator.random() < 0.1 else 1.0
+        length.computed(1 + count, slow * (1.0 + 0.02 * count))
+        if count:
+            length.drafted(1, 0.25)
+            length.verified(count, int((generator.random(count) < 0.8).cumprod().sum()))
+    a = 0.8
+    rates = [sum(a**i for i in range(k + 1)) / (0.25 * k + 1.0 + 0.02 * k) for k in range(8)]
+    gained = sum(rates[count] for count in chosen) / len(chosen)
+    assert gained >= 0.97 * max(rates)
+
+
 @pytest.mark.parametrize("measured", [1, 5, 8])
 def test_a_draft_that_is_never_right_is_given_up(measured: int) -> None:
     length = DraftLength(7, 0.3)
-    length.computed(measured, 0.02)
-    length.drafted(1, 0.006)
+    for _ in range(3):
+        length.computed(measured, 0.02)
+        length.drafted(1, 0.006)
     for _ in range(200):
         length.verified(7, 0)
     assert length.acceptance < 0.05

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-#: Weight of a new measurement in the running means.
+import statistics
+from collections import deque
+
+#: Weight of a new trial in the acceptance.
 _NEW = 0.1
 #: What is assumed of the acceptance at first, as trials and successes; the running sums of trials stay near 1 / _NEW.
 _TRIALS, _SUCCESSES = 5.0, 4.0
-#: Every so many steps a length beside the best is tried, so that a change is noticed.
-_TRY_EVERY = 32
+#: A time is the median of the last `_KEPT` measurements, and counts from `_ENOUGH` on: one slow step says little.
+_KEPT, _ENOUGH = 9, 3
+#: Every so many steps a length beside the best is tried for `_ENOUGH` steps, so that a change is noticed.
+_TRY_EVERY = 96
 
 
 class DraftLength:
@@ -15,8 +20,8 @@ class DraftLength:
 
     With the acceptance `a` of one draft, `k` drafts give ``(1 - a^(k+1)) / (1 - a)`` tokens per step on average. A step
     takes the time of `k` drafts and that of one step of the model with ``k + 1`` tokens per sequence. Both times are
-    running means by number of tokens; a number that was not measured yet has the time of the next smaller one that was,
-    or of the smallest.
+    medians by number of tokens. A number that was not measured often enough has the time of the next smaller one that
+    was, or of the smallest: longer drafts are tried until their times are known.
 
     Args:
         longest: The largest number of drafts.
@@ -29,8 +34,7 @@ class DraftLength:
     def __init__(self, longest: int, cost: float) -> None:
         self._longest, self._cost = longest, cost
         self._trials, self._successes = _TRIALS, _SUCCESSES
-        self._model: dict[int, float] = {}
-        self._draft: dict[int, float] = {}
+        self._model, self._draft = _Times(), _Times()
         self._steps = 0
 
     @property
@@ -42,18 +46,19 @@ class DraftLength:
         """Return the number of drafts for each of some sequences."""
         self._steps += 1
         best = max(range(self._longest + 1), key=lambda count: self._rate(sequences, count))
-        if self._steps % _TRY_EVERY:
+        period, step = divmod(self._steps, _TRY_EVERY)
+        if not period or step >= _ENOUGH:
             return best
-        # above the best length more often than below: a length that was slow once is not tried again otherwise
-        return min(best + 1, self._longest) if self._steps // _TRY_EVERY % 2 else max(best - 1, 1)
+        # above and below in turn: a length that was slow for a while is not tried again otherwise
+        return min(best + 1, self._longest) if period % 2 else max(best - 1, 0)
 
     def drafted(self, sequences: int, seconds: float) -> None:
         """Note the time of one draft of each of some sequences."""
-        _note(self._draft, sequences, seconds)
+        self._draft.note(sequences, seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Note the time of a step of the model with so many tokens."""
-        _note(self._model, tokens, seconds)
+        self._model.note(tokens, seconds)
 
     def verified(self, proposed: int, accepted: int) -> None:
         """Note how many drafts of a sequence were accepted; the first that is not ends its trials."""
@@ -65,25 +70,33 @@ class DraftLength:
     def _rate(self, sequences: int, count: int) -> float:
         """Tokens per second."""
         a = min(self.acceptance, 0.999)
-        model = _time(self._model, sequences * (1 + count))
+        model = self._model.of(sequences * (1 + count))
         if model is None:
             model = 1.0
-        draft = _time(self._draft, sequences)
+        draft = self._draft.of(sequences)
         if draft is None:
-            known = _time(self._model, sequences)
+            known = self._model.of(sequences)
             draft = self._cost * (1.0 if known is None else known)
         return (1 - a ** (count + 1)) / (1 - a) / (count * draft + model)
 
 
-def _note(times: dict[int, float], size: int, seconds: float) -> None:
-    known = times.get(size)
-    times[size] = seconds if known is None else known + _NEW * (seconds - known)
+class _Times:
+    """Times by number of tokens."""
 
+    def __init__(self) -> None:
+        self._last: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
 
-def _time(times: dict[int, float], size: int) -> float | None:
-    """Return the time of the largest measured size that is not larger, else of the smallest; None without any."""
-    known = times.get(size)
-    if known is not None or not times:
-        return known
-    smaller = [other for other in times if other < size]
-    return times[max(smaller) if smaller else min(times)]
+    def note(self, size: int, seconds: float) -> None:
+        last = self._last.setdefault(size, deque(maxlen=_KEPT))
+        last.append(seconds)
+        if len(last) >= _ENOUGH:
+            self._medians[size] = statistics.median(last)
+
+    def of(self, size: int) -> float | None:
+        """Return the time of the largest known size that is not larger, else of the smallest; None without any."""
+        known = self._medians.get(size)
+        if known is not None or not self._medians:
+            return known
+        smaller = [other for other in self._medians if other < size]
+        return self._medians[max(smaller) if smaller else min(self._medians)]

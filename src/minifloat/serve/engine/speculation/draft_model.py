@@ -12,10 +12,9 @@ from minifloat.errors import UsageError
 from minifloat.kernels.decoder import Attention, Decoder, Experts, Layer, Mlp, Rotary
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack, why_not
-from minifloat.kernels.quantize import quantize_rows
 from minifloat.numerics.scheme import WeightSpec, get_scheme
-from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.runtime.lm_head import FP8
+from minifloat.runtime.round_weight import round_weight
 
 _BODY = get_scheme("mxfp4").weight
 #: Four bits in the last linear change the largest logit far more often than in the others.
@@ -88,10 +87,7 @@ class SelfDraft:
         bits = 16.0 if weight.spec is None else weight.spec.bits_per_weight(weight.shape)
         if spec.bits_per_weight(weight.shape) >= bits or why_not(spec, weight.shape, "cpu"):
             return None
-        values = weight.dequantize(torch.bfloat16).view(torch.uint8).flatten().numpy()
-        rows = quantize_rows(values, "BF16", weight.shape, spec)
-        codes, scales = torch.from_numpy(rows.codes), torch.from_numpy(rows.scales)
-        return pack(QuantizedTensor(spec, weight.shape, codes, scales))
+        return pack(round_weight(weight.dequantize(torch.bfloat16), spec, "the draft's copy of a weight"))
 
 
 def why_not_draft(model: Decoder, draft: Decoder) -> str:
