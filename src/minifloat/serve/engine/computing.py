@@ -15,8 +15,8 @@ from minifloat.serve.engine.device.runner import DeviceRunner
 from minifloat.serve.engine.device.transfer import send
 from minifloat.serve.engine.runner import Runner
 from minifloat.serve.engine.sampling import NonFiniteLogits, sample
-from minifloat.serve.engine.sampling_device import PendingChoices
-from minifloat.serve.engine.sampling_device import sample as sample_on_device
+from minifloat.serve.engine.sampling.device import PendingChoices
+from minifloat.serve.engine.sampling.device import sample as sample_on_device
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.scoring import score
 from minifloat.serve.engine.sequence import Sequence, State

@@ -12,7 +12,7 @@ import torch
 from minifloat.serve.engine.sampling import NonFiniteLogits, SamplingParams, SamplingState, TokenChoice
 from minifloat.serve.engine.sampling import draw as draw_on_host
 from minifloat.serve.engine.sampling import sample as sample_on_host
-from minifloat.serve.engine.sampling_device import _most_probable, draw, sample
+from minifloat.serve.engine.sampling.device import _most_probable, draw, sample
 
 devices = pytest.mark.parametrize(
     "device",

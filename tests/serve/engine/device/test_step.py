@@ -26,7 +26,7 @@ from minifloat.serve.engine.device import DeviceRunner, build_device_decoder
 from minifloat.serve.engine.device.decoder import FusedLinear, Inputs, Piece, step
 from minifloat.serve.engine.device.graphs import bucket_sizes
 from minifloat.serve.engine.device.tables import COLUMNS
-from minifloat.serve.engine.sampling_device import draw
+from minifloat.serve.engine.sampling.device import draw
 from minifloat.serve.engine.scheduler import WorkItem
 
 NAMES = ["llama", "llama3-rope", "mistral", "qwen2", "qwen3"]

@@ -1,0 +1,95 @@
+"""The choice of the next tokens on the host, and its log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from minifloat.errors import UsageError
+from minifloat.serve.engine.sampling.draw import Logits
+from minifloat.serve.engine.sampling.state import SamplingState
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and its probability.
+
+    Attributes:
+        token: Token id.
+        text: Text of the token; U+FFFD for a part of a character.
+        raw: Bytes of the token, or of `text` if the tokenizer does not give them.
+        logprob: Natural logarithm of the probability.
+        top: The most probable tokens at the same position.
+    """
+
+    token: int
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class TokenChoice(NamedTuple):
+    """The token that was chosen for a sequence; `logprob` and `top` (ids and log-probabilities) only on request."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class NonFiniteLogits(Exception):
+    """The model's logits for a sequence are NaN or Inf."""
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice | Exception]:
+    """Choose the next token of each sequence.
+
+    numpy computes this in the calling thread: synchronizing torch's threads takes longer than these few rows.
+
+    Args:
+        logits: float32 ``[sequences, vocab]`` on the CPU.
+        states: States of the sequences.
+
+    Returns:
+        For each sequence the choice, or the error: `NonFiniteLogits`, or UsageError for a grammar at its limits.
+    """
+    rows: Logits = logits.numpy()
+    choices: list[TokenChoice | Exception] = []
+    for row, token, state in zip(rows, rows.argmax(axis=-1).tolist(), states, strict=True):
+        try:
+            choices.append(choose(row, state, token))
+        except (NonFiniteLogits, UsageError) as error:  # an error of this sequence; the others continue
+            choices.append(error)
+    return choices
+
+
+def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0) -> TokenChoice:
+    """Choose the next token of one sequence.
+
+    Args:
+        logits: float32 ``[vocab]``.
+        state: State of the sequence.
+        best: Index of the largest logit, or of a NaN.
+        ahead: Number of tokens between the last one added to `state` and this one; 0 if `state` changes logits.
+
+    Raises:
+        NonFiniteLogits: If the largest logit is NaN or Inf.
+        UsageError: For a grammar at its limits.
+    """
+    if not math.isfinite(logits[best]):
+        raise NonFiniteLogits(f"the model's logits are not finite (one is {logits[best]})")
+    params, token = state.params, best
+    if params.changes_logits or not params.is_greedy:
+        changed = state.change(logits) if params.changes_logits else logits
+        token = int(changed.argmax()) if params.is_greedy else state.draw(changed, ahead)
+    if params.logprobs is None:
+        return TokenChoice(token)
+    shifted = logits.astype(np.float64) - logits[best]
+    logprobs = shifted - np.log(np.exp(shifted).sum())
+    top = np.argsort(-logprobs, kind="stable")[: params.logprobs]
+    return TokenChoice(token, float(logprobs[token]), tuple(zip(top.tolist(), logprobs[top].tolist(), strict=True)))
