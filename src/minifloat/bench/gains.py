@@ -169,7 +169,7 @@ def bench(
     device: str = "cpu",
     threads: int | None = None,
     lm_head: str = "auto",
-    activations: str = "bf16",
+    activations: str = "auto",
     kv_cache_dtype: str = "auto",
     speculate: str | None = None,
     draft: str | None = None,

@@ -13,8 +13,8 @@ from minifloat.commands.options import (
     FOLDER,
     MODEL,
     SpeculationParams,
-    activations_option,
     device_option,
+    engine_activations_option,
     json_option,
     lm_head_option,
     pass_params,
@@ -70,7 +70,7 @@ class BenchParams(SpeculationParams):
 @device_option("Where both run: cpu, cuda or cuda:N.")
 @threads_option("all")
 @lm_head_option("OUT")
-@activations_option("OUT")
+@engine_activations_option("OUT")
 @click.option(
     "--kv-cache-dtype", default="auto", show_default=True, help="KV cache of OUT: auto, bfloat16, float32 or fp8."
 )

@@ -142,18 +142,30 @@ def lm_head_option(of: str = "MODEL", option: Callable[..., Any] = click.option)
 
 
 def activations_option(of: str = "MODEL", option: Callable[..., Any] = click.option) -> Callable[[_Command], _Command]:
-    """Return the option ``--activations``.
+    """Return the option ``--activations`` of commands that load a model without the engine.
 
     Args:
         of: The model whose inputs of linears it is about.
         option: Makes the option: `click.option` or `env_option`.
     """
+    help_text = f"int8: round the inputs of {of}'s linears where that is faster: less exact prompts and batches."
+    return _activations(["bf16", "int8"], help_text, option)
+
+
+def engine_activations_option(
+    of: str = "MODEL", option: Callable[..., Any] = click.option
+) -> Callable[[_Command], _Command]:
+    """Return the option ``--activations`` of commands that run the engine; arguments as `activations_option`."""
+    help_text = (
+        f"Inputs of {of}'s linears, for prompts and batches. int8 (CPU), fp8 (GPU): rounded, faster, less exact. auto: "
+        "fp8 on a GPU where the checkpoint declares it, else bf16."
+    )
+    return _activations(["auto", "bf16", "int8", "fp8"], help_text, option)
+
+
+def _activations(choices: list[str], help_text: str, option: Callable[..., Any]) -> Callable[[_Command], _Command]:
     decorator: Callable[[_Command], _Command] = option(
-        "--activations",
-        type=click.Choice(["bf16", "int8"]),
-        default="bf16",
-        show_default=True,
-        help=f"int8: round the inputs of {of}'s linears where that is faster: less exact prompts and batches.",
+        "--activations", type=click.Choice(choices), default=choices[0], show_default=True, help=help_text
     )
     return decorator
 

@@ -18,7 +18,7 @@ from minifloat.commands.options import (
     MODEL,
     POSITIVE,
     SpeculationParams,
-    activations_option,
+    engine_activations_option,
     env_option,
     lm_head_option,
     packed_cache_option,
@@ -147,7 +147,7 @@ class ServeParams(_VllmParams, SpeculationParams):
 )
 @env_option("--kv-cache-dtype", default="auto", show_default=True, help="auto, bfloat16, fp8 or float32.")
 @lm_head_option(option=env_option)
-@activations_option(option=env_option)
+@engine_activations_option(option=env_option)
 @packed_cache_option()
 @speculation_options
 @env_option("--no-prefix-cache", is_flag=True, help="Do not share equal beginnings of prompts.")

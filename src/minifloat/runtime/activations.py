@@ -1,7 +1,9 @@
-"""Inputs of linears in int8, an option of everything that runs a model: which models and devices have it.
+"""Inputs of linears in 8 bits, an option of everything that runs a model: which models and devices have it.
 
-The kernels round where that is faster (`minifloat.kernels.linear.int8_inputs`): for prompts and batches, never for the
-single row of a decode step of one sequence. The option is off by default, because it changes results.
+On a CPU the kernels round to int8 where that is faster (`minifloat.kernels.linear.int8_inputs`): for prompts and
+batches, never for the single row of a decode step of one sequence. The option is off by default, because it changes
+results. On a GPU the engine multiplies many rows in FP8 (`minifloat.runtime.linear.PREFILL_ROWS`), by default where the
+checkpoint declares that its inputs are quantized: that is the model which was calibrated and compared.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from minifloat.layouts import Description
 
 #: "bf16": inputs keep the dtype of the activations. "int8": the kernels may round them.
 ACTIVATIONS = ("bf16", "int8")
+#: Besides, for the engine. "fp8": a GPU multiplies many rows in FP8. "auto": so where the checkpoint declares quantized
+#: inputs and the GPU multiplies them, else "bf16".
+ENGINE_ACTIVATIONS = ("auto", *ACTIVATIONS, "fp8")
 #: What reports call inputs in int8.
 INT8_INPUTS = f"INT8 per group 1x{GROUP_COLS} (dynamic, where that is faster)"
 
@@ -25,7 +30,7 @@ def allows_int8(
     """Return whether inputs may be rounded to int8.
 
     Args:
-        choice: A name in `ACTIVATIONS`.
+        choice: A name in `ENGINE_ACTIVATIONS`.
         description: Description of the checkpoint.
         device: Device of the model.
         impl: As in `minifloat.runtime.load.load`. The reference rounds on every processor, at every number of rows.
@@ -36,8 +41,8 @@ def allows_int8(
         UsageError: If int8 contradicts the device or the checkpoint.
         KernelUnavailable: If this processor has no such kernels.
     """
-    if choice not in ACTIVATIONS:
-        raise UnknownNameError("activations", choice, ACTIVATIONS)
+    if choice not in ENGINE_ACTIVATIONS:
+        raise UnknownNameError("activations", choice, ENGINE_ACTIVATIONS)
     if choice != "int8":
         return False
     if device.type != "cpu":

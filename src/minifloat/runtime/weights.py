@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from minifloat.layouts import StoredWeight
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
 from minifloat.runtime.tensors import StoredTensors, check_shape, warn_of_dequantized
@@ -112,8 +113,13 @@ class WeightSource:
 
     def spec(self, parameter: str) -> WeightSpec | None:
         """Return the format of what `matrix` returns; None if it is not quantized."""
+        stored = self.stored(parameter)
+        return None if stored is None else stored.spec
+
+    def stored(self, parameter: str) -> StoredWeight | None:
+        """Return how the weight of a linear is stored; None if it is not quantized."""
         stored = self._tensors.quantized.get(self._names[parameter])
-        return None if stored is None or stored[0].expert is not None else stored[0].spec
+        return None if stored is None or stored[0].expert is not None else stored[0]
 
     def expert_specs(self, fused: str) -> list[list[tuple[WeightSpec | None, tuple[int, int]]]]:
         """Return formats and shapes of the matrices that `experts` yields."""
@@ -151,10 +157,8 @@ class WeightSource:
             UnsupportedTensorError: If the checkpoint holds integers here.
             NonFiniteError: If a scale is NaN or Inf.
         """
-        stored = self._tensors.quantized.get(self._names[parameter])
-        if stored is None or stored[0].expert is not None:
-            return self.tensor(parameter)
-        return self._to_device(self._tensors.read_weight(stored[0]))
+        stored = self.stored(parameter)
+        return self.tensor(parameter) if stored is None else self._to_device(self._tensors.read_weight(stored))
 
     def experts(self, fused: str) -> Iterator[Sequence[Tensor | QuantizedTensor]]:
         """Read a projection of all experts, one expert after the other.

@@ -73,7 +73,8 @@ class Engine:
             codes of MXFP4, else as it is stored; "bf16" is as it is stored; "fp8" is FP8, unless it is stored
             quantized.
         activations: "int8" allows the CPU's kernels to round inputs of quantized weights to int8, which is faster for
-            prompts and batches; "bf16" does not.
+            prompts and batches. "fp8" lets a GPU multiply prompts and large batches in FP8, with a second copy of the
+            weights. "bf16" does neither. "auto" is "fp8" on a GPU where the checkpoint declares quantized inputs.
         packed_cache: A folder, which only the user can write to: the native decoder keeps packed weights there, and
             the next engine for the same checkpoint maps them. None: weights are packed each time.
         prefix_cache: Share the keys and values of equal beginnings of prompts.
@@ -113,7 +114,7 @@ class Engine:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
         lm_head: str = "auto",
-        activations: str = "bf16",
+        activations: str = "auto",
         packed_cache: str | os.PathLike[str] | None = None,
         prefix_cache: bool = True,
         runner: str = "auto",

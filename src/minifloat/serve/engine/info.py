@@ -20,7 +20,9 @@ class ModelInfo:
         scheme: Schemes of the quantized weights; "none" if no weight is quantized.
         dtype: Dtype of the activations.
         lm_head: Format of the output layer in memory, and whether it was quantized while it was loaded.
-        activations: Format that inputs of quantized weights are rounded to where that is faster: "int8", or `dtype`.
+        activations: Format that inputs of quantized weights are rounded to where that is faster: "int8", "fp8", or
+            `dtype`.
+        prefill_bytes: Bytes of the second copy of the weights that inputs in FP8 are multiplied with.
         weight_bytes: Bytes of the weights as the checkpoint stores them, the embedding included.
         bf16_bytes: Bytes that all parameters would take in BF16.
         step_bytes: Bytes in memory of the weights that one token is multiplied with.
@@ -57,6 +59,7 @@ class ModelInfo:
     max_num_seqs: int
     vocab_size: int
     load_seconds: float
+    prefill_bytes: int = 0
     speculation: str = ""
     draft_bytes: int = 0
 

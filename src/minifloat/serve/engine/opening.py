@@ -31,6 +31,7 @@ from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
 from minifloat.runtime.activations import allows_int8
 from minifloat.runtime.decoder_config import read_decoder_config, read_generation
 from minifloat.runtime.devices import device_named
+from minifloat.runtime.inputs import W8A8
 from minifloat.runtime.kv_scales import kv_head_scales, kv_scales
 from minifloat.runtime.linear import QuantizedWeight
 from minifloat.runtime.lm_head import lm_head_name, lm_head_of, lm_head_spec
@@ -38,7 +39,7 @@ from minifloat.runtime.packed_cache import PackedCache
 from minifloat.runtime.tensors import StoredTensors
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import Blueprint, blueprint_of, why_not_supported
-from minifloat.serve.engine.device import DeviceRunner, build_device_decoder, why_not_on_device
+from minifloat.serve.engine.device import DeviceRunner, build_device_decoder, fp8_inputs, why_not_on_device
 from minifloat.serve.engine.info import ModelInfo
 from minifloat.serve.engine.native_decoder import build_native_decoder
 from minifloat.serve.engine.native_runner import NativeRunner
@@ -79,6 +80,7 @@ class _Loaded:
     generation_config: Any
     size: CacheSize
     lm_head: str
+    prefill_bytes: int = 0
 
 
 def open_model(
@@ -102,6 +104,10 @@ def open_model(
     with Checkpoint.open(folder) if checkpoint is None else nullcontext(checkpoint) as checkpoint:
         description = describe(checkpoint)
         int8 = allows_int8(options.activations, description, device, impl=options.impl)
+        if options.activations == "fp8" and device.type == "cpu" and options.runner != "device":
+            raise UsageError(
+                f"activations fp8: only GPUs multiply in FP8, and the model goes to {device}; CPUs have int8"
+            )
         inspection = inspect_opened(folder, checkpoint, description)
         loaded, reason = _load_decoder(checkpoint, description, options, device)
         if options.packed_cache is not None and (loaded is None or loaded.runner.name != "native"):
@@ -120,7 +126,7 @@ def open_model(
         scheme=" and ".join(formats) or "none",
         dtype=_dtype_name(loaded.dtype),
         lm_head=loaded.lm_head,
-        activations="int8" if int8 else _dtype_name(loaded.dtype),
+        activations="int8" if int8 else "fp8" if loaded.prefill_bytes else _dtype_name(loaded.dtype),
         weight_bytes=inspection.nbytes,
         bf16_bytes=inspection.elements * torch.bfloat16.itemsize,
         step_bytes=runner.weight_bytes,
@@ -132,6 +138,7 @@ def open_model(
         max_num_seqs=options.max_num_seqs,
         vocab_size=runner.vocab,
         load_seconds=time.perf_counter() - started,
+        prefill_bytes=loaded.prefill_bytes,
     )
     return OpenedModel(runner, info, loaded.config, loaded.generation_config)
 
@@ -149,10 +156,11 @@ def _load_decoder(
     load = _load_device if on_device else _load_native
     try:
         blueprint, weights = _structure(config, tensors, dtype, device, on_device=on_device)
-        runner, size, lm_head = load(blueprint, weights, tensors, options, device)
+        runner, size, lm_head, prefill_bytes = load(blueprint, weights, tensors, options, device)
     except NotNative as error:
         return None, str(error)
-    return _Loaded(runner, blueprint.architecture, dtype, config, _generation(checkpoint), size, lm_head), ""
+    generation = _generation(checkpoint)
+    return _Loaded(runner, blueprint.architecture, dtype, config, generation, size, lm_head, prefill_bytes), ""
 
 
 def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: str) -> Decoder:
@@ -225,7 +233,7 @@ def _generation(checkpoint: Checkpoint) -> Any:
 
 def _load_native(
     blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
-) -> tuple[Runner, CacheSize, str]:
+) -> tuple[Runner, CacheSize, str, int]:
     """Load the decoder of the CPU.
 
     Raises:
@@ -247,7 +255,7 @@ def _load_native(
     per_block = KVCache.bytes_per_block(decoder.cache_shapes, element)
     size = cache_size(options, blueprint.config, per_block, device)
     name = lm_head_name(decoder.lm_head.spec, torch.bfloat16, loaded=head is not None)
-    return NativeRunner(decoder, size.blocks, element, options.impl), size, name
+    return NativeRunner(decoder, size.blocks, element, options.impl), size, name, 0
 
 
 def _packed_cache(checkpoint: Checkpoint, options: EngineOptions) -> AbstractContextManager[PackedCache | None]:
@@ -263,12 +271,13 @@ def _packed_cache(checkpoint: Checkpoint, options: EngineOptions) -> AbstractCon
 
 def _load_device(
     blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
-) -> tuple[Runner, CacheSize, str]:
+) -> tuple[Runner, CacheSize, str, int]:
     """Load the decoder of GPUs, which also runs on a CPU.
 
     Raises:
         NotNative: If it does not support the model.
-        UsageError: If inputs are to be rounded to int8.
+        UsageError: If inputs are to be rounded to int8, or to FP8 and no weights are quantized.
+        KernelUnavailable: If inputs are to be rounded to FP8 and no product takes them.
     """
     if options.activations == "int8":
         raise UsageError("activations int8: the device decoder has no such kernels; the native decoder has")
@@ -280,7 +289,8 @@ def _load_device(
     element, scales = _kv_cache(tensors, options, blueprint.dtype, read_scales, (TENSOR, CHANNEL))
     positions = sequence_length(options, blueprint.config)
     head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
-    decoder = build_device_decoder(blueprint, weights, positions, impl=options.impl, lm_head=head)
+    inputs = fp8_inputs(tensors, options.activations)
+    decoder = build_device_decoder(blueprint, weights, positions, impl=options.impl, lm_head=head, inputs=inputs)
     table = torch.tensor([scales[f"{layer.name}.self_attn"] for layer in layers]) if scales else None
     per_block = PagedCache.bytes_per_block(len(decoder.layers), decoder.kv_heads, decoder.head_dim, element)
     size = cache_size(options, blueprint.config, per_block, device)
@@ -294,7 +304,8 @@ def _load_device(
     )
     weight = decoder.lm_head.weights[0]
     spec = weight.held.spec if isinstance(weight, QuantizedWeight) else None
-    return runner, size, lm_head_name(spec, decoder.dtype, loaded=head is not None)
+    name = lm_head_name(spec, decoder.dtype, loaded=head is not None)
+    return runner, size, name, 0 if inputs is None else inputs.nbytes
 
 
 def _load_transformers(
@@ -333,7 +344,8 @@ def _load_transformers(
         weight_only=True,
         impl=options.impl,
         lm_head=options.lm_head,
-        activations=options.activations,
+        activations="int8" if options.activations == "int8" else "bf16",
+        prefill=W8A8 if options.activations == "fp8" else None,
     )
     if options.kv_cache_dtype not in ("auto", _dtype_name(model.dtype)):
         raise UsageError(f"kv_cache_dtype is the native decoder's, which does not run here: {reason}")
@@ -342,7 +354,10 @@ def _load_transformers(
     size = cache_size(options, model.config, TransformersRunner.bytes_per_block(model), device)
     runner = TransformersRunner(model, size.blocks, nbytes)
     generation = getattr(model, "generation_config", None)
-    return _Loaded(runner, type(model).__name__, model.dtype, model.config, generation, size, lm_head_of(model))
+    copies = [module.prefill for module in model.modules() if isinstance(module, QuantizedWeight)]
+    prefill_bytes = sum(copy.nbytes for copy in copies if copy is not None)
+    head = lm_head_of(model)
+    return _Loaded(runner, type(model).__name__, model.dtype, model.config, generation, size, head, prefill_bytes)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

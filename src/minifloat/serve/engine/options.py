@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from minifloat.errors import UnknownNameError, UsageError
-from minifloat.runtime.activations import ACTIVATIONS
+from minifloat.runtime.activations import ENGINE_ACTIVATIONS
 from minifloat.runtime.lm_head import LM_HEADS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -32,7 +32,7 @@ class EngineOptions:
         max_model_len: Tokens of the longest sequence; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time.
         lm_head: A name in `minifloat.runtime.lm_head.LM_HEADS`.
-        activations: A name in `minifloat.runtime.activations.ACTIVATIONS`.
+        activations: A name in `minifloat.runtime.activations.ENGINE_ACTIVATIONS`.
         packed_cache: Folder of packed weights, which the native decoder maps or writes; None: it packs.
         runner: "auto", "native", "device" or "transformers".
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
@@ -53,7 +53,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     lm_head: str = "auto"
-    activations: str = "bf16"
+    activations: str = "auto"
     packed_cache: Path | None = None
     runner: str = "auto"
     impl: str = "auto"
@@ -71,7 +71,7 @@ class EngineOptions:
             ("dtype", self.dtype or "bfloat16", tuple(DTYPES)),
             ("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_DTYPES)),
             ("lm_head", self.lm_head, LM_HEADS),
-            ("activations", self.activations, ACTIVATIONS),
+            ("activations", self.activations, ENGINE_ACTIVATIONS),
             ("runner", self.runner, _RUNNERS),
             ("speculate", self.speculate or "self", SPECULATIONS),
         ):

@@ -36,6 +36,7 @@ from minifloat.runtime.lm_head import quantize_lm_head
 from minifloat.runtime.tensors import listing
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import Blueprint
+from minifloat.serve.engine.device.inputs import FP8Inputs
 from minifloat.serve.engine.rotary import rotary_frequencies
 
 _LOG = logging.getLogger(__name__)
@@ -188,7 +189,13 @@ def _attention(
 
 
 def build_device_decoder(
-    blueprint: Blueprint, weights: WeightSource, positions: int, *, impl: str, lm_head: WeightSpec | None
+    blueprint: Blueprint,
+    weights: WeightSource,
+    positions: int,
+    *,
+    impl: str,
+    lm_head: WeightSpec | None,
+    inputs: FP8Inputs | None = None,
 ) -> DeviceDecoder:
     """Read the weights of a model, and put those side by side that the same input is multiplied with.
 
@@ -199,14 +206,16 @@ def build_device_decoder(
         impl: "auto": quantized weights that have no kernel on the device are dequantized, with a warning. "reference":
             all are. Another: a weight without a kernel is an error.
         lm_head: The format that the last linear is quantized to, unless it is stored quantized; None: it is not.
+        inputs: Makes the weights that many rows are multiplied with in FP8; None: no inputs are quantized.
 
     Raises:
-        KernelUnavailable: If a weight has no kernel, and `impl` asks for one.
+        KernelUnavailable: If a weight has no kernel, and `impl` asks for one; or inputs in FP8 are asked for and no
+            weight can have them.
         TensorError: If a scale is NaN or Inf, or a tensor has a dtype that is no parameter's.
     """
     plan = blueprint.plan
     attention = plan.layers[0].attention
-    builder = _Builder(blueprint, weights, impl)
+    builder = _Builder(blueprint, weights, impl, inputs)
     with weights.reading_ahead():
         embedding = weights.tensor(plan.embedding)
         is_tied = weights.is_same_tensor(plan.embedding, plan.lm_head.weight)
@@ -234,8 +243,8 @@ def build_device_decoder(
 class _Builder:
     """Reads the weights of a model, part by part."""
 
-    def __init__(self, blueprint: Blueprint, weights: WeightSource, impl: str) -> None:
-        self._blueprint, self._weights, self._impl = blueprint, weights, impl
+    def __init__(self, blueprint: Blueprint, weights: WeightSource, impl: str, inputs: FP8Inputs | None) -> None:
+        self._blueprint, self._weights, self._impl, self._inputs = blueprint, weights, impl, inputs
         self._dequantized: dict[str, list[str]] = {}
 
     def layer(self, plan: LayerPlan) -> DeviceLayer:
@@ -278,6 +287,8 @@ class _Builder:
         self._weights.warn()
         for reason, names in self._dequantized.items():
             _LOG.warning("%d products are held dequantized, because %s: %s", len(names), reason, listing(names))
+        if self._inputs is not None:
+            self._inputs.report()
 
     def _linears(self, plans: Sequences[LinearPlan]) -> FusedLinear:
         """Return linears with the same input: as one weight where that is possible, else as several."""
@@ -292,12 +303,19 @@ class _Builder:
             fused = _side_by_side(quantized)
         if fused is not None:
             bias = _joined(biases, [weight.shape[0] for weight in weights])
-            return FusedLinear((self._held(fused, plans[0].name),), (bias,))
-        held = tuple(self._held(weight, plan.name) for weight, plan in zip(weights, plans, strict=True))
+            return FusedLinear((self._held(fused, plans[0].name, plans),), (bias,))
+        held = tuple(self._held(weight, plan.name, [plan]) for weight, plan in zip(weights, plans, strict=True))
         return FusedLinear(held, tuple(biases))
 
-    def _held(self, weight: Tensor | QuantizedTensor, name: str) -> Tensor | QuantizedWeight:
+    def _held(
+        self, weight: Tensor | QuantizedTensor, name: str, plans: Sequences[LinearPlan] = ()
+    ) -> Tensor | QuantizedWeight:
         """Return a weight in the form of the device's kernels, or dequantized.
+
+        Args:
+            weight: The weight.
+            name: Its name in messages.
+            plans: The linears that it consists of, whose inputs may be quantized.
 
         Raises:
             KernelUnavailable: If no kernel multiplies the weight, and the kernels were asked for.
@@ -307,11 +325,19 @@ class _Builder:
         module = QuantizedWeight(weight, self._blueprint.dtype)
         reason = "the reference was asked for" if self._impl == "reference" else module.pack()
         if not reason:
+            module.prefill = self._prefill(weight, plans)
             return module
         if self._impl not in ("auto", "reference"):
             raise KernelUnavailable(f"{name}: the kernels cannot multiply it: {reason}")
         self._dequantized.setdefault(reason, []).append(name)
         return weight.dequantize(self._blueprint.dtype)
+
+    def _prefill(self, weight: QuantizedTensor, plans: Sequences[LinearPlan]) -> QuantizedWeight | None:
+        if self._inputs is None:
+            return None
+        stored = [self._weights.stored(plan.weight) for plan in plans]
+        known = [each for each in stored if each is not None]
+        return self._inputs.weight(weight, known, self._blueprint.dtype) if known else None
 
 
 def _side_by_side(weights: Sequences[QuantizedTensor]) -> QuantizedTensor | None:
