@@ -25,7 +25,7 @@ def logits(tokens: int = 13, vocabulary: int = 50, seed: int = 0) -> torch.Tenso
 
 
 def score(p: torch.Tensor, q: torch.Tensor) -> TokenScores:
-    return score_tokens(Distribution(p), Distribution(q), TARGETS[: len(p)], UNITS[: len(p)])
+    return score_tokens(Distribution(p), Distribution(q), TARGETS[: len(p)], UNITS[: len(p)], UNITS[: len(p)])
 
 
 def test_kl_equals_torchs_kl_in_float64() -> None:
@@ -121,7 +121,7 @@ def test_probabilities_of_the_first_choices_equal_those_of_softmax() -> None:
 def test_scores_of_stretches_are_concatenated_field_by_field() -> None:
     whole = score(logits(seed=1), logits(seed=2))
     parts = [
-        score_tokens(Distribution(p), Distribution(q), target, unit)
+        score_tokens(Distribution(p), Distribution(q), target, unit, unit)
         for p, q, target, unit in zip(
             logits(seed=1).split(5), logits(seed=2).split(5), TARGETS.split(5), UNITS.split(5), strict=True
         )

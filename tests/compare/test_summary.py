@@ -13,7 +13,11 @@ from minifloat.compare.summary import CURVE_FRACTIONS, MARGIN_EDGES, Summary, pe
 def scores_of(p: torch.Tensor, q: torch.Tensor, units: int = 10) -> TokenScores:
     count = len(p)
     return score_tokens(
-        Distribution(p), Distribution(q), torch.arange(count) % p.shape[1], torch.arange(count) * units // count
+        Distribution(p),
+        Distribution(q),
+        torch.arange(count) % p.shape[1],
+        torch.arange(count) * units // count,
+        torch.arange(count),
     )
 
 

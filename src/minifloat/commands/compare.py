@@ -92,7 +92,13 @@ def parse_fraction(text: str) -> float:
 @click.option(
     "--data", multiple=True, metavar="DATA", help="Text, as for `calibrate`; repeatable.  [default: built in]"
 )
-@click.option("--window", type=click.IntRange(min=2), help="Tokens per window.  [default: 256]")
+@click.option(
+    "--window",
+    "--max-length",
+    "window",
+    type=click.IntRange(min=2),
+    help="Tokens per window, up to the context of the models; above 512, KL is shown by position.  [default: 256]",
+)
 @click.option("--max-tokens", type=click.IntRange(min=2), help="Stop after this many tokens of each text.")
 @click.option(
     "--max-ppl-increase",

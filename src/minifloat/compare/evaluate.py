@@ -126,6 +126,8 @@ class _RunningComparison:
         models = (self.baseline, *self.candidates)
         self.tokenizer: PreTrainedTokenizerBase = common_tokenizer(models)
         self.window = _window(options.window, longest_window(models))
+        for model in models:
+            model.check_window(self.window)
         match_experts_implementation(models)
         self.corpus = Corpus(data, self.tokenizer, self.window, options.max_tokens, self.baseline.vocab_size)
         self._extra = ExtraMeasurements(

@@ -51,7 +51,7 @@ class MeasurementLog:
         self._last_write = time.monotonic()
         with storage_errors(self._folder, "use it"):
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._check_settings(settings)
+            self._check_settings({**settings, "scores": list(_FIELDS)})
             for path in sorted(self._folder.glob("part-*.npz")):
                 self._read(path, len(worst))
 

@@ -35,6 +35,7 @@ class TokenScores:
         agree: Whether both models have the same most probable token.
         overlap: Number of the baseline's `TOP_K` most probable tokens that are among the candidate's.
         margin: Nats by which the baseline's first choice is more probable than its second.
+        position: Number of tokens before the token in its window, BOS included.
     """
 
     unit: npt.NDArray[np.int64]
@@ -44,6 +45,7 @@ class TokenScores:
     agree: npt.NDArray[np.bool_]
     overlap: npt.NDArray[np.uint8]
     margin: npt.NDArray[np.float32]
+    position: npt.NDArray[np.int32]
 
     def __len__(self) -> int:
         return len(self.kl)
@@ -113,7 +115,7 @@ def kl_divergence(p: Distribution, q: Distribution) -> Tensor:
     return (total / p.total - p.log_total + q.log_total).clamp_min(0)  # rounding can make it negative
 
 
-def score_tokens(p: Distribution, q: Distribution, targets: Tensor, units: Tensor) -> TokenScores:
+def score_tokens(p: Distribution, q: Distribution, targets: Tensor, units: Tensor, positions: Tensor) -> TokenScores:
     """Score the predictions of a slab of positions.
 
     Args:
@@ -121,6 +123,7 @@ def score_tokens(p: Distribution, q: Distribution, targets: Tensor, units: Tenso
         q: The candidate's distributions.
         targets: ``[R]`` ids of the tokens in the text.
         units: ``[R]`` numbers of the units that contain them.
+        positions: ``[R]`` numbers of tokens before them in their windows.
 
     Returns:
         The scores; NaN where a model's logits hold NaN or +Inf.
@@ -134,6 +137,7 @@ def score_tokens(p: Distribution, q: Distribution, targets: Tensor, units: Tenso
         agree=(p.top[:, 0] == q.top[:, 0]).cpu().numpy(),
         overlap=shared.to(torch.uint8).cpu().numpy(),
         margin=p.margin().float().cpu().numpy(),
+        position=positions.to(torch.int32).numpy(),
     )
 
 

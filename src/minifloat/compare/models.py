@@ -1,13 +1,15 @@
 """The models of a comparison: loading, forward passes up to the head, and the head for a few rows at a time.
 
 Logits are by far the largest tensors: 4,096 positions of a vocabulary of 151,936 take 1.2 GB in 16 bits. So a forward
-pass stops before the head, whose inputs are small, and the head runs for a few rows at a time. The head runs inside the
+pass stops before the head, whose inputs are small, and the head runs for a few rows at a time. Long windows pass the
+layers in pieces (`minifloat.compare.pieces`). The head runs inside the
 model's own forward, with the layers below it replaced by their result, so that everything a model does to its logits
 (Gemma caps them, Granite scales them) is included.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +25,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from minifloat.architecture.full_config import position_limit
 from minifloat.checkpoint import Checkpoint
 from minifloat.compare.kv_cache import CacheFactory
+from minifloat.compare.pieces import continues, piece_tokens, plain_cache, run_in_pieces
 from minifloat.errors import UsageError
 from minifloat.hub import model_folder
 from minifloat.layouts import describe
@@ -42,6 +45,8 @@ from minifloat.runtime.tokenizer import load_tokenizer
 _HEAD_LOGITS = 2**25
 #: Tokens of the trial that tells whether the head can run alone.
 _TRIAL_TOKENS = 8
+#: Largest number of logits that a model whose head cannot run alone may hold at a time: 8 GiB in float32.
+_WHOLE_LOGITS = 2**31
 #: Largest difference of logits in this trial, relative to the largest logit; rounding alone makes far less.
 _TRIAL_TOLERANCE = 1e-2
 
@@ -151,7 +156,31 @@ class Predictor:
         Where the head cannot run alone, these are the logits themselves.
         """
         ids = ids.to(self.model.device)
-        output = self._run(self.model if self._runs_whole else self.model.base_model, ids)
+        piece = piece_tokens(self.model, ids.shape[1])
+        if ids.shape[1] <= piece or not self._continues:
+            return self._features(ids, None)
+        new_cache = self.new_cache or plain_cache(self.model)
+        return run_in_pieces(self._features, ids, new_cache and new_cache(), piece)
+
+    def check_window(self, window: int) -> None:
+        """Check that the logits of a window fit into memory, where the head cannot run alone.
+
+        Raises:
+            UsageError: If they take more than `_WHOLE_LOGITS` float32 numbers.
+        """
+        if self._runs_whole and window * self.vocab_size > _WHOLE_LOGITS:
+            raise UsageError(
+                f"{self.name}: a window of {window:,} tokens has {window * self.vocab_size * 4 / 2**30:.1f} GiB of "
+                f"logits, and the output layer of {type(self.model).__name__} cannot run apart from its other layers: "
+                f"use windows of at most {_WHOLE_LOGITS // self.vocab_size:,} tokens"
+            )
+
+    @functools.cached_property
+    def _continues(self) -> bool:
+        return continues(self.model, self.name, self._features, self.new_cache or plain_cache(self.model))
+
+    def _features(self, ids: Tensor, cache: Any) -> Tensor:
+        output = self._run(self.model if self._runs_whole else self.model.base_model, ids, cache)
         features: Tensor = output.logits if self._runs_whole else output.last_hidden_state
         return features
 
@@ -190,11 +219,14 @@ class Predictor:
         weights = (module for module in self.model.modules() if isinstance(module, QuantizedWeight))
         return [weight for weight in weights if weight.activation is not None]
 
-    def _run(self, module: nn.Module, ids: Tensor) -> Any:
+    def _run(self, module: nn.Module, ids: Tensor, cache: Any = None) -> Any:
+        """Run a module after the tokens in `cache`; by default with an empty simulated cache, or without one."""
+        if cache is None and self.new_cache is not None:
+            cache = self.new_cache()
         with self.set_up():
-            if self.new_cache is None:
+            if cache is None:
                 return module(input_ids=ids, use_cache=False)
-            return module(input_ids=ids, use_cache=True, past_key_values=self.new_cache())
+            return module(input_ids=ids, use_cache=True, past_key_values=cache)
 
     @torch.inference_mode()
     def _head_runs_alone(self) -> bool:

@@ -80,7 +80,9 @@ class ScoringPass:
     def _score(self, batch: WindowBatch) -> list[TokenScores]:
         """Return the scores of each candidate on a batch."""
         targets = batch.ids[:, 1:].flatten()
-        units = batch.units[:, None].expand(-1, batch.ids.shape[1] - 1).flatten()
+        windows, width = batch.ids.shape
+        units = batch.units[:, None].expand(-1, width - 1).flatten()
+        positions = torch.arange(1, width).repeat(windows)
         features = [model.features(batch.ids)[:, :-1].flatten(0, 1) for model in self._models]
         parts: list[list[TokenScores]] = [[] for _ in self._models[1:]]
         rows = self._models[0].head_rows()
@@ -92,7 +94,7 @@ class ScoringPass:
                 where = slice(start + first, start + min(first + slab, len(logits[0])))
                 p, *others = (Distribution(of_model[first : first + slab].to(device)) for of_model in logits)
                 for candidate, q in enumerate(others):
-                    scores = score_tokens(p, q, targets[where], units[where])
+                    scores = score_tokens(p, q, targets[where], units[where], positions[where])
                     self._refuse_nan(scores, candidate)
                     self.worst[candidate].add(scores, p, q, batch, where.start)
                     parts[candidate].append(scores)

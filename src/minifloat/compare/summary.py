@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from minifloat.compare.intervals import Estimate, FloatArray, mean_interval, quantile_interval, sums_by_unit
 from minifloat.compare.metrics import TOP_K, TokenScores
+from minifloat.compare.positions import Positions, by_position
 
 #: Lower ends of the bins of `MarginBin`, in nats between the baseline's first and second choice.
 MARGIN_EDGES = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -65,6 +66,7 @@ class Summary:
         topk_overlap: Fraction of the baseline's ten most probable tokens that are among the candidate's ten.
         margins: Agreement by the baseline's margin.
         kl_curve: Pairs of a fraction of the tokens and the KL divergence that this fraction stays below.
+        positions: The KL divergence by position in the window; None if all windows are short.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Summary:
     topk_overlap: Estimate
     margins: tuple[MarginBin, ...]
     kl_curve: tuple[tuple[float, float], ...]
+    positions: Positions | None = None
 
 
 def perplexity(nll: FloatArray) -> float:
@@ -143,6 +146,7 @@ def summarize(name: str, scores: TokenScores, nbytes: float, unit: str, vocab_si
             (fraction, float(value))
             for fraction, value in zip(CURVE_FRACTIONS, np.quantile(scores.kl, CURVE_FRACTIONS), strict=True)
         ),
+        positions=by_position(scores),
     )
 
 

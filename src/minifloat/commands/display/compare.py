@@ -17,14 +17,17 @@ from minifloat.compare.pages.words import (
     confidence_text,
     formats_text,
     generation_text,
+    late_text,
     note_lines,
     override_options,
     partial_text,
+    position_label,
     size_lines,
     suggestion_text,
     unmet_lines,
     verdict_line,
 )
+from minifloat.compare.positions import Positions
 from minifloat.compare.result import CandidateResult, Comparison
 from minifloat.compare.summary import Summary
 from minifloat.report.text import visible
@@ -42,6 +45,8 @@ def print_comparison(comparison: Comparison) -> None:
             escape(f"{baseline_name(comparison)} -> {name}: {size_lines(comparison, candidate)}"), soft_wrap=True
         )
         console.print(_table(candidate))
+        if candidate.overall.positions is not None:
+            console.print(_positions_table(candidate.overall.positions))
         for line in _lines(candidate):
             console.print(escape(line), soft_wrap=True)
         console.print()
@@ -69,6 +74,14 @@ def _table(candidate: CandidateResult) -> Table:
     return table
 
 
+def _positions_table(positions: Positions) -> Table:
+    """Return the table of ranges of positions, on all texts together."""
+    table = make_table("positions", "tokens", "KL, nats", right=("positions", "tokens", "KL, nats"))
+    for row in positions.ranges:
+        table.add_row(position_label(row), f"{row.tokens:,}", escape(with_interval(row.kl_mean, digits=1)))
+    return table
+
+
 def _cells(summary: Summary) -> list[str]:
     return [
         f"{summary.tokens:,}",
@@ -81,6 +94,8 @@ def _cells(summary: Summary) -> list[str]:
 
 def _lines(candidate: CandidateResult) -> Iterator[str]:
     overall = candidate.overall
+    if overall.positions is not None and overall.positions.late is not None:
+        yield late_text(overall.positions.late)
     yield (
         f"KL median {number(overall.kl_median.value, 3)}, p99 {number(overall.kl_p99.value, 3)}, "
         f"p99.9 {number(overall.kl_p999.value, 3)}, max {number(overall.kl_max, 3)}; same top-1 "

@@ -20,6 +20,7 @@ from minifloat.compare.pages.words import (
     confidence_text,
     formats_text,
     generation_text,
+    late_text,
     machine_facts,
     note_lines,
     override_options,
@@ -62,6 +63,7 @@ def card_section(comparison: Comparison) -> str:
         markdown(confidence_text()),
         "",
         *_numbers(pairs),
+        *_late(pairs),
         *_tasks(pairs),
         *_generation_and_attribution(pairs),
         *_worst(pairs),
@@ -125,6 +127,15 @@ def _row(summary: Summary) -> list[str]:
         with_interval(summary.top1_agreement, as_percent=True),
         with_interval(summary.topk_overlap, as_percent=True),
     ]
+
+
+def _late(pairs: _Pairs) -> Iterator[str]:
+    """Yield a sentence on late positions for each candidate that ran over long windows."""
+    for name, candidate in pairs:
+        positions = candidate.overall.positions
+        if positions is not None and positions.late is not None:
+            label = f"{name}: " if len(pairs) > 1 else ""
+            yield from (f"{label}{markdown(late_text(positions.late))}.", "")
 
 
 def _tasks(pairs: _Pairs) -> list[str]:

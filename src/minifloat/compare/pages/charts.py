@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from minifloat.compare.attribution import Attribution, ModuleDamage
 from minifloat.compare.generation import GreedyDivergence
 from minifloat.compare.pages.numbers import increase, number, percent, with_interval
+from minifloat.compare.pages.words import position_label
 from minifloat.compare.result import CandidateResult
 from minifloat.compare.verdict import Tolerance
 from minifloat.report.axes import Axis
@@ -82,6 +83,18 @@ def margin_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) ->
             )
     caption = "The same first choice, by how sure the baseline was: nats between its first and second choice"
     return dot_figure(rows, names, caption, Axis("top-1 agreement", percent=True, high=1.0))
+
+
+def position_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> str:
+    """Draw the mean KL divergence by position in the window, on all texts together."""
+    found = [candidate.overall.positions for candidate in candidates]
+    rows = []
+    for place, first in enumerate(found[0].ranges if found[0] is not None else ()):
+        means = [positions.ranges[place].kl_mean for positions in found if positions is not None]
+        dots = [Dot(mean.value, with_interval(mean, digits=1), mean.low, mean.high) for mean in means]
+        rows.append((f"{position_label(first)} ({first.tokens:,} tokens)", dots))
+    caption = "Mean KL divergence with its 95% interval, by position in the window"
+    return dot_figure(rows, names, caption, Axis("KL divergence, nats per token", low=0.0))
 
 
 def survival_chart(divergences: Sequence[tuple[str, GreedyDivergence]]) -> str:

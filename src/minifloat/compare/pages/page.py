@@ -16,6 +16,7 @@ from minifloat.compare.pages.charts import (
     layer_charts,
     margin_chart,
     module_chart,
+    position_chart,
     survival_chart,
 )
 from minifloat.compare.pages.examples import greedy_samples, worst_tokens
@@ -29,10 +30,12 @@ from minifloat.compare.pages.words import (
     confidence_text,
     formats_text,
     generation_text,
+    late_text,
     machine_facts,
     note_lines,
     override_options,
     partial_text,
+    position_label,
     smaller,
     suggestion_text,
     tolerance_text,
@@ -72,6 +75,7 @@ def compare_page(comparison: Comparison) -> str:
         _verdicts(comparison, names),
         _perplexity(comparison, names),
         _divergence(comparison, names),
+        _positions(comparison, names),
         _agreement(comparison, names),
         tasks_section([(name, candidate.tasks) for name, candidate in zip(names, comparison.candidates, strict=True)]),
         _generation(comparison, names),
@@ -165,6 +169,25 @@ def _divergence(comparison: Comparison, names: Sequence[str]) -> str:
     )
     rows = _by_text(comparison, names, columns, cells)
     return section("KL divergence", paragraph(note), kl_chart(comparison.candidates, names), rows)
+
+
+def _positions(comparison: Comparison, names: Sequence[str]) -> str:
+    parts = []
+    for heading, candidate in zip(_headings(names), comparison.candidates, strict=True):
+        positions = candidate.overall.positions
+        if positions is not None:
+            rows: list[list[Cell]] = [
+                [position_label(r), f"{r.tokens:,}", f"{r.units:,}", _cell(r.kl_mean)] for r in positions.ranges
+            ]
+            text = paragraph(f"{late_text(positions.late)}.") if positions.late is not None else ""
+            unit = f"{candidate.overall.unit.replace(' or ', 's or ')}s"
+            parts.append(subsection(heading, text, table(("positions", "tokens", unit, "mean KL"), rows)))
+    note = (
+        "A token's position is the number of tokens before it in its window. Low precision can fail late in long "
+        "windows, where a mean over the whole window hides it."
+    )
+    chart = position_chart(comparison.candidates, names)
+    return section("KL divergence by position", paragraph(note), chart, *parts) if parts else ""
 
 
 def _agreement(comparison: Comparison, names: Sequence[str]) -> str:

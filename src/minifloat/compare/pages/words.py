@@ -14,6 +14,7 @@ from minifloat.compare.attribution import Attribution, Suggestion
 from minifloat.compare.generation import GreedyDivergence
 from minifloat.compare.intervals import CONFIDENCE, FEWEST_UNITS
 from minifloat.compare.pages.numbers import NO_INTERVAL, change, number, percent, short, with_interval
+from minifloat.compare.positions import LateChange, PositionRange
 from minifloat.compare.result import CandidateResult, Comparison, ModelRecord
 from minifloat.compare.verdict import Check, Outcome, Tolerance
 from minifloat.report.text import short_names, size_text, visible
@@ -161,6 +162,26 @@ def formats_text(model: ModelRecord) -> str:
 def smaller(comparison: Comparison, candidate: CandidateResult) -> str:
     """Return how many times smaller than the baseline the candidate is."""
     return f"{comparison.baseline.nbytes / max(candidate.model.nbytes, 1):.2f}x"
+
+
+def position_label(positions: PositionRange) -> str:
+    """Return the first and last position of a range."""
+    return f"{positions.low:,} to {positions.high:,}"
+
+
+def late_text(late: LateChange) -> str:
+    """Say whether the models differ more late in the windows than early in them."""
+    where = f"positions from {late.late_start:,} on"
+    change = with_interval(late.change, signed=True)
+    found = (
+        f"mean KL {number(late.late_kl, 3)} there and {number(late.early_kl, 3)} at positions below "
+        f"{late.early_end:,}, change {change} nats per token"
+    )
+    if not late.change.known:
+        return f"Too few documents or windows to say whether {where} are worse: {found}"
+    if late.worse:
+        return f"Late positions are worse: the models differ more at {where}: {found}"
+    return f"Late positions are not significantly worse: at {where}: {found}"
 
 
 def generation_text(generation: GreedyDivergence) -> str:
