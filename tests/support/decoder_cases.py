@@ -23,6 +23,7 @@ from minifloat.kernels.decoder import (
     Norm,
     Rotary,
     Router,
+    SequenceStates,
     StepBatch,
     step,
 )
@@ -165,6 +166,7 @@ class Session:
         impl: Of `step`.
         contexts: Keys of each sequence so far, by its name.
         blocks: Of each sequence.
+        states: Filled with NaN, for a decoder that has any.
     """
 
     decoder: Decoder
@@ -172,12 +174,16 @@ class Session:
     impl: str
     contexts: dict[str, int] = field(default_factory=dict)
     blocks: dict[str, list[int]] = field(default_factory=dict)
+    states: SequenceStates | None = None
 
     @classmethod
     def start(cls, decoder: Decoder, impl: str, blocks: int = 64, element: str = "float32") -> Session:
         cache = KVCache(decoder.cache_shapes, blocks, element)
         cache.data.fill_(0xFF)
-        return cls(decoder, cache, impl)
+        states = SequenceStates(decoder.state_floats, 8) if decoder.state_floats else None
+        if states is not None:
+            states.data.fill_(float("nan"))
+        return cls(decoder, cache, impl, states=states)
 
     def __post_init__(self) -> None:
         order = torch.randperm(self.cache.blocks, generator=torch.Generator().manual_seed(3))
@@ -205,11 +211,12 @@ class Session:
             contexts=_int32([self.contexts[name] for name in new]),
             blocks=_int32([self.blocks[n] + [-1] * (width - len(self.blocks[n])) for n in new]),
             logits=_int32(list(range(len(flat)) if logits is None else logits)),
+            slots=_int32([7 - list(self.blocks).index(name) for name in new]),
         )
 
     def run(self, new: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """Run a step and return the logits of all new tokens of each sequence."""
-        logits = step(self.decoder, self.cache, self.batch(new), self.impl)
+        logits = step(self.decoder, self.cache, self.batch(new), self.impl, self.states)
         parts = torch.split_with_sizes(logits, [len(tokens) for tokens in new.values()])
         return dict(zip(new, parts, strict=True))
 

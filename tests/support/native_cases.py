@@ -48,6 +48,22 @@ _GROUPS: dict[str, Any] = {
 }
 _PARTIAL = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
 
+_DELTA: dict[str, Any] = {
+    "head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "rope_parameters": _PARTIAL,
+}
+_SHARED: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 96,
+}
+
 #: Name -> ``model_type`` and what its config has beside the common sizes.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -75,6 +91,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
     ),
+    "qwen3_next": ("qwen3_next", {**_DELTA, **_SHARED, "norm_topk_prob": True, "mlp_only_layers": [2]}),
+    "qwen3_5_text": ("qwen3_5_text", {**_DELTA, "attention_bias": True, "linear_num_value_heads": 2}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA, **_SHARED}),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "gpt_oss": (
         "gpt_oss",

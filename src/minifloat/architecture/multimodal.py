@@ -27,12 +27,14 @@ _AROUND = {
     "llava": "LlavaForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
 _RENAMINGS = (
     (r"^(?:model\.)?language_model\.lm_head\.", "lm_head."),
     (r"^(?:model\.)?language_model\.(?:model\.)?", "model."),
 )
-_UNUSED = (r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|image_newline)(\.|$)",)
+_UNUSED = (r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|image_newline)(\.|$)",)
 
 
 def text_of(config: Any) -> TextModel:

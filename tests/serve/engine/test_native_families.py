@@ -64,6 +64,13 @@ def expected_logits(name: str) -> torch.Tensor:
     return logits
 
 
+def memory_of_blocks(engine: Engine, count: int) -> int:
+    """Bytes of a cache of some blocks, and of as many states of sequences as take less than those blocks."""
+    blocks = engine.info.kv_bytes_per_token * 16 * count
+    state = engine.info.state_bytes // engine.info.max_num_seqs
+    return blocks + (blocks // state * state if state else 0)
+
+
 def decoder_of(folder: Path, change: Callable[[Blueprint], Blueprint] = lambda blueprint: blueprint) -> Decoder:
     with Checkpoint.open(folder) as checkpoint:
         tensors = StoredTensors(checkpoint, describe(checkpoint))
@@ -102,8 +109,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, folder_of: Callable[
     assert engine.info.runner == "native", engine.info.reason_not_native
     assert [list(engine.generate([tokens], GREEDY)[0].tokens) for tokens in PROMPTS] == answers
     assert [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)] == answers
-    memory = engine.info.kv_bytes_per_token * 16 * 7
-    small = Engine(folder_of(name), dtype="float32", kv_cache_memory=memory, max_model_len=80)
+    small = Engine(folder_of(name), dtype="float32", kv_cache_memory=memory_of_blocks(engine, 7), max_model_len=80)
     assert [list(completion.tokens) for completion in small.generate(PROMPTS, GREEDY)] == answers
 
 
@@ -139,6 +145,7 @@ _WITHOUT: dict[str, Any] = {
     "factor": 1.0,
     "normalize": False,
     "kind": "softmax",
+    "grouped": False,
     "shared_gate": None,
     "shared": None,
     "gate_up_bias": None,
@@ -193,6 +200,7 @@ def test_every_part_of_a_plan_changes_the_logits(name: str, folder_of: Callable[
 def test_quantized_models_make_the_tokens_of_transformers_code(scheme: str, name: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
     sizes |= {"moe_intermediate_size": 128} if "moe_intermediate_size" in CASES[name][1] else {}
+    sizes |= {"linear_value_head_dim": 32} if "linear_value_head_dim" in CASES[name][1] else {}
     folder = write(model_of(name, **sizes).bfloat16(), tmp_path / "m")
     if name == "gpt_oss":  # which has a layout of its own, for MXFP4 alone
         quantize_checkpoint(folder, tmp_path / "q", "mxfp4", layout="gpt-oss")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from minifloat.architecture.decoder.families import cohere, gemma, glm, gpt_oss, granite, llama, mixtral, olmo
+from minifloat.architecture.decoder.families import cohere, gemma, glm, gpt_oss, granite, llama, mixtral, olmo, qwen_next
 from minifloat.architecture.decoder.plan import DecoderPlan, NotNative
 
 __all__ = ["NATIVE", "DecoderPlan", "NativeFamily", "NotNative", "decoder_plan", "why_not_type"]
@@ -29,6 +29,10 @@ _COMMON = (
 _GROUPED = "first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob"
 _SPARSE = "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts"
 _GRANITE = "attention_multiplier embedding_multiplier logits_scaling residual_multiplier"
+_DELTA = (
+    "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim"
+)
+_SHARED = "moe_intermediate_size num_experts shared_expert_intermediate_size"
 _CAPS = "attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar use_bidirectional_attention"
 
 
@@ -84,6 +88,9 @@ NATIVE: dict[str, NativeFamily] = {
         "Qwen2MoeForCausalLM", mixtral.qwen2_moe, f"{_SPARSE} qkv_bias shared_expert_intermediate_size"
     ),
     "qwen3_moe": NativeFamily("Qwen3MoeForCausalLM", mixtral.qwen3_moe, _SPARSE),
+    "qwen3_next": NativeFamily("Qwen3NextForCausalLM", qwen_next.qwen3_next, f"{_DELTA} {_SHARED} {_SPARSE}"),
+    "qwen3_5_text": NativeFamily("Qwen3_5ForCausalLM", qwen_next.qwen3_5, _DELTA),
+    "qwen3_5_moe_text": NativeFamily("Qwen3_5MoeForCausalLM", qwen_next.qwen3_5_moe, f"{_DELTA} {_SHARED}"),
     "olmoe": NativeFamily("OlmoeForCausalLM", mixtral.olmoe, "clip_qkv norm_topk_prob num_experts"),
     "gpt_oss": NativeFamily("GptOssForCausalLM", gpt_oss.gpt_oss, "swiglu_alpha swiglu_limit"),
     "gemma": NativeFamily("GemmaForCausalLM", gemma.gemma, "use_bidirectional_attention"),

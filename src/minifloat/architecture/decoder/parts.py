@@ -12,6 +12,7 @@ from minifloat.architecture.decoder.plan import (
     ActivationPlan,
     AttentionPlan,
     DecoderPlan,
+    DeltaPlan,
     ExpertsPlan,
     LayerPlan,
     LinearPlan,
@@ -208,7 +209,9 @@ def experts(config: Any, name: str, count: int, intermediate: int, router: Route
     )
 
 
-def pre_norm_layer(config: Any, index: int, attention: AttentionPlan, mlp: MlpPlan | ExpertsPlan) -> LayerPlan:
+def pre_norm_layer(
+    config: Any, index: int, attention: AttentionPlan | DeltaPlan, mlp: MlpPlan | ExpertsPlan
+) -> LayerPlan:
     """Return a layer with RMS norms before attention and before the MLP."""
     name = layer_name(index)
     return LayerPlan(

@@ -96,6 +96,7 @@ class AttentionPlan:
         qkv: Projections whose rows are those of q, k and v, one after the other.
         out: Projection of the result.
         sinks: Name of the scores ``[heads]`` that take part in the softmax, or None.
+        gated: Whether the rows of q are those of q and of a gate for each head.
     """
 
     heads: int
@@ -112,6 +113,51 @@ class AttentionPlan:
     sinks: str | None = None
     score_cap: float | None = None
     clip: float | None = None
+    gated: bool = False
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its parameters by name, in the order in which they are read."""
+        sinks: dict[str, tuple[int, ...]] = {} if self.sinks is None else {self.sinks: (self.heads,)}
+        return _shapes(*self.qkv, self.out, self.q_norm, self.k_norm) | sinks
+
+
+@dataclass(frozen=True)
+class DeltaPlan:
+    """A gated delta rule in the place of attention; fields as in `minifloat.kernels.decoder.DeltaNet`.
+
+    Attributes:
+        qkvz: Projections whose rows are those of q, k, v and z, one after the other, or `grouped`.
+        ba: Projections whose rows are those of b and a, one after the other, or `grouped`.
+        out: Projection of the result.
+        conv: Name of the weight ``[channels, 1, conv_width]`` of the convolution.
+        decay: Name of the logarithms ``[v_heads]`` of the decays.
+        dt_bias: Name of what is added to a, ``[v_heads]``.
+        norm: The norm of the results of each head.
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_width: int
+    qkvz: tuple[LinearPlan, ...]
+    ba: tuple[LinearPlan, ...]
+    out: LinearPlan
+    conv: str
+    decay: str
+    dt_bias: str
+    norm: NormPlan
+    grouped: bool = False
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its parameters by name, in the order in which they are read."""
+        channels = 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+        rest: dict[str, tuple[int, ...]] = {
+            self.conv: (channels, 1, self.conv_width),
+            self.decay: (self.v_heads,),
+            self.dt_bias: (self.v_heads,),
+        }
+        return _shapes(*self.qkvz, *self.ba, self.out) | rest | self.norm.shapes()
 
 
 @dataclass(frozen=True)
@@ -205,7 +251,7 @@ class LayerPlan:
 
     name: str
     input_norm: NormPlan | None
-    attention: AttentionPlan
+    attention: AttentionPlan | DeltaPlan
     mlp_norm: NormPlan | None
     mlp: MlpPlan | ExpertsPlan
     attention_norm: NormPlan | None = None
@@ -243,3 +289,10 @@ class DecoderPlan:
     logits_cap: float | None = None
     renamings: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
+
+
+def _shapes(*parts: LinearPlan | NormPlan | None) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        shapes |= {} if part is None else part.shapes()
+    return shapes

@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 13
+#define MINIFLOAT_ABI_VERSION 15
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -198,7 +198,7 @@ enum minifloat_cache_element { MINIFLOAT_CACHE_F32 = 0, MINIFLOAT_CACHE_BF16 = 1
 // The parts of a step whose times are measured.
 enum minifloat_step_part {
     MINIFLOAT_STEP_LINEARS = 0,
-    MINIFLOAT_STEP_ATTENTION = 1,
+    MINIFLOAT_STEP_ATTENTION = 1,  // the gated delta rule too
     MINIFLOAT_STEP_ROWS = 2,  // norms, rotation, writing into the cache, activations, residuals, routing
     MINIFLOAT_STEP_PARTS = 3,
 };
@@ -296,10 +296,24 @@ struct minifloat_attention {
     int32_t whole_norms;   // not 0: q_norm and k_norm are of all heads together; 0: of each head
     int32_t head_weights;  // not 0: their weights are [heads * head_dim]; 0: [head_dim]
     int32_t values;        // minifloat_values
+    int32_t gated;         // not 0: rows of q are [q | gate] for each head; results are multiplied by sigmoid(gate)
     float scale;
     float score_cap;  // 0: none; else scores are cap * tanh(score / cap)
     float clip;       // 0: none; else the products are clamped to -clip .. clip
     float k_scale, v_scale;
+};
+
+// A gated delta rule in the place of attention; kernels/decoder/delta.py describes the arrays.
+struct minifloat_delta {
+    struct minifloat_product qkvz, ba, out;
+    const float* conv;           // [conv_width, 2 * k_heads * k_dim + v_heads * v_dim], oldest token first
+    const float* decay;          // [v_heads]
+    const float* dt_bias;        // [v_heads]
+    struct minifloat_norm norm;  // of the results of each head
+    int64_t state_before;        // floats of the state of a sequence before those of this layer
+    int32_t k_heads, v_heads, k_dim, v_dim;
+    int32_t conv_width;
+    int32_t grouped;  // not 0: the rows of a product are those of each key head in turn; 0: of q, of k, ...
 };
 
 struct minifloat_mlp {
@@ -314,6 +328,7 @@ struct minifloat_layer {
     struct minifloat_norm mlp_norm;        // of the input of the MLP
     struct minifloat_norm result_norm;     // of its result
     struct minifloat_attention attention;
+    const struct minifloat_delta* delta;      // null: attention
     const struct minifloat_experts* experts;  // null: a plain MLP
     struct minifloat_mlp mlp;                 // the MLP, or the one that experts share
     int32_t parallel;       // not 0: the MLP does not see the result of attention
@@ -338,6 +353,8 @@ struct minifloat_decoder {
 struct minifloat_step_args {
     const struct minifloat_decoder* decoder;
     uint8_t* cache;             // per cache of a layer [cache_blocks, kv_heads, a block of one head]
+    float* states;              // [slots, state_floats] or null: states of sequences for the gated delta rules
+    const int32_t* slots;       // [sequences] or null: the state of each
     const int32_t* tokens;      // [token_count]
     const int32_t* positions;   // [token_count]
     const int32_t* starts;      // [sequences + 1]
@@ -346,7 +363,7 @@ struct minifloat_step_args {
     const int32_t* logit_rows;  // [logit_count]
     float* logits;              // [logit_count, lm_head_rows]
     int64_t* nanoseconds;       // null, or [MINIFLOAT_STEP_PARTS], added to
-    int64_t cache_blocks;
+    int64_t cache_blocks, state_floats;
     int32_t cache_element;
     int32_t token_count, sequences, block_columns, logit_count;
     int32_t threads;

@@ -237,12 +237,19 @@ bool valid(const minifloat_decoder& d, const minifloat_attention& a) {
     return a.heads > 0 && a.kv_heads > 0 && a.heads % a.kv_heads == 0;
 }
 
+bool valid(const minifloat_step_args& a, const minifloat_delta& d) {
+    if (a.states == nullptr || a.slots == nullptr || d.k_dim < 1 || d.v_dim < 1 || d.conv_width < 1) return false;
+    return d.k_heads > 0 && d.v_heads > 0 && d.v_heads % d.k_heads == 0;
+}
+
 bool valid(const minifloat_step_args& a) {
     if (a.token_count < 1 || a.sequences < 1 || a.logit_count < 0) return false;
     const minifloat_decoder& d = *a.decoder;
     if (a.cache_element < MINIFLOAT_CACHE_F32 || a.cache_element > MINIFLOAT_CACHE_E4M3) return false;
-    for (int32_t i = 0; i < d.layer_count; ++i)
-        if (!valid(d, d.layers[i].attention)) return false;
+    for (int32_t i = 0; i < d.layer_count; ++i) {
+        const minifloat_layer& layer = d.layers[i];
+        if (layer.delta == nullptr ? !valid(d, layer.attention) : !valid(a, *layer.delta)) return false;
+    }
     return known_dtype(d.dtype);
 }
 

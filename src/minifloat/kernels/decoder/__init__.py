@@ -15,10 +15,12 @@ from minifloat.kernels.decoder import cpu, reference
 from minifloat.kernels.decoder.attention import Attention
 from minifloat.kernels.decoder.cache import ELEMENTS, KVCache
 from minifloat.kernels.decoder.check import check
+from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.experts import Experts, Router
 from minifloat.kernels.decoder.mlp import Activation, Mlp
 from minifloat.kernels.decoder.norm import Norm
 from minifloat.kernels.decoder.rotary import Rotary
+from minifloat.kernels.decoder.states import SequenceStates
 from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, Layer, StepBatch
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Activation",
     "Attention",
     "Decoder",
+    "DeltaNet",
     "Experts",
     "KVCache",
     "Layer",
@@ -35,6 +38,7 @@ __all__ = [
     "Norm",
     "Rotary",
     "Router",
+    "SequenceStates",
     "StepBatch",
     "step",
 ]
@@ -42,7 +46,9 @@ __all__ = [
 IMPLEMENTATIONS = ("auto", "reference", "cpu")
 
 
-def step(decoder: Decoder, cache: KVCache, batch: StepBatch, impl: str = "auto") -> Tensor:
+def step(
+    decoder: Decoder, cache: KVCache, batch: StepBatch, impl: str = "auto", states: SequenceStates | None = None
+) -> Tensor:
     """Put the new tokens of a batch into the cache and compute the requested logits.
 
     Every number is float32, except the inputs and outputs of linears and the queries, which are rounded to
@@ -56,9 +62,11 @@ def step(decoder: Decoder, cache: KVCache, batch: StepBatch, impl: str = "auto")
 
     Args:
         decoder: The model.
-        cache: A cache of the decoder's `cache_shapes`; the only argument that is written.
+        cache: A cache of the decoder's `cache_shapes`; written.
         batch: The new tokens and the requested logits.
         impl: "auto" (the native library if it is loaded, else the reference), "reference" or "cpu".
+        states: The states of the sequences, of the decoder's `state_floats` if that is not 0; written. If the step
+            fails while it runs, the states of its sequences are lost: they begin at position 0 again.
 
     Returns:
         float32 ``[R, vocab]``, a row for each entry of `StepBatch.logits`.
@@ -66,7 +74,7 @@ def step(decoder: Decoder, cache: KVCache, batch: StepBatch, impl: str = "auto")
     Raises:
         UnknownNameError: If there is no such `impl`.
         KernelUnavailable: If ``impl="cpu"`` cannot run here.
-        ShapeError: If the cache does not fit the decoder, or the batch is inconsistent; nothing was written.
+        ShapeError: If the cache or the states do not fit the decoder or the batch, or the batch is inconsistent; nothing was written.
         UnsupportedTensorError: If a tensor of the batch is not int32, contiguous, on the CPU; nothing was written.
     """
     if impl not in IMPLEMENTATIONS:
@@ -74,8 +82,14 @@ def step(decoder: Decoder, cache: KVCache, batch: StepBatch, impl: str = "auto")
     reason = cpu.why_not()
     if impl == "cpu" and reason:
         raise KernelUnavailable(f"step(impl='cpu') cannot run: {reason}")
-    check(decoder, cache, batch)
+    check(decoder, cache, batch, states)
+    if states is not None and batch.slots is not None:
+        states.begin(batch.slots)
     if impl != "reference" and not reason:
-        return cpu.step(decoder, cache, batch)
-    with torch.no_grad():
-        return reference.step(decoder, cache, batch)
+        logits = cpu.step(decoder, cache, batch, states=states)
+    else:
+        with torch.no_grad():
+            logits = reference.step(decoder, cache, batch, states)
+    if states is not None and batch.slots is not None:
+        states.end(batch.slots, batch.contexts)
+    return logits

@@ -26,7 +26,7 @@ class Attention:
         kv_heads: Number of key-value heads; divides `heads`.
         head_dim: Size of a head, even, at most `MAX_HEAD_DIM`.
         scale: Factor of the product of q and k.
-        qkv: The rows of q ``[heads * d, hidden]``, k and v ``[kv_heads * d, hidden]``, in one to three weights. Without
+        qkv: The rows of q ``[heads * d, hidden]`` (twice as many if `gated`), k and v ``[kv_heads * d, hidden]``, in one to three weights. Without
             values of its own, the layer has no rows of v; with those of another layer, none of k.
         qkv_bias: A bias or None for each weight of `qkv`, of one dtype; or None.
         out: ``[hidden, heads * d]``.
@@ -39,6 +39,8 @@ class Attention:
         window: A query sees the last `window` keys, its own included; None for all keys up to its own.
         sinks: float32 ``[heads]``: a score of each head that takes part in the softmax and has no value; or None.
         score_cap: Scores become ``cap * tanh(score / cap)``; None: they do not.
+        gated: Whether the rows of q are those of q and of a gate for each head, by whose sigmoid its result is
+            multiplied.
         clip: q, k and v are clamped to this magnitude after their products; None: they are not.
         values: One of `VALUES`.
         k_scale: The scale of k in an E4M3 cache; ignored by other caches.
@@ -62,6 +64,7 @@ class Attention:
     sinks: Tensor | None = None
     score_cap: float | None = None
     clip: float | None = None
+    gated: bool = False
     values: str = "own"
     k_scale: float = 1.0
     v_scale: float = 1.0
@@ -77,7 +80,8 @@ class Attention:
     def sections(self) -> list[int]:
         """Rows of q, k and v in `qkv`; as many of them as there are."""
         rows = self.kv_heads * self.head_dim
-        return [self.heads * self.head_dim, *[rows] * {"own": 2, "keys": 1, "shared": 0}[self.values]]
+        queries = self.heads * self.head_dim * (2 if self.gated else 1)
+        return [queries, *[rows] * {"own": 2, "keys": 1, "shared": 0}[self.values]]
 
     def check(self, name: str, hidden: int) -> None:
         """Validate sizes and dtypes; `name` is the prefix of field names in errors.
@@ -90,6 +94,8 @@ class Attention:
         self._check_sizes(name)
         if self.values not in VALUES:
             raise UnknownNameError(f"{name}.values", self.values, VALUES)
+        if self.gated and (self.whole_norms or self.clip is not None):
+            raise UnsupportedTensorError(f"{name}.gated", "expected neither norms over all heads nor clipped heads")
         d, heads = self.head_dim, self.heads
         expect_weights(f"{name}.qkv", self.qkv, sum(self.sections), hidden)
         expect_biases(f"{name}.qkv_bias", self.qkv_bias, self.qkv)

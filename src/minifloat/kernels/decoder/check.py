@@ -11,18 +11,20 @@ import torch
 from numpy.typing import NDArray
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
+from minifloat.kernels.decoder.attention import Attention
 from minifloat.kernels.decoder.cache import KVCache
+from minifloat.kernels.decoder.states import SequenceStates
 from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, StepBatch
 
 _Array = NDArray[np.int32]
 _RANKS = {"tokens": 1, "positions": 1, "starts": 1, "contexts": 1, "blocks": 2, "logits": 1}
 
 
-def check(decoder: Decoder, cache: KVCache, batch: StepBatch) -> None:
+def check(decoder: Decoder, cache: KVCache, batch: StepBatch, states: SequenceStates | None = None) -> None:
     """Validate the arguments of a step.
 
     Raises:
-        ShapeError: If the cache does not fit the decoder, sizes do not match, or a number is out of range; the error
+        ShapeError: If the cache or the states do not fit the decoder or the batch, sizes do not match, or a number is out of range; the error
             names the field.
         UnsupportedTensorError: If a tensor of the batch is not int32, contiguous, on the CPU.
     """
@@ -50,11 +52,25 @@ def check(decoder: Decoder, cache: KVCache, batch: StepBatch) -> None:
         at = int((positions != expected).argmax())
         raise ShapeError("positions", f"expected {expected[at]} for token {at}, got {positions[at]}")
     _check_blocks(cache, blocks, _first_key(decoder, first), first, contexts)
+    if decoder.state_floats:
+        _check_states(decoder, batch, states, first)
+
+
+def _check_states(decoder: Decoder, batch: StepBatch, states: SequenceStates | None, first: _Array) -> None:
+    if states is None or states.data.shape[1] != decoder.state_floats:
+        found = None if states is None else states.data.shape[1]
+        raise ShapeError("states", f"expected {decoder.state_floats} numbers of each sequence, got {found}")
+    if batch.slots is None:
+        raise ShapeError("slots", "expected a slot for each sequence, got None")
+    slots = _array(batch, "slots", 1)
+    if slots.shape != first.shape:
+        raise ShapeError("slots", f"expected {list(first.shape)}, got {list(slots.shape)}")
+    states.check(slots.tolist(), first.tolist())
 
 
 def _first_key(decoder: Decoder, first: _Array) -> _Array:
     """Return the first position that a query at `first` or later sees in any layer."""
-    windows = [layer.attention.window for layer in decoder.layers]
+    windows = [layer.attention.window for layer in decoder.layers if isinstance(layer.attention, Attention)]
     sizes = [window for window in windows if window is not None]
     if len(sizes) < len(windows):
         return np.zeros_like(first)

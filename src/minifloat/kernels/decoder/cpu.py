@@ -16,10 +16,12 @@ from torch import Tensor
 from minifloat.kernels import native, threads
 from minifloat.kernels.decoder.attention import VALUES, Attention
 from minifloat.kernels.decoder.cache import ELEMENTS, KVCache, elements_per_block
+from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.experts import ROUTERS, Experts, Router
 from minifloat.kernels.decoder.mlp import ACTIVATIONS, Activation, Mlp
 from minifloat.kernels.decoder.norm import Norm
 from minifloat.kernels.decoder.rotary import Rotary
+from minifloat.kernels.decoder.states import SequenceStates
 from minifloat.kernels.decoder.types import Decoder, Layer, StepBatch
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.moe import PackedExperts
@@ -37,7 +39,13 @@ def why_not() -> str:
     return native.why_unavailable() if native.load() is None else ""
 
 
-def step(decoder: Decoder, cache: KVCache, batch: StepBatch, nanoseconds: Tensor | None = None) -> Tensor:
+def step(
+    decoder: Decoder,
+    cache: KVCache,
+    batch: StepBatch,
+    nanoseconds: Tensor | None = None,
+    states: SequenceStates | None = None,
+) -> Tensor:
     """Implement `minifloat.kernels.decoder.step` for validated arguments.
 
     Args:
@@ -45,6 +53,7 @@ def step(decoder: Decoder, cache: KVCache, batch: StepBatch, nanoseconds: Tensor
         cache: The cache; written.
         batch: The new tokens and the requested logits.
         nanoseconds: None, or int64 ``[len(PARTS)]``, to which the time of each part is added.
+        states: The states of the sequences, for a decoder that has any; written.
 
     Returns:
         float32 ``[R, rows of lm_head]``.
@@ -61,6 +70,8 @@ def step(decoder: Decoder, cache: KVCache, batch: StepBatch, nanoseconds: Tensor
         structs.StepArgs(
             decoder=ctypes.addressof(described.decoder),
             cache=cache.data.data_ptr(),
+            states=None if states is None else states.data.data_ptr(),
+            slots=_address(batch.slots),
             tokens=batch.tokens.data_ptr(),
             positions=batch.positions.data_ptr(),
             starts=batch.starts.data_ptr(),
@@ -70,6 +81,7 @@ def step(decoder: Decoder, cache: KVCache, batch: StepBatch, nanoseconds: Tensor
             logits=logits.data_ptr(),
             nanoseconds=None if nanoseconds is None else nanoseconds.data_ptr(),
             cache_blocks=cache.blocks,
+            state_floats=decoder.state_floats,
             cache_element=_CACHE_ELEMENTS[cache.element],
             token_count=batch.tokens.shape[0],
             sequences=batch.contexts.shape[0],
@@ -116,13 +128,19 @@ class _Described:
             attention_norm=_norm(layer.attention_norm),
             mlp_norm=_norm(layer.mlp_norm),
             result_norm=_norm(layer.result_norm),
-            attention=self._attention(layer.attention),
             parallel=layer.parallel,
             residual_factor=layer.residual_factor,
         )
-        rotary = layer.attention.rotary
-        args.attention.rotary = -1 if rotary is None else decoder.rotaries.index(rotary)
-        args.attention.cache_before = elements_per_block(decoder.cache_shapes[: decoder.caches[index]])
+        if isinstance(layer.attention, DeltaNet):
+            delta = self._delta(layer.attention)
+            delta.state_before = decoder.states_before[index]
+            self._structures.append(delta)
+            args.delta = ctypes.addressof(delta)
+        else:
+            rotary = layer.attention.rotary
+            args.attention = self._attention(layer.attention)
+            args.attention.rotary = -1 if rotary is None else decoder.rotaries.index(rotary)
+            args.attention.cache_before = elements_per_block(decoder.cache_shapes[: decoder.caches[index]])
         mlp = layer.mlp
         if isinstance(mlp, Experts):
             experts = self._experts(mlp)
@@ -148,11 +166,29 @@ class _Described:
             whole_norms=attention.whole_norms,
             head_weights=attention.has_head_weights,
             values=VALUES.index(attention.values),
+            gated=attention.gated,
             scale=attention.scale,
             score_cap=attention.score_cap or 0.0,
             clip=attention.clip or 0.0,
             k_scale=attention.k_scale,
             v_scale=attention.v_scale,
+        )
+
+    def _delta(self, delta: DeltaNet) -> structs.DeltaArgs:
+        return structs.DeltaArgs(
+            qkvz=self._product(delta.qkvz, None),
+            ba=self._product(delta.ba, None),
+            out=self._product((delta.out,), None),
+            conv=delta.conv.data_ptr(),
+            decay=delta.decay.data_ptr(),
+            dt_bias=delta.dt_bias.data_ptr(),
+            norm=_norm(delta.norm),
+            k_heads=delta.k_heads,
+            v_heads=delta.v_heads,
+            k_dim=delta.k_dim,
+            v_dim=delta.v_dim,
+            conv_width=delta.width,
+            grouped=delta.grouped,
         )
 
     def _mlp(self, mlp: Mlp) -> structs.MlpArgs:

@@ -14,22 +14,29 @@ from torch.nn import functional
 
 from minifloat.kernels.decoder.attention import Attention
 from minifloat.kernels.decoder.cache import KVCache
+from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.experts import Experts
 from minifloat.kernels.decoder.mlp import Mlp
 from minifloat.kernels.decoder.norm import Norm
+from minifloat.kernels.decoder.states import SequenceStates
 from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, Layer, StepBatch
 from minifloat.kernels.linear import int8_reference
 from minifloat.kernels.pack import PackedWeight
 
 
-def step(decoder: Decoder, cache: KVCache, batch: StepBatch) -> Tensor:
+def step(decoder: Decoder, cache: KVCache, batch: StepBatch, states: SequenceStates | None = None) -> Tensor:
     """Implement `minifloat.kernels.decoder.step` for validated arguments."""
     x = decoder.embedding[batch.tokens].float() * decoder.embedding_factor
     turns = {rotary: rotary.turns(batch.positions) for rotary in decoder.rotaries}
     for i, layer in enumerate(decoder.layers):
         attention, normed = layer.attention, _normed(x, layer.input_norm).to(decoder.dtype)
-        turn = None if attention.rotary is None else turns[attention.rotary]
-        attended = _attention(decoder, attention, decoder.caches[i], cache, batch, turn, normed).float()
+        if isinstance(attention, DeltaNet):
+            assert states is not None
+            state = states.data[:, decoder.states_before[i] : decoder.states_before[i + 1]]
+            attended = _delta(decoder, attention, batch, state, normed).float()
+        else:
+            turn = None if attention.rotary is None else turns[attention.rotary]
+            attended = _attention(decoder, attention, decoder.caches[i], cache, batch, turn, normed).float()
         before = x
         x = x + _normed(attended, layer.attention_norm) * layer.residual_factor
         if not layer.parallel:
@@ -58,7 +65,7 @@ def _attention(
     x: Tensor,
 ) -> Tensor:
     """Write the new keys and values into cache `layer`; return ``[T, hidden]`` in the decoder's dtype."""
-    q, k, v = _heads(decoder, attention, x, turn)
+    q, k, v, gate = _heads(decoder, attention, x, turn)
     q = q.to(decoder.dtype).float()
     scales = (attention.k_scale, attention.v_scale)
     starts, contexts = batch.starts.tolist(), batch.contexts.tolist()
@@ -76,26 +83,49 @@ def _attention(
         begin *= BLOCK_TOKENS
         keys, values = keys[: context - begin], values[: context - begin]
         out[rows] = _attend(attention, q[rows], keys, values, positions, begin)
+    if gate is not None:
+        out = out.to(decoder.dtype).float() * gate.sigmoid()
     return _linear(decoder, out.flatten(1).to(decoder.dtype), attention.out, attention.out_bias)
+
+
+def _delta(decoder: Decoder, delta: DeltaNet, batch: StepBatch, states: Tensor, x: Tensor) -> Tensor:
+    """Continue the states ``[slots, floats]`` of a layer; return ``[T, hidden]`` in the decoder's dtype."""
+    assert batch.slots is not None
+    products = (_side_by_side(decoder, x, weights).float() for weights in (delta.qkvz, delta.ba))
+    parts = delta.split(*products)
+    out = torch.empty(len(x), delta.out.shape[1])
+    for s, slot in enumerate(batch.slots.tolist()):
+        rows = slice(int(batch.starts[s]), int(batch.starts[s + 1]))
+        if int(batch.positions[rows][0]) == 0:
+            states[slot] = 0.0
+        inputs, z, b, a = (part[rows] for part in parts)
+        out[rows] = delta.run(inputs, z, b, a, states[slot])
+    return _linear(decoder, out.to(decoder.dtype), delta.out)
 
 
 def _heads(
     decoder: Decoder, attention: Attention, x: Tensor, turn: tuple[Tensor, Tensor] | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return q, k and v of rows, float32 ``[T, heads, d]``, normed and rotated; None: k and v of another layer."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return q, k and v of rows, float32 ``[T, heads, d]``, normed and rotated, and the gates of the results.
+
+    None: k and v are those of another layer; there are no gates.
+    """
     product = _side_by_side(decoder, x, attention.qkv, attention.qkv_bias).float()
     if attention.clip is not None:
         product = product.clamp(-attention.clip, attention.clip)
     sections = torch.split_with_sizes(product, attention.sections, dim=-1)
     parts = [part.view(len(x), -1, attention.head_dim) for part in sections]
+    gate = None
+    if attention.gated:
+        parts[0], gate = parts[0][:, ::2], parts[0][:, 1::2]
     norms = [attention.q_norm, attention.k_norm]
     prepared = []
     for part, norm in zip(parts[:2], norms, strict=False):
         normed = part if norm is None else _normed_heads(part, norm, attention.whole_norms)
         prepared.append(normed if turn is None or attention.rotary is None else attention.rotary.rotate(normed, turn))
     if len(parts) == 1:
-        return prepared[0], None, None
-    return prepared[0], prepared[1], _normed(parts[-1], attention.v_norm)
+        return prepared[0], None, None, gate
+    return prepared[0], prepared[1], _normed(parts[-1], attention.v_norm), gate
 
 
 def _normed_heads(x: Tensor, norm: Norm, whole: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 A decoder is a description made of parts (`norm.py`, `rotary.py`, `attention.py`, `mlp.py`, `experts.py`); the step in
 C++ and its reference in PyTorch compute what the parts say. Not described: absolute positions, ALiBi, latent attention,
-recurrent states.
+recurrent states other than those of the gated delta rule.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels.decoder.attention import Attention
+from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.expect import expect, expect_weights
 from minifloat.kernels.decoder.experts import Experts
 from minifloat.kernels.decoder.mlp import Mlp
@@ -33,7 +34,7 @@ class Layer:
 
     Attributes:
         input_norm: Norm of the input of attention; None: attention reads x itself.
-        attention: The attention.
+        attention: The attention, or what takes its place.
         mlp_norm: Norm of the input of the MLP; None: it reads x itself, or, where `parallel`, what attention reads.
         mlp: The MLP or the experts.
         attention_norm: Norm of the result of attention, or None.
@@ -44,7 +45,7 @@ class Layer:
     """
 
     input_norm: Norm | None
-    attention: Attention
+    attention: Attention | DeltaNet
     mlp_norm: Norm | None
     mlp: Mlp | Experts
     attention_norm: Norm | None = None
@@ -60,7 +61,8 @@ class Layer:
             ShapeError: If sizes do not match.
             UnsupportedTensorError: If a field has a value that is not supported.
         """
-        if (self.cache_of is None) == (self.attention.values == "shared"):
+        is_shared = isinstance(self.attention, Attention) and self.attention.values == "shared"
+        if (self.cache_of is None) == is_shared:
             raise ShapeError(f"{name}.cache_of", "expected a layer where keys and values are shared, else None")
         norms = {
             "input_norm": self.input_norm,
@@ -122,23 +124,40 @@ class Decoder:
     @cached_property
     def rotaries(self) -> tuple[Rotary, ...]:
         """The rotary embeddings of all layers, each once."""
-        found = (layer.attention.rotary for layer in self.layers)
+        found = (layer.attention.rotary for layer in self.layers if isinstance(layer.attention, Attention))
         return tuple(dict.fromkeys(rotary for rotary in found if rotary is not None))
 
     @cached_property
     def caches(self) -> tuple[int, ...]:
-        """The index of each layer's cache in `cache_shapes`."""
+        """The index of each layer's cache in `cache_shapes`; without meaning for layers that have none."""
         indices: list[int] = []
         count = 0
         for layer in self.layers:
             indices.append(count if layer.cache_of is None else indices[layer.cache_of])
-            count += layer.cache_of is None
+            count += layer.cache_of is None and isinstance(layer.attention, Attention)
         return tuple(indices)
 
     @cached_property
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """Key-value heads and size of a head of each cache that `KVCache` holds."""
-        return tuple(layer.attention.cache_shape for layer in self.layers if layer.cache_of is None)
+        return tuple(
+            layer.attention.cache_shape
+            for layer in self.layers
+            if isinstance(layer.attention, Attention) and layer.cache_of is None
+        )
+
+    @cached_property
+    def states_before(self) -> tuple[int, ...]:
+        """Where the state of each layer begins in the state of a sequence, and at the end its size."""
+        before = [0]
+        for layer in self.layers:
+            before.append(before[-1] + (layer.attention.state_floats if isinstance(layer.attention, DeltaNet) else 0))
+        return tuple(before)
+
+    @property
+    def state_floats(self) -> int:
+        """Size of the state of a sequence in all layers (`SequenceStates`); 0 if it has none."""
+        return self.states_before[-1]
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -155,7 +174,7 @@ class Decoder:
             source = layer.cache_of
             if source is not None and not 0 <= source < i:
                 raise ShapeError(f"layers.{i}.cache_of", f"expected an earlier layer, got {source}")
-            if source is not None and self.layers[source].attention.cache_shape != layer.attention.cache_shape:
+            if source is not None and _cache_shape(self.layers[source]) != _cache_shape(layer):
                 raise ShapeError(f"layers.{i}.cache_of", f"layer {source} has other key-value heads")
 
 
@@ -172,6 +191,7 @@ class StepBatch:
         blocks: ``[S, B]``: the token at position p of sequence s is in block ``blocks[s, p // BLOCK_TOKENS]``, row
             ``p % BLOCK_TOKENS``. Entries that no query of the step sees are ignored; -1 by convention.
         logits: ``[R]``: indices into `tokens` of the tokens whose logits are computed.
+        slots: ``[S]``: the slot of each sequence in `SequenceStates`; not read where the decoder has no states.
     """
 
     tokens: Tensor
@@ -180,3 +200,8 @@ class StepBatch:
     contexts: Tensor
     blocks: Tensor
     logits: Tensor
+    slots: Tensor | None = None
+
+
+def _cache_shape(layer: Layer) -> tuple[int, int] | None:
+    return layer.attention.cache_shape if isinstance(layer.attention, Attention) else None

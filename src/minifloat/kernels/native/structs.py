@@ -287,11 +287,33 @@ class AttentionArgs(ctypes.Structure):
         ("whole_norms", ctypes.c_int32),
         ("head_weights", ctypes.c_int32),
         ("values", ctypes.c_int32),
+        ("gated", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("score_cap", ctypes.c_float),
         ("clip", ctypes.c_float),
         ("k_scale", ctypes.c_float),
         ("v_scale", ctypes.c_float),
+    ]
+
+
+class DeltaArgs(ctypes.Structure):
+    """``struct minifloat_delta``."""
+
+    _fields_ = [
+        ("qkvz", ProductArgs),
+        ("ba", ProductArgs),
+        ("out", ProductArgs),
+        ("conv", ctypes.c_void_p),
+        ("decay", ctypes.c_void_p),
+        ("dt_bias", ctypes.c_void_p),
+        ("norm", NormArgs),
+        ("state_before", ctypes.c_int64),
+        ("k_heads", ctypes.c_int32),
+        ("v_heads", ctypes.c_int32),
+        ("k_dim", ctypes.c_int32),
+        ("v_dim", ctypes.c_int32),
+        ("conv_width", ctypes.c_int32),
+        ("grouped", ctypes.c_int32),
     ]
 
 
@@ -315,6 +337,7 @@ class LayerArgs(ctypes.Structure):
         ("mlp_norm", NormArgs),
         ("result_norm", NormArgs),
         ("attention", AttentionArgs),
+        ("delta", ctypes.c_void_p),
         ("experts", ctypes.c_void_p),
         ("mlp", MlpArgs),
         ("parallel", ctypes.c_int32),
@@ -350,6 +373,8 @@ class StepArgs(ctypes.Structure):
     _fields_ = [
         ("decoder", ctypes.c_void_p),
         ("cache", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("starts", ctypes.c_void_p),
@@ -359,6 +384,7 @@ class StepArgs(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("nanoseconds", ctypes.c_void_p),
         ("cache_blocks", ctypes.c_int64),
+        ("state_floats", ctypes.c_int64),
         ("cache_element", ctypes.c_int32),
         ("token_count", ctypes.c_int32),
         ("sequences", ctypes.c_int32),

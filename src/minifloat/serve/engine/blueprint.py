@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from minifloat.architecture.decoder import NATIVE, decoder_plan, why_not_type
-from minifloat.architecture.decoder.plan import DecoderPlan, ExpertsPlan, LinearPlan, MlpPlan, NormPlan, NotNative
+from minifloat.architecture.decoder.plan import AttentionPlan, DecoderPlan, ExpertsPlan, LinearPlan, MlpPlan, NormPlan, NotNative
 from minifloat.architecture.multimodal import text_of
 from minifloat.checkpoint import CONFIG_FILE
 from minifloat.errors import ConfigError
@@ -48,9 +48,7 @@ class Blueprint:
         for layer in plan.layers:
             attention, mlp = layer.attention, layer.mlp
             shapes |= _norm_shapes(layer.input_norm, layer.attention_norm)
-            shapes |= _shapes(*attention.qkv, attention.out)
-            shapes |= _norm_shapes(attention.q_norm, attention.k_norm)
-            shapes |= {} if attention.sinks is None else {attention.sinks: (attention.heads,)}
+            shapes |= attention.shapes()
             shapes |= _norm_shapes(layer.mlp_norm, layer.result_norm)
             if isinstance(mlp, MlpPlan):
                 shapes |= _shapes(*mlp.gate_up, mlp.down)
@@ -106,7 +104,7 @@ def blueprint_of(config: Any, dtype: torch.dtype) -> Blueprint:
             raise ValueError(f"pad_token_id: expected a token of {values.vocab_size}, found {padding}")
         plan = decoder_plan(values)
         for layer in plan.layers:
-            if layer.attention.rotary is not None:
+            if isinstance(layer.attention, AttentionPlan) and layer.attention.rotary is not None:
                 rotary_frequencies(layer.attention.rotary)  # a missing parameter is an error before a weight is read
         plan = replace(plan, renamings=(*text.renamings, *plan.renamings), unused=(*text.unused, *plan.unused))
         return Blueprint(text.architecture or NATIVE[values.model_type].architecture, config, dtype, plan)

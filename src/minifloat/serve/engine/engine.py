@@ -64,10 +64,10 @@ class Engine:
         path: A folder or a model of the hub, quantized or not. Quantized inputs that it declares are left out.
         dtype: Dtype of the activations: "bfloat16", "float16" or "float32"; None: the checkpoint's.
         device: "cpu", "cuda" or "cuda:N".
-        kv_cache_memory: Bytes of the KV cache; None: up to 1 GiB, and on a GPU most of what the weights leave free.
+        kv_cache_memory: Bytes of the KV cache and of states of sequences; None: up to 1 GiB, and on a GPU most of what the weights leave free.
         kv_cache_dtype: "auto" (FP8 where the checkpoint has scales for it), "bfloat16", "fp8" or "float32".
         max_model_len: Tokens of the longest sequence, prompt and output; None: what model and cache hold.
-        max_num_seqs: Sequences that run at a time; others wait.
+        max_num_seqs: Sequences that run at a time; others wait. Fewer run where their states do not fit (`info`).
         max_num_batched_tokens: Tokens that one step computes; None: 512, on a GPU 4096.
         lm_head: Output layer: "auto" is FP8 per channel beside weights that `minifloat quantize` rounded to the nearest
             codes of MXFP4, else as it is stored; "bf16" is as it is stored; "fp8" is FP8, unless it is stored
@@ -164,11 +164,15 @@ class Engine:
         self._decoder = TokenDecoder(self.tokenizer)
         self._end_tokens = end_tokens(opened.generation_config, opened.config, self.tokenizer)
         self._grammars = Grammars(self.tokenizer, self._runner.vocab, sorted(self._end_tokens))
-        shares = prefix_cache and self._runner.name != "transformers"
-        self._pool = BlockPool(self.info.kv_blocks, share=shares)
+        reason = self.info.reason_no_prefix_cache
+        if prefix_cache and reason and self._runner.name != "transformers":
+            _LOG.info("no prefix cache, equal beginnings of prompts are computed again: %s", reason)
+        if not prefix_cache and not reason:
+            self.info = dataclasses.replace(self.info, reason_no_prefix_cache="it is switched off")
+        self._pool = BlockPool(self.info.kv_blocks, share=prefix_cache and not reason)
         self._scheduler = Scheduler(
             self._pool,
-            max_sequences=max_num_seqs,
+            max_sequences=self.info.max_num_seqs,
             max_tokens=max_num_batched_tokens,
             max_prompt_tokens_beside=_PROMPT_TOKENS_BESIDE if on_cpu else _PROMPT_TOKENS_BESIDE_ON_GPU,
             preempted=self._release,

@@ -17,6 +17,7 @@ from torch import Tensor
 from minifloat.architecture.decoder.plan import (
     ActivationPlan,
     AttentionPlan,
+    DeltaPlan,
     ExpertsPlan,
     LayerPlan,
     LinearPlan,
@@ -32,6 +33,7 @@ from minifloat.kernels.decoder import (
     Activation,
     Attention,
     Decoder,
+    DeltaNet,
     Experts,
     Layer,
     Mlp,
@@ -178,7 +180,7 @@ class _Builder:
         return Layer(
             input_norm=self.norm_or_none(plan.input_norm),
             attention_norm=self.norm_or_none(plan.attention_norm),
-            attention=self._attention(plan.attention, kv_scales),
+            attention=self._mixer(plan.attention, kv_scales),
             mlp_norm=self.norm_or_none(plan.mlp_norm),
             result_norm=self.norm_or_none(plan.result_norm),
             mlp=self._mlp(plan.mlp) if isinstance(plan.mlp, MlpPlan) else self._experts(plan.mlp),
@@ -291,6 +293,25 @@ class _Builder:
             self._rotaries[plan] = Rotary(*rotary_frequencies(plan), interleaved=plan.interleaved)
         return None if plan is None else self._rotaries[plan]
 
+    def _mixer(self, plan: AttentionPlan | DeltaPlan, kv_scales: tuple[float, float]) -> Attention | DeltaNet:
+        return self._delta(plan) if isinstance(plan, DeltaPlan) else self._attention(plan, kv_scales)
+
+    def _delta(self, plan: DeltaPlan) -> DeltaNet:
+        return DeltaNet(
+            k_heads=plan.k_heads,
+            v_heads=plan.v_heads,
+            k_dim=plan.k_dim,
+            v_dim=plan.v_dim,
+            qkvz=self._fused(plan.qkvz),
+            ba=self._fused(plan.ba),
+            out=self._linear(plan.out),
+            conv=self.weights.tensor(plan.conv).float()[:, 0].T.contiguous(),
+            decay=self.weights.tensor(plan.decay).float().exp(),
+            dt_bias=self.weights.tensor(plan.dt_bias).float().contiguous(),
+            norm=self.norm(plan.norm),
+            grouped=plan.grouped,
+        )
+
     def _attention(self, plan: AttentionPlan, kv_scales: tuple[float, float]) -> Attention:
         return Attention(
             heads=plan.heads,
@@ -309,6 +330,7 @@ class _Builder:
             sinks=self._vector(plan.sinks),
             score_cap=plan.score_cap,
             clip=plan.clip,
+            gated=plan.gated,
             k_scale=kv_scales[0],
             v_scale=kv_scales[1],
         )

@@ -7,11 +7,13 @@ from collections.abc import Sequence as Sequences
 import torch
 from torch import Tensor
 
-from minifloat.kernels.decoder import Decoder, Experts, KVCache, StepBatch, step
+from minifloat.kernels.decoder import Decoder, DeltaNet, Experts, KVCache, SequenceStates, StepBatch, step
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
 from minifloat.serve.engine.speculation.draft_item import DraftItem
+
+_NO_PREFIXES = "its layers with a gated delta rule keep one state of each sequence, which blocks of the cache do not hold"
 
 
 class NativeRunner:
@@ -22,23 +24,35 @@ class NativeRunner:
         blocks: Number of blocks of the KV cache.
         element: Format of the keys and values, one of `minifloat.kernels.decoder.cache.ELEMENTS`.
         impl: As in `minifloat.kernels.decoder.step`.
+        slots: Number of sequences that run at a time; a decoder with states has memory for those of as many.
         cache: The KV cache; None makes one.
 
     Attributes:
         decoder: The model.
         cache: The KV cache.
+        states: The states of sequences; None: the decoder has none.
     """
 
     name = "native"
 
     def __init__(
-        self, decoder: Decoder, blocks: int, element: str, impl: str = "auto", *, cache: KVCache | None = None
+        self,
+        decoder: Decoder,
+        blocks: int,
+        element: str,
+        impl: str = "auto",
+        *,
+        slots: int = 1,
+        cache: KVCache | None = None,
     ) -> None:
         self.decoder, self._impl = decoder, impl
         if cache is None:
             cache = KVCache(decoder.cache_shapes, blocks, element)
         self.cache = cache
         self.weight_bytes = round(_bytes_per_token(decoder))
+        self.states = SequenceStates(decoder.state_floats, slots) if decoder.state_floats else None
+        self.state_bytes = 0 if self.states is None else self.states.nbytes
+        self.reason_no_prefixes = "" if self.states is None else _NO_PREFIXES
         self.kv_element, self.kv_bytes = element, cache.nbytes
         self.vocab = decoder.lm_head.shape[0]
 
@@ -49,10 +63,10 @@ class NativeRunner:
 
     def run(self, works: Sequences[WorkItem | DraftItem]) -> Tensor:
         """Compute tokens, as `Runner.run`."""
-        return step(self.decoder, self.cache, batch_of(works), impl=self._impl)
+        return step(self.decoder, self.cache, batch_of(works), self._impl, self.states)
 
     def release(self, sequence: Sequence) -> None:
-        """Do nothing: a sequence has no state but its blocks, which the scheduler owns."""
+        """Do nothing: a sequence has no state but in its blocks and its slot, which the scheduler owns."""
 
 
 def batch_of(works: Sequences[WorkItem | DraftItem]) -> StepBatch:
@@ -61,6 +75,7 @@ def batch_of(works: Sequences[WorkItem | DraftItem]) -> StepBatch:
     positions: list[int] = []
     starts, contexts = [0], []
     logits: list[int] = []
+    slots = [-1 if work.sequence.slot is None else work.sequence.slot for work in works]
     width = max(len(work.sequence.blocks) for work in works)
     blocks = []
     for work in works:
@@ -72,7 +87,7 @@ def batch_of(works: Sequences[WorkItem | DraftItem]) -> StepBatch:
         blocks.append(used + [-1] * (width - len(used)))
         logits += range(len(tokens) - work.logits, len(tokens))
     return StepBatch(
-        *(torch.tensor(values, dtype=torch.int32) for values in (tokens, positions, starts, contexts, blocks, logits))
+        *(torch.tensor(values, dtype=torch.int32) for values in (tokens, positions, starts, contexts, blocks, logits, slots))
     )
 
 
@@ -81,7 +96,9 @@ def _bytes_per_token(decoder: Decoder) -> float:
     total: float = decoder.lm_head.nbytes
     for layer in decoder.layers:
         mlp = layer.mlp
-        weights = [*layer.attention.qkv, layer.attention.out]
+        attention = layer.attention
+        inputs = (*attention.qkvz, *attention.ba) if isinstance(attention, DeltaNet) else attention.qkv
+        weights = [*inputs, attention.out]
         if isinstance(mlp, Experts):
             stacks = (*mlp.gate_up, mlp.down)
             total += sum(weight.nbytes for stack in stacks for weight in stack) * mlp.router.top_k / len(mlp.down)

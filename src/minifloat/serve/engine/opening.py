@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from minifloat.architecture.decoder import NotNative
+from minifloat.architecture.decoder.plan import AttentionPlan
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.hub import model_name
@@ -135,10 +136,12 @@ def open_model(
         kv_bytes_per_token=loaded.size.bytes_per_block // BLOCK_TOKENS,
         kv_blocks=loaded.size.blocks,
         max_model_len=loaded.size.max_model_len,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=loaded.size.slots,
         vocab_size=runner.vocab,
         load_seconds=time.perf_counter() - started,
         prefill_bytes=loaded.prefill_bytes,
+        state_bytes=runner.state_bytes,
+        reason_no_prefix_cache=runner.reason_no_prefixes,
     )
     return OpenedModel(runner, info, loaded.config, loaded.generation_config)
 
@@ -239,7 +242,7 @@ def _load_native(
     Raises:
         NotNative: If it does not support the model.
     """
-    element, stored = _kv_cache(tensors, options, blueprint.dtype, kv_scales, (TENSOR,))
+    element, stored = _kv_cache(tensors, options, blueprint, kv_scales, (TENSOR,))
     scales = {blueprint.renamed(name): pair for name, pair in stored.items()}
     head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
     with _packed_cache(tensors.checkpoint, options) as cache:
@@ -253,9 +256,10 @@ def _load_native(
             cache=cache,
         )
     per_block = KVCache.bytes_per_block(decoder.cache_shapes, element)
-    size = cache_size(options, blueprint.config, per_block, device)
+    state_bytes = decoder.state_floats * torch.float32.itemsize
+    size = cache_size(options, blueprint.config, per_block, device, state_bytes)
     name = lm_head_name(decoder.lm_head.spec, torch.bfloat16, loaded=head is not None)
-    return NativeRunner(decoder, size.blocks, element, options.impl), size, name, 0
+    return NativeRunner(decoder, size.blocks, element, options.impl, slots=size.slots), size, name, 0
 
 
 def _packed_cache(checkpoint: Checkpoint, options: EngineOptions) -> AbstractContextManager[PackedCache | None]:
@@ -285,8 +289,10 @@ def _load_device(
     if reason:
         raise NotNative(reason)
     layers = blueprint.plan.layers
-    read_scales = functools.partial(kv_head_scales, kv_heads=layers[0].attention.kv_heads)
-    element, scales = _kv_cache(tensors, options, blueprint.dtype, read_scales, (TENSOR, CHANNEL))
+    attention = layers[0].attention
+    assert isinstance(attention, AttentionPlan)
+    read_scales = functools.partial(kv_head_scales, kv_heads=attention.kv_heads)
+    element, scales = _kv_cache(tensors, options, blueprint, read_scales, (TENSOR, CHANNEL))
     positions = sequence_length(options, blueprint.config)
     head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
     inputs = fp8_inputs(tensors, options.activations)
@@ -367,7 +373,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _kv_cache(
     tensors: StoredTensors,
     options: EngineOptions,
-    dtype: torch.dtype,
+    blueprint: Blueprint,
     read_scales: Callable[..., Mapping[str, _Scales] | None],
     granularities: Collection[Granularity],
 ) -> tuple[str, Mapping[str, _Scales]]:
@@ -376,7 +382,7 @@ def _kv_cache(
     Args:
         tensors: The tensors of the checkpoint.
         options: The options of the engine.
-        dtype: Dtype of the activations.
+        blueprint: The structure of the model.
         read_scales: Reads the scales of a checkpoint, given the checkpoint and its description.
         granularities: Granularities of scales that the runner supports.
 
@@ -387,9 +393,9 @@ def _kv_cache(
     declared = tensors.description.kv
     is_declared = declared is not None and declared.element is E4M3 and declared.granularity in granularities
     if element != E4M3.name and not (element is None and is_declared):
-        return element or ("float32" if dtype == torch.float32 else "bfloat16"), {}
+        return element or ("float32" if blueprint.dtype == torch.float32 else "bfloat16"), {}
     scales = read_scales(tensors.checkpoint, tensors.description) or {}
-    if scales and len(scales) == int(tensors.checkpoint.config.get("num_hidden_layers", 0)):
+    if scales and len(scales) == sum(isinstance(layer.attention, AttentionPlan) for layer in blueprint.plan.layers):
         return E4M3.name, scales
     if is_declared and element is None:
         _LOG.warning("the checkpoint announces an FP8 KV cache and has no scales for it: the cache is BF16")

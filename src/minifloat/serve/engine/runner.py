@@ -19,6 +19,8 @@ class Runner(Protocol):
         weight_bytes: Bytes of the weights that one token is multiplied with.
         kv_element: Format of cached keys and values.
         kv_bytes: Bytes of the whole KV cache.
+        state_bytes: Bytes of the states that some layers keep of sequences beside the KV cache.
+        reason_no_prefixes: Why sequences with equal beginnings cannot share blocks; empty if they can.
         vocab: Number of logits per token.
     """
 
@@ -26,6 +28,8 @@ class Runner(Protocol):
     weight_bytes: int
     kv_element: str
     kv_bytes: int
+    state_bytes: int
+    reason_no_prefixes: str
     vocab: int
 
     def run(self, works: Sequences[WorkItem]) -> Tensor:

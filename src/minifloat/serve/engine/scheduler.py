@@ -97,6 +97,7 @@ class Scheduler:
         self._preempted = preempted
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._slots = list(reversed(range(max_sequences)))
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -108,9 +109,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence, and release its blocks."""
         if sequence.state is State.RUNNING:
-            self.running.remove(sequence)
-            self.pool.release(sequence.blocks)
-            sequence.blocks = []
+            self._stop(sequence)
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         sequence.state = State.FINISHED
@@ -236,10 +235,18 @@ class Scheduler:
         sequence.blocks += self.pool.allocate(needed)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _stop(self, sequence: Sequence) -> None:
+        """Take blocks and slot from a running sequence."""
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.computed = [], 0
+        sequence.blocks = []
+        assert sequence.slot is not None
+        self._slots.append(sequence.slot)
+        sequence.slot = None
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop(sequence)
+        sequence.computed = 0
         sequence.state = State.WAITING
         sequence.preempted += 1
         self.waiting.appendleft(sequence)
@@ -264,6 +271,7 @@ class Scheduler:
         self.waiting.popleft()
         bisect.insort(self.running, sequence, key=lambda other: other.timings.arrived)
         sequence.state = State.RUNNING
+        sequence.slot = self._slots.pop()
         if sequence.timings.scheduled is None:
             sequence.timings.scheduled = time.monotonic()
         sequence.blocks = shared + self.pool.allocate(blocks_for(length) - len(shared))

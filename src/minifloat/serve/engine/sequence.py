@@ -178,6 +178,7 @@ class Sequence:
         cached: Tokens that were found in the cache when the sequence was first scheduled; None before that.
         state: Whether the sequence waits, runs or is finished.
         preempted: Number of times that the sequence lost its blocks.
+        slot: A number of the sequence among those that run, where runners keep states of sequences; None: it waits.
     """
 
     def __init__(
@@ -198,6 +199,7 @@ class Sequence:
         self.cached: int | None = None
         self.state = State.WAITING
         self.preempted = 0
+        self.slot: int | None = None
         self.timings = Timings(time.monotonic())
         self.last_token: float | None = None
 

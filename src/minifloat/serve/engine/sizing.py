@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.options import EngineOptions
 
+_LOG = logging.getLogger(__name__)
 #: The default KV cache holds all sequences at full length, but takes at most this many bytes and at most this share of
 #: the memory that is available.
 _KV_BYTES = 1 << 30
@@ -31,11 +33,13 @@ class CacheSize:
         bytes_per_block: Bytes of one block in all layers.
         blocks: Number of blocks.
         max_model_len: Tokens of the longest sequence.
+        slots: Sequences that run at a time.
     """
 
     bytes_per_block: int
     blocks: int
     max_model_len: int
+    slots: int
 
 
 def sequence_length(options: EngineOptions, config: Any) -> int:
@@ -51,32 +55,52 @@ def sequence_length(options: EngineOptions, config: Any) -> int:
     return length
 
 
-def cache_size(options: EngineOptions, config: Any, bytes_per_block: int, device: torch.device) -> CacheSize:
+def cache_size(
+    options: EngineOptions, config: Any, bytes_per_block: int, device: torch.device, state_bytes: int = 0
+) -> CacheSize:
     """Choose the size of the KV cache; call this when the weights are in memory.
+
+    States of sequences get at most half of the memory; where that is less than `max_num_seqs` states, fewer sequences
+    run at a time.
 
     Args:
         options: The options of the engine.
         config: transformers' config of the model.
         bytes_per_block: Bytes of one block of the cache in all layers.
         device: Device of the cache.
+        state_bytes: Bytes of what some layers keep of each sequence beside the cache.
 
     Raises:
         UsageError: If the model has fewer positions than `max_model_len`, or the cache does not hold one sequence.
     """
     length = sequence_length(options, config)
     one_sequence = blocks_for(length) * bytes_per_block
-    all_sequences = options.max_num_seqs * one_sequence
+    all_states = options.max_num_seqs * state_bytes
+    all_sequences = options.max_num_seqs * one_sequence + all_states
     budget = options.kv_cache_memory
     if budget is None and device.type == "cuda":
         torch.cuda.empty_cache()  # memory that loading took
         budget = min(all_sequences, int(torch.cuda.mem_get_info(device)[0] * _GPU_SHARE))
     elif budget is None:
         available = int(psutil.virtual_memory().available * _KV_SHARE)
-        budget = min(all_sequences, max(_KV_BYTES, one_sequence if options.max_model_len else 0), available)
-    blocks = budget // bytes_per_block
+        least = max(_KV_BYTES, one_sequence if options.max_model_len else 0)
+        budget = min(all_sequences, least + all_states, available)
+    slots = options.max_num_seqs
+    if state_bytes:
+        slots = max(1, min(slots, budget // 2 // state_bytes))
+    blocks = (budget - slots * state_bytes) // bytes_per_block
     if blocks < (blocks_for(length) if options.max_model_len else 2):
         raise UsageError(
-            f"kv_cache_memory: {budget} bytes hold {blocks * BLOCK_TOKENS} tokens, fewer than one sequence; "
-            f"{one_sequence} bytes hold one of {length}"
+            f"kv_cache_memory: {budget} bytes hold {max(blocks, 0) * BLOCK_TOKENS} tokens, fewer than one sequence; "
+            f"{one_sequence + state_bytes} bytes hold one of {length}"
         )
-    return CacheSize(bytes_per_block, blocks, min(length, blocks * BLOCK_TOKENS))
+    if slots < options.max_num_seqs:
+        _LOG.warning(
+            "%d sequences run at a time, not %d: the state of each takes %.1f MiB, and states take at most half of the "
+            "memory of the KV cache, %.1f MiB (kv_cache_memory)",
+            slots,
+            options.max_num_seqs,
+            state_bytes / (1 << 20),
+            budget / (1 << 20),
+        )
+    return CacheSize(bytes_per_block, blocks, min(length, blocks * BLOCK_TOKENS), slots)

@@ -181,7 +181,7 @@ void run(const Work& work) {
 struct HeadNorm {
     const minifloat_attention& attention;
     const minifloat_norm& norm;
-    int32_t heads;
+    int32_t heads, apart;  // `apart`: heads of a row from one to the next
     const float* turn;
 
     // The moments of all heads of a row, if the norm is of all.
@@ -193,7 +193,7 @@ struct HeadNorm {
     // Reads head h of a row as float32, clipped, normed and rotated where required.
     void prepare(const uint8_t* row, int32_t h, const Moments& whole, const minifloat_decoder& d, float* out) const {
         const int64_t dims = attention.head_dim;
-        const uint8_t* from = row + h * dims * dtype_bytes(d.dtype);
+        const uint8_t* from = row + h * apart * dims * dtype_bytes(d.dtype);
         to_float(from, d.dtype, dims, out);
         if (attention.clip > 0.0f) clip(out, dims, attention.clip);
         if (norm.weight != nullptr) {
@@ -233,7 +233,7 @@ void write_tokens(const minifloat_step_args& a, const minifloat_attention& atten
         for (int64_t t = begin; t < end; ++t) {
             const uint8_t* row = qkv + t * heads * head_bytes;
             const float* turn = turns + t * rotary;
-            const HeadNorm queries = {attention, attention.q_norm, attention.heads, turn};
+            const HeadNorm queries = {attention, attention.q_norm, attention.heads, attention.gated ? 2 : 1, turn};
             const Moments of_queries = queries.of_row(row, d.dtype);
             for (int32_t h = 0; h < attention.heads; ++h) {
                 float* to = q + (t * attention.heads + h) * attention.head_dim;
@@ -242,8 +242,8 @@ void write_tokens(const minifloat_step_args& a, const minifloat_attention& atten
                 to_float(rounded, d.dtype, attention.head_dim, to);
             }
             if (written == 0) continue;
-            row += attention.heads * head_bytes;
-            const HeadNorm own = {attention, attention.k_norm, attention.kv_heads, turn};
+            row += heads_of_queries(attention) * head_bytes;
+            const HeadNorm own = {attention, attention.k_norm, attention.kv_heads, 1, turn};
             const Moments of_keys = own.of_row(row, d.dtype);
             for (int32_t h = 0; h < written; ++h) {
                 own.prepare(row, h, of_keys, d, keys);
@@ -267,6 +267,21 @@ int32_t attend_all(const minifloat_step_args& a, const minifloat_attention& atte
     cut(work, reinterpret_cast<float*>(memory + piece_bytes));
     run(work);
     return MINIFLOAT_OK;
+}
+
+void gate_results(const minifloat_step_args& a, const minifloat_attention& attention, const uint8_t* qkv, uint8_t* out) {
+    const int32_t dtype = a.decoder->dtype;
+    const int64_t dims = attention.head_dim, head_bytes = dims * dtype_bytes(dtype);
+    share(a.threads, a.token_count, 4 * attention.heads * dims, [&](int64_t begin, int64_t end) {
+        alignas(64) float gates[MINIFLOAT_MAX_HEAD_DIM], results[MINIFLOAT_MAX_HEAD_DIM];
+        for (int64_t i = begin * attention.heads; i < end * attention.heads; ++i) {
+            const int64_t t = i / attention.heads, h = i % attention.heads;
+            to_float(qkv + (t * heads_of_product(attention) + 2 * h + 1) * head_bytes, dtype, dims, gates);
+            to_float(out + i * head_bytes, dtype, dims, results);
+            multiply_by_sigmoid(results, gates, dims);
+            from_float(results, dtype, dims, out + i * head_bytes);
+        }
+    });
 }
 
 }  // namespace MINIFLOAT_ISA

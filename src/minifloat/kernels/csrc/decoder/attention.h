@@ -5,10 +5,14 @@
 
 namespace MINIFLOAT_ISA {
 
-// Heads in a row of the product of q, k and v.
+// Heads of q and of its gates in a row of the product of q, k and v.
+inline int64_t heads_of_queries(const minifloat_attention& attention) {
+    return int64_t{attention.heads} * (attention.gated ? 2 : 1);
+}
+// All heads in such a row.
 inline int64_t heads_of_product(const minifloat_attention& attention) {
     const int64_t others = attention.values == MINIFLOAT_VALUES_OWN ? 2 : attention.values == MINIFLOAT_VALUES_KEYS;
-    return attention.heads + others * attention.kv_heads;
+    return heads_of_queries(attention) + others * attention.kv_heads;
 }
 
 // From the rows of the product of q, k and v (of the decoder's dtype): queries, normed, rotated and rounded to the dtype,
@@ -20,5 +24,8 @@ void write_tokens(const minifloat_step_args& a, const minifloat_attention& atten
 // out [T, heads, head_dim] of the decoder's dtype.
 int32_t attend_all(const minifloat_step_args& a, const minifloat_attention& attention, const LayerCache& cache,
                    const float* q, uint8_t* out);
+
+// Multiplies the results [T, heads, head_dim] by the sigmoids of the gates in the rows of the product.
+void gate_results(const minifloat_step_args& a, const minifloat_attention& attention, const uint8_t* qkv, uint8_t* out);
 
 }  // namespace MINIFLOAT_ISA

@@ -275,6 +275,10 @@ void scale_and_cap(float* x, int64_t count, float factor, float cap) {
     for_vectors(count, [&](int64_t i, int n) { store_n(x, i, n, tanh(load_n(x, i, n) * factor / cap) * cap); });
 }
 
+void multiply_by_sigmoid(float* x, const float* gate, int64_t count) {
+    for_vectors(count, [&](int64_t i, int n) { store_n(x, i, n, load_n(x, i, n) * sigmoid(load_n(gate, i, n))); });
+}
+
 void clip(float* x, int64_t count, float limit) {
     const F32 most = broadcast(limit);
     for_vectors(count, [&](int64_t i, int n) { store_n(x, i, n, max(-most, min(most, load_n(x, i, n)))); });

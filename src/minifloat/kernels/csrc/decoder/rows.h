@@ -62,6 +62,9 @@ void activate(const minifloat_activation& activation, const uint8_t* x, int64_t 
 // x = cap * tanh(x * factor / cap); without a cap x * factor.
 void scale_and_cap(float* x, int64_t count, float factor, float cap);
 
+// x *= sigmoid(gate).
+void multiply_by_sigmoid(float* x, const float* gate, int64_t count);
+
 // Clamps every element to -limit .. limit; NaN stays.
 void clip(float* x, int64_t count, float limit);
 

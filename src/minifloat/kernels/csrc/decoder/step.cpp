@@ -8,6 +8,7 @@
 #include "../clock.h"
 #include "../threads.h"
 #include "attention.h"
+#include "delta.h"
 #include "experts.h"
 #include "rows.h"
 
@@ -76,6 +77,10 @@ struct Widths {
 
   private:
     void add(const minifloat_layer& layer) {
+        if (layer.delta != nullptr) {
+            wide = max(wide, delta_inputs(*layer.delta) + delta_gates(*layer.delta));
+            narrow = max(narrow, delta_results(*layer.delta));
+        }
         const minifloat_attention& attention = layer.attention;
         q = max(q, static_cast<int64_t>(attention.heads) * attention.head_dim);
         wide = max(wide, heads_of_product(attention) * attention.head_dim);
@@ -127,7 +132,7 @@ class Step {
         for (int32_t i = 0; i < d_.layer_count; ++i) {
             const minifloat_layer& layer = d_.layers[i];
             add_and_norm_all(pending, layer.input_norm);
-            attention(layer, i);
+            layer.delta != nullptr ? delta(layer, i) : attention(layer, i);
             if (rows_ == 0) return status_;
             const Result attended = {b_.y, &layer.attention_norm, layer.residual_factor};
             if (layer.parallel) {
@@ -227,20 +232,41 @@ class Step {
     void attention(const minifloat_layer& layer, int64_t index) {
         const minifloat_attention& attention = layer.attention;
         const int64_t heads = static_cast<int64_t>(attention.heads) * attention.head_dim;
-        const bool last = index + 1 == d_.layer_count;
         const LayerCache cache = layer_cache(a_, attention);
         const float* turns = attention.rotary < 0 ? nullptr : turns_of(attention.rotary);
         multiply(attention.qkv, b_.normed, d_.hidden, b_.wide, heads_of_product(attention) * attention.head_dim);
         write_tokens(a_, attention, cache, b_.wide, turns, b_.token_blocks, b_.q);
         watch_.lap(MINIFLOAT_STEP_ROWS);
-        if (last && a_.logit_count == 0) {
+        if (is_last(index) && a_.logit_count == 0) {
             rows_ = 0;
             return;
         }
         fail(attend_all(a_, attention, cache, b_.q, b_.narrow));
+        if (attention.gated) gate_results(a_, attention, b_.wide, b_.narrow);
         watch_.lap(MINIFLOAT_STEP_ATTENTION);
-        const uint8_t* attended = last ? keep_rows_of_logits(heads, layer.parallel != 0) : b_.narrow;
-        multiply(attention.out, attended, heads, b_.y, d_.hidden);
+        project(layer, index, attention.out, heads);
+    }
+
+    void delta(const minifloat_layer& layer, int64_t index) {
+        const minifloat_delta& delta = *layer.delta;
+        uint8_t* gates = b_.wide + rows_ * delta_inputs(delta) * dtype_bytes(d_.dtype);
+        multiply(delta.qkvz, b_.normed, d_.hidden, b_.wide, delta_inputs(delta));
+        multiply(delta.ba, b_.normed, d_.hidden, gates, delta_gates(delta));
+        fail(delta_all(a_, delta, b_.wide, gates, b_.narrow));
+        watch_.lap(MINIFLOAT_STEP_ATTENTION);
+        if (is_last(index) && a_.logit_count == 0) {
+            rows_ = 0;
+            return;
+        }
+        project(layer, index, delta.out, delta_results(delta));
+    }
+
+    bool is_last(int64_t index) const { return index + 1 == d_.layer_count; }
+
+    // From the results of attention, `count` in a row, back to the residual stream.
+    void project(const minifloat_layer& layer, int64_t index, const minifloat_product& out, int64_t count) {
+        const uint8_t* attended = is_last(index) ? keep_rows_of_logits(count, layer.parallel != 0) : b_.narrow;
+        multiply(out, attended, count, b_.y, d_.hidden);
     }
 
     // Keeps the rows whose logits are requested in the residual stream, and in the input of the MLP if that is the input

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minifloat.architecture.decoder.plan import LayerPlan, LinearPlan, MlpPlan, NormPlan
+from minifloat.architecture.decoder.plan import AttentionPlan, LayerPlan, LinearPlan, MlpPlan, NormPlan
 from minifloat.errors import KernelUnavailable
 from minifloat.kernels.paged import (
     PagedCache,
@@ -223,6 +223,7 @@ def build_device_decoder(
         layers = tuple(builder.layer(layer) for layer in plan.layers)
         norm = builder.norm(plan.norm)
     builder.warn()
+    assert isinstance(attention, AttentionPlan), "`why_not_on_device` refuses layers without it"
     assert attention.rotary is not None, "`why_not_on_device` refuses models without a rotary embedding"
     inv_freq, attention_scaling = rotary_frequencies(attention.rotary)
     return DeviceDecoder(
@@ -249,6 +250,7 @@ class _Builder:
 
     def layer(self, plan: LayerPlan) -> DeviceLayer:
         attention, mlp = plan.attention, plan.mlp
+        assert isinstance(attention, AttentionPlan), "`why_not_on_device` refuses layers without it"
         assert isinstance(mlp, MlpPlan), "`why_not_on_device` refuses mixtures of experts"
         assert plan.input_norm is not None, "`why_not_on_device` refuses layers without it"
         assert plan.mlp_norm is not None, "`why_not_on_device` refuses layers without it"

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from minifloat.architecture.decoder.plan import ActivationPlan, AttentionPlan, DecoderPlan, LayerPlan, MlpPlan, NormPlan
+from minifloat.architecture.decoder.plan import (
+    ActivationPlan,
+    AttentionPlan,
+    DecoderPlan,
+    DeltaPlan,
+    LayerPlan,
+    MlpPlan,
+    NormPlan,
+)
 
 
 def why_not_on_device(plan: DecoderPlan) -> str:
@@ -16,10 +24,13 @@ def why_not_on_device(plan: DecoderPlan) -> str:
 def _missing(plan: DecoderPlan) -> Iterator[str]:
     if plan.embedding_factor != 1.0 or plan.logits_factor != 1.0 or plan.logits_cap is not None:
         yield "factors and caps of embeddings and logits"
-    first = plan.layers[0].attention
-    for layer in plan.layers:
+    if any(isinstance(layer.attention, DeltaPlan) for layer in plan.layers):
+        yield "layers with a gated delta rule"
+        return
+    attentions = [layer.attention for layer in plan.layers if isinstance(layer.attention, AttentionPlan)]
+    for layer, attention in zip(plan.layers, attentions, strict=True):
         yield from _missing_in_layer(layer, plan.norm)
-        yield from _missing_in_attention(layer.attention, first)
+        yield from _missing_in_attention(attention, attentions[0])
 
 
 def _missing_in_layer(layer: LayerPlan, last: NormPlan) -> Iterator[str]:
@@ -48,6 +59,8 @@ def _missing_in_attention(attention: AttentionPlan, first: AttentionPlan) -> Ite
     norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     if attention.whole_norms or any(not _is_plain(norm, norm.eps) or len(norm.shape) != 1 for norm in norms):
         yield "norms over all heads, or with a weight for each"
+    if attention.gated:
+        yield "gates of the results of attention"
     extras = {"sinks": attention.sinks, "caps of scores": attention.score_cap, "clipped heads": attention.clip}
     yield from (name for name, value in extras.items() if value is not None)
 

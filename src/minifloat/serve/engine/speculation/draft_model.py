@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from minifloat.errors import UsageError
-from minifloat.kernels.decoder import Attention, Decoder, Experts, Layer, Mlp, Rotary
+from minifloat.kernels.decoder import Attention, Decoder, DeltaNet, Experts, Layer, Mlp, Rotary
 from minifloat.kernels.moe import PackedExperts
 from minifloat.kernels.pack import FusedWeights, PackedWeight, pack, why_not
 from minifloat.numerics.scheme import WeightSpec, get_scheme
@@ -49,7 +49,7 @@ class SelfDraft:
         self.decoder = replace(decoder, layers=layers, lm_head=self._weight(decoder.lm_head, _HEAD))
 
     def _layer(self, layer: Layer) -> Layer:
-        attention = self._attention(layer.attention)
+        attention = self._attention(_plain(layer))
         mlp = self._experts(layer.mlp) if isinstance(layer.mlp, Experts) else self._mlp(layer.mlp)
         return replace(layer, attention=attention, mlp=mlp)
 
@@ -94,6 +94,8 @@ def why_not_draft(model: Decoder, draft: Decoder) -> str:
     """Return why a decoder cannot draft for a model; empty if it can."""
     if draft.lm_head.shape[0] != model.lm_head.shape[0]:
         return f"it has {draft.lm_head.shape[0]} logits per token, the model {model.lm_head.shape[0]}"
+    if draft.state_floats:
+        return "it keeps one state of each sequence (gated delta rule), which cannot go back to before refused drafts"
     return ""
 
 
@@ -102,9 +104,15 @@ def shares_cache(model: Decoder, draft: Decoder) -> bool:
     if len(model.layers) != len(draft.layers) or model.hidden != draft.hidden:
         return False
     return all(
-        _same_attention(first.attention, second.attention) and first.cache_of == second.cache_of
+        _same_attention(_plain(first), _plain(second)) and first.cache_of == second.cache_of
         for first, second in zip(model.layers, draft.layers, strict=True)
     )
+
+
+def _plain(layer: Layer) -> Attention:
+    """Return the attention of a layer; models with others neither draft nor verify drafts."""
+    assert not isinstance(layer.attention, DeltaNet)
+    return layer.attention
 
 
 def _same_attention(first: Attention, second: Attention) -> bool:
@@ -129,7 +137,7 @@ def with_cache_scales(draft: Decoder, model: Decoder) -> Decoder:
     """Return a draft that reads and writes an E4M3 cache with the scales of a model."""
     layers = []
     for layer, other in zip(draft.layers, model.layers, strict=True):
-        scales = other.attention
-        attention = replace(layer.attention, k_scale=scales.k_scale, v_scale=scales.v_scale)
+        scales = _plain(other)
+        attention = replace(_plain(layer), k_scale=scales.k_scale, v_scale=scales.v_scale)
         layers.append(replace(layer, attention=attention))
     return replace(draft, layers=tuple(layers))

@@ -63,6 +63,11 @@ def open_drafter(
         raise UsageError(
             f"speculate: only the native decoder of the CPU verifies drafts; the {runner.name} runner has this model"
         )
+    if runner.states is not None:
+        raise UsageError(
+            "speculate: this model keeps one state of each sequence (gated delta rule), which cannot go back to before "
+            "drafts that are refused; serve it without speculate and draft"
+        )
     if kind == "prompt":
         return PromptLookup()
     started = time.perf_counter()

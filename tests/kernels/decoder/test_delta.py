@@ -1,0 +1,282 @@
+"""The gated delta rule: C++ against the reference, parts that each matter, and states that are lost or not there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from decoder_cases import Session, Shape, prompt, random_decoder
+from kernel_cases import ISAS
+
+from minifloat.errors import ShapeError, UnsupportedTensorError
+from minifloat.kernels import native
+from minifloat.kernels.decoder import Attention, Decoder, DeltaNet, Norm, SequenceStates, StepBatch, cpu, step
+from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
+
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+HIDDEN = 72
+
+#: Sizes of a delta rule: k_heads, v_heads, k_dim, v_dim, width, grouped.
+SIZES = {
+    "one head": (1, 1, 8, 16, 4, False),
+    "ragged heads": (2, 2, 13, 21, 4, False),
+    "groups of three": (2, 6, 16, 40, 4, True),
+    "groups of two": (3, 6, 24, 48, 4, False),
+    "whole vectors": (2, 4, 128, 128, 4, True),
+    "no convolution": (2, 2, 8, 8, 1, True),
+    "a wide convolution": (1, 2, 9, 7, 6, False),
+}
+
+
+def delta_of(size: str) -> DeltaNet:
+    k_heads, v_heads, k_dim, v_dim, width, grouped = SIZES[size]
+    random = torch.Generator().manual_seed(5)
+    keys, values = k_heads * k_dim, v_heads * v_dim
+
+    def weight(rows: int, cols: int) -> PackedWeight:
+        return pack((torch.randn(rows, cols, generator=random) * 2.0 / cols**0.5).bfloat16())
+
+    rows = [2 * keys + 2 * values] if grouped else [2 * keys + values, values]
+    gates = [2 * v_heads] if grouped else [v_heads, v_heads]
+    return DeltaNet(
+        k_heads,
+        v_heads,
+        k_dim,
+        v_dim,
+        qkvz=FusedWeights([weight(count, HIDDEN) for count in rows]),
+        ba=FusedWeights([weight(count, HIDDEN) for count in gates]),
+        out=weight(HIDDEN, values),
+        conv=torch.randn(width, 2 * keys + values, generator=random) * 0.5,
+        decay=torch.rand(v_heads, generator=random) * 0.3,
+        dt_bias=torch.randn(v_heads, generator=random),
+        norm=Norm(torch.randn(v_dim, generator=random) * 0.2 + 1.0, 1e-6),
+        grouped=grouped,
+    )
+
+
+@functools.cache
+def decoder_of(size: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Three layers, of which the first and the last have a delta rule, and the other attention with a gate."""
+    decoder = random_decoder(Shape(windows=(None, None, None), hidden=HIDDEN), dtype)
+    first, middle, last = decoder.layers
+    delta = delta_of(size)
+    assert isinstance(middle.attention, Attention)
+    return replace(
+        decoder,
+        layers=(
+            replace(first, attention=delta),
+            replace(middle, attention=gated(middle.attention)),
+            replace(last, attention=delta),
+        ),
+    )
+
+
+def gated(attention: Attention) -> Attention:
+    """Attention with rows for gates."""
+    query, *others = attention.qkv
+    random = torch.Generator().manual_seed(6)
+    rows = torch.randn(query.shape[0] * 2, query.shape[1], generator=random) * 2.0 / HIDDEN**0.5
+    return replace(attention, qkv=FusedWeights([pack(rows.bfloat16()), *others]), gated=True)
+
+
+@pytest.fixture(params=ISAS or ["none"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "none":
+        pytest.skip(native.why_unavailable())
+    with native.using(request.param):
+        yield request.param
+
+
+PIECES = ({"a": 5}, {"a": 1, "b": 3}, {"b": 40, "a": 1}, {"c": 70}, {"a": 1, "b": 1, "c": 1}, {"c": 2, "a": 33})
+TOKENS = {name: prompt(100, seed) for seed, name in enumerate("abc")}
+
+
+def logits_of(decoder: Decoder, impl: str) -> dict[str, torch.Tensor]:
+    """Logits of three sequences that begin at different times, with pieces of all sizes."""
+    session = Session.start(decoder, impl)
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in TOKENS}
+    for piece in PIECES:
+        new = {}
+        for name, count in piece.items():
+            begin = session.contexts.get(name, 0)
+            new[name] = TOKENS[name][begin : begin + count]
+        for name, logits in session.run(new).items():
+            parts[name].append(logits)
+    return {name: torch.cat(logits) for name, logits in parts.items()}
+
+
+@functools.cache
+def expected(size: str, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    return logits_of(decoder_of(size, dtype), "reference")
+
+
+def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
+    assert exact.isfinite().all()
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_logits_are_those_of_the_reference(isa: str, size: str, dtype: torch.dtype) -> None:
+    found = logits_of(decoder_of(size, dtype), "cpu")
+    for name, exact in expected(size, dtype).items():
+        assert distance(found[name], exact) < CLOSE[dtype]
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_pieces_and_neighbours_change_nothing(impl: str) -> None:
+    if impl == "cpu" and not ISAS:
+        pytest.skip(native.why_unavailable())
+    found = logits_of(decoder_of("groups of three"), impl)
+    for name, logits in found.items():
+        alone = Session.start(decoder_of("groups of three"), impl).run({name: TOKENS[name][: len(logits)]})[name]
+        assert distance(logits, alone) < CLOSE[torch.float32]
+
+
+def test_states_of_one_implementation_continue_in_the_other() -> None:
+    if not ISAS:
+        pytest.skip(native.why_unavailable())
+    session = Session.start(decoder_of("ragged heads"), "reference")
+    exact = Session.start(decoder_of("ragged heads"), "reference").run({"a": TOKENS["a"][:40]})["a"]
+    parts = []
+    for begin, end, impl in ((0, 2, "cpu"), (2, 20, "reference"), (20, 40, "cpu")):
+        session.impl = impl
+        parts.append(session.run({"a": TOKENS["a"][begin:end]})["a"])
+    assert distance(torch.cat(parts), exact) < CLOSE[torch.float32]
+
+
+#: Names of parts, and changes that leave them out.
+PARTS: dict[str, Callable[[DeltaNet], dict[str, Any]]] = {
+    "the convolution": lambda d: {"conv": torch.cat([torch.zeros_like(d.conv[:-1]), torch.ones_like(d.conv[-1:])])},
+    "the decay": lambda d: {"decay": torch.zeros_like(d.decay)},
+    "the bias of the decay": lambda d: {"dt_bias": torch.zeros_like(d.dt_bias)},
+    "the weight of the norm": lambda d: {"norm": replace(d.norm, weight=torch.ones_like(d.norm.weight))},
+    "the order of rows": lambda d: {"grouped": not d.grouped},
+    "b": lambda d: {"ba": FusedWeights([d.ba[1], d.ba[1]])},
+    "a": lambda d: {"ba": FusedWeights([d.ba[0], d.ba[0]])},
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_changes_the_logits(part: str) -> None:
+    decoder = decoder_of("groups of two")
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, **PARTS[part](layer.attention)))
+        if isinstance(layer.attention, DeltaNet)
+        else layer
+        for layer in decoder.layers
+    )
+    found = logits_of(replace(decoder, layers=layers), "reference")
+    assert distance(found["a"], expected("groups of two", torch.float32)["a"]) > 1e-2
+
+
+def test_gates_of_attention_change_the_logits() -> None:
+    decoder = decoder_of("groups of two")
+    attention = decoder.layers[1].attention
+    assert isinstance(attention, Attention)
+    heads = attention.qkv[0].dequantize(torch.float32).view(attention.heads, 2, attention.head_dim, HIDDEN)
+    queries = pack(heads[:, 0].reshape(-1, HIDDEN).bfloat16())
+    plain = replace(attention, gated=False, qkv=FusedWeights([queries, *list(attention.qkv)[1:]]))
+    layers = (decoder.layers[0], replace(decoder.layers[1], attention=plain), decoder.layers[2])
+    found = logits_of(replace(decoder, layers=layers), "reference")
+    assert distance(found["a"], expected("groups of two", torch.float32)["a"]) > 1e-2
+
+
+# ------------------------------------------------------------------------------------- states that cannot go on
+
+
+def running() -> Session:
+    session = Session.start(decoder_of("one head"), "auto")
+    session.run({"a": TOKENS["a"][:4], "b": TOKENS["b"][:3]})
+    return session
+
+
+def attempt(session: Session, batch: StepBatch) -> None:
+    step(session.decoder, session.cache, batch, "auto", session.states)
+
+
+def test_a_state_is_needed() -> None:
+    session = running()
+    batch = session.batch({"a": [1]})
+    with pytest.raises(ShapeError, match=r"states: expected 448 numbers of each sequence, got None"):
+        step(session.decoder, session.cache, batch)
+    with pytest.raises(ShapeError, match="slots: expected a slot for each sequence, got None"):
+        attempt(session, replace(batch, slots=None))
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([7, 7], "expected a slot for each sequence"),
+        ([7, 8], "expected a slot 0 to 7 for sequence 1, got 8"),
+        ([-1, 6], "expected a slot 0 to 7 for sequence 0, got -1"),
+        ([7], "expected .2., got .1."),
+        ([6, 7], "the state in slot 6 is that of 3 tokens, and sequence 0 continues after 4"),
+        ([7, 0], "the state in slot 0 is undefined, and sequence 1 continues after 3"),
+    ],
+)
+def test_slots_of_other_sequences_are_refused(slots: list[int], message: str) -> None:
+    session = running()
+    batch = session.batch({"a": [1], "b": [2]})
+    assert session.states is not None
+    before = session.states.data.clone()
+    with pytest.raises(ShapeError, match=message):
+        attempt(session, replace(batch, slots=torch.tensor(slots, dtype=torch.int32)))
+    assert torch.equal(session.states.data.nan_to_num(7.0), before.nan_to_num(7.0))
+    attempt(session, batch)
+
+
+def test_a_step_that_fails_while_it_runs_loses_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = running()
+
+    def fails(*arguments: Any, **more: Any) -> torch.Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cpu, "why_not", lambda: "")
+        patched.setattr(cpu, "step", fails)
+        with pytest.raises(MemoryError):
+            attempt(session, session.batch({"a": [1]}))
+    session.contexts["a"] = 4
+    with pytest.raises(ShapeError, match="undefined"):
+        attempt(session, session.batch({"a": [1]}))
+    session.run({"b": [1]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v_heads": 4}, "v_heads: expected a multiple of 3"),
+        ({"k_dim": 0}, "k_dim: expected at least 1"),
+        ({"dt_bias": torch.zeros(5)}, r"dt_bias: expected \[6\], got \[5\]"),
+        ({"conv": torch.zeros(4, 12)}, r"conv: expected \[4, 432\], got \[4, 12\]"),
+        ({"conv": torch.zeros(4)}, "conv: expected .width, 432., got .4."),
+        ({"v_dim": 40}, "qkvz: expected"),
+    ],
+)
+def test_sizes_that_make_no_delta_rule_are_refused(change: dict[str, Any], message: str) -> None:
+    decoder = decoder_of("groups of two")
+    attention = decoder.layers[0].attention
+    assert isinstance(attention, DeltaNet)
+    with pytest.raises(ShapeError, match=message):
+        replace(decoder, layers=(replace(decoder.layers[0], attention=replace(attention, **change)),))
+
+
+def test_gates_with_norms_over_all_heads_are_refused() -> None:
+    decoder = decoder_of("groups of two")
+    attention = decoder.layers[1].attention
+    assert isinstance(attention, Attention)
+    layer = replace(decoder.layers[1], attention=replace(attention, clip=1.0))
+    with pytest.raises(UnsupportedTensorError, match="gated: expected neither"):
+        replace(decoder, layers=(layer,))
+
+
+def test_states_of_no_size_are_refused() -> None:
+    with pytest.raises(ShapeError, match="slots: expected at least 1"):
+        SequenceStates(4, 0)
+    with pytest.raises(ShapeError, match="floats: expected at least 1"):
+        SequenceStates(0, 4)
