@@ -16,10 +16,12 @@ from minifloat.errors import ContextLengthError, UsageError
 from minifloat.layouts import describe
 from minifloat.numerics.granularity import TENSOR
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.runtime.config import plain_config
 from minifloat.runtime.kv_scales import kv_scales
 from minifloat.runtime.load import load
 from minifloat.runtime.tensors import StoredTensors
 from minifloat.serve.engine import Delivery, Engine, Request, SamplingParams, StepStats, Timings, TokenUsage
+from minifloat.serve.engine.blueprint import blueprint_of
 from minifloat.serve.engine.opening import _kv_cache, open_model
 from minifloat.serve.engine.options import EngineOptions
 
@@ -407,6 +409,7 @@ def test_the_scales_of_a_cache_are_found_where_modelopt_writes_them() -> None:
     folder = Path(__file__).parents[2] / "data" / "interop" / "modelopt-fp8-kv"
     with Checkpoint.open(folder) as checkpoint:
         tensors = StoredTensors(checkpoint, describe(checkpoint))
-        element, scales = _kv_cache(tensors, EngineOptions(), torch.bfloat16, kv_scales, (TENSOR,))
+        blueprint = blueprint_of(plain_config(checkpoint), torch.bfloat16)
+        element, scales = _kv_cache(tensors, EngineOptions(), blueprint, kv_scales, (TENSOR,))
     assert element == "E4M3"
     assert list(scales) == ["model.layers.0.self_attn"]

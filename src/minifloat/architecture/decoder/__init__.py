@@ -11,7 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from minifloat.architecture.decoder.families import cohere, gemma, glm, gpt_oss, granite, llama, mixtral, olmo, qwen_next
+from minifloat.architecture.decoder.families import (
+    cohere,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    llama,
+    mixtral,
+    olmo,
+    qwen_next,
+)
 from minifloat.architecture.decoder.plan import DecoderPlan, NotNative
 
 __all__ = ["NATIVE", "DecoderPlan", "NativeFamily", "NotNative", "decoder_plan", "why_not_type"]
@@ -29,9 +39,7 @@ _COMMON = (
 _GROUPED = "first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob"
 _SPARSE = "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts"
 _GRANITE = "attention_multiplier embedding_multiplier logits_scaling residual_multiplier"
-_DELTA = (
-    "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim"
-)
+_DELTA = "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim"
 _SHARED = "moe_intermediate_size num_experts shared_expert_intermediate_size"
 _CAPS = "attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar use_bidirectional_attention"
 

@@ -74,7 +74,8 @@ def step(
     Raises:
         UnknownNameError: If there is no such `impl`.
         KernelUnavailable: If ``impl="cpu"`` cannot run here.
-        ShapeError: If the cache or the states do not fit the decoder or the batch, or the batch is inconsistent; nothing was written.
+        ShapeError: If the cache or the states do not fit the decoder or the batch, or the batch is inconsistent;
+            nothing was written.
         UnsupportedTensorError: If a tensor of the batch is not int32, contiguous, on the CPU; nothing was written.
     """
     if impl not in IMPLEMENTATIONS:

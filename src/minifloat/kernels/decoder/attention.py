@@ -26,8 +26,9 @@ class Attention:
         kv_heads: Number of key-value heads; divides `heads`.
         head_dim: Size of a head, even, at most `MAX_HEAD_DIM`.
         scale: Factor of the product of q and k.
-        qkv: The rows of q ``[heads * d, hidden]`` (twice as many if `gated`), k and v ``[kv_heads * d, hidden]``, in one to three weights. Without
-            values of its own, the layer has no rows of v; with those of another layer, none of k.
+        qkv: The rows of q ``[heads * d, hidden]``, twice as many if `gated`, k and v ``[kv_heads * d, hidden]``, in one
+            to three weights. Without values of its own, the layer has no rows of v; with those of another layer, none
+            of k.
         qkv_bias: A bias or None for each weight of `qkv`, of one dtype; or None.
         out: ``[hidden, heads * d]``.
         out_bias: ``[hidden]`` or None.

@@ -24,8 +24,8 @@ def check(decoder: Decoder, cache: KVCache, batch: StepBatch, states: SequenceSt
     """Validate the arguments of a step.
 
     Raises:
-        ShapeError: If the cache or the states do not fit the decoder or the batch, sizes do not match, or a number is out of range; the error
-            names the field.
+        ShapeError: If the cache or the states do not fit the decoder or the batch, sizes do not match, or a number is
+            out of range; the error names the field.
         UnsupportedTensorError: If a tensor of the batch is not int32, contiguous, on the CPU.
     """
     if cache.shapes != decoder.cache_shapes:

@@ -75,9 +75,7 @@ class SequenceStates:
             raise ShapeError("slots", f"expected a slot for each sequence, got {list(slots)}")
         for sequence, (slot, position) in enumerate(zip(slots, first, strict=True)):
             if not 0 <= slot < self.slots:
-                raise ShapeError(
-                    "slots", f"expected a slot 0 to {self.slots - 1} for sequence {sequence}, got {slot}"
-                )
+                raise ShapeError("slots", f"expected a slot 0 to {self.slots - 1} for sequence {sequence}, got {slot}")
             seen = int(self.tokens[slot])
             if position and seen != position:
                 what = "undefined" if seen == _UNKNOWN else f"that of {seen} tokens"

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 from minifloat.architecture.decoder import NATIVE, decoder_plan, why_not_type
-from minifloat.architecture.decoder.plan import AttentionPlan, DecoderPlan, ExpertsPlan, LinearPlan, MlpPlan, NormPlan, NotNative
+from minifloat.architecture.decoder.plan import (
+    AttentionPlan,
+    DecoderPlan,
+    ExpertsPlan,
+    LinearPlan,
+    MlpPlan,
+    NormPlan,
+    NotNative,
+)
 from minifloat.architecture.multimodal import text_of
 from minifloat.checkpoint import CONFIG_FILE
 from minifloat.errors import ConfigError

@@ -64,7 +64,8 @@ class Engine:
         path: A folder or a model of the hub, quantized or not. Quantized inputs that it declares are left out.
         dtype: Dtype of the activations: "bfloat16", "float16" or "float32"; None: the checkpoint's.
         device: "cpu", "cuda" or "cuda:N".
-        kv_cache_memory: Bytes of the KV cache and of states of sequences; None: up to 1 GiB, and on a GPU most of what the weights leave free.
+        kv_cache_memory: Bytes of the KV cache and of states of sequences; None: up to 1 GiB and the states, on a GPU
+            most of what the weights leave free.
         kv_cache_dtype: "auto" (FP8 where the checkpoint has scales for it), "bfloat16", "fp8" or "float32".
         max_model_len: Tokens of the longest sequence, prompt and output; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time; others wait. Fewer run where their states do not fit (`info`).

@@ -13,7 +13,9 @@ from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
 from minifloat.serve.engine.speculation.draft_item import DraftItem
 
-_NO_PREFIXES = "its layers with a gated delta rule keep one state of each sequence, which blocks of the cache do not hold"
+_NO_PREFIXES = (
+    "its layers with a gated delta rule keep one state of each sequence, which blocks of the cache do not hold"
+)
 
 
 class NativeRunner:
@@ -87,7 +89,10 @@ def batch_of(works: Sequences[WorkItem | DraftItem]) -> StepBatch:
         blocks.append(used + [-1] * (width - len(used)))
         logits += range(len(tokens) - work.logits, len(tokens))
     return StepBatch(
-        *(torch.tensor(values, dtype=torch.int32) for values in (tokens, positions, starts, contexts, blocks, logits, slots))
+        *(
+            torch.tensor(values, dtype=torch.int32)
+            for values in (tokens, positions, starts, contexts, blocks, logits, slots)
+        )
     )
 
 

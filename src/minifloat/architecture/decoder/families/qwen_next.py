@@ -82,7 +82,7 @@ def _attention(config: Any, index: int) -> AttentionPlan:
     """Return attention whose results are multiplied by gates that are rows of q_proj."""
     bias = bool(config.attention_bias)
     attention = parts.attention(config, index, bias=bias, out_bias=bias)
-    norms = {name: _offset(norm) for name, norm in parts.head_norms(config, index).items()}
+    norms: dict[str, Any] = {name: _offset(norm) for name, norm in parts.head_norms(config, index).items()}
     query, *others = attention.qkv
     query = replace(query, shape=(2 * query.shape[0], query.shape[1]))
     rotary = parts.rotary(config, attention.head_dim, partial=True)
@@ -107,18 +107,18 @@ def _delta(config: Any, index: int, *, grouped: bool) -> DeltaPlan:
     if v_heads % k_heads:
         raise ValueError(f"linear_num_value_heads: expected a multiple of {k_heads} key heads, found {v_heads}")
     keys, values = k_heads * k_dim, v_heads * v_dim
-    qkvz, ba = (("qkvz", 2 * keys + 2 * values),), (("ba", 2 * v_heads),)
-    if not grouped:
-        qkvz = (("qkv", 2 * keys + values), ("z", values))
-        ba = (("b", v_heads), ("a", v_heads))
+    if grouped:
+        qkvz, ba = {"qkvz": 2 * keys + 2 * values}, {"ba": 2 * v_heads}
+    else:
+        qkvz, ba = {"qkv": 2 * keys + values, "z": values}, {"b": v_heads, "a": v_heads}
     return DeltaPlan(
         k_heads=k_heads,
         v_heads=v_heads,
         k_dim=k_dim,
         v_dim=v_dim,
         conv_width=width,
-        qkvz=tuple(LinearPlan(f"{name}.in_proj_{leaf}", (rows, hidden)) for leaf, rows in qkvz),
-        ba=tuple(LinearPlan(f"{name}.in_proj_{leaf}", (rows, hidden)) for leaf, rows in ba),
+        qkvz=tuple(LinearPlan(f"{name}.in_proj_{leaf}", (rows, hidden)) for leaf, rows in qkvz.items()),
+        ba=tuple(LinearPlan(f"{name}.in_proj_{leaf}", (rows, hidden)) for leaf, rows in ba.items()),
         out=LinearPlan(f"{name}.out_proj", (hidden, values)),
         conv=f"{name}.conv1d.weight",
         decay=f"{name}.A_log",
