@@ -89,6 +89,8 @@ class TabledErrors {
 // All lanes of a vector, for shuffles with constant indices.
 template <int... kLane>
 struct Lanes {
+    static I32 numbers() { return I32{kLane...}; }
+
     // Exchanges the lanes of `a` whose number has the bit kStep with the other lanes of `b`.
     template <int kStep>
     static void exchange(F32& a, F32& b) {
@@ -148,7 +150,7 @@ inline bool may_clip(I32 first, const ScaleCodes& codes) {
 }
 
 // Replaces the code of every block of kLanes columns by that with the smallest error. Lanes beyond the last block
-// compute numbers that nothing reads: `w` and `s` have room for kMaxBlocks blocks.
+// compute with zeros, and nothing reads their results: `w` and `s` have room for kMaxBlocks blocks.
 template <class Errors>
 inline void search_codes(const float* __restrict w, int blocks, float divisor, const ScaleCodes& codes,
                          const Errors& errors, BlockScales& s) {
@@ -156,7 +158,8 @@ inline void search_codes(const float* __restrict w, int blocks, float divisor, c
     for (int begin = 0; begin < blocks; begin += kWidth) {
         F32 x[kLanes];
         load_blocks(w + begin * kLanes, x);
-        for (int i = 0; i < kLanes; ++i) x[i] = bit_cast<F32>(bit_cast<I32>(x[i] * divisor) & kMagnitude);
+        const I32 kept = (AllLanes::numbers() < blocks - begin) & kMagnitude;
+        for (int i = 0; i < kLanes; ++i) x[i] = bit_cast<F32>(bit_cast<I32>(x[i] * divisor) & kept);
         I32 first;
         __builtin_memcpy(&first, s.code + begin, sizeof first);
         first &= codes.fmt.sign - 1;
