@@ -188,6 +188,8 @@ _TOWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", "siglip_vision_model", {"mm_tokens_per_image": 4, "image_token_index": VOCAB - 1}),
     "llava": ("llama", "clip_vision_model", {"image_token_index": VOCAB - 1}),
     "mistral3": ("mistral", "pixtral", {"image_token_index": VOCAB - 1}),
+    "qwen3_5": ("qwen3_5_text", "qwen3_5_vision", {"image_token_id": VOCAB - 1}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", "qwen3_5_moe_vision", {"image_token_id": VOCAB - 1}),
 }
 _TOWER: dict[str, Any] = {
     "hidden_size": 64,

@@ -216,7 +216,7 @@ def test_quantized_models_make_the_tokens_of_transformers_code(scheme: str, name
 # ------------------------------------------------------------------------------------- text models within others
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava", "qwen3_5", "qwen3_5_moe"])
 def test_the_text_model_beside_a_tower_is_native(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = with_tower(name)
     folder = write(model, tmp_path / "m")

@@ -47,6 +47,10 @@ class Bench:
         assert sum(work.end - work.start for work in works) <= self.scheduler.max_tokens
         owned = [block for sequence in self.scheduler.running for block in sequence.blocks]
         assert len(set(owned)) == len(owned)  # prompts differ, so nothing is shared
+        slots = {sequence.slot for sequence in self.scheduler.running}
+        assert len(slots) == len(self.scheduler.running)
+        assert slots <= set(range(self.scheduler.max_sequences))
+        assert all(sequence.slot is None for sequence in self.scheduler.waiting)
         assert self.pool.free == self.pool.count - len(owned)
         for work in works:
             assert work.sequence.state is State.RUNNING

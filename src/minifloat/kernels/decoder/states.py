@@ -60,6 +60,11 @@ class SequenceStates:
         """Note that a step has ended, and how many tokens of their sequences the states of some slots have seen."""
         self.tokens[slots.long()] = contexts
 
+    def copy(self, source: int, target: int) -> None:
+        """Make the state in slot `target` that in slot `source`."""
+        self.data[target].copy_(self.data[source])
+        self.tokens[target] = self.tokens[source]
+
     def check(self, slots: Sequence[int], first: Sequence[int]) -> None:
         """Validate that slots can continue their sequences.
 

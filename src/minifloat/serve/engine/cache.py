@@ -108,6 +108,10 @@ class BlockPool:
             digests.append(before)
         return digests
 
+    def known(self, digests: Sequence[bytes]) -> int:
+        """Return how many blocks of the longest known prefix `share` would find."""
+        return next((count for count, digest in enumerate(digests) if digest not in self._known), len(digests))
+
     def share(self, digests: Sequence[bytes]) -> list[int]:
         """Add a user to the blocks that hold the longest known prefix, and return them.
 

@@ -78,7 +78,7 @@ class Engine:
             weights. "bf16" does neither. "auto" is "fp8" on a GPU where the checkpoint declares quantized inputs.
         packed_cache: A folder, which only the user can write to: the native decoder keeps packed weights there, and
             the next engine for the same checkpoint maps them. None: weights are packed each time.
-        prefix_cache: Share the keys and values of equal beginnings of prompts.
+        prefix_cache: Share the keys and values of equal beginnings of prompts, and copies of states there.
         runner: "auto", "native", "device" or "transformers".
         impl: Implementation of the kernels, as in `minifloat.runtime.load.load`.
         observer: Receives reports of steps, tokens and requests.
@@ -134,6 +134,7 @@ class Engine:
             kv_cache_dtype=kv_cache_dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
+            prefix_cache=prefix_cache,
             lm_head=lm_head,
             activations=activations,
             packed_cache=None if packed_cache is None else Path(packed_cache),
@@ -165,18 +166,18 @@ class Engine:
         self._decoder = TokenDecoder(self.tokenizer)
         self._end_tokens = end_tokens(opened.generation_config, opened.config, self.tokenizer)
         self._grammars = Grammars(self.tokenizer, self._runner.vocab, sorted(self._end_tokens))
-        reason = self.info.reason_no_prefix_cache
-        if prefix_cache and reason and self._runner.name != "transformers":
-            _LOG.info("no prefix cache, equal beginnings of prompts are computed again: %s", reason)
-        if not prefix_cache and not reason:
+        if not prefix_cache:
             self.info = dataclasses.replace(self.info, reason_no_prefix_cache="it is switched off")
-        self._pool = BlockPool(self.info.kv_blocks, share=prefix_cache and not reason)
+        elif self._runner.name != "transformers" and self.info.reason_no_prefix_cache:
+            _LOG.warning("no prefix cache: %s", self.info.reason_no_prefix_cache)
+        self._pool = BlockPool(self.info.kv_blocks, share=not self.info.reason_no_prefix_cache)
         self._scheduler = Scheduler(
             self._pool,
             max_sequences=self.info.max_num_seqs,
             max_tokens=max_num_batched_tokens,
             max_prompt_tokens_beside=_PROMPT_TOKENS_BESIDE if on_cpu else _PROMPT_TOKENS_BESIDE_ON_GPU,
             preempted=self._release,
+            snapshots=self._runner.snapshots,
         )
         self.speculator: Speculator | None = None
         if drafter is not None:

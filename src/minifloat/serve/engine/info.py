@@ -30,7 +30,8 @@ class ModelInfo:
         kv_bytes: Bytes of the KV cache.
         kv_bytes_per_token: Bytes of the KV cache per token.
         kv_blocks: Number of blocks of the KV cache.
-        state_bytes: Bytes of the states that some layers keep of `max_num_seqs` sequences beside the KV cache.
+        state_bytes: Bytes of the states that some layers keep of sequences beside the KV cache, copies included.
+        state_copies: States that are kept so that equal beginnings of prompts are not computed again.
         reason_no_prefix_cache: Why equal beginnings of prompts are computed again; empty where blocks are shared.
         max_model_len: Tokens of the longest sequence.
         max_num_seqs: Sequences that run at a time.
@@ -65,6 +66,7 @@ class ModelInfo:
     speculation: str = ""
     draft_bytes: int = 0
     state_bytes: int = 0
+    state_copies: int = 0
     reason_no_prefix_cache: str = ""
 
     def to_dict(self) -> dict[str, Any]:

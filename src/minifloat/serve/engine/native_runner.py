@@ -11,10 +11,11 @@ from minifloat.kernels.decoder import Decoder, DeltaNet, Experts, KVCache, Seque
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
+from minifloat.serve.engine.snapshots import StateSnapshots
 from minifloat.serve.engine.speculation.draft_item import DraftItem
 
 _NO_PREFIXES = (
-    "its layers with a gated delta rule keep one state of each sequence, which blocks of the cache do not hold"
+    "its layers with a gated delta rule keep one state of each sequence, and there is no memory for copies of states"
 )
 
 
@@ -27,12 +28,14 @@ class NativeRunner:
         element: Format of the keys and values, one of `minifloat.kernels.decoder.cache.ELEMENTS`.
         impl: As in `minifloat.kernels.decoder.step`.
         slots: Number of sequences that run at a time; a decoder with states has memory for those of as many.
+        snapshots: Number of copies of states, which equal beginnings of prompts need.
         cache: The KV cache; None makes one.
 
     Attributes:
         decoder: The model.
         cache: The KV cache.
         states: The states of sequences; None: the decoder has none.
+        snapshots: Copies of states; None: there are none.
     """
 
     name = "native"
@@ -45,6 +48,7 @@ class NativeRunner:
         impl: str = "auto",
         *,
         slots: int = 1,
+        snapshots: int = 0,
         cache: KVCache | None = None,
     ) -> None:
         self.decoder, self._impl = decoder, impl
@@ -52,9 +56,12 @@ class NativeRunner:
             cache = KVCache(decoder.cache_shapes, blocks, element)
         self.cache = cache
         self.weight_bytes = round(_bytes_per_token(decoder))
-        self.states = SequenceStates(decoder.state_floats, slots) if decoder.state_floats else None
+        self.states = SequenceStates(decoder.state_floats, slots + snapshots) if decoder.state_floats else None
+        self.snapshots: StateSnapshots | None = None
+        if self.states is not None and snapshots:
+            self.snapshots = StateSnapshots(self.states, range(slots, slots + snapshots))
         self.state_bytes = 0 if self.states is None else self.states.nbytes
-        self.reason_no_prefixes = "" if self.states is None else _NO_PREFIXES
+        self.reason_no_prefixes = "" if self.states is None or snapshots else _NO_PREFIXES
         self.kv_element, self.kv_bytes = element, cache.nbytes
         self.vocab = decoder.lm_head.shape[0]
 

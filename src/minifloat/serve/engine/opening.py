@@ -141,6 +141,7 @@ def open_model(
         load_seconds=time.perf_counter() - started,
         prefill_bytes=loaded.prefill_bytes,
         state_bytes=runner.state_bytes,
+        state_copies=loaded.size.copies,
         reason_no_prefix_cache=runner.reason_no_prefixes,
     )
     return OpenedModel(runner, info, loaded.config, loaded.generation_config)
@@ -259,7 +260,8 @@ def _load_native(
     state_bytes = decoder.state_floats * torch.float32.itemsize
     size = cache_size(options, blueprint.config, per_block, device, state_bytes)
     name = lm_head_name(decoder.lm_head.spec, torch.bfloat16, loaded=head is not None)
-    return NativeRunner(decoder, size.blocks, element, options.impl, slots=size.slots), size, name, 0
+    runner = NativeRunner(decoder, size.blocks, element, options.impl, slots=size.slots, snapshots=size.copies)
+    return runner, size, name, 0
 
 
 def _packed_cache(checkpoint: Checkpoint, options: EngineOptions) -> AbstractContextManager[PackedCache | None]:

@@ -31,6 +31,7 @@ class EngineOptions:
         kv_cache_dtype: A name in `KV_DTYPES`.
         max_model_len: Tokens of the longest sequence; None: what model and cache hold.
         max_num_seqs: Sequences that run at a time.
+        prefix_cache: Whether equal beginnings of prompts are shared.
         lm_head: A name in `minifloat.runtime.lm_head.LM_HEADS`.
         activations: A name in `minifloat.runtime.activations.ENGINE_ACTIVATIONS`.
         packed_cache: Folder of packed weights, which the native decoder maps or writes; None: it packs.
@@ -52,6 +53,7 @@ class EngineOptions:
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
+    prefix_cache: bool = True
     lm_head: str = "auto"
     activations: str = "auto"
     packed_cache: Path | None = None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
+from minifloat.serve.engine.snapshots import StateSnapshots
 
 
 class Runner(Protocol):
@@ -21,6 +22,7 @@ class Runner(Protocol):
         kv_bytes: Bytes of the whole KV cache.
         state_bytes: Bytes of the states that some layers keep of sequences beside the KV cache.
         reason_no_prefixes: Why sequences with equal beginnings cannot share blocks; empty if they can.
+        snapshots: Copies of these states, which equal beginnings need; None: there are none.
         vocab: Number of logits per token.
     """
 
@@ -30,6 +32,7 @@ class Runner(Protocol):
     kv_bytes: int
     state_bytes: int
     reason_no_prefixes: str
+    snapshots: StateSnapshots | None
     vocab: int
 
     def run(self, works: Sequences[WorkItem]) -> Tensor:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.serve.engine.cache import BlockPool, blocks_for
 from minifloat.serve.engine.sequence import Sequence, State
+from minifloat.serve.engine.snapshots import StateSnapshots
 
 #: Tokens of prompts for which one step computes logits: 128 MiB with a vocabulary of 128 Ki.
 SCORED_TOKENS = 256
@@ -71,6 +72,7 @@ class Scheduler:
         max_tokens: Tokens of one step.
         max_prompt_tokens_beside: Tokens of prompts in a step in which running sequences wait for their next token.
         max_scored_tokens: Tokens of one step whose log-probabilities are computed.
+        snapshots: Copies of states, for a model whose layers keep states of sequences; only such prefixes are shared.
         preempted: Called with a sequence that loses its blocks.
 
     Attributes:
@@ -90,11 +92,13 @@ class Scheduler:
         max_prompt_tokens_beside: int,
         preempted: Callable[[Sequence], None],
         max_scored_tokens: int = SCORED_TOKENS,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         self.pool = pool
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
         self.max_prompt_tokens_beside, self.max_scored_tokens = max_prompt_tokens_beside, max_scored_tokens
         self._preempted = preempted
+        self._snapshots = snapshots
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._slots = list(reversed(range(max_sequences)))
@@ -193,6 +197,9 @@ class Scheduler:
             sequence.digests = self.pool.digests(sequence.root, sequence.tokens[:end], sequence.digests[:full])
             for index in range(first, full):
                 self.pool.publish(sequence.blocks[index], sequence.digests[index])
+        if self._snapshots is not None and end in sequence.snapshots:
+            assert sequence.slot is not None
+            self._snapshots.keep(sequence.digests[full - 1], sequence.slot)
 
     def _take(self, sequence: Sequence, work: list[WorkItem], budget: int, scored: int) -> tuple[int, int]:
         """Add the next piece of a prompt to the work of a step, and return the rest of the two budgets."""
@@ -205,6 +212,7 @@ class Scheduler:
 
     def _piece(self, sequence: Sequence, budget: int) -> WorkItem:
         start, end = sequence.computed, min(sequence.computed + budget, len(sequence.tokens))
+        end = min([end, *(stop for stop in sequence.snapshots if stop > start)])
         first = max(start, len(sequence.prompt_logprobs))
         last = min(end, sequence.prompt_length - 1)
         return WorkItem(sequence, start, end, max(last - first, 0) if sequence.unscored else 0)
@@ -263,7 +271,10 @@ class Scheduler:
         if self.pool.shares:
             sequence.digests = self.pool.digests(sequence.root, sequence.tokens[:-1], sequence.digests)
         most = len(sequence.prompt_logprobs) if sequence.unscored else length - 1
-        shared = self.pool.share(sequence.digests[: most // BLOCK_TOKENS])
+        digests = sequence.digests[: most // BLOCK_TOKENS]
+        known = self.pool.known(digests)
+        usable = known if self._snapshots is None else self._snapshots.longest(digests[:known])
+        shared = self.pool.share(digests[:usable])
         needed = length + 1 if self.running else length  # a sequence that runs alone may take the last block
         if blocks_for(needed) - len(shared) > self.pool.free:
             self.pool.release(shared)
@@ -276,6 +287,10 @@ class Scheduler:
             sequence.timings.scheduled = time.monotonic()
         sequence.blocks = shared + self.pool.allocate(blocks_for(length) - len(shared))
         sequence.computed = len(shared) * BLOCK_TOKENS
+        if self._snapshots is not None and self.pool.shares:
+            sequence.snapshots = self._snapshots.ends(sequence.computed, length, known)
+            if shared:
+                self._snapshots.restore(digests[len(shared) - 1], sequence.slot)
         self.prefix_queries += length
         self.prefix_hits += sequence.computed
         if sequence.cached is None:

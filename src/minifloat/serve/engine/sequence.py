@@ -178,6 +178,7 @@ class Sequence:
         cached: Tokens that were found in the cache when the sequence was first scheduled; None before that.
         state: Whether the sequence waits, runs or is finished.
         preempted: Number of times that the sequence lost its blocks.
+        snapshots: Numbers of tokens behind which the state of the sequence is to be kept for others.
         slot: A number of the sequence among those that run, where runners keep states of sequences; None: it waits.
     """
 
@@ -200,6 +201,7 @@ class Sequence:
         self.state = State.WAITING
         self.preempted = 0
         self.slot: int | None = None
+        self.snapshots: tuple[int, ...] = ()
         self.timings = Timings(time.monotonic())
         self.last_token: float | None = None
 

@@ -21,6 +21,8 @@ _LOG = logging.getLogger(__name__)
 #: the memory that is available.
 _KV_BYTES = 1 << 30
 _KV_SHARE = 0.25
+#: Most copies of states, which equal beginnings of prompts need, and their share of all states.
+_COPIES, _COPIES_SHARE = 16, 0.25
 #: Share of the memory of a GPU that the weights leave; the rest is for the steps themselves.
 _GPU_SHARE = 0.85
 
@@ -34,12 +36,14 @@ class CacheSize:
         blocks: Number of blocks.
         max_model_len: Tokens of the longest sequence.
         slots: Sequences that run at a time.
+        copies: Copies of states of sequences, beside those that run.
     """
 
     bytes_per_block: int
     blocks: int
     max_model_len: int
     slots: int
+    copies: int = 0
 
 
 def sequence_length(options: EngineOptions, config: Any) -> int:
@@ -75,7 +79,8 @@ def cache_size(
     """
     length = sequence_length(options, config)
     one_sequence = blocks_for(length) * bytes_per_block
-    all_states = options.max_num_seqs * state_bytes
+    copies = _COPIES if options.prefix_cache and state_bytes else 0
+    all_states = (options.max_num_seqs + copies) * state_bytes
     all_sequences = options.max_num_seqs * one_sequence + all_states
     budget = options.kv_cache_memory
     if budget is None and device.type == "cuda":
@@ -87,8 +92,10 @@ def cache_size(
         budget = min(all_sequences, least + all_states, available)
     slots = options.max_num_seqs
     if state_bytes:
-        slots = max(1, min(slots, budget // 2 // state_bytes))
-    blocks = (budget - slots * state_bytes) // bytes_per_block
+        states = max(1, min(slots + copies, budget // 2 // state_bytes))
+        copies = min(copies, int(states * _COPIES_SHARE))
+        slots = min(slots, states - copies)
+    blocks = (budget - (slots + copies) * state_bytes) // bytes_per_block
     if blocks < (blocks_for(length) if options.max_model_len else 2):
         raise UsageError(
             f"kv_cache_memory: {budget} bytes hold {max(blocks, 0) * BLOCK_TOKENS} tokens, fewer than one sequence; "
@@ -103,4 +110,4 @@ def cache_size(
             state_bytes / (1 << 20),
             budget / (1 << 20),
         )
-    return CacheSize(bytes_per_block, blocks, min(length, blocks * BLOCK_TOKENS), slots)
+    return CacheSize(bytes_per_block, blocks, min(length, blocks * BLOCK_TOKENS), slots, copies)

@@ -59,7 +59,7 @@ class TransformersRunner:
         self.weight_bytes = weight_bytes
         self.kv_element = str(model.dtype).removeprefix("torch.")
         self.kv_bytes = blocks * self.bytes_per_block(model)
-        self.state_bytes = 0
+        self.state_bytes, self.snapshots = 0, None
         self.reason_no_prefixes = "transformers' code keeps a cache of its own for each sequence"
         self.vocab = int(model.config.get_text_config().vocab_size)
 

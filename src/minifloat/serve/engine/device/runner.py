@@ -55,7 +55,7 @@ class DeviceRunner:
         self._cache = PagedCache(*sizes, blocks, element, self._device, max_num_seqs, scales)
         self._graphs = DecodeGraphs(decoder, self._cache, max_num_seqs, blocks_for(max_model_len))
         self.kv_element, self.kv_bytes = element, self._cache.nbytes
-        self.state_bytes, self.reason_no_prefixes = 0, ""
+        self.state_bytes, self.snapshots, self.reason_no_prefixes = 0, None, ""
 
     @torch.no_grad()
     def run(self, works: Sequences[WorkItem]) -> Tensor:
