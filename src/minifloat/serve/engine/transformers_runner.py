@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
+from minifloat.serve.engine.snapshots import StateSnapshots
 
 #: Names of the cache in arguments and outputs of models: with attention; Mamba and xLSTM; RWKV.
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")
@@ -59,7 +60,8 @@ class TransformersRunner:
         self.weight_bytes = weight_bytes
         self.kv_element = str(model.dtype).removeprefix("torch.")
         self.kv_bytes = blocks * self.bytes_per_block(model)
-        self.state_bytes, self.snapshots = 0, None
+        self.state_bytes = 0
+        self.snapshots: StateSnapshots | None = None
         self.reason_no_prefixes = "transformers' code keeps a cache of its own for each sequence"
         self.vocab = int(model.config.get_text_config().vocab_size)
 

@@ -20,6 +20,7 @@ from minifloat.serve.engine.device.tables import COLUMNS, BlockTables
 from minifloat.serve.engine.device.transfer import send
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
+from minifloat.serve.engine.snapshots import StateSnapshots
 
 
 class DeviceRunner:
@@ -55,7 +56,8 @@ class DeviceRunner:
         self._cache = PagedCache(*sizes, blocks, element, self._device, max_num_seqs, scales)
         self._graphs = DecodeGraphs(decoder, self._cache, max_num_seqs, blocks_for(max_model_len))
         self.kv_element, self.kv_bytes = element, self._cache.nbytes
-        self.state_bytes, self.snapshots, self.reason_no_prefixes = 0, None, ""
+        self.state_bytes, self.reason_no_prefixes = 0, ""
+        self.snapshots: StateSnapshots | None = None
 
     @torch.no_grad()
     def run(self, works: Sequences[WorkItem]) -> Tensor:
