@@ -119,6 +119,9 @@ class FakeEngine:
     def waiting(self) -> int:
         return len(self._at_work) - self.running
 
+    def part_seconds(self) -> dict[str, float]:
+        return {}
+
     def step(self) -> list[Delivery]:
         time.sleep(self.seconds)
         if self.broken is not None:

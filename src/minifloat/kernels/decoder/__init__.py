@@ -15,6 +15,7 @@ from minifloat.kernels.decoder import cpu, reference
 from minifloat.kernels.decoder.attention import Attention
 from minifloat.kernels.decoder.cache import ELEMENTS, KVCache
 from minifloat.kernels.decoder.check import check
+from minifloat.kernels.decoder.cpu import PARTS
 from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.experts import Experts, Router
 from minifloat.kernels.decoder.mlp import Activation, Mlp
@@ -27,6 +28,7 @@ __all__ = [
     "BLOCK_TOKENS",
     "ELEMENTS",
     "IMPLEMENTATIONS",
+    "PARTS",
     "Activation",
     "Attention",
     "Decoder",
@@ -47,7 +49,13 @@ IMPLEMENTATIONS = ("auto", "reference", "cpu")
 
 
 def step(
-    decoder: Decoder, cache: KVCache, batch: StepBatch, impl: str = "auto", states: SequenceStates | None = None
+    decoder: Decoder,
+    cache: KVCache,
+    batch: StepBatch,
+    impl: str = "auto",
+    states: SequenceStates | None = None,
+    *,
+    nanoseconds: Tensor | None = None,
 ) -> Tensor:
     """Put the new tokens of a batch into the cache and compute the requested logits.
 
@@ -67,6 +75,7 @@ def step(
         impl: "auto" (the native library if it is loaded, else the reference), "reference" or "cpu".
         states: The states of the sequences, of the decoder's `state_floats` if that is not 0; written. If the step
             fails while it runs, the states of its sequences are lost: they begin at position 0 again.
+        nanoseconds: int64 ``[len(PARTS)]``, to which the native library adds the time of each part; None: not measured.
 
     Returns:
         float32 ``[R, vocab]``, a row for each entry of `StepBatch.logits`.
@@ -87,7 +96,7 @@ def step(
     if states is not None and batch.slots is not None:
         states.begin(batch.slots)
     if impl != "reference" and not reason:
-        logits = cpu.step(decoder, cache, batch, states=states)
+        logits = cpu.step(decoder, cache, batch, nanoseconds, states)
     else:
         with torch.no_grad():
             logits = reference.step(decoder, cache, batch, states)

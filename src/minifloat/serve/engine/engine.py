@@ -280,6 +280,10 @@ class Engine:
         """The share of the KV cache's blocks that are in use."""
         return self._pool.usage
 
+    def part_seconds(self) -> dict[str, float]:
+        """Return the seconds of all steps so far by part ("linears", "attention", "rows"); empty if not measured."""
+        return self._runner.part_seconds()
+
     def step(self) -> list[Delivery]:
         """Schedule, run, sample, deliver: compute one step for all sequences and return its results.
 

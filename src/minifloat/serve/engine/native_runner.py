@@ -7,7 +7,7 @@ from collections.abc import Sequence as Sequences
 import torch
 from torch import Tensor
 
-from minifloat.kernels.decoder import Decoder, DeltaNet, Experts, KVCache, SequenceStates, StepBatch, step
+from minifloat.kernels.decoder import PARTS, Decoder, DeltaNet, Experts, KVCache, SequenceStates, StepBatch, step
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
@@ -64,6 +64,7 @@ class NativeRunner:
         self.reason_no_prefixes = "" if self.states is None or snapshots else _NO_PREFIXES
         self.kv_element, self.kv_bytes = element, cache.nbytes
         self.vocab = decoder.lm_head.shape[0]
+        self._nanoseconds = torch.zeros(len(PARTS), dtype=torch.int64)
 
     def drafting(self, decoder: Decoder, *, shares_cache: bool) -> NativeRunner:
         """Return a runner of a draft model, whose cache is that of this runner or has as many blocks."""
@@ -72,7 +73,12 @@ class NativeRunner:
 
     def run(self, works: Sequences[WorkItem | DraftItem]) -> Tensor:
         """Compute tokens, as `Runner.run`."""
-        return step(self.decoder, self.cache, batch_of(works), self._impl, self.states)
+        batch = batch_of(works)
+        return step(self.decoder, self.cache, batch, self._impl, self.states, nanoseconds=self._nanoseconds)
+
+    def part_seconds(self) -> dict[str, float]:
+        """Return the seconds of all steps so far, by part, as `Runner.part_seconds`."""
+        return {name: value / 1e9 for name, value in zip(PARTS, self._nanoseconds.tolist(), strict=True)}
 
     def release(self, sequence: Sequence) -> None:
         """Do nothing: a sequence has no state but in its blocks and its slot, which the scheduler owns."""

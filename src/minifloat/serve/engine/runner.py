@@ -45,5 +45,8 @@ class Runner(Protocol):
             runner's device. The next call may overwrite them.
         """
 
+    def part_seconds(self) -> dict[str, float]:
+        """Return the seconds of all steps so far by part ("linears", "attention", "rows"); empty if unknown."""
+
     def release(self, sequence: Sequence) -> None:
         """Forget the state of a sequence that has lost its blocks or is finished."""

@@ -99,6 +99,10 @@ class TransformersRunner:
         logits: Tensor = output.logits[0]
         return logits[len(logits) - work.logits :].float().cpu()
 
+    def part_seconds(self) -> dict[str, float]:
+        """Return nothing: parts of steps are not measured."""
+        return {}
+
     def release(self, sequence: Sequence) -> None:
         """Forget the cache of a sequence."""
         self._caches.pop(sequence.request_id, None)

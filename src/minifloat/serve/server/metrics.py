@@ -200,7 +200,14 @@ class Metrics:
             "ttft_ms": _quantiles(first_tokens),
             "itl_ms": _quantiles(inter_token),
             "speculation": self._speculation(),
+            "attention_share": self._attention_share(),
         }
+
+    def _attention_share(self) -> float | None:
+        """Return attention's share of the time of all steps since the start; None if it is not measured."""
+        seconds = self._engine.engine.part_seconds()
+        total = sum(seconds.values())
+        return seconds["attention"] / total if total else None
 
     def _speculation(self) -> dict[str, Any] | None:
         """Return the counts of speculation since the start; None if the engine does not speculate."""
