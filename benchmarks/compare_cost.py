@@ -20,7 +20,7 @@ import torch
 
 from minifloat.compare.corpus import Corpus
 from minifloat.compare.models import Predictor, common_tokenizer, match_experts_implementation
-from minifloat.compare.scoring_pass import ScoringPass
+from minifloat.compare.scoring_pass import ModelsPass
 
 
 def peak() -> float:
@@ -42,7 +42,7 @@ def plain_seconds(models: list[Predictor], corpus: Corpus) -> float:
 def scoring_seconds(models: list[Predictor], corpus: Corpus) -> float:
     """Return the seconds of a whole comparison of the same models over the same windows."""
     start = time.perf_counter()
-    ScoringPass(models[0], models[1:], corpus).run()
+    ModelsPass(models[0], models[1:], corpus).run()
     return time.perf_counter() - start
 
 

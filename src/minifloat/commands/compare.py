@@ -17,6 +17,7 @@ from minifloat.commands.options import (
     POSITIVE,
     activations_option,
     device_option,
+    env_option,
     json_option,
     lm_head_option,
     pass_params,
@@ -32,6 +33,23 @@ if TYPE_CHECKING:
     from minifloat.compare import Comparison
 
 _INTERRUPTED = 130
+#: Parameters that say nothing about a server.
+_NOT_FOR_SERVERS = (
+    "prompts",
+    "new_tokens",
+    "attribute",
+    "attribute_seconds",
+    "tasks",
+    "task_path",
+    "task_limit",
+    "variants",
+    "weight_only",
+    "kv_cache",
+    "lm_head",
+    "activations",
+    "resume",
+    "update_card",
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,9 @@ class CompareParams:
     baseline: str
     candidates: tuple[str, ...]
     revision: str | None
+    served: str | None
+    served_model: str | None
+    api_key: str | None
     data: tuple[str, ...]
     window: int | None
     max_tokens: int | None
@@ -87,8 +108,11 @@ def parse_fraction(text: str) -> float:
 
 @click.command()
 @click.argument("baseline", type=MODEL)
-@click.argument("candidates", type=MODEL, nargs=-1, required=True)
+@click.argument("candidates", type=MODEL, nargs=-1)
 @revision_option("BASELINE")
+@click.option("--served", metavar="URL", help="Instead of CANDIDATES: the model that this server runs.")
+@click.option("--served-model", metavar="NAME", help="Its name on the server.  [default: the server's first]")
+@env_option("--api-key", metavar="KEY", help="The server's key; better in the environment.")
 @click.option(
     "--data", multiple=True, metavar="DATA", help="Text, as for `calibrate`; repeatable.  [default: built in]"
 )
@@ -146,12 +170,14 @@ def parse_fraction(text: str) -> float:
 @json_option()
 @pass_params(CompareParams)
 def compare(params: CompareParams) -> None:
-    """Is each of CANDIDATES still the same model as BASELINE? Run them over the same text and judge.
+    """Is each of CANDIDATES, or a running server, still the same model as BASELINE? Compare them on text and judge.
 
     Perplexity, KL divergence and agreement come with 95% intervals. Exit status: 0 if every candidate is within the
     tolerance, 1 if one is not, 3 if the text is too short to decide, 130 after Ctrl-C, which reports what was measured
     by then.
     """
+    if bool(params.candidates) == (params.served is not None):
+        raise UsageError("name CANDIDATES, or the address of a server with --served")
     if params.update_card:
         from minifloat.checkpoint.files import resolve_folder
 
@@ -165,7 +191,7 @@ def compare(params: CompareParams) -> None:
     if report is not None and (report.is_dir() or not report.parent.is_dir()):
         raise UsageError(f"--report {report}: not a file in a folder that exists")
     with progress_bar(enabled=not params.as_json) as progress:
-        comparison = _measure(params, progress)
+        comparison = _measure(params, progress) if params.served is None else _measure_served(params, progress)
     if params.as_json:
         print_json(comparison)
     else:
@@ -204,6 +230,37 @@ def _measure(params: CompareParams, progress: Progress | None) -> Comparison:
         dtype=params.dtype,
         device=params.device,
         resume=params.resume,
+        command=shlex.join(["minifloat", *sys.argv[1:]]),
+    )
+
+
+def _measure_served(params: CompareParams, progress: Progress | None) -> Comparison:
+    """Judge a server.
+
+    Raises:
+        UsageError: If an option is given that is about models that are loaded here.
+    """
+    from minifloat.compare import Tolerance
+    from minifloat.compare.served import compare_served
+
+    context = click.get_current_context()
+    for name in _NOT_FOR_SERVERS:
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} is about models that are loaded here, not about a server")
+    return compare_served(
+        params.baseline,
+        str(params.served),
+        params.data,
+        model=params.served_model,
+        api_key=params.api_key,
+        progress=progress,
+        revision=params.revision,
+        window=params.window,
+        max_tokens=params.max_tokens,
+        tolerance=Tolerance(params.max_ppl_increase, params.max_kl, params.min_agreement),
+        dtype=params.dtype,
+        device=params.device,
         command=shlex.join(["minifloat", *sys.argv[1:]]),
     )
 

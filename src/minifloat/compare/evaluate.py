@@ -7,9 +7,7 @@ This module opens models and text, runs all measurements and assembles the resul
 
 from __future__ import annotations
 
-import datetime
 import os
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,11 +21,11 @@ from minifloat._version import __version__
 from minifloat.calibration.data import SourceLike, as_source
 from minifloat.calibration.readers import locate
 from minifloat.checkpoint.progress import Progress
-from minifloat.compare.corpus import DEFAULT_WINDOW, Corpus
+from minifloat.compare.assembly import as_sources, assembled, judged, model_record, window_tokens
+from minifloat.compare.corpus import Corpus
 from minifloat.compare.extra_measurements import ExtraMeasurements
 from minifloat.compare.kv_cache import CacheFactory, kv_cache_factory
 from minifloat.compare.measurements import MeasurementLog
-from minifloat.compare.metrics import concatenate
 from minifloat.compare.models import (
     ModelLike,
     Predictor,
@@ -36,15 +34,10 @@ from minifloat.compare.models import (
     match_experts_implementation,
 )
 from minifloat.compare.options import CompareOptions
-from minifloat.compare.result import CandidateResult, Comparison, ModelRecord, TextRecord
-from minifloat.compare.scoring_pass import ScoringPass
-from minifloat.compare.summary import summarize
+from minifloat.compare.result import Comparison
+from minifloat.compare.scoring_pass import ModelsPass
 from minifloat.compare.tasks import load_tasks
-from minifloat.compare.verdict import judge
-from minifloat.compare.worst import to_worst_token
 from minifloat.errors import UsageError
-from minifloat.kernels import native, processors
-from minifloat.numerics.formats import E4M3
 
 
 def compare_models(
@@ -88,7 +81,7 @@ def compare_models(
         UnknownNameError: If `dtype` or `kv_cache` is not a valid name.
     """
     comparison = _RunningComparison(
-        baseline, _as_list(candidates), _as_sources(data), CompareOptions(**options), progress
+        baseline, _as_list(candidates), as_sources(data), CompareOptions(**options), progress
     )
     return comparison.result()
 
@@ -125,7 +118,7 @@ class _RunningComparison:
         self.candidates = [variant for candidate in candidates for variant in self._variants(candidate)]
         models = (self.baseline, *self.candidates)
         self.tokenizer: PreTrainedTokenizerBase = common_tokenizer(models)
-        self.window = _window(options.window, longest_window(models))
+        self.window = window_tokens(options.window, longest_window(models))
         for model in models:
             model.check_window(self.window)
         match_experts_implementation(models)
@@ -176,7 +169,7 @@ class _RunningComparison:
     def result(self) -> Comparison:
         """Run all measurements and return the result."""
         started = time.perf_counter()
-        scoring = ScoringPass(self.baseline, self.candidates, self.corpus)
+        scoring = ModelsPass(self.baseline, self.candidates, self.corpus)
         if self._options.resume is not None:
             scoring.log = MeasurementLog(self._options.resume, self._settings(), scoring.worst)
         try:
@@ -184,44 +177,20 @@ class _RunningComparison:
         except KeyboardInterrupt:
             if scoring.empty:
                 raise
-        candidates = [self._candidate_result(scoring, index) for index in range(len(self.candidates))]
+        candidates = [
+            judged(scoring, index, model_record(model), self.tokenizer, self._options.tolerance)
+            for index, model in enumerate(self.candidates)
+        ]
         seconds = time.perf_counter() - started
         if scoring.done == scoring.total:
             candidates = self._extra.add_to(candidates)
-        return Comparison(
-            baseline=_record(self.baseline),
-            candidates=tuple(candidates),
-            window=self.window,
-            dtype=self.baseline.dtype,
-            texts=tuple(TextRecord(t.name, t.documents, t.tokens, t.sha256) for t in self.corpus.texts),
-            tokens_done=scoring.done,
-            tokens_total=scoring.total,
+        return assembled(
+            scoring,
+            model_record(self.baseline),
+            candidates,
             seconds=seconds,
-            machine=_machine(),
             command=self._options.command,
             notes=(*self._notes, *self._extra.notes),
-        )
-
-    def _candidate_result(self, scoring: ScoringPass, index: int) -> CandidateResult:
-        scores_by_text = [scoring.scores(index, text) for text in range(len(self.corpus.texts))]
-        vocab_size = self.baseline.vocab_size
-        summaries = tuple(
-            summarize(text.name, scores, len(scores) * text.bytes_per_token, text.unit, vocab_size)
-            for text, scores in zip(self.corpus.texts, scores_by_text, strict=True)
-        )
-        overall = summaries[0]
-        if len(summaries) > 1:
-            unit = " or ".join(sorted({text.unit for text in self.corpus.texts}))
-            nbytes = sum(summary.nbytes for summary in summaries)
-            overall = summarize("all texts", concatenate(scores_by_text), nbytes, unit, vocab_size)
-        judged = (*summaries, overall) if len(summaries) > 1 else summaries
-        positions = scoring.worst[index].ranked()
-        return CandidateResult(
-            model=_record(self.candidates[index]),
-            texts=summaries,
-            overall=overall,
-            verdict=judge(judged, self._options.tolerance),
-            worst=tuple(to_worst_token(position, self.corpus, self.tokenizer) for position in positions),
         )
 
     def _settings(self) -> dict[str, Any]:
@@ -258,36 +227,3 @@ def _as_list(candidates: ModelLike | Sequence[ModelLike]) -> list[ModelLike]:
     if isinstance(candidates, (PreTrainedModel, str, os.PathLike)):
         return [candidates]
     return list(candidates)
-
-
-def _as_sources(data: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
-    if isinstance(data, Sequence) and not isinstance(data, str):
-        return list(data)
-    return [data]
-
-
-def _window(requested: int | None, longest: int | None) -> int:
-    """Return the tokens per window, BOS included."""
-    if requested is None:
-        return DEFAULT_WINDOW if longest is None else min(DEFAULT_WINDOW, longest)
-    if longest is not None and requested > longest:
-        raise UsageError(f"a window of {requested} tokens is longer than the {longest} that the models attend to")
-    return requested
-
-
-def _record(model: Predictor) -> ModelRecord:
-    cache = None if model.new_cache is None else E4M3.name
-    return ModelRecord(model.name, model.nbytes, model.activations, cache, model.lm_head)
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "minifloat": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "processors": processors.available(),
-        "threads": torch.get_num_threads(),
-        "instruction_set": native.isa() if native.load() is not None else None,
-    }

@@ -74,23 +74,42 @@ class TextRecord:
 
 
 @dataclass(frozen=True)
+class ServedRecord:
+    """A model that a server runs, and how much of its predictions the server gives.
+
+    Attributes:
+        url: Address of the server.
+        model: Name of the model there.
+        alternatives: Number of most probable tokens whose probabilities it gives at each position.
+        unnamed_share: Mean probability, by the baseline, of all other tokens but that of the text.
+    """
+
+    url: str
+    model: str
+    alternatives: int
+    unnamed_share: float
+
+
+@dataclass(frozen=True)
 class ModelRecord:
     """One of the models.
 
     Attributes:
-        name: Folder of the model.
-        nbytes: Bytes of the weights: on disk, or in memory if the user gave a loaded model.
+        name: Folder of the model, or model and address of a server.
+        nbytes: Bytes of the weights: on disk, or in memory if the user gave a loaded model; None for a server.
         activations: Format in which the quantized weights took their inputs: ``"E4M3 per token (dynamic)"``, or the
             name of the 16- or 32-bit format where they ran weight-only (``"BF16"``); with counts where weights differ.
         kv_cache: Format that keys and values were rounded to; None if they were not rounded.
         lm_head: Format of the output layer, and whether it was quantized while it was loaded; empty if there is none.
+        served: The server that runs the model; None if the comparison ran it. Its KL divergences are lower bounds.
     """
 
     name: str
-    nbytes: int
+    nbytes: int | None
     activations: str
     kv_cache: str | None = None
     lm_head: str = ""
+    served: ServedRecord | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from minifloat.checkpoint.progress import Progress
 from minifloat.compare.corpus import Corpus, WindowBatch
 from minifloat.compare.measurements import MeasurementLog
-from minifloat.compare.metrics import Distribution, TokenScores, concatenate, score_tokens
+from minifloat.compare.metrics import Distribution, FloatArray, TokenScores, concatenate, score_tokens
 from minifloat.compare.models import Predictor
 from minifloat.compare.worst import WorstPositions
 from minifloat.errors import NonFiniteError
@@ -24,28 +25,48 @@ from minifloat.errors import NonFiniteError
 _SLAB_ELEMENTS = 2**18
 
 
-class ScoringPass:
-    """A pass of all models over a corpus, and its scores so far.
+class BatchTokens:
+    """The tokens of a batch that are scored, one after the other: all of a window but its first.
+
+    Attributes:
+        targets: ``[T]``: the token ids.
+    """
+
+    def __init__(self, batch: WindowBatch) -> None:
+        windows, width = batch.ids.shape
+        self.targets = batch.ids[:, 1:].flatten()
+        self._units = batch.units[:, None].expand(-1, width - 1).flatten()
+        self._positions = torch.arange(1, width).repeat(windows)
+
+    def score(self, p: Distribution, q: Distribution, where: slice) -> TokenScores:
+        """Score some of the tokens, given the distributions of the baseline and of a candidate."""
+        return score_tokens(p, q, self.targets[where], self._units[where], self._positions[where])
+
+
+class ScoringPass(ABC):
+    """A pass over a corpus, and its scores so far; `ModelsPass` is that of loaded models.
 
     Args:
         baseline: The model that the candidates are compared with.
-        candidates: At least one model.
+        candidates: Number of candidates, at least 1.
         corpus: The windows.
 
     Attributes:
+        baseline: As the argument.
+        corpus: As the argument.
         log: Scores of an earlier run, and the place to write new scores to; None: scores are not written down.
         worst: For each candidate, the positions at which it differs most from the baseline.
         done: Tokens of text that all models have seen.
         total: Tokens of text in all windows.
     """
 
-    def __init__(self, baseline: Predictor, candidates: Sequence[Predictor], corpus: Corpus) -> None:
+    def __init__(self, baseline: Predictor, candidates: int, corpus: Corpus) -> None:
         self.corpus = corpus
         self.log: MeasurementLog | None = None
-        self._models = (baseline, *candidates)
+        self.baseline = baseline
         self._batches = corpus.batches()
-        self._parts: list[list[list[TokenScores]]] = [[[] for _ in corpus.texts] for _ in candidates]
-        self.worst = [WorstPositions() for _ in candidates]
+        self._parts: list[list[list[TokenScores]]] = [[[] for _ in corpus.texts] for _ in range(candidates)]
+        self.worst = [WorstPositions() for _ in range(candidates)]
         self.done, self.total = 0, corpus.tokens
 
     @property
@@ -77,33 +98,19 @@ class ScoringPass:
         if self.log is not None:
             self.log.flush()
 
+    @abstractmethod
     def _score(self, batch: WindowBatch) -> list[TokenScores]:
         """Return the scores of each candidate on a batch."""
-        targets = batch.ids[:, 1:].flatten()
-        windows, width = batch.ids.shape
-        units = batch.units[:, None].expand(-1, width - 1).flatten()
-        positions = torch.arange(1, width).repeat(windows)
-        features = [model.features(batch.ids)[:, :-1].flatten(0, 1) for model in self._models]
-        parts: list[list[TokenScores]] = [[] for _ in self._models[1:]]
-        rows = self._models[0].head_rows()
-        slab = max(_SLAB_ELEMENTS // self._models[0].vocab_size, 1)
-        for start in range(0, len(targets), rows):
-            logits = [m.logits(x[start : start + rows]) for m, x in zip(self._models, features, strict=True)]
-            device = logits[0].device
-            for first in range(0, len(logits[0]), slab):
-                where = slice(start + first, start + min(first + slab, len(logits[0])))
-                p, *others = (Distribution(of_model[first : first + slab].to(device)) for of_model in logits)
-                for candidate, q in enumerate(others):
-                    scores = score_tokens(p, q, targets[where], units[where], positions[where])
-                    self._refuse_nan(scores, candidate)
-                    self.worst[candidate].add(scores, p, q, batch, where.start)
-                    parts[candidate].append(scores)
-        return [concatenate(of_candidate) for of_candidate in parts]
 
-    def _refuse_nan(self, scores: TokenScores, candidate: int) -> None:
-        for model, nll in ((self._models[0], scores.baseline_nll), (self._models[candidate + 1], scores.candidate_nll)):
-            if np.isnan(nll).any():
-                raise self._first_nan(model)
+    def slabs(self, rows: int) -> Iterator[slice]:
+        """Yield rows of logits that are held in float64 at a time."""
+        slab = max(_SLAB_ELEMENTS // self.baseline.vocab_size, 1)
+        return (slice(first, min(first + slab, rows)) for first in range(0, rows, slab))
+
+    def refuse_nan(self, model: Predictor, nll: FloatArray) -> None:
+        """Raise the NonFiniteError of a model if its scores hold NaN."""
+        if np.isnan(nll).any():
+            raise self._first_nan(model)
 
     def _first_nan(self, model: Predictor) -> NonFiniteError:
         """Return the error that names the first token, in the order of the text, with NaN or Inf logits."""
@@ -122,3 +129,36 @@ class ScoringPass:
                         f"NaN or Inf where token {token}{document} of {text.name} is predicted",
                     )
         return NonFiniteError(f"logits of {model.name}", "NaN or Inf, but not when its windows are run alone")
+
+
+class ModelsPass(ScoringPass):
+    """A pass of loaded models over a corpus.
+
+    Args:
+        baseline: The model that the candidates are compared with.
+        candidates: At least one model.
+        corpus: The windows.
+    """
+
+    def __init__(self, baseline: Predictor, candidates: Sequence[Predictor], corpus: Corpus) -> None:
+        super().__init__(baseline, len(candidates), corpus)
+        self._models = (baseline, *candidates)
+
+    def _score(self, batch: WindowBatch) -> list[TokenScores]:
+        tokens = BatchTokens(batch)
+        features = [model.features(batch.ids)[:, :-1].flatten(0, 1) for model in self._models]
+        parts: list[list[TokenScores]] = [[] for _ in self._models[1:]]
+        rows = self._models[0].head_rows()
+        for start in range(0, len(tokens.targets), rows):
+            logits = [m.logits(x[start : start + rows]) for m, x in zip(self._models, features, strict=True)]
+            device = logits[0].device
+            for slab in self.slabs(len(logits[0])):
+                where = slice(start + slab.start, start + slab.stop)
+                p, *others = (Distribution(of_model[slab].to(device)) for of_model in logits)
+                for candidate, q in enumerate(others):
+                    scores = tokens.score(p, q, where)
+                    self.refuse_nan(self._models[0], scores.baseline_nll)
+                    self.refuse_nan(self._models[candidate + 1], scores.candidate_nll)
+                    self.worst[candidate].add(scores, p, q, batch, where.start)
+                    parts[candidate].append(scores)
+        return [concatenate(of_candidate) for of_candidate in parts]

@@ -16,6 +16,10 @@ from minifloat.compare.intervals import Estimate, units_to_decide
 from minifloat.compare.summary import Summary
 from minifloat.errors import UsageError
 
+MEAN_KL = "mean KL"
+#: The same where only a lower bound is known: that it keeps its bound proves less.
+LEAST_KL = "mean KL of at least"
+
 
 class Outcome(enum.Enum):
     """The result of a check or a verdict, and the exit status of the command for it."""
@@ -58,7 +62,7 @@ class Check:
 
     Attributes:
         text: Name of the text.
-        quantity: ``"perplexity increase"``, ``"mean KL"`` or ``"agreement"``.
+        quantity: ``"perplexity increase"``, `MEAN_KL`, `LEAST_KL` or ``"agreement"``.
         estimate: The measured quantity.
         bound: The bound.
         outcome: Whether the estimate keeps the bound.
@@ -102,17 +106,23 @@ def worst_outcome(outcomes: Sequence[Outcome]) -> Outcome:
     return min(outcomes, key=order.index, default=Outcome.PASSED)
 
 
-def judge(summaries: Sequence[Summary], tolerance: Tolerance) -> Verdict:
-    """Check each summary against the bounds."""
-    checks = tuple(check for summary in summaries for check in _checks(summary, tolerance))
+def judge(summaries: Sequence[Summary], tolerance: Tolerance, *, kl: str = MEAN_KL) -> Verdict:
+    """Check each summary against the bounds.
+
+    Args:
+        summaries: The texts.
+        tolerance: The bounds.
+        kl: `LEAST_KL` if the KL divergences are lower bounds.
+    """
+    checks = tuple(check for summary in summaries for check in _checks(summary, tolerance, kl))
     return Verdict(worst_outcome([check.outcome for check in checks]), tolerance, checks)
 
 
-def _checks(summary: Summary, tolerance: Tolerance) -> list[Check]:
+def _checks(summary: Summary, tolerance: Tolerance, kl: str) -> list[Check]:
     increase = summary.perplexity_ratio.mapped(lambda ratio: ratio - 1)
     return [
         _check(summary, "perplexity increase", increase, tolerance.max_ppl_increase, at_most=True),
-        _check(summary, "mean KL", summary.kl_mean, tolerance.max_kl, at_most=True),
+        _check(summary, kl, summary.kl_mean, tolerance.max_kl, at_most=True),
         _check(summary, "agreement", summary.agreement, tolerance.min_agreement, at_most=False),
     ]
 

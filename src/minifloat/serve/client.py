@@ -1,28 +1,20 @@
 """`minifloat chat`: a conversation in the terminal with `minifloat serve`, or any other server with OpenAI's API.
 
-It uses the standard library only, so that it starts at once and needs no torch. Answers are streamed; Ctrl-C closes the
-connection, which makes the server stop generating.
+Answers are streamed; Ctrl-C closes the connection, which makes the server stop generating.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
-from minifloat.errors import StorageError, UsageError
+from minifloat.serve.connection import Connection, ServerError
 
-_TIMEOUT = 600.0  #: seconds without a byte
 _DATA = b"data: "
-
-
-class ServerError(StorageError):
-    """The server cannot be reached or refuses the request."""
 
 
 @dataclass
@@ -42,11 +34,7 @@ class ChatClient:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url if "//" in self.url else f"http://{self.url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"expected a URL such as http://127.0.0.1:8000, got {self.url!r}")
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._server = Connection(self.url, self.api_key)
 
     def find_model(self) -> str:
         """Return the model's name, which the first call requests from the server.
@@ -55,11 +43,7 @@ class ChatClient:
             ServerError: If the server cannot be reached or refuses.
         """
         if self.model is None:
-            with self._request("GET", "/v1/models") as response:
-                models = json.loads(response.read())["data"]
-            if not models:
-                raise ServerError(f"{self.url}: the server has no model")
-            self.model = str(models[0]["id"])
+            self.model = self._server.first_model()
         return self.model
 
     def stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
@@ -69,7 +53,7 @@ class ChatClient:
             ServerError: If the server cannot be reached or refuses.
         """
         body = {"model": self.find_model(), "messages": messages, "stream": True, **self.sampling}
-        with self._request("POST", "/v1/chat/completions", body) as response:
+        with self._server.request("POST", "/v1/chat/completions", body) as response:
             for line in response:
                 if not line.startswith(_DATA) or line.strip() == b"data: [DONE]":
                     continue
@@ -79,32 +63,6 @@ class ChatClient:
                 for choice in event["choices"]:
                     if piece := choice["delta"].get("content"):
                         yield piece
-
-    @contextlib.contextmanager
-    def _request(self, method: str, path: str, body: Any = None) -> Iterator[http.client.HTTPResponse]:
-        connection_class = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = connection_class(self._host, self._port, timeout=_TIMEOUT)
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        )
-        try:
-            connection.request(method, self._prefix + path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != http.client.OK:
-                raise ServerError(_reason(response))
-            yield response
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"{self.url}: {error}; is `minifloat serve` running there?") from error
-        finally:
-            connection.close()
-
-
-def _reason(response: http.client.HTTPResponse) -> str:
-    body = response.read()
-    try:
-        return f"{response.status}: {json.loads(body)['error']['message']}"
-    except (ValueError, KeyError, TypeError):
-        return f"{response.status} {response.reason}"
 
 
 def converse(

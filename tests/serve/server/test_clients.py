@@ -22,7 +22,8 @@ from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, PATIENCE, Client, running, wait_for
 
-from minifloat.serve.client import ChatClient, ServerError, converse
+from minifloat.serve.client import ChatClient, converse
+from minifloat.serve.connection import ServerError
 from minifloat.serve.engine import Engine, SamplingParams
 from minifloat.serve.server import read_api_keys
 

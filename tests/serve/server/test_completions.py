@@ -162,6 +162,20 @@ def test_every_choice_of_a_prompt_has_the_log_probabilities_of_the_prompt(client
     assert [choice["logprobs"]["token_logprobs"][0] for choice in choices] == [None] * 4
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_may_name_tokens_by_their_ids(client: Client, stream: bool) -> None:
+    fields = {"echo": True, "max_tokens": 2, "logprobs": 1, "return_tokens_as_token_ids": True, "stream": stream}
+    answer = client.complete([7, 8, 9], **fields)
+    pieces = answer.events if stream else [answer.json]
+    found = [piece["choices"][0]["logprobs"] for piece in pieces if piece["choices"]]
+    names = [name for logprobs in found if logprobs for name in logprobs["tokens"]]
+    assert names[:3] == ["token_id:7", "token_id:8", "token_id:9"]
+    assert len(names) == 5
+    tops = [top for logprobs in found if logprobs for top in logprobs["top_logprobs"]]
+    assert tops[0] is None
+    assert all(name in top for name, top in zip(names[1:], tops[1:], strict=True))
+
+
 def test_max_tokens_0_without_echo_is_refused(client: Client) -> None:
     answer = client.complete("abc", max_tokens=0)
     assert (answer.status, answer.error["param"]) == (400, "max_tokens")

@@ -65,7 +65,8 @@ def print_comparison(comparison: Comparison) -> None:
 
 def _table(candidate: CandidateResult) -> Table:
     """Return the table of texts. On a narrow terminal names are folded, numbers never."""
-    numbers = ("tokens", "perplexity", "change", "KL, nats", "agreement")
+    kl = "KL, nats" if candidate.model.served is None else "KL at least"
+    numbers = ("tokens", "perplexity", "change", kl, "agreement")
     table = make_table("text", *numbers, right=numbers)
     names = table.columns[0]
     names.no_wrap, names.overflow, names.min_width = False, "fold", _MIN_NAME_COLUMNS

@@ -42,6 +42,7 @@ from minifloat.compare.pages.words import (
     unmet_lines,
     verdict_count,
     verdict_line,
+    weights_text,
 )
 from minifloat.compare.result import CandidateResult, Comparison, ModelRecord
 from minifloat.compare.summary import Summary
@@ -107,13 +108,13 @@ def _overview(comparison: Comparison, names: Sequence[str]) -> str:
     """Return a table with one row per model, on all texts together."""
     columns = ("model", "weights", "perplexity", "change", "mean KL", "agreement", "verdict")
     first = comparison.candidates[0].overall
-    base: list[Cell] = [baseline_name(comparison), size_text(comparison.baseline.nbytes)]
+    base: list[Cell] = [baseline_name(comparison), weights_text(comparison.baseline)]
     rows = [[*base, number(first.baseline_perplexity), "", "", "", "baseline"]]
     for name, candidate in zip(names, comparison.candidates, strict=True):
         rows.append(
             [
                 name,
-                stacked(size_text(candidate.model.nbytes), f"{smaller(comparison, candidate)} smaller"),
+                stacked(weights_text(candidate.model), smaller(comparison, candidate)),
                 number(candidate.overall.candidate_perplexity),
                 _cell(increase(candidate.overall), as_percent=True, signed=True),
                 _cell(candidate.overall.kl_mean),
@@ -303,4 +304,8 @@ def _run_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _model_text(model: ModelRecord) -> str:
-    return f"{visible(model.name)}: {model.nbytes:,} bytes, {formats_text(model)}"
+    return f"{visible(model.name)}: {_bytes(model)}, {formats_text(model)}"
+
+
+def _bytes(model: ModelRecord) -> str:
+    return "weights of unknown size" if model.nbytes is None else f"{model.nbytes:,} bytes"

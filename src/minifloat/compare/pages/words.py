@@ -15,7 +15,7 @@ from minifloat.compare.generation import GreedyDivergence
 from minifloat.compare.intervals import CONFIDENCE, FEWEST_UNITS
 from minifloat.compare.pages.numbers import NO_INTERVAL, change, number, percent, short, with_interval
 from minifloat.compare.positions import LateChange, PositionRange
-from minifloat.compare.result import CandidateResult, Comparison, ModelRecord
+from minifloat.compare.result import CandidateResult, Comparison, ModelRecord, ServedRecord
 from minifloat.compare.verdict import Check, Outcome, Tolerance
 from minifloat.report.text import short_names, size_text, visible
 
@@ -148,20 +148,38 @@ def _short_names(comparison: Comparison) -> list[str]:
 
 def size_lines(comparison: Comparison, candidate: CandidateResult) -> str:
     """Return the sizes of the baseline and the candidate."""
-    before, after = comparison.baseline.nbytes, candidate.model.nbytes
-    return f"{size_text(before)} -> {size_text(after)} ({smaller(comparison, candidate)} smaller)"
+    if candidate.model.nbytes is None:
+        return "weights of unknown size"
+    return f"{weights_text(comparison.baseline)} -> {weights_text(candidate.model)} ({smaller(comparison, candidate)})"
+
+
+def weights_text(model: ModelRecord) -> str:
+    """Return the size of a model's weights."""
+    return "unknown" if model.nbytes is None else size_text(model.nbytes)
 
 
 def formats_text(model: ModelRecord) -> str:
     """Return the formats that a model computed in besides that of its weights."""
+    if model.served is not None:
+        return served_text(model.served)
     lm_head = f", output layer in {model.lm_head}" if model.lm_head else ""
     cache = f", keys and values in {model.kv_cache}" if model.kv_cache else ""
     return visible(f"inputs of the linears in {model.activations}{lm_head}{cache}")
 
 
+def served_text(served: ServedRecord) -> str:
+    """Say what the numbers of a served model are worth."""
+    return visible(
+        f"every KL divergence is a lower bound: the server gives the probabilities of {served.alternatives} tokens, "
+        f"and those that it does not name have {served.unnamed_share:.2%} of the baseline's probability on average; "
+        "perplexity, and agreement on the first choice, are exact"
+    )
+
+
 def smaller(comparison: Comparison, candidate: CandidateResult) -> str:
-    """Return how many times smaller than the baseline the candidate is."""
-    return f"{comparison.baseline.nbytes / max(candidate.model.nbytes, 1):.2f}x"
+    """Say how many times smaller than the baseline the candidate is; empty if the size is unknown."""
+    before, after = comparison.baseline.nbytes, candidate.model.nbytes
+    return "" if before is None or after is None else f"{before / max(after, 1):.2f}x smaller"
 
 
 def position_label(positions: PositionRange) -> str:

@@ -225,7 +225,7 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
     )
 
 
-def completion_logprobs(logprobs: Iterable[TokenLogprob], offset: int) -> CompletionLogprobs:
+def completion_logprobs(logprobs: Iterable[TokenLogprob], offset: int, *, as_ids: bool = False) -> CompletionLogprobs:
     """Return the log-probabilities of new tokens for ``/v1/completions``.
 
     Several tokens may have the same text, such as parts of one character. `top_logprobs` then holds the most probable
@@ -234,18 +234,28 @@ def completion_logprobs(logprobs: Iterable[TokenLogprob], offset: int) -> Comple
     Args:
         logprobs: The tokens.
         offset: Character of the text at which the first token begins.
+        as_ids: Write tokens as `token_id` does, so that different tokens never have the same name.
     """
+
+    def name(token: TokenLogprob) -> str:
+        return token_id(token.token) if as_ids else token.text
+
     lists = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     for token in logprobs:
         lists.text_offset.append(offset)
-        lists.tokens.append(token.text)
+        lists.tokens.append(name(token))
         lists.token_logprobs.append(_finite(token.logprob))
-        logprob_by_text: dict[str, float] = {}
+        logprob_by_name: dict[str, float] = {}
         for candidate in (*token.top, token):  # the most probable first
-            logprob_by_text.setdefault(candidate.text, _finite(candidate.logprob))
-        lists.top_logprobs.append(logprob_by_text)
+            logprob_by_name.setdefault(name(candidate), _finite(candidate.logprob))
+        lists.top_logprobs.append(logprob_by_name)
         offset += len(token.text)
     return lists
+
+
+def token_id(token: int) -> str:
+    """Return the name of a token in log-probabilities with ``return_tokens_as_token_ids``, as vLLM writes it."""
+    return f"token_id:{token}"
 
 
 def _top_logprob(token: TokenLogprob) -> TopLogprob:

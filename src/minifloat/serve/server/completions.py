@@ -40,6 +40,7 @@ async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Re
             EchoedPrompt(
                 text if isinstance(text, str) else await service.prompts.decode(text),
                 await service.prompts.decode(prompt[:1]),
+                prompt[0] if prompt else 0,
             )
             for text, prompt in zip(texts, prompts, strict=True)
         ]
@@ -51,6 +52,7 @@ async def create_completion(body: CompletionRequest, request: HTTPRequest) -> Re
         [prompt for prompt in echoed for _ in range(body.n)],
         logprobs=body.logprobs is not None,
         with_usage=_wants_usage(body),
+        as_ids=body.return_tokens_as_token_ids,
     )
     return await _respond(service, body, request, generation, writer, len(prompts) * body.n)
 

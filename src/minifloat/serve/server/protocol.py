@@ -244,6 +244,9 @@ class CompletionRequest(SamplingRequest):
     max_tokens: Natural | None = Field(default=None, description="0: the prompt alone, with echo.")
     echo: bool = Field(default=False, description="Begin the text, and its log-probabilities, with the prompt.")
     logprobs: Alternatives | None = None
+    return_tokens_as_token_ids: bool = Field(
+        default=False, description="Log-probabilities name tokens as token_id:N, so that equal texts are no problem."
+    )
     add_special_tokens: bool = Field(default=True, description="Begin the prompt as the tokenizer begins a text.")
 
     @model_validator(mode="after")

@@ -27,6 +27,7 @@ from minifloat.serve.server.answers import (
     Usage,
     chat_logprobs,
     completion_logprobs,
+    token_id,
 )
 
 FINGERPRINT = f"minifloat-{__version__}"
@@ -105,10 +106,12 @@ class EchoedPrompt:
     Attributes:
         text: The prompt.
         first_token: Text of its first token.
+        first_id: Id of this token.
     """
 
     text: str = ""
     first_token: str = ""
+    first_id: int = 0
 
 
 class TextWriter:
@@ -120,13 +123,21 @@ class TextWriter:
         prompts: Prompt to echo for each choice.
         logprobs: Whether the answer has log-probabilities.
         with_usage: Whether chunks have the field `usage`.
+        as_ids: Whether log-probabilities name tokens by their ids.
     """
 
     def __init__(
-        self, name: str, model: str, prompts: Sequence[EchoedPrompt], *, logprobs: bool, with_usage: bool
+        self,
+        name: str,
+        model: str,
+        prompts: Sequence[EchoedPrompt],
+        *,
+        logprobs: bool,
+        with_usage: bool,
+        as_ids: bool = False,
     ) -> None:
         self._fields = _CommonFields(name, model, with_usage=with_usage)
-        self._prompts, self._logprobs = prompts, logprobs
+        self._prompts, self._logprobs, self._as_ids = prompts, logprobs, as_ids
         self._offsets = [len(prompt.text) for prompt in prompts]
 
     def opening(self) -> list[BaseModel]:
@@ -182,18 +193,24 @@ class TextWriter:
             return None
         offset = self._offsets[index]
         self._offsets[index] += sum(len(token.text) for token in of_new)
-        logprobs = completion_logprobs(of_new, offset)
-        return logprobs if of_prompt is None else prompt_logprobs(self._prompts[index], of_prompt) + logprobs
+        logprobs = completion_logprobs(of_new, offset, as_ids=self._as_ids)
+        if of_prompt is None:
+            return logprobs
+        return prompt_logprobs(self._prompts[index], of_prompt, as_ids=self._as_ids) + logprobs
 
 
-def prompt_logprobs(prompt: EchoedPrompt, logprobs: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
+def prompt_logprobs(
+    prompt: EchoedPrompt, logprobs: Sequence[TokenLogprob | None], *, as_ids: bool = False
+) -> CompletionLogprobs:
     """Return the log-probabilities of the tokens of a prompt.
 
     A first token that the tokenizer added, which the prompt's text does not begin with, takes no characters.
     """
     first_length = len(prompt.first_token) if prompt.text.startswith(prompt.first_token) else 0
-    first = CompletionLogprobs(text_offset=[0], token_logprobs=[None], tokens=[prompt.first_token], top_logprobs=[None])
-    return first + completion_logprobs([token for token in logprobs if token is not None], first_length)
+    name = token_id(prompt.first_id) if as_ids else prompt.first_token
+    first = CompletionLogprobs(text_offset=[0], token_logprobs=[None], tokens=[name], top_logprobs=[None])
+    known = [token for token in logprobs if token is not None]
+    return first + completion_logprobs(known, first_length, as_ids=as_ids)
 
 
 class ChatWriter:
