@@ -265,7 +265,14 @@ CASES: dict[str, tuple[tuple[Subject, str], tuple[Subject, str]]] = {
     "minifloat-gpu-unmeasured": ((subject("fp8"), "minifloat:h100"), (subject("fp8"), "minifloat:cpu")),
     "minifloat-one-process": ((subject("fp8"), "minifloat:cpu:tp2"), (subject("fp8"), "minifloat:cpu")),
     "minifloat-dense-mxfp4": ((MISNAMED, "minifloat:cpu"), (subject("mxfp4"), "minifloat:cpu")),
-    "minifloat-not-native": ((subject("fp8", model_type="gemma3"), "minifloat:cpu"), (subject("fp8"), "minifloat:cpu")),
+    "minifloat-not-native": (
+        (subject("fp8", model_type="falcon_h1"), "minifloat:cpu"),
+        (subject("fp8", model_type="gemma3_text", outer_type="gemma3"), "minifloat:cpu"),
+    ),
+    "minifloat-text-only": (
+        (subject("fp8", model_type="gemma3_text", outer_type="gemma3"), "minifloat:cpu"),
+        (subject("fp8", outer_type="llama"), "minifloat:cpu"),
+    ),
     "minifloat-kv-scales-missing": (
         (subject("fp8", kv=FP8_KV), "minifloat:cpu"),
         (subject("fp8", kv=FP8_KV, kv_scales=True), "minifloat:cpu"),
@@ -285,6 +292,27 @@ def applied(case: tuple[Subject, str]) -> dict[str, tuple[str, ...]]:
     """Return the evidence of each rule that applies to a model and a target."""
     target = Target.parse(case[1])
     return {finding.rule: finding.evidence for finding in apply_rules(RULES[target.engine], Case(case[0], target))}
+
+
+@pytest.mark.parametrize(
+    ("facts", "target", "reason"),
+    [
+        ({"model_type": "llama", "outer_type": "internvl"}, "minifloat:cpu", "model_type is 'internvl', not one of"),
+        ({"model_type": "llama", "outer_type": "llava"}, "minifloat:h100", ""),
+        ({"model_type": "unknown", "outer_type": "llava"}, "minifloat:h100", ""),
+        ({"model_type": "qwen2_vl", "outer_type": "qwen2_vl"}, "minifloat:h100", ""),
+        ({"model_type": "gemma3_text", "outer_type": "gemma3"}, "minifloat:h100", "the decoder of GPUs does not have"),
+        ({"model_type": "gemma4_text", "outer_type": "gemma4"}, "minifloat:cpu", ""),
+        ({"model_type": "mixtral"}, "minifloat:h100", "the decoder of GPUs does not have mixtures of experts"),
+        ({"config": {"hidden_act": "tanh"}}, "minifloat:cpu", "activation is 'tanh', not one of silu"),
+        ({"config": {"hidden_size": "wide"}}, "minifloat:cpu", ""),
+    ],
+)
+def test_why_the_text_model_is_not_native(facts: dict[str, Any], target: str, reason: str) -> None:
+    found = applied((subject("fp8", **{"config": {}} | facts), target))
+    assert "".join(found.get("minifloat-not-native", ())).startswith(reason or "")
+    assert ("minifloat-not-native" in found) == bool(reason)
+    assert ("minifloat-text-only" in found) == (not reason and facts.get("outer_type", "llama") != "llama")
 
 
 def test_every_rule_has_a_unique_name_and_a_case() -> None:

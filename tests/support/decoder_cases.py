@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from native_cases import SIZES, VOCAB
 from torch import Tensor
 
 from minifloat.kernels.decoder import (
@@ -32,24 +33,12 @@ from minifloat.kernels.pack import FusedWeights, PackedWeight, pack
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.numerics.tensor import quantize_tensor
 
-VOCAB = 97
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "attn_implementation": "eager",
-}
 _EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**_SIZES, attention_bias=True, mlp_bias=True),
+    "llama": lambda: transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "llama3-rope": lambda: transformers.LlamaConfig(
-        **_SIZES,
+        **SIZES,
         rope_parameters={
             "rope_type": "llama3",
             "rope_theta": 10000.0,
@@ -59,15 +48,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             "original_max_position_embeddings": 64,
         },
     ),
-    "mistral": lambda: transformers.MistralConfig(**_SIZES, sliding_window=21),
-    "qwen2": lambda: transformers.Qwen2Config(
-        **_SIZES, use_sliding_window=True, sliding_window=18, max_window_layers=1
-    ),
-    "qwen3": lambda: transformers.Qwen3Config(**_SIZES, head_dim=24),
-    "mixtral": lambda: transformers.MixtralConfig(**_SIZES, num_local_experts=6, sliding_window=None),
-    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=21),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=18, max_window_layers=1),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=24),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=6, sliding_window=None),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **_EXPERTS, norm_topk_prob=True),
     "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
-        **_SIZES, **_EXPERTS, shared_expert_intermediate_size=80, mlp_only_layers=[1]
+        **SIZES, **_EXPERTS, shared_expert_intermediate_size=80, mlp_only_layers=[1]
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import transformers
 from transformers import CONFIG_MAPPING
 
 VOCAB = 97
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -46,6 +47,16 @@ _GROUPS: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.7,
 }
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 24,
+    "sliding_window": 21,
+    "final_logit_softcapping": 4.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5000.0},
+    },
+}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
 _PARTIAL = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
 
 _DELTA: dict[str, Any] = {
@@ -94,6 +105,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {**_DELTA, **_SHARED, "norm_topk_prob": True, "mlp_only_layers": [2]}),
     "qwen3_5_text": ("qwen3_5_text", {**_DELTA, "attention_bias": True, "linear_num_value_heads": 2}),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {**_DELTA, **_SHARED}),
+    "qwen2_vl": ("qwen2_vl_text", {"use_sliding_window": True, "sliding_window": 18, "max_window_layers": 1}),
+    "qwen2_5_vl": ("qwen2_5_vl_text", {}),
+    "qwen3_vl": ("qwen3_vl_text", {"head_dim": 24, "attention_bias": True}),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe_text",
+        {
+            "head_dim": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+        },
+    ),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "gpt_oss": (
         "gpt_oss",
@@ -112,7 +136,44 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3_text": ("gemma3_text", {**_WINDOWS, "head_dim": 24, "query_pre_attn_scalar": 40}),
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": [
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            "num_kv_shared_layers": 3,
+            "global_head_dim": 40,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCAB,
+            "use_double_wide_mlp": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma4_text with experts": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "global_head_dim": 40,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+    ),
     "phi3": ("phi3", {"sliding_window": 21, "rope_parameters": _PARTIAL}),
+    "phi3 longrope": ("phi3", {"original_max_position_embeddings": 256}),
     "glm": ("glm", {"head_dim": 24, "attention_bias": True, "rope_parameters": _PARTIAL}),
     "glm4": ("glm4", {"head_dim": 24, "attention_bias": True, "rope_parameters": _PARTIAL}),
     "glm4_moe": (
@@ -137,16 +198,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+#: Case -> the tower of the only class that transformers has for it; positions have three coordinates.
+_VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2},
+    "qwen2_5_vl": {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64},
+    "qwen3_vl": {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64},
+    "qwen3_vl_moe": {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64},
+}
+_DEEPSTACK = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+
+
 def config_of(name: str, **changes: Any) -> Any:
     """Return transformers' config of a case."""
     model_type, extra = CASES[name]
-    return CONFIG_MAPPING[model_type](**_SIZES | extra | changes)
+    values = SIZES | extra | changes
+    if name == "phi3 longrope":
+        count = values["hidden_size"] // values["num_attention_heads"] // 4  # half of each head turns, in pairs
+        factors = {
+            "short_factor": [1 + i / count for i in range(count)],
+            "long_factor": [1.0 + i for i in range(count)],
+        }
+        values["rope_parameters"] = _LONGROPE | factors
+    if name not in _VISION:
+        return CONFIG_MAPPING[model_type](**values)
+    half = values.get("head_dim", values["hidden_size"] // values["num_attention_heads"]) // 2
+    sections = [half - 2 * (half // 3), half // 3, half // 3]
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": sections}
+    vision = _VISION[name] | (_DEEPSTACK if name.startswith("qwen3") else {})
+    tokens = {"image_token_id": VOCAB + 1, "video_token_id": VOCAB + 2, "vision_start_token_id": VOCAB + 3}
+    return CONFIG_MAPPING[name](text_config=values, vision_config=vision, tie_word_embeddings=False, **tokens)
 
 
 def model_of(name: str, **changes: Any) -> Any:
     """Return a float32 model with bfloat16 values as weights, so that packing does not change them."""
-    models: Any = transformers.AutoModelForCausalLM
+    models: Any = transformers.AutoModelForImageTextToText if name in _VISION else transformers.AutoModelForCausalLM
     return randomized(models.from_config(config_of(name, **changes), attn_implementation="eager"))
+
+
+#: Names of parameters that multiply something.
+_SCALES = re.compile("norm|scalar|scale$")
 
 
 def randomized(model: Any, seed: int = 0) -> Any:
@@ -155,10 +245,10 @@ def randomized(model: Any, seed: int = 0) -> Any:
     model = model.float().eval()
     with torch.no_grad():
         tensors = dict(model.named_parameters()) | {
-            name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")
+            name: buffer for name, buffer in model.named_buffers() if name.endswith(("correction_bias", "layer_scalar"))
         }
         for name, tensor in tensors.items():
-            centre = 1.0 if tensor.ndim == 1 and "norm" in name and bool((tensor == 1).all()) else 0.0
+            centre = 1.0 if tensor.ndim == 1 and _SCALES.search(name) and bool((tensor == 1).all()) else 0.0
             width = 0.15 if tensor.ndim > 1 else 1.5 if name.endswith("sinks") else 0.3
             tensor.copy_((torch.randn_like(tensor) * width + centre).bfloat16())
     return model
@@ -184,7 +274,10 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 #: Model with a tower -> the case of its text model, the type of its tower, and further fields.
-_TOWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+TOWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma4": ("gemma4_text", "gemma4_vision", {"image_token_id": VOCAB + 1, "audio_config": None}),
+    "gemma4 with experts": ("gemma4_text with experts", "gemma4_vision", {"image_token_id": VOCAB + 1}),
+    "llava_next": ("qwen2", "clip_vision_model", {"image_token_index": VOCAB - 1}),
     "gemma3": ("gemma3_text", "siglip_vision_model", {"mm_tokens_per_image": 4, "image_token_index": VOCAB - 1}),
     "llava": ("llama", "clip_vision_model", {"image_token_index": VOCAB - 1}),
     "mistral3": ("mistral", "pixtral", {"image_token_index": VOCAB - 1}),
@@ -203,10 +296,10 @@ _TOWER: dict[str, Any] = {
 
 def with_tower(name: str) -> Any:
     """Return a model with a tower for images around a text model."""
-    case, tower, extra = _TOWERS[name]
-    head = {"head_dim": 16} if tower == "pixtral" else {}
-    text = config_of(case).to_dict()
-    config = CONFIG_MAPPING[name](
+    case, tower, extra = TOWERS[name]
+    head = {"head_dim": 16} if tower in ("pixtral", "gemma4_vision") else {}
+    text = config_of(case, **{"pad_token_id": 0} if tower == "gemma4_vision" else {}).to_dict()
+    config = CONFIG_MAPPING[name.split()[0]](
         text_config=text, vision_config=_TOWER | head | {"model_type": tower}, tie_word_embeddings=False, **extra
     )
     models: Any = transformers.AutoModelForImageTextToText

@@ -7,11 +7,14 @@ yields nothing where the rule does not apply. Each docstring says what the condi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from minifloat.architecture.groups import serving_group
 from minifloat.check.loading_rule import Case, Condition
 from minifloat.check.subject import MXFP4_KINDS, Kind, Weight
+from minifloat.errors import ConfigError
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
 from minifloat.numerics.formats import E2M1, E4M3
 from minifloat.numerics.granularity import BLOCK_128
@@ -210,15 +213,58 @@ def anything(case: Case) -> Iterator[str]:
 
 
 def not_native(case: Case) -> Iterator[str]:
-    """Models that neither the native decoder nor the GPU decoder covers."""
-    from minifloat.architecture.decoder import why_not_type
-    from minifloat.architecture.decoder.parts import why_not_rope
-
-    config = case.subject.config
-    on_device = case.target.hardware.generation.vendor != "cpu"
-    reason = why_not_type(case.subject.model_type, on_device=on_device) or why_not_rope(config)
+    """Models whose text model neither the native decoder nor the GPU decoder covers."""
+    reason = _why_not_native(case)
     if reason:
-        yield re.sub(r"^(its|it is) ", "", reason)
+        yield re.sub(r"^(its|it is|it) ", "", reason)
+
+
+def only_text(case: Case) -> Iterator[str]:
+    """Models with a text model that the decoders run, beside parts that they do not."""
+    from minifloat.architecture.multimodal import has_towers
+
+    outer = case.subject.outer_type
+    if has_towers(outer) and not _why_not_native(case):
+        yield f"model_type {outer!r}"
+
+
+def _why_not_native(case: Case) -> str:
+    """Return why the target's decoder does not run the text model, as far as its config tells; empty if it does."""
+    from minifloat.architecture.decoder import NotNative, decoder_plan, why_not_on_device, why_not_type
+    from minifloat.architecture.decoder.parts import why_not_rope
+    from minifloat.architecture.multimodal import text_type
+
+    subject = case.subject
+    outer = subject.outer_type or subject.model_type
+    stated = subject.model_type if subject.model_type not in (outer, "unknown") else ""
+    model_type = text_type(outer, stated)
+    reason = why_not_type(model_type) or why_not_rope(subject.config)
+    if reason:
+        return reason
+    try:
+        plan = decoder_plan(_full_text_config({**subject.config, "model_type": model_type}))
+    except NotNative as error:
+        return str(error)
+    except (ConfigError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError):
+        return ""  # no model can be built of the config, which opening it reports
+    return "" if case.target.hardware.generation.vendor == "cpu" else why_not_on_device(plan)
+
+
+def _full_text_config(values: Mapping[str, Any]) -> Any:
+    """Return a text model's config with all defaults; transformers reads what `read_decoder_config` leaves to it.
+
+    Raises:
+        ConfigError: If transformers does not know the type, or refuses a value.
+    """
+    from minifloat.architecture.decoder_config import read_decoder_config
+
+    config = read_decoder_config(values, Path())
+    if not isinstance(config, str):
+        return config
+    from minifloat.architecture.full_config import full_config, quiet_transformers
+
+    with quiet_transformers():
+        return full_config(values, Path())
 
 
 def fused_experts(case: Case) -> Iterator[str]:

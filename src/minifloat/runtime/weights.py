@@ -34,16 +34,19 @@ class FusedParameter:
         shape: ``[experts, rows, columns]``.
         parts: The parameters that it replaces, for each expert in the order of their rows; empty: there are none.
         transposed: Whether it is ``[experts, columns, rows]`` where it is not quantized.
+        either: Whether it may be so: it is, where the stored shape is not `shape`.
     """
 
     shape: tuple[int, int, int]
     parts: tuple[tuple[str, ...], ...]
     transposed: bool = False
+    either: bool = False
 
-    def stored_shape(self, is_quantized: bool) -> tuple[int, int, int]:
-        """Return the shape in a checkpoint."""
+    def stored_shape(self, found: Sequence[int], is_quantized: bool) -> tuple[int, int, int]:
+        """Return the shape that it has to have in a checkpoint, given the one that it has."""
         experts, rows, columns = self.shape
-        return (experts, columns, rows) if self.transposed and not is_quantized else self.shape
+        turned = self.transposed or (self.either and tuple(found) != self.shape)
+        return (experts, columns, rows) if turned and not is_quantized else self.shape
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,10 @@ class WeightSource:
         self._names = self._match()
         self._check_missing()
         for parameter, name in self._names.items():
-            fused = parameters.fused.get(parameter)
-            expected = fused.stored_shape(self.is_quantized(parameter)) if fused else parameters.shapes[parameter]
-            check_shape(parameter, expected, tensors.shape(name))
+            fused, shape = parameters.fused.get(parameter), tensors.shape(name)
+            is_quantized = self.is_quantized(parameter)
+            expected = parameters.shapes[parameter] if fused is None else fused.stored_shape(shape, is_quantized)
+            check_shape(parameter, expected, shape)
 
     def is_same_tensor(self, first: str, second: str) -> bool:
         """Return whether two parameters are tied to one tensor of the checkpoint."""
@@ -179,7 +183,9 @@ class WeightSource:
             stored = self._tensors.quantized.get(self._names[fused])
             if stored is None:
                 matrices = self.tensor(fused)
-                yield from ([m.T.contiguous()] if self._parameters.fused[fused].transposed else [m] for m in matrices)
+                parameter = self._parameters.fused[fused]
+                turned = parameter.transposed or tuple(matrices.shape) != parameter.shape
+                yield from ([m.T.contiguous()] if turned else [m] for m in matrices)
             else:
                 yield from ([self._to_device(self._tensors.read_weight(weight))] for weight in stored)
             return

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from decoder_cases import Session
+from decoder_cases import Session, prompt
 from modes import each_value
-from native_cases import CASES, VOCAB, greedy, model_of, with_tower, write
+from native_cases import CASES, TOWERS, VOCAB, config_of, greedy, model_of, with_tower, write
 
-from minifloat.architecture.decoder import NATIVE
+from minifloat.architecture.decoder import NATIVE, NotNative, decoder_plan
 from minifloat.checkpoint import Checkpoint
 from minifloat.kernels.decoder import IMPLEMENTATIONS, Decoder
 from minifloat.layouts import describe
@@ -33,10 +33,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
 CLOSE = 1e-4
 
 families = pytest.mark.parametrize("name", CASES)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 PROMPTS = [prompt(61, 1), prompt(23, 2), prompt(40, 3)]
@@ -126,6 +122,10 @@ _WITHOUT: dict[str, Any] = {
     "sinks": None,
     "score_cap": None,
     "clip": None,
+    "v_norm": None,
+    "scalar": None,
+    "scales": None,
+    "table_factor": 1.0,
     "whole_norms": False,
     "rotary": None,
     "interleaved": False,
@@ -151,6 +151,10 @@ _WITHOUT: dict[str, Any] = {
     "gate_up_bias": None,
     "down_bias": None,
 }
+
+
+#: What a norm behind it undoes, but for its epsilon; and an MLP without which there are no norms of experts.
+_UNDONE = {"gemma4_text": ["factor"], "gemma4_text with experts": ["normalize", "shared"]}
 
 
 def stated(part: Any) -> Iterator[str]:
@@ -187,10 +191,66 @@ def test_every_part_of_a_plan_changes_the_logits(name: str, folder_of: Callable[
         return blueprint
 
     decoder_of(folder_of(name), note)
-    for part in found:
+    for part in [part for part in found if part not in _UNDONE.get(name, ())]:
         changed = decoder_of(folder_of(name), lambda b, part=part: replace(b, plan=without(b.plan, part)))
         distance = float((logits_of(changed) - exact).abs().max() / exact.abs().max())
         assert distance > 20 * CLOSE, f"{part} changes nothing"
+
+
+# ------------------------------------------------------------------------------------- shared keys and values
+
+
+def test_layers_that_share_keys_and_values_have_no_cache(folder_of: Callable[[str], Path]) -> None:
+    """Three of six layers have one, of 2 heads of 24 and of 40; a head of values fills whole vectors of 16."""
+    decoder = decoder_of(folder_of("gemma4_text"))
+    assert decoder.cache_shapes == ((2, 24), (2, 40), (2, 24))
+    assert decoder.caches == (0, 1, 2, 2, 2, 1)
+    engine = Engine(folder_of("gemma4_text"), dtype="float32")
+    assert engine.info.kv_bytes_per_token == 4 * 2 * ((24 + 32) + (40 + 48) + (24 + 32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_bidirectional_attention": "all"}, "its tokens see those after them"),
+        ({"vocab_size_per_layer_input": VOCAB + 1}, "the table of the inputs of its layers has 98 rows"),
+        ({"hidden_activation": "tanh"}, "its activation is 'tanh'"),
+    ],
+)
+def test_a_gemma_4_that_is_not_exact_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotNative, match=reason):
+        decoder_plan(config_of("gemma4_text", **changes))
+
+
+def test_a_layer_type_without_keys_to_share_is_an_error() -> None:
+    layers = [*["sliding_attention"] * 5, "full_attention"]
+    with pytest.raises(ValueError, match="no full_attention layer before layer 5 has keys and values of its own"):
+        decoder_plan(config_of("gemma4_text", layer_types=layers))
+
+
+# ------------------------------------------------------------------------------------- longrope
+
+
+def test_texts_beyond_the_context_of_training_have_long_factors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a length, sequences are limited to those with the short factors; with one, all have the long factors."""
+    model = model_of("phi3 longrope", original_max_position_embeddings=32)
+    folder = write(model, tmp_path / "m")
+    long, short = prompt(40, 3), prompt(23, 2)
+    with caplog.at_level(logging.WARNING, "minifloat"):
+        engine = Engine(folder, dtype="float32")
+    assert "sequences are limited to 32 tokens" in caplog.text
+    assert (engine.info.runner, engine.info.max_model_len) == ("native", 32)
+    assert list(engine.generate([short], GREEDY)[0].tokens) == greedy(model, short, COUNT)
+    with caplog.at_level(logging.WARNING, "minifloat"):
+        engine = Engine(folder, dtype="float32", max_model_len=100)
+    assert "all sequences have the rotary factors of texts beyond 32 tokens (longrope), as in vLLM" in caplog.text
+    assert list(engine.generate([long], GREEDY)[0].tokens) == greedy(model, long, COUNT)
+    assert list(engine.generate([short], GREEDY)[0].tokens) != greedy(model, short, COUNT)
+    caplog.clear()
+    assert Engine(folder, dtype="float32", max_model_len=32).info.max_model_len == 32
+    assert "longrope" not in caplog.text
 
 
 # ------------------------------------------------------------------------------------- quantized weights
@@ -216,7 +276,7 @@ def test_quantized_models_make_the_tokens_of_transformers_code(scheme: str, name
 # ------------------------------------------------------------------------------------- text models within others
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", TOWERS)
 def test_the_text_model_beside_a_tower_is_native(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = with_tower(name)
     folder = write(model, tmp_path / "m")
@@ -224,5 +284,6 @@ def test_the_text_model_beside_a_tower_is_native(name: str, tmp_path: Path, capl
         engine = Engine(folder, dtype="float32")
     assert engine.info.runner == "native", engine.info.reason_not_native
     assert "are not used by the model" in caplog.text
+    assert "text part native; images are not served" in caplog.text
     answers = [greedy(model, tokens, COUNT) for tokens in PROMPTS]
     assert [list(completion.tokens) for completion in engine.generate(PROMPTS, GREEDY)] == answers

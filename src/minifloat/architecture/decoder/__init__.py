@@ -14,6 +14,7 @@ from typing import Any
 from minifloat.architecture.decoder.families import (
     cohere,
     gemma,
+    gemma4,
     glm,
     gpt_oss,
     granite,
@@ -22,9 +23,18 @@ from minifloat.architecture.decoder.families import (
     olmo,
     qwen_next,
 )
+from minifloat.architecture.decoder.features import why_not_on_device
 from minifloat.architecture.decoder.plan import DecoderPlan, NotNative
 
-__all__ = ["NATIVE", "DecoderPlan", "NativeFamily", "NotNative", "decoder_plan", "why_not_type"]
+__all__ = [
+    "NATIVE",
+    "DecoderPlan",
+    "NativeFamily",
+    "NotNative",
+    "decoder_plan",
+    "why_not_on_device",
+    "why_not_type",
+]
 
 #: Fields of configs that the plans of all families obey, or that change no result.
 _COMMON = (
@@ -42,23 +52,26 @@ _GRANITE = "attention_multiplier embedding_multiplier logits_scaling residual_mu
 _DELTA = "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim"
 _SHARED = "moe_intermediate_size num_experts shared_expert_intermediate_size"
 _CAPS = "attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar use_bidirectional_attention"
+_GEMMA4 = (
+    "attention_k_eq_v enable_moe_block final_logit_softcapping global_head_dim hidden_size_per_layer_input "
+    "moe_intermediate_size num_experts num_global_key_value_heads num_kv_shared_layers top_k_experts "
+    "use_bidirectional_attention use_double_wide_mlp vocab_size_per_layer_input"
+)
 
 
 @dataclass(frozen=True)
 class NativeFamily:
-    """A family that the decoder of CPUs runs.
+    """A family that the decoder of CPUs runs; what that of GPUs lacks of its plan, `features.py` says.
 
     Attributes:
         architecture: Class of the model in transformers.
         plan: Turns a config into a plan.
         fields: Fields of its config that the plan obeys, beside those that all families have.
-        on_device: Whether the decoder of GPUs runs it too.
     """
 
     architecture: str
     plan: Callable[[Any], DecoderPlan]
     fields: str = ""
-    on_device: bool = False
 
     def unknown_field(self, config: Any) -> str:
         """Return a field that the config's class declares, that is not at its default, and that the plan ignores.
@@ -81,12 +94,12 @@ def _base_fields(base: type) -> tuple[str, ...]:
 
 #: ``model_type`` -> what runs it natively.
 NATIVE: dict[str, NativeFamily] = {
-    "llama": NativeFamily("LlamaForCausalLM", llama.llama, on_device=True),
-    "mistral": NativeFamily("MistralForCausalLM", llama.mistral, on_device=True),
-    "ministral": NativeFamily("MinistralForCausalLM", llama.ministral, on_device=True),
-    "qwen2": NativeFamily("Qwen2ForCausalLM", llama.qwen2, on_device=True),
-    "qwen3": NativeFamily("Qwen3ForCausalLM", llama.qwen3, on_device=True),
-    "seed_oss": NativeFamily("SeedOssForCausalLM", llama.seed_oss, "attention_out_bias", on_device=True),
+    "llama": NativeFamily("LlamaForCausalLM", llama.llama),
+    "mistral": NativeFamily("MistralForCausalLM", llama.mistral),
+    "ministral": NativeFamily("MinistralForCausalLM", llama.ministral),
+    "qwen2": NativeFamily("Qwen2ForCausalLM", llama.qwen2),
+    "qwen3": NativeFamily("Qwen3ForCausalLM", llama.qwen3),
+    "seed_oss": NativeFamily("SeedOssForCausalLM", llama.seed_oss, "attention_out_bias"),
     "smollm3": NativeFamily("SmolLM3ForCausalLM", llama.smollm3, "no_rope_layers"),
     "arcee": NativeFamily("ArceeForCausalLM", llama.arcee),
     "helium": NativeFamily("HeliumForCausalLM", llama.helium),
@@ -95,6 +108,10 @@ NATIVE: dict[str, NativeFamily] = {
     "qwen2_moe": NativeFamily(
         "Qwen2MoeForCausalLM", mixtral.qwen2_moe, f"{_SPARSE} qkv_bias shared_expert_intermediate_size"
     ),
+    "qwen2_vl_text": NativeFamily("Qwen2VLTextModel", llama.qwen2),
+    "qwen2_5_vl_text": NativeFamily("Qwen2_5_VLTextModel", llama.qwen2),
+    "qwen3_vl_text": NativeFamily("Qwen3VLTextModel", llama.qwen3),
+    "qwen3_vl_moe_text": NativeFamily("Qwen3VLMoeTextModel", mixtral.qwen3_vl_moe, _SPARSE),
     "qwen3_moe": NativeFamily("Qwen3MoeForCausalLM", mixtral.qwen3_moe, _SPARSE),
     "qwen3_next": NativeFamily("Qwen3NextForCausalLM", qwen_next.qwen3_next, f"{_DELTA} {_SHARED} {_SPARSE}"),
     "qwen3_5_text": NativeFamily("Qwen3_5ForCausalLM", qwen_next.qwen3_5, _DELTA),
@@ -104,6 +121,7 @@ NATIVE: dict[str, NativeFamily] = {
     "gemma": NativeFamily("GemmaForCausalLM", gemma.gemma, "use_bidirectional_attention"),
     "gemma2": NativeFamily("Gemma2ForCausalLM", gemma.gemma2, _CAPS),
     "gemma3_text": NativeFamily("Gemma3ForCausalLM", gemma.gemma3, _CAPS),
+    "gemma4_text": NativeFamily("Gemma4ForCausalLM", gemma4.gemma4, _GEMMA4),
     "phi3": NativeFamily("Phi3ForCausalLM", glm.phi3, "original_max_position_embeddings"),
     "glm": NativeFamily("GlmForCausalLM", glm.glm),
     "glm4": NativeFamily("Glm4ForCausalLM", glm.glm4),
@@ -133,19 +151,9 @@ NATIVE: dict[str, NativeFamily] = {
 }
 
 
-def why_not_type(model_type: str, *, on_device: bool = False) -> str:
-    """Return why no decoder supports a ``model_type``; empty if one does.
-
-    Args:
-        model_type: ``model_type`` of the config of the text model.
-        on_device: Whether the decoder of GPUs is asked for.
-    """
-    family = NATIVE.get(model_type)
-    if family is None:
-        return f"its model_type is {model_type!r}, not one of {', '.join(NATIVE)}"
-    if on_device and not family.on_device:
-        return f"the decoder of GPUs does not have all parts of {model_type!r}"
-    return ""
+def why_not_type(model_type: str) -> str:
+    """Return why no decoder supports the ``model_type`` of a text model; empty if that of CPUs does."""
+    return "" if model_type in NATIVE else f"its model_type is {model_type!r}, not one of {', '.join(NATIVE)}"
 
 
 def decoder_plan(config: Any) -> DecoderPlan:

@@ -23,8 +23,11 @@ from minifloat.architecture.decoder.plan import (
     RouterPlan,
 )
 
-#: Types of rotary embeddings whose frequencies do not depend on the length of the text.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+#: Types of rotary embeddings whose frequencies do not depend on the length of the text; those of "longrope" are chosen
+#: once for all texts (`DecoderPlan.with_long_factors`).
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "longrope")
+#: Names of rotary embeddings in older configs; of "mrope" the coordinates of a position are equal in text.
+_OTHER_NAMES = {"mrope": "default", "su": "longrope"}
 #: Names of activation functions in configs, and in plans.
 ACTIVATIONS = {
     "silu": "silu",
@@ -77,12 +80,13 @@ def rotary(config: Any, head_dim: int, layer_type: str | None = None, **how: boo
     reason = _why_not_rope_type(parameters)
     if reason:
         raise NotNative(reason)
+    how["partial"] = how.get("partial", False) and parameters.get("rope_type", "default") == "default"
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in parameters.items()}
     return RotaryPlan(tuple(sorted(values.items())), head_dim, int(config.max_position_embeddings), **how)
 
 
 def why_not_rope(config: Mapping[str, Any]) -> str:
-    """Return why the decoders do not support the rotary embedding of a config.json; empty if they do."""
+    """Return why the decoders do not support the rotary embedding of a text model's config.json; empty if they do."""
     stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
     nested = [value for value in stated.values() if isinstance(value, Mapping)]
     return next((reason for reason in map(_why_not_rope_type, nested or [stated]) if reason), "")
@@ -90,6 +94,7 @@ def why_not_rope(config: Mapping[str, Any]) -> str:
 
 def _why_not_rope_type(parameters: Mapping[str, Any]) -> str:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = _OTHER_NAMES.get(kind, kind)
     return "" if kind in ROPE_TYPES else f"its rotary embedding is {kind!r}, not one of {', '.join(ROPE_TYPES)}"
 
 

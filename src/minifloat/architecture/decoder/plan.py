@@ -6,7 +6,7 @@ same name there, which defines what it computes. A parameter's name is that in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -55,6 +55,7 @@ class NormPlan:
         bias: Name of the bias, or None.
         centered: Whether the mean is subtracted first, as in a layer norm.
         offset: Added to the stored weight, in float32.
+        factor: Multiplies that.
     """
 
     weight: str | None
@@ -63,6 +64,7 @@ class NormPlan:
     bias: str | None = None
     centered: bool = False
     offset: float = 0.0
+    factor: float = 1.0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its parameters by name."""
@@ -79,6 +81,7 @@ class RotaryPlan:
         positions: ``max_position_embeddings``.
         interleaved: Whether neighbouring dimensions are a pair.
         partial: Whether the type "default" obeys ``partial_rotary_factor``; all other types do.
+        long: Whether the type "longrope" has the factors of long texts.
     """
 
     parameters: tuple[tuple[str, Any], ...]
@@ -86,6 +89,15 @@ class RotaryPlan:
     positions: int
     interleaved: bool = False
     partial: bool = False
+    long: bool = False
+
+    @property
+    def longest_short_text(self) -> int | None:
+        """Tokens of the longest text that has the short factors of "longrope"; None where no text has others."""
+        values = dict(self.parameters)
+        if values.get("rope_type") != "longrope" or values["original_max_position_embeddings"] >= self.positions:
+            return None
+        return int(values["original_max_position_embeddings"])
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class AttentionPlan:
     """Attention; fields as in `minifloat.kernels.decoder.Attention`.
 
     Attributes:
-        qkv: Projections whose rows are those of q, k and v, one after the other.
+        qkv: Projections whose rows are those of q, k and v, as far as the layer has them, one after the other.
         out: Projection of the result.
         sinks: Name of the scores ``[heads]`` that take part in the softmax, or None.
         gated: Whether the rows of q are those of q and of a gate for each head.
@@ -114,11 +126,13 @@ class AttentionPlan:
     score_cap: float | None = None
     clip: float | None = None
     gated: bool = False
+    v_norm: NormPlan | None = None
+    values: str = "own"
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its parameters by name, in the order in which they are read."""
         sinks: dict[str, tuple[int, ...]] = {} if self.sinks is None else {self.sinks: (self.heads,)}
-        return _shapes(*self.qkv, self.out, self.q_norm, self.k_norm) | sinks
+        return _shapes(*self.qkv, self.out, self.q_norm, self.k_norm, self.v_norm) | sinks
 
 
 @dataclass(frozen=True)
@@ -193,6 +207,7 @@ class RouterPlan:
         weight: Name of the weight ``[experts, hidden]``.
         bias: Name of the bias ``[experts]``, or None.
         correction: Name of what is added to the scores for the choice alone, ``[experts]``, or None.
+        scales: Name of what multiplies the weights at the end, ``[experts]``, or None.
     """
 
     weight: str
@@ -204,6 +219,17 @@ class RouterPlan:
     groups: int = 1
     groups_kept: int = 1
     factor: float = 1.0
+    scales: str | None = None
+
+
+@dataclass(frozen=True)
+class ExpertNormsPlan:
+    """Norms of experts beside an MLP; fields as in `minifloat.kernels.decoder.ExpertNorms`."""
+
+    router: NormPlan
+    input: NormPlan
+    experts: NormPlan
+    mlp: NormPlan
 
 
 @dataclass(frozen=True)
@@ -221,9 +247,11 @@ class ExpertsPlan:
         down_bias: Name of the biases ``[experts, hidden]``, or None.
         activation: The function.
         transposed: Whether fused projections that are not quantized are ``[experts, K, N]``.
+        either: Whether these may be so: they are, where their shape is not ``[experts, N, K]``.
         interleaved: Whether rows of gate and up alternate in the fused projection.
         shared: An MLP that all tokens use besides, or None.
         shared_gate: Name of the weight ``[1, hidden]`` of its gate, or None.
+        norms: Norms of their own, where the shared MLP reads another input, or None.
     """
 
     router: RouterPlan
@@ -236,9 +264,37 @@ class ExpertsPlan:
     down_bias: str | None = None
     activation: ActivationPlan = ActivationPlan()
     transposed: bool = False
+    either: bool = False
     interleaved: bool = False
     shared: MlpPlan | None = None
     shared_gate: str | None = None
+    norms: ExpertNormsPlan | None = None
+
+
+@dataclass(frozen=True)
+class LayerInputPlan:
+    """What a layer does with its input; fields as in `minifloat.kernels.decoder.LayerInput`."""
+
+    gate: LinearPlan
+    out: LinearPlan
+    norm: NormPlan
+    activation: ActivationPlan
+
+
+@dataclass(frozen=True)
+class LayerInputsPlan:
+    """What layers read of a token besides the residual stream; fields as in `minifloat.kernels.decoder.LayerInputs`.
+
+    Attributes:
+        table: Name of the table ``[vocab, layers * size]``.
+        table_factor: Multiplies its rows; rounded to the model's dtype first.
+    """
+
+    table: str
+    projection: LinearPlan
+    norm: NormPlan
+    table_factor: float
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -247,6 +303,7 @@ class LayerPlan:
 
     Attributes:
         name: Name of the layer's module.
+        scalar: Name of what multiplies the residual stream at the end, ``[1]``; None: nothing does.
     """
 
     name: str
@@ -258,6 +315,14 @@ class LayerPlan:
     result_norm: NormPlan | None = None
     parallel: bool = False
     residual_factor: float = 1.0
+    cache_of: int | None = None
+    input: LayerInputPlan | None = None
+    scalar: str | None = None
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it writes keys and values."""
+        return isinstance(self.attention, AttentionPlan) and self.cache_of is None
 
 
 @dataclass(frozen=True)
@@ -276,6 +341,7 @@ class DecoderPlan:
         logits_cap: As in `minifloat.kernels.decoder.Decoder`.
         renamings: Regular expressions and replacements that turn other names on disk into these names.
         unused: Regular expressions of names of tensors that the text model does not use.
+        inputs: What layers read of a token besides the residual stream, or None.
     """
 
     hidden: int
@@ -289,6 +355,31 @@ class DecoderPlan:
     logits_cap: float | None = None
     renamings: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
+    inputs: LayerInputsPlan | None = None
+
+    @property
+    def longest_short_text(self) -> int | None:
+        """As `RotaryPlan.longest_short_text`, of all layers."""
+        limits = [rotary.longest_short_text for rotary in self._rotaries()]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def with_long_factors(self) -> DecoderPlan:
+        """Return the plan with the factors of long texts, where "longrope" has such."""
+        layers = []
+        for layer in self.layers:
+            attention = layer.attention
+            if isinstance(attention, AttentionPlan) and attention.rotary is not None:
+                attention = replace(attention, rotary=replace(attention.rotary, long=True))
+            layers.append(replace(layer, attention=attention))
+        return replace(self, layers=tuple(layers))
+
+    def _rotaries(self) -> list[RotaryPlan]:
+        attentions = [layer.attention for layer in self.layers if isinstance(layer.attention, AttentionPlan)]
+        return [attention.rotary for attention in attentions if attention.rotary is not None]
+
+    def cached_in(self, layer: LayerPlan) -> LayerPlan:
+        """Return the layer whose keys and values a layer reads: itself, unless it shares those of another."""
+        return layer if layer.cache_of is None else self.layers[layer.cache_of]
 
 
 def _shapes(*parts: LinearPlan | NormPlan | None) -> dict[str, tuple[int, ...]]:

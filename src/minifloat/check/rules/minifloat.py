@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minifloat.architecture.multimodal import TEXT_ONLY
 from minifloat.check import conditions
 from minifloat.check.loading_rule import LoadingRule, LoadVerdict
 from minifloat.check.rules.machines import ALL, AMD, CPUS, NVIDIA
@@ -51,6 +52,15 @@ RULES: tuple[LoadingRule, ...] = (
         condition=conditions.not_native,
         problem="transformers' code runs the model, one sequence at a time, with our linears in it",
         source="architecture/decoder/__init__.py: NATIVE",
+        confirmed_with="minifloat.Engine",
+    ),
+    LoadingRule(
+        name="minifloat-text-only",
+        hardware=(*CPUS, *NVIDIA),
+        verdict=LoadVerdict.LOADS,
+        condition=conditions.only_text,
+        problem=TEXT_ONLY,
+        source="architecture/multimodal.py",
         confirmed_with="minifloat.Engine",
     ),
     LoadingRule(

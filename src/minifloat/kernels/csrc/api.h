@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 15
+#define MINIFLOAT_ABI_VERSION 16
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -266,6 +266,15 @@ struct minifloat_router {
     int32_t groups, groups_kept;  // experts of the best groups alone are chosen; groups 1: of all
     int32_t normalize;            // not 0: the weights of the chosen experts sum to 1
     float factor;                 // multiplies the weights
+    const float* scales;          // [experts] or null: multiply the weights, after all else
+};
+
+// Norms of experts and of the MLP beside them, where they do not share the layer's norms.
+struct minifloat_expert_norms {
+    struct minifloat_norm router;   // of the input of the router
+    struct minifloat_norm input;    // of the input of the experts
+    struct minifloat_norm experts;  // of the sum of the experts
+    struct minifloat_norm mlp;      // of the result of the MLP
 };
 
 struct minifloat_experts {
@@ -275,6 +284,7 @@ struct minifloat_experts {
     struct minifloat_expert_product down;  // [hidden, intermediate]
     struct minifloat_activation activation;
     const float* shared_gate;  // [hidden] or null
+    const struct minifloat_expert_norms* norms;  // null: router, experts and MLP read the same input
     int64_t intermediate;
 };
 
@@ -322,6 +332,25 @@ struct minifloat_mlp {
     int64_t intermediate;  // 0: there is none
 };
 
+// x += norm(out(function(gate(x)) * input)), where `input` is that of the layer (minifloat_layer_inputs).
+struct minifloat_layer_input {
+    struct minifloat_product gate;  // [size, hidden]
+    struct minifloat_product out;   // [hidden, size]
+    struct minifloat_norm norm;
+    struct minifloat_activation activation;  // gated
+};
+
+// What each layer reads of a token besides the residual stream: `size` numbers,
+// (norm(projection(embedding of the token)) + row of the token in `table` * table_factor) * factor.
+struct minifloat_layer_inputs {
+    struct minifloat_product projection;  // [layers * size, hidden]
+    struct minifloat_norm norm;           // of the `size` numbers of a layer
+    const void* table;                    // [vocab, layers * size] of table_dtype
+    int64_t size;
+    int32_t table_dtype;
+    float table_factor, factor;
+};
+
 struct minifloat_layer {
     struct minifloat_norm input_norm;      // of the input of attention
     struct minifloat_norm attention_norm;  // of its result
@@ -331,8 +360,10 @@ struct minifloat_layer {
     const struct minifloat_delta* delta;      // null: attention
     const struct minifloat_experts* experts;  // null: a plain MLP
     struct minifloat_mlp mlp;                 // the MLP, or the one that experts share
+    const struct minifloat_layer_input* input;  // null: there is none
     int32_t parallel;       // not 0: the MLP does not see the result of attention
     float residual_factor;  // of both results
+    float scalar;           // multiplies the residual stream at the end
 };
 
 struct minifloat_decoder {
@@ -340,6 +371,7 @@ struct minifloat_decoder {
     const struct minifloat_rotary* rotaries;
     struct minifloat_norm norm;
     const void* embedding;  // [vocab, hidden] of embedding_dtype
+    const struct minifloat_layer_inputs* inputs;  // null: there are none
     struct minifloat_product lm_head;
     int64_t hidden, lm_head_rows;
     int32_t dtype, embedding_dtype;

@@ -17,7 +17,8 @@ from minifloat.kernels.decoder.cache import ELEMENTS, KVCache
 from minifloat.kernels.decoder.check import check
 from minifloat.kernels.decoder.cpu import PARTS
 from minifloat.kernels.decoder.delta import DeltaNet
-from minifloat.kernels.decoder.experts import Experts, Router
+from minifloat.kernels.decoder.experts import ExpertNorms, Experts, Router
+from minifloat.kernels.decoder.layer_input import LayerInput, LayerInputs
 from minifloat.kernels.decoder.mlp import Activation, Mlp
 from minifloat.kernels.decoder.norm import Norm
 from minifloat.kernels.decoder.rotary import Rotary
@@ -33,9 +34,12 @@ __all__ = [
     "Attention",
     "Decoder",
     "DeltaNet",
+    "ExpertNorms",
     "Experts",
     "KVCache",
     "Layer",
+    "LayerInput",
+    "LayerInputs",
     "Mlp",
     "Norm",
     "Rotary",

@@ -17,7 +17,8 @@ from minifloat.kernels import native, threads
 from minifloat.kernels.decoder.attention import VALUES, Attention
 from minifloat.kernels.decoder.cache import ELEMENTS, KVCache, elements_per_block
 from minifloat.kernels.decoder.delta import DeltaNet
-from minifloat.kernels.decoder.experts import ROUTERS, Experts, Router
+from minifloat.kernels.decoder.experts import ROUTERS, ExpertNorms, Experts, Router
+from minifloat.kernels.decoder.layer_input import LayerInputs
 from minifloat.kernels.decoder.mlp import ACTIVATIONS, Activation, Mlp
 from minifloat.kernels.decoder.norm import Norm
 from minifloat.kernels.decoder.rotary import Rotary
@@ -108,6 +109,7 @@ class _Described:
             rotaries=ctypes.addressof(rotaries),
             norm=_norm(decoder.norm),
             embedding=decoder.embedding.data_ptr(),
+            inputs=self._inputs(decoder.inputs),
             lm_head=self._product((decoder.lm_head,), None),
             hidden=decoder.hidden,
             lm_head_rows=decoder.lm_head.shape[0],
@@ -130,12 +132,21 @@ class _Described:
             result_norm=_norm(layer.result_norm),
             parallel=layer.parallel,
             residual_factor=layer.residual_factor,
+            scalar=layer.scalar,
         )
+        if layer.input is not None:
+            args.input = self._kept(
+                structs.LayerInputArgs(
+                    gate=self._product((layer.input.gate,), None),
+                    out=self._product((layer.input.out,), None),
+                    norm=_norm(layer.input.norm),
+                    activation=_activation(layer.input.activation),
+                )
+            )
         if isinstance(layer.attention, DeltaNet):
             delta = self._delta(layer.attention)
             delta.state_before = decoder.states_before[index]
-            self._structures.append(delta)
-            args.delta = ctypes.addressof(delta)
+            args.delta = self._kept(delta)
         else:
             rotary = layer.attention.rotary
             args.attention = self._attention(layer.attention)
@@ -143,9 +154,7 @@ class _Described:
             args.attention.cache_before = elements_per_block(decoder.cache_shapes[: decoder.caches[index]])
         mlp = layer.mlp
         if isinstance(mlp, Experts):
-            experts = self._experts(mlp)
-            self._structures.append(experts)
-            args.experts = ctypes.addressof(experts)
+            args.experts = self._kept(self._experts(mlp))
         shared: Mlp | None = mlp.shared if isinstance(mlp, Experts) else mlp
         if shared is not None:
             args.mlp = self._mlp(shared)
@@ -209,7 +218,35 @@ class _Described:
             down=self._expert_product(experts.down, experts.down_bias),
             activation=_activation(experts.activation),
             shared_gate=_address(experts.shared_gate),
+            norms=self._expert_norms(experts.norms),
             intermediate=experts.intermediate,
+        )
+
+    def _expert_norms(self, norms: ExpertNorms | None) -> int | None:
+        if norms is None:
+            return None
+        return self._kept(
+            structs.ExpertNormsArgs(
+                router=_norm(norms.router),
+                input=_norm(norms.input),
+                experts=_norm(norms.experts),
+                mlp=_norm(norms.mlp),
+            )
+        )
+
+    def _inputs(self, inputs: LayerInputs | None) -> int | None:
+        if inputs is None:
+            return None
+        return self._kept(
+            structs.LayerInputsArgs(
+                projection=self._product((inputs.projection,), None),
+                norm=_norm(inputs.norm),
+                table=inputs.table.data_ptr(),
+                size=inputs.size,
+                table_dtype=DTYPES[inputs.table.dtype],
+                table_factor=inputs.table_factor,
+                factor=inputs.factor,
+            )
         )
 
     def _expert_product(self, experts: PackedExperts, biases: Tensor | None) -> structs.ExpertProductArgs:
@@ -230,9 +267,12 @@ class _Described:
         )
 
     def _table(self, addresses: Sequence[int | None]) -> int:
-        table = (ctypes.c_void_p * len(addresses))(*addresses)
-        self._structures.append(table)
-        return ctypes.addressof(table)
+        return self._kept((ctypes.c_void_p * len(addresses))(*addresses))
+
+    def _kept(self, structure: ctypes.Structure | ctypes.Array[ctypes.c_void_p]) -> int:
+        """Keep a structure alive; return its address."""
+        self._structures.append(structure)
+        return ctypes.addressof(structure)
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -278,6 +318,7 @@ def _router(router: Router, experts: int) -> structs.RouterArgs:
         groups_kept=router.groups_kept,
         normalize=router.normalize,
         factor=router.factor,
+        scales=_address(router.scales),
     )
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minifloat.errors import ShapeError, UnknownNameError
+from minifloat.errors import ShapeError, UnknownNameError, UnsupportedTensorError
 from minifloat.kernels.decoder.expect import expect
 from minifloat.kernels.decoder.mlp import SILU, Activation, Mlp
+from minifloat.kernels.decoder.norm import Norm
 from minifloat.kernels.dtypes import DTYPES
 from minifloat.kernels.moe import PackedExperts
 
@@ -33,6 +34,7 @@ class Router:
         groups: Groups of experts, neighbours in one group.
         groups_kept: Groups with the largest sums of their two best scores, from which experts are chosen.
         factor: Multiplies all weights.
+        scales: float32 ``[experts]``, by which the weights of experts are multiplied after all else; or None.
     """
 
     weight: Tensor
@@ -44,6 +46,7 @@ class Router:
     groups: int = 1
     groups_kept: int = 1
     factor: float = 1.0
+    scales: Tensor | None = None
 
     def check(self, name: str, experts: int, hidden: int) -> None:
         """Validate sizes and dtypes; `name` is the prefix of field names in errors.
@@ -58,7 +61,7 @@ class Router:
             raise ShapeError(f"{name}.top_k", f"expected 1 to {experts}, got {self.top_k}")
         if self.kind not in ROUTERS:
             raise UnknownNameError(f"{name}.kind", self.kind, ROUTERS)
-        for field, vector in (("bias", self.bias), ("correction", self.correction)):
+        for field, vector in (("bias", self.bias), ("correction", self.correction), ("scales", self.scales)):
             if vector is not None:
                 expect(f"{name}.{field}", vector, (experts,))
         if self.groups < 1 or experts % self.groups or not 1 <= self.groups_kept <= self.groups:
@@ -86,7 +89,33 @@ class Router:
             weights = weights.softmax(dim=-1)
         elif self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights * self.factor, chosen
+        weights = weights * self.factor
+        return weights if self.scales is None else weights * self.scales[chosen], chosen
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertNorms:
+    """Norms of experts beside an MLP that does not read what they read: all of x ``[T, hidden]``, or of results.
+
+    The layer's MLP is then ``mlp(shared(mlp_norm(x))) + experts(mixture(input(x)))``, and what chooses the experts is
+    ``router(x)``.
+
+    Attributes:
+        router: Norm of what chooses them.
+        input: Norm of their input.
+        experts: Norm of their weighted sum.
+        mlp: Norm of the result of the MLP.
+    """
+
+    router: Norm
+    input: Norm
+    experts: Norm
+    mlp: Norm
+
+    def check(self, name: str, hidden: int) -> None:
+        """Raise ShapeError or UnsupportedTensorError if a norm is not one of rows of `hidden`."""
+        for field in ("router", "input", "experts", "mlp"):
+            getattr(self, field).check(f"{name}.{field}", hidden)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +131,7 @@ class Experts:
         activation: The function, gated.
         shared: An MLP that all tokens use in addition, or None.
         shared_gate: float32 ``[hidden]``: the sigmoid of its product with the input multiplies the shared MLP; or None.
+        norms: Norms of their own, where `shared` reads another input, without `shared_gate`; or None.
     """
 
     router: Router
@@ -112,6 +142,7 @@ class Experts:
     activation: Activation = SILU
     shared: Mlp | None = None
     shared_gate: Tensor | None = None
+    norms: ExpertNorms | None = None
 
     @property
     def intermediate(self) -> int:
@@ -147,3 +178,9 @@ class Experts:
             self.shared.check(f"{name}.shared", hidden)
         if self.shared_gate is not None:
             expect(f"{name}.shared_gate", self.shared_gate, (hidden,))
+        if self.norms is not None:
+            self.norms.check(f"{name}.norms", hidden)
+            if self.shared is None or self.shared_gate is not None:
+                raise UnsupportedTensorError(
+                    f"{name}.norms", "expected None without a shared MLP, or with a gate of it"
+                )

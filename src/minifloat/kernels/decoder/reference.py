@@ -7,6 +7,7 @@ dequantizes every weight in every step, so it is for tests, and for machines wit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from minifloat.kernels.decoder.attention import Attention
 from minifloat.kernels.decoder.cache import KVCache
 from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.experts import Experts
+from minifloat.kernels.decoder.layer_input import LayerInput, LayerInputs
 from minifloat.kernels.decoder.mlp import Mlp
 from minifloat.kernels.decoder.norm import Norm
 from minifloat.kernels.decoder.states import SequenceStates
@@ -27,6 +29,7 @@ from minifloat.kernels.pack import PackedWeight
 def step(decoder: Decoder, cache: KVCache, batch: StepBatch, states: SequenceStates | None = None) -> Tensor:
     """Implement `minifloat.kernels.decoder.step` for validated arguments."""
     x = decoder.embedding[batch.tokens].float() * decoder.embedding_factor
+    inputs = None if decoder.inputs is None else _inputs(decoder, decoder.inputs, batch.tokens, x)
     turns = {rotary: rotary.turns(batch.positions) for rotary in decoder.rotaries}
     for i, layer in enumerate(decoder.layers):
         attention, normed = layer.attention, _normed(x, layer.input_norm).to(decoder.dtype)
@@ -43,16 +46,41 @@ def step(decoder: Decoder, cache: KVCache, batch: StepBatch, states: SequenceSta
             normed = _normed(x, layer.mlp_norm).to(decoder.dtype)
         elif layer.mlp_norm is not None:
             normed = layer.mlp_norm(before).to(decoder.dtype)
-        x = x + _result(decoder, layer, normed) * layer.residual_factor
+        x = x + _result(decoder, layer, before if layer.parallel else x, normed) * layer.residual_factor
+        if layer.input is not None and inputs is not None:
+            x = x + _from_input(decoder, layer.input, x, inputs[:, i])
+        x = x * layer.scalar
     normed = decoder.norm(x[batch.logits]).to(decoder.dtype)
     logits = _linear(decoder, normed, decoder.lm_head).float() * decoder.logits_factor
     return logits if decoder.logits_cap is None else _capped(logits, decoder.logits_cap)
 
 
-def _result(decoder: Decoder, layer: Layer, x: Tensor) -> Tensor:
-    if isinstance(layer.mlp, Experts):
-        return _experts(decoder, layer.mlp, x)
-    return _normed(_mlp(decoder, layer.mlp, x).float(), layer.result_norm)
+def _result(decoder: Decoder, layer: Layer, x: Tensor, normed: Tensor) -> Tensor:
+    """Return what the MLP or the experts add to the residual stream `x`, of which `normed` is their norm."""
+    experts = layer.mlp
+    if isinstance(experts, Mlp):
+        return _normed(_mlp(decoder, experts, normed).float(), layer.result_norm)
+    if experts.norms is None or experts.shared is None:
+        return _experts(decoder, experts, normed, normed)
+    norms, dtype = experts.norms, decoder.dtype
+    mixture = replace(experts, shared=None, norms=None)
+    chosen = _experts(decoder, mixture, norms.input(x).to(dtype), norms.router(x).to(dtype))
+    shared = _mlp(decoder, experts.shared, normed).float()
+    return _normed(norms.mlp(shared) + norms.experts(chosen), layer.result_norm)
+
+
+def _inputs(decoder: Decoder, inputs: LayerInputs, tokens: Tensor, x: Tensor) -> Tensor:
+    """Return the inputs of all layers, float32 ``[T, layers, size]``, for the embeddings `x` of tokens."""
+    projected = _linear(decoder, x.to(decoder.dtype), inputs.projection).float()
+    rows = inputs.table[tokens].float() * inputs.table_factor
+    shape = (len(tokens), len(decoder.layers), inputs.size)
+    return (inputs.norm(projected.view(shape)) + rows.view(shape)) * inputs.factor
+
+
+def _from_input(decoder: Decoder, layer: LayerInput, x: Tensor, values: Tensor) -> Tensor:
+    gate = _linear(decoder, x.to(decoder.dtype), layer.gate)
+    inner = layer.activation(torch.cat([gate, values.to(gate.dtype)], dim=-1).float())
+    return layer.norm(_linear(decoder, inner.to(decoder.dtype), layer.out).float())
 
 
 def _attention(
@@ -165,9 +193,9 @@ def _mlp(decoder: Decoder, mlp: Mlp, x: Tensor) -> Tensor:
     return _linear(decoder, inner.to(x.dtype), mlp.down, mlp.down_bias)
 
 
-def _experts(decoder: Decoder, experts: Experts, x: Tensor) -> Tensor:
-    """Return the weighted sum of the experts, float32 ``[T, hidden]``."""
-    weights, chosen = experts.router(x)
+def _experts(decoder: Decoder, experts: Experts, x: Tensor, routed: Tensor) -> Tensor:
+    """Return the weighted sum of the experts that `routed` chooses, float32 ``[T, hidden]``."""
+    weights, chosen = experts.router(routed)
     out = torch.zeros(x.shape[0], experts.down.shape[0])
     for e in sorted(set(chosen.flatten().tolist())):
         tokens, place = (chosen == e).nonzero(as_tuple=True)

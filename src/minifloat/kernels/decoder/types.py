@@ -18,6 +18,7 @@ from minifloat.kernels.decoder.attention import Attention
 from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.expect import expect, expect_weights
 from minifloat.kernels.decoder.experts import Experts
+from minifloat.kernels.decoder.layer_input import LayerInput, LayerInputs
 from minifloat.kernels.decoder.mlp import Mlp
 from minifloat.kernels.decoder.norm import Norm
 from minifloat.kernels.decoder.rotary import Rotary
@@ -42,6 +43,8 @@ class Layer:
         parallel: Whether the MLP reads x from before attention.
         residual_factor: Multiplies both results.
         cache_of: Index of an earlier layer whose keys and values attention reads; None: it has its own.
+        input: What it does with its part of `Decoder.inputs` after that, or None.
+        scalar: Multiplies x at the end.
     """
 
     input_norm: Norm | None
@@ -53,6 +56,8 @@ class Layer:
     parallel: bool = False
     residual_factor: float = 1.0
     cache_of: int | None = None
+    input: LayerInput | None = None
+    scalar: float = 1.0
 
     def check(self, name: str, hidden: int) -> None:
         """Validate sizes and dtypes; `name` is the prefix of field names in errors.
@@ -75,8 +80,10 @@ class Layer:
                 norm.check(f"{name}.{field}", hidden)
         self.attention.check(f"{name}.attention", hidden)
         self.mlp.check(f"{name}.mlp", hidden)
-        if isinstance(self.mlp, Experts) and self.result_norm is not None:
-            raise UnsupportedTensorError(f"{name}.result_norm", "expected None for experts")
+        if isinstance(self.mlp, Experts) and self.mlp.norms is None and self.result_norm is not None:
+            raise UnsupportedTensorError(f"{name}.result_norm", "expected None for experts without norms")
+        if self.input is not None:
+            self.input.check(f"{name}.input", hidden)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +102,7 @@ class Decoder:
         logits_cap: Logits become ``cap * tanh(logit / cap)`` after that; None: they do not.
         int8_inputs: Whether the products with packed weights, `lm_head` included, may round their inputs to int8 as
             `minifloat.kernels.linear.linear` does.
+        inputs: What layers read of a token besides x; None where no layer has an `input`.
 
     Raises:
         ShapeError: If sizes do not match; the error names the field.
@@ -110,6 +118,7 @@ class Decoder:
     logits_factor: float = 1.0
     logits_cap: float | None = None
     int8_inputs: bool = False
+    inputs: LayerInputs | None = None
 
     @property
     def hidden(self) -> int:
@@ -176,6 +185,15 @@ class Decoder:
                 raise ShapeError(f"layers.{i}.cache_of", f"expected an earlier layer, got {source}")
             if source is not None and _cache_shape(self.layers[source]) != _cache_shape(layer):
                 raise ShapeError(f"layers.{i}.cache_of", f"layer {source} has other key-value heads")
+        self._check_inputs()
+
+    def _check_inputs(self) -> None:
+        if self.inputs is not None:
+            self.inputs.check(self.vocab, len(self.layers), self.hidden)
+        size = None if self.inputs is None else self.inputs.size
+        for i, layer in enumerate(self.layers):
+            if layer.input is not None and layer.input.gate.shape[0] != size:
+                raise ShapeError(f"layers.{i}.input.gate", f"expected the {size} rows of inputs")
 
 
 @dataclass(frozen=True, eq=False)

@@ -251,6 +251,18 @@ class RouterArgs(ctypes.Structure):
         ("groups_kept", ctypes.c_int32),
         ("normalize", ctypes.c_int32),
         ("factor", ctypes.c_float),
+        ("scales", ctypes.c_void_p),
+    ]
+
+
+class ExpertNormsArgs(ctypes.Structure):
+    """``struct minifloat_expert_norms``."""
+
+    _fields_ = [
+        ("router", NormArgs),
+        ("input", NormArgs),
+        ("experts", NormArgs),
+        ("mlp", NormArgs),
     ]
 
 
@@ -264,6 +276,7 @@ class ExpertsArgs(ctypes.Structure):
         ("down", ExpertProductArgs),
         ("activation", ActivationArgs),
         ("shared_gate", ctypes.c_void_p),
+        ("norms", ctypes.c_void_p),
         ("intermediate", ctypes.c_int64),
     ]
 
@@ -328,6 +341,31 @@ class MlpArgs(ctypes.Structure):
     ]
 
 
+class LayerInputArgs(ctypes.Structure):
+    """``struct minifloat_layer_input``."""
+
+    _fields_ = [
+        ("gate", ProductArgs),
+        ("out", ProductArgs),
+        ("norm", NormArgs),
+        ("activation", ActivationArgs),
+    ]
+
+
+class LayerInputsArgs(ctypes.Structure):
+    """``struct minifloat_layer_inputs``."""
+
+    _fields_ = [
+        ("projection", ProductArgs),
+        ("norm", NormArgs),
+        ("table", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("table_dtype", ctypes.c_int32),
+        ("table_factor", ctypes.c_float),
+        ("factor", ctypes.c_float),
+    ]
+
+
 class LayerArgs(ctypes.Structure):
     """``struct minifloat_layer``."""
 
@@ -340,8 +378,10 @@ class LayerArgs(ctypes.Structure):
         ("delta", ctypes.c_void_p),
         ("experts", ctypes.c_void_p),
         ("mlp", MlpArgs),
+        ("input", ctypes.c_void_p),
         ("parallel", ctypes.c_int32),
         ("residual_factor", ctypes.c_float),
+        ("scalar", ctypes.c_float),
     ]
 
 
@@ -353,6 +393,7 @@ class DecoderArgs(ctypes.Structure):
         ("rotaries", ctypes.c_void_p),
         ("norm", NormArgs),
         ("embedding", ctypes.c_void_p),
+        ("inputs", ctypes.c_void_p),
         ("lm_head", ProductArgs),
         ("hidden", ctypes.c_int64),
         ("lm_head_rows", ctypes.c_int64),

@@ -53,6 +53,10 @@ class Blueprint:
         plan = self.plan
         shapes: dict[str, tuple[int, ...]] = {plan.embedding: plan.lm_head.shape} | plan.lm_head.shapes()
         fused: dict[str, FusedParameter] = {}
+        if plan.inputs is not None:
+            projection = plan.inputs.projection
+            shapes |= {plan.inputs.table: (plan.lm_head.shape[0], projection.shape[0])} | projection.shapes()
+            shapes |= _norm_shapes(plan.inputs.norm)
         for layer in plan.layers:
             attention, mlp = layer.attention, layer.mlp
             shapes |= _norm_shapes(layer.input_norm, layer.attention_norm)
@@ -63,6 +67,9 @@ class Blueprint:
             else:
                 shapes |= _experts_shapes(mlp)
                 fused |= _fused_parameters(mlp)
+            if layer.input is not None:
+                shapes |= _shapes(layer.input.gate, layer.input.out) | _norm_shapes(layer.input.norm)
+            shapes |= {} if layer.scalar is None else {layer.scalar: (1,)}
         config = self.config
         return ModelParameters(
             architecture=self.architecture,
@@ -80,17 +87,16 @@ class Blueprint:
         return name
 
 
-def why_not_supported(config: Any, dtype: torch.dtype, *, on_device: bool = False) -> str:
+def why_not_supported(config: Any, dtype: torch.dtype) -> str:
     """Return why a decoder does not support a model; an empty text if it does, as far as the types tell.
 
     Args:
         config: A `DecoderConfig`, or transformers' config.
         dtype: Dtype of the activations.
-        on_device: Whether the decoder of GPUs is asked for.
     """
     if dtype not in DTYPES:
         return f"it is {dtype}"
-    return why_not_type(text_of(config).config.model_type, on_device=on_device)
+    return why_not_type(text_of(config).config.model_type)
 
 
 def blueprint_of(config: Any, dtype: torch.dtype) -> Blueprint:
@@ -127,7 +133,8 @@ def _experts_shapes(plan: ExpertsPlan) -> dict[str, tuple[int, ...]]:
     intermediate, hidden = plan.shape
     router = plan.router
     shapes: dict[str, tuple[int, ...]] = {router.weight: (plan.count, hidden)}
-    shapes |= {name: (plan.count,) for name in (router.bias, router.correction) if name is not None}
+    vectors = (router.bias, router.correction, router.scales)
+    shapes |= {name: (plan.count,) for name in vectors if name is not None}
     if plan.experts:
         shapes |= _shapes(*(linear for expert in plan.experts for linear in expert.gate_up))
         shapes |= _shapes(*(expert.down for expert in plan.experts))
@@ -141,6 +148,9 @@ def _experts_shapes(plan: ExpertsPlan) -> dict[str, tuple[int, ...]]:
         shapes |= _shapes(*plan.shared.gate_up, plan.shared.down)
     if plan.shared_gate is not None:
         shapes[plan.shared_gate] = (1, hidden)
+    if plan.norms is not None:
+        norms = plan.norms
+        shapes |= _norm_shapes(norms.router, norms.input, norms.experts, norms.mlp)
     return shapes
 
 
@@ -149,8 +159,8 @@ def _fused_parameters(plan: ExpertsPlan) -> dict[str, FusedParameter]:
     gate_up = tuple(tuple(linear.weight for linear in expert.gate_up) for expert in plan.experts)
     down = tuple((expert.down.weight,) for expert in plan.experts)
     return {
-        plan.gate_up: FusedParameter((plan.count, 2 * intermediate, hidden), gate_up, plan.transposed),
-        plan.down: FusedParameter((plan.count, hidden, intermediate), down, plan.transposed),
+        plan.gate_up: FusedParameter((plan.count, 2 * intermediate, hidden), gate_up, plan.transposed, plan.either),
+        plan.down: FusedParameter((plan.count, hidden, intermediate), down, plan.transposed, plan.either),
     }
 
 

@@ -18,7 +18,9 @@ from minifloat.architecture.decoder.plan import (
     ActivationPlan,
     AttentionPlan,
     DeltaPlan,
+    ExpertNormsPlan,
     ExpertsPlan,
+    LayerInputPlan,
     LayerPlan,
     LinearPlan,
     MlpPlan,
@@ -34,8 +36,11 @@ from minifloat.kernels.decoder import (
     Attention,
     Decoder,
     DeltaNet,
+    ExpertNorms,
     Experts,
     Layer,
+    LayerInput,
+    LayerInputs,
     Mlp,
     Norm,
     Rotary,
@@ -112,10 +117,14 @@ def _build(builder: _Builder, scales: KVScales, lm_head: WeightSpec | None, *, i
     blueprint, weights = builder.blueprint, builder.weights
     plan = blueprint.plan
     with builder.reading():
-        embedding = builder.embedding()
+        embedding = builder.table(plan.embedding, plan.lm_head.shape)
+        inputs = builder.inputs()
         is_tied = weights.is_same_tensor(plan.embedding, plan.lm_head.weight)
         head = builder.lm_head(embedding if is_tied else None, lm_head)
-        layers = tuple(builder.layer(layer, scales.get(f"{layer.name}.self_attn", (1.0, 1.0))) for layer in plan.layers)
+        layers = tuple(
+            builder.layer(layer, scales.get(f"{plan.cached_in(layer).name}.self_attn", (1.0, 1.0)))
+            for layer in plan.layers
+        )
         norm = builder.norm(plan.norm)
     builder.warn()
     try:
@@ -129,6 +138,7 @@ def _build(builder: _Builder, scales: KVScales, lm_head: WeightSpec | None, *, i
             logits_factor=plan.logits_factor,
             logits_cap=plan.logits_cap,
             int8_inputs=int8_inputs,
+            inputs=inputs,
         )
     except MinifloatError as error:
         raise NotNative(str(error)) from error
@@ -136,8 +146,12 @@ def _build(builder: _Builder, scales: KVScales, lm_head: WeightSpec | None, *, i
 
 def embedding_factor(blueprint: Blueprint) -> float:
     """Return what multiplies the embedding, rounded as transformers rounds it."""
-    factor = torch.tensor(blueprint.plan.embedding_factor)
-    return float(factor.to(blueprint.dtype) if blueprint.plan.rounds_embedding_factor else factor)
+    plan = blueprint.plan
+    return _rounded(plan.embedding_factor, blueprint.dtype if plan.rounds_embedding_factor else torch.float32)
+
+
+def _rounded(factor: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(factor).to(dtype))
 
 
 class _Builder:
@@ -167,14 +181,26 @@ class _Builder:
         else:
             _LOG.warning("the packed weights are not kept: the kernels do not multiply all of them as they are stored")
 
-    def embedding(self) -> Tensor:
-        """Return the embedding ``[vocab, hidden]``."""
-        name, shape = self.blueprint.plan.embedding, self.blueprint.plan.lm_head.shape
+    def table(self, name: str, shape: tuple[int, int]) -> Tensor:
+        """Return an embedding ``[vocab, size]``."""
         if self._mapped is not None:
             return self._mapped.tensor(name, shape, self.blueprint.dtype)
-        embedding = self.weights.tensor(name).contiguous()
-        self._made[name] = embedding
-        return embedding
+        table = self.weights.tensor(name).contiguous()
+        self._made[name] = table
+        return table
+
+    def inputs(self) -> LayerInputs | None:
+        """Return what layers read of a token besides the residual stream, or None."""
+        plan, vocab = self.blueprint.plan.inputs, self.blueprint.plan.lm_head.shape[0]
+        if plan is None:
+            return None
+        return LayerInputs(
+            table=self.table(plan.table, (vocab, plan.projection.shape[0])),
+            projection=self._linear(plan.projection),
+            norm=self.norm(plan.norm),
+            table_factor=_rounded(plan.table_factor, self.blueprint.dtype),
+            factor=plan.factor,
+        )
 
     def layer(self, plan: LayerPlan, kv_scales: tuple[float, float]) -> Layer:
         return Layer(
@@ -186,13 +212,25 @@ class _Builder:
             mlp=self._mlp(plan.mlp) if isinstance(plan.mlp, MlpPlan) else self._experts(plan.mlp),
             parallel=plan.parallel,
             residual_factor=plan.residual_factor,
+            cache_of=plan.cache_of,
+            input=None if plan.input is None else self._input(plan.input),
+            scalar=1.0 if plan.scalar is None else float(self.weights.tensor(plan.scalar)),
+        )
+
+    def _input(self, plan: LayerInputPlan) -> LayerInput:
+        return LayerInput(
+            gate=self._linear(plan.gate),
+            out=self._linear(plan.out),
+            norm=self.norm(plan.norm),
+            activation=_activation(plan.activation),
         )
 
     def norm(self, plan: NormPlan) -> Norm:
         """Return a norm, in float32 after its weight was rounded to the model's dtype."""
         weight = torch.ones(plan.shape) if plan.weight is None else self.weights.tensor(plan.weight).float()
         bias = None if plan.bias is None else self.weights.tensor(plan.bias).float().contiguous()
-        return Norm((weight + plan.offset).flatten().contiguous(), plan.eps, bias, plan.centered)
+        weight = (weight + plan.offset) * plan.factor
+        return Norm(weight.flatten().contiguous(), plan.eps, bias, plan.centered)
 
     def norm_or_none(self, plan: NormPlan | None) -> Norm | None:
         """Return a norm, or None where there is none."""
@@ -325,6 +363,8 @@ class _Builder:
             rotary=self._rotary(plan.rotary),
             q_norm=self.norm_or_none(plan.q_norm),
             k_norm=self.norm_or_none(plan.k_norm),
+            v_norm=self.norm_or_none(plan.v_norm),
+            values=plan.values,
             whole_norms=plan.whole_norms,
             window=plan.window,
             sinks=self._vector(plan.sinks),
@@ -355,6 +395,15 @@ class _Builder:
             activation=_activation(plan.activation),
             shared=None if plan.shared is None else self._mlp(plan.shared),
             shared_gate=None if plan.shared_gate is None else self.weights.tensor(plan.shared_gate).float().flatten(),
+            norms=None if plan.norms is None else self._expert_norms(plan.norms),
+        )
+
+    def _expert_norms(self, plan: ExpertNormsPlan) -> ExpertNorms:
+        return ExpertNorms(
+            router=self.norm(plan.router),
+            input=self.norm(plan.input),
+            experts=self.norm(plan.experts),
+            mlp=self.norm(plan.mlp),
         )
 
     def _gate_up_biases(self, plan: ExpertsPlan, stacks: int) -> tuple[Tensor, ...] | None:
@@ -376,6 +425,7 @@ class _Builder:
             groups=plan.groups,
             groups_kept=plan.groups_kept,
             factor=plan.factor,
+            scales=self._vector(plan.scales),
         )
 
     def _stacks(self, fused: str, interleaved: bool = False) -> tuple[PackedExperts, ...]:

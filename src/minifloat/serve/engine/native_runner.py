@@ -111,7 +111,7 @@ def batch_of(works: Sequences[WorkItem | DraftItem]) -> StepBatch:
 
 def _bytes_per_token(decoder: Decoder) -> float:
     """Return the bytes of the weights that one token is multiplied with; of experts only those that a token uses."""
-    total: float = decoder.lm_head.nbytes
+    total: float = decoder.lm_head.nbytes + (decoder.inputs.projection.nbytes if decoder.inputs else 0)
     for layer in decoder.layers:
         mlp = layer.mlp
         attention = layer.attention
@@ -123,5 +123,6 @@ def _bytes_per_token(decoder: Decoder) -> float:
             weights += [] if mlp.shared is None else [*mlp.shared.gate_up, mlp.shared.down]
         else:
             weights += [*mlp.gate_up, mlp.down]
+        weights += [] if layer.input is None else [layer.input.gate, layer.input.out]
         total += sum(weight.nbytes for weight in weights)
     return total

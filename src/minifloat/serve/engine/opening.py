@@ -12,14 +12,16 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from minifloat.architecture.decoder import NotNative
+from minifloat.architecture.decoder import NotNative, why_not_on_device
 from minifloat.architecture.decoder.plan import AttentionPlan
+from minifloat.architecture.decoder_config import read_decoder_config
+from minifloat.architecture.multimodal import TEXT_ONLY, has_towers
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.hub import model_name
@@ -30,8 +32,8 @@ from minifloat.layouts.inspection import inspect_opened
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
 from minifloat.runtime.activations import allows_int8
-from minifloat.runtime.decoder_config import read_decoder_config, read_generation
 from minifloat.runtime.devices import device_named
+from minifloat.runtime.generation_config import read_generation
 from minifloat.runtime.inputs import W8A8
 from minifloat.runtime.kv_scales import kv_head_scales, kv_scales
 from minifloat.runtime.linear import QuantizedWeight
@@ -40,7 +42,7 @@ from minifloat.runtime.packed_cache import PackedCache
 from minifloat.runtime.tensors import StoredTensors
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import Blueprint, blueprint_of, why_not_supported
-from minifloat.serve.engine.device import DeviceRunner, build_device_decoder, fp8_inputs, why_not_on_device
+from minifloat.serve.engine.device import DeviceRunner, build_device_decoder, fp8_inputs
 from minifloat.serve.engine.info import ModelInfo
 from minifloat.serve.engine.native_decoder import build_native_decoder
 from minifloat.serve.engine.native_runner import NativeRunner
@@ -159,10 +161,12 @@ def _load_decoder(
     on_device = options.runner == "device" or device.type == "cuda"
     load = _load_device if on_device else _load_native
     try:
-        blueprint, weights = _structure(config, tensors, dtype, device, on_device=on_device)
+        blueprint, weights = _structure(config, tensors, dtype, device, options.max_model_len)
         runner, size, lm_head, prefill_bytes = load(blueprint, weights, tensors, options, device)
     except NotNative as error:
         return None, str(error)
+    if has_towers(config.model_type):
+        _LOG.warning("%s: %s", config.model_type, TEXT_ONLY)
     generation = _generation(checkpoint)
     return _Loaded(runner, blueprint.architecture, dtype, config, generation, size, lm_head, prefill_bytes), ""
 
@@ -181,28 +185,56 @@ def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: str) -> 
     """
     tensors = StoredTensors(checkpoint, describe(checkpoint))
     try:
-        blueprint, weights = _structure(
-            _config(checkpoint), tensors, DTYPES[dtype], torch.device("cpu"), on_device=False
-        )
+        config, cpu = _config(checkpoint), torch.device("cpu")
+        blueprint, weights = _structure(config, tensors, DTYPES[dtype], cpu, options.max_model_len)
         return build_native_decoder(blueprint, weights, {}, impl=options.impl)
     except NotNative as error:
         raise UsageError(f"draft: the native decoder does not run {checkpoint.path}: {error}") from error
 
 
 def _structure(
-    config: Any, tensors: StoredTensors, dtype: torch.dtype, device: torch.device, *, on_device: bool
+    config: Any, tensors: StoredTensors, dtype: torch.dtype, device: torch.device, length: int | None
 ) -> tuple[Blueprint, WeightSource]:
-    """Return the structure of a model and its weights; `config` gets the dtype.
+    """Return the structure of a model and its weights; `config` gets the dtype. `length`: as `_for_length`.
 
     Raises:
-        NotNative: If the decoder of the CPU, or with `on_device` that of GPUs, does not support the model.
+        NotNative: If no decoder supports the model.
     """
-    reason = why_not_supported(config, dtype, on_device=on_device)
+    reason = why_not_supported(config, dtype)
     if reason:
         raise NotNative(reason)
     config.dtype = dtype
-    blueprint = blueprint_of(config, dtype)
+    blueprint = _for_length(blueprint_of(config, dtype), length)
     return blueprint, WeightSource(tensors, blueprint.parameters(), dtype, device)
+
+
+def _for_length(blueprint: Blueprint, length: int | None) -> Blueprint:
+    """Choose the factors of "longrope" for all sequences, as vLLM does: keys in a cache cannot change theirs.
+
+    Where no length is asked for, the model's positions are limited to those at which short texts have the factors that
+    transformers gives them.
+
+    Args:
+        blueprint: The structure of a model; its config is changed.
+        length: Tokens of the longest sequence that is asked for, or None.
+    """
+    limit = blueprint.plan.longest_short_text
+    if limit is None or (length is not None and length <= limit):
+        return blueprint
+    if length is None:
+        _LOG.warning(
+            "sequences are limited to %d tokens: longer ones have other rotary factors (longrope); with a "
+            "--max-model-len beyond that, all sequences have these",
+            limit,
+        )
+        blueprint.config.get_text_config(decoder=True).max_position_embeddings = limit
+        return blueprint
+    _LOG.warning(
+        "all sequences have the rotary factors of texts beyond %d tokens (longrope), as in vLLM; transformers gives "
+        "other factors to texts up to that length, so that short answers differ from its",
+        limit,
+    )
+    return replace(blueprint, plan=blueprint.plan.with_long_factors())
 
 
 def _config(checkpoint: Checkpoint) -> Any:
@@ -243,8 +275,7 @@ def _load_native(
     Raises:
         NotNative: If it does not support the model.
     """
-    element, stored = _kv_cache(tensors, options, blueprint, kv_scales, (TENSOR,))
-    scales = {blueprint.renamed(name): pair for name, pair in stored.items()}
+    element, scales = _kv_cache(tensors, options, blueprint, kv_scales, (TENSOR,))
     head = lm_head_spec(options.lm_head, tensors.checkpoint, tensors.description)
     with _packed_cache(tensors.checkpoint, options) as cache:
         decoder = build_native_decoder(
@@ -379,7 +410,7 @@ def _kv_cache(
     read_scales: Callable[..., Mapping[str, _Scales] | None],
     granularities: Collection[Granularity],
 ) -> tuple[str, Mapping[str, _Scales]]:
-    """Return the element of the KV cache, and its scales where the element is E4M3.
+    """Return the element of the KV cache, and its scales by names of the plan's modules where the element is E4M3.
 
     Args:
         tensors: The tensors of the checkpoint.
@@ -396,8 +427,9 @@ def _kv_cache(
     is_declared = declared is not None and declared.element is E4M3 and declared.granularity in granularities
     if element != E4M3.name and not (element is None and is_declared):
         return element or ("float32" if blueprint.dtype == torch.float32 else "bfloat16"), {}
-    scales = read_scales(tensors.checkpoint, tensors.description) or {}
-    if scales and len(scales) == sum(isinstance(layer.attention, AttentionPlan) for layer in blueprint.plan.layers):
+    stored = read_scales(tensors.checkpoint, tensors.description) or {}
+    scales = {blueprint.renamed(name): pair for name, pair in stored.items()}
+    if scales.keys() >= {f"{layer.name}.self_attn" for layer in blueprint.plan.layers if layer.has_cache}:
         return E4M3.name, scales
     if is_declared and element is None:
         _LOG.warning("the checkpoint announces an FP8 KV cache and has no scales for it: the cache is BF16")

@@ -1,7 +1,7 @@
 """The frequencies of rotary embeddings, in the bits of transformers' functions, which take seconds to import.
 
-`minifloat.architecture.decoder.parts` lists the types. Only those are here whose frequencies do not depend on the
-length of the text.
+`minifloat.architecture.decoder.parts` lists the types. Only those are here whose frequencies do not change while a text
+grows.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def rotary_frequencies(plan: RotaryPlan) -> tuple[Tensor, float]:
         return _yarn(rope, dim, plan.positions)
     if rope_type == "proportional":
         return _proportional(rope, plan.head_dim), 1.0
+    if rope_type == "longrope":
+        return _longrope(rope, dim, plan)
     scale = {"linear": _linear, "llama3": _llama3}[rope_type]
     frequencies: Tensor = scale(_frequencies(rope["rope_theta"], dim), rope)
     return frequencies, 1.0
@@ -75,6 +77,20 @@ def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     share = (context / wavelengths - low) / (high - low)
     between = (1 - share) * stretched / factor + share * stretched
     return torch.where(~is_short & ~is_long, between, stretched)
+
+
+def _longrope(rope: dict[str, Any], dim: int, plan: RotaryPlan) -> tuple[Tensor, float]:
+    """Stretch each wavelength by a factor of its own; short texts have other factors than long ones.
+
+    Source: LongRoPE (arXiv 2402.13753).
+    """
+    context = rope["original_max_position_embeddings"]
+    factor = plan.positions / context if rope.get("factor") is None else rope["factor"]
+    attention = rope.get("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(context))
+    stretch = torch.tensor(rope["long_factor" if plan.long else "short_factor"], dtype=torch.float32)
+    return 1.0 / (stretch * _powers(rope["rope_theta"], dim)), float(attention)
 
 
 def _yarn(rope: dict[str, Any], dim: int, positions: int) -> tuple[Tensor, float]:

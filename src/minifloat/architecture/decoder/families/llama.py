@@ -41,7 +41,7 @@ def ministral(config: Any) -> DecoderPlan:
 
 
 def qwen2(config: Any) -> DecoderPlan:
-    """Return the plan of a Qwen 2: biases of q, k and v, windows in some layers."""
+    """Return the plan of a Qwen 2, or of the text model of a Qwen2-VL or 2.5-VL: biases of q, k and v."""
 
     def layer(config: Any, index: int) -> LayerPlan:
         attention = parts.attention(config, index, bias=True)
@@ -52,12 +52,13 @@ def qwen2(config: Any) -> DecoderPlan:
 
 
 def qwen3(config: Any) -> DecoderPlan:
-    """Return the plan of a Qwen 3: norms of heads, windows in some layers."""
+    """Return the plan of a Qwen 3, or of the text model of a Qwen3-VL: norms of heads, windows in some layers."""
 
     def layer(config: Any, index: int) -> LayerPlan:
         bias = bool(config.attention_bias)
         attention = parts.attention(config, index, bias=bias, out_bias=bias)
-        attention = replace(attention, window=parts.sliding_window(config, index), **parts.head_norms(config, index))
+        window = parts.sliding_window(config, index) if hasattr(config, "layer_types") else None
+        attention = replace(attention, window=window, **parts.head_norms(config, index))
         return parts.pre_norm_layer(config, index, attention, dense_mlp(config, index))
 
     return parts.decoder(config, layer)

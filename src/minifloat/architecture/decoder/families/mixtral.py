@@ -50,6 +50,21 @@ def qwen3_moe(config: Any) -> DecoderPlan:
     return parts.decoder(config, layer)
 
 
+def qwen3_vl_moe(config: Any) -> DecoderPlan:
+    """Return the plan of the text model of a Qwen3-VL mixture: weights of experts always sum to 1."""
+
+    def layer(config: Any, index: int) -> LayerPlan:
+        bias = bool(config.attention_bias)
+        attention = parts.attention(config, index, bias=bias, out_bias=bias)
+        attention = replace(attention, **parts.head_norms(config, index))
+        mlp = _qwen_mlp(config, index)
+        if isinstance(mlp, ExpertsPlan):
+            mlp = replace(mlp, router=replace(mlp.router, normalize=True), either=True)
+        return parts.pre_norm_layer(config, index, attention, mlp)
+
+    return parts.decoder(config, layer)
+
+
 def olmoe(config: Any) -> DecoderPlan:
     """Return the plan of an OLMoE: norms of q and k over all heads.
 
@@ -81,5 +96,5 @@ def _qwen_mlp(config: Any, index: int) -> MlpPlan | ExpertsPlan:
 
 
 def _qwen_router(config: Any, name: str) -> RouterPlan:
-    normalize = bool(config.norm_topk_prob)
+    normalize = bool(getattr(config, "norm_topk_prob", False))
     return RouterPlan(f"{name}.gate.weight", int(config.num_experts_per_tok), normalize=normalize)

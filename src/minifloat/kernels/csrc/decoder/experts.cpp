@@ -95,6 +95,7 @@ void take(const minifloat_router& router, const float* scores, float* choice, in
         for (int32_t j = 0; j < router.top_k; ++j) weights[j] /= total;
     }
     for (int32_t j = 0; router.factor != 1.0f && j < router.top_k; ++j) weights[j] *= router.factor;
+    for (int32_t j = 0; router.scales != nullptr && j < router.top_k; ++j) weights[j] *= router.scales[chosen[j]];
 }
 
 // The products of all tokens with the router, `stride` apart.

@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "delta.h"
 #include "experts.h"
+#include "layer_input.h"
 #include "rows.h"
 
 namespace MINIFLOAT_ISA {
@@ -46,6 +47,8 @@ struct Buffers {
     uint8_t* wide;          // results of the products with `normed`
     uint8_t* narrow;        // inputs of the projections back to hidden
     uint8_t* y;             // results of these projections
+    uint8_t* projected;     // in the dtype [T, layers * size]: the projection of the embedding to the inputs of layers
+    float* sums;            // [2, T, hidden]: results of experts and of the MLP beside them, before their norms
     Routing routing;
 };
 
@@ -68,11 +71,14 @@ class Cutter {
 
 // The widest rows of any layer, in elements; rows of experts for each token.
 struct Widths {
-    int64_t q = 0, wide = 0, narrow = 0, turns = 0, experts = 0, rows = 1;
+    int64_t q = 0, wide = 0, narrow = 0, turns = 0, experts = 0, rows = 1, sums = 0;
 
     explicit Widths(const minifloat_decoder& d) {
         for (int32_t i = 0; i < d.rotary_count; ++i) turns += d.rotaries[i].rotary;
         for (int32_t i = 0; i < d.layer_count; ++i) add(d.layers[i]);
+        if (d.inputs == nullptr) return;
+        wide = max(wide, 2 * d.inputs->size);
+        narrow = max(narrow, d.inputs->size);
     }
 
   private:
@@ -93,6 +99,7 @@ struct Widths {
         narrow = max(narrow, e.intermediate * e.router.top_k);
         rows = max<int64_t>(rows, e.router.top_k);
         experts = max<int64_t>(experts, e.router.experts);
+        if (e.norms != nullptr) sums = 2;
     }
 };
 
@@ -110,6 +117,8 @@ int64_t cut(const minifloat_step_args& a, uint8_t* memory, Buffers& b) {
     cutter.take(b.wide, tokens * max(widths.wide, d.hidden), bytes);
     cutter.take(b.narrow, tokens * widths.narrow, bytes);
     cutter.take(b.y, max(tokens * widths.rows * d.hidden, a.logit_count * d.lm_head_rows), bytes);
+    cutter.take(b.projected, d.inputs == nullptr ? 0 : a.token_count * d.layer_count * d.inputs->size, bytes);
+    cutter.take(b.sums, widths.sums * tokens * d.hidden);
     if (widths.experts > 0) {
         cutter.take(b.routing.scores, tokens * 2 * round_up(widths.experts, kLanes));
         cutter.take(b.routing.weights, tokens * widths.rows);
@@ -137,11 +146,12 @@ class Step {
             const Result attended = {b_.y, &layer.attention_norm, layer.residual_factor};
             if (layer.parallel) {
                 if (layer.mlp_norm.weight != nullptr) add_and_norm_all({}, layer.mlp_norm);
-                add_all(attended);
+                add_all(b_.x, attended, d_.dtype);
             } else {
                 add_and_norm_all(attended, layer.mlp_norm);
             }
-            pending = layer.experts != nullptr ? experts(layer) : mlp(layer);
+            pending = layer.experts == nullptr ? mlp(layer) : layer.experts->norms == nullptr ? experts(layer) : beside(layer);
+            if (layer.input != nullptr || layer.scalar != 1.0f) pending = finish(layer, i, pending);
         }
         add_and_norm_all(pending, d_.norm);
         logits();
@@ -163,6 +173,9 @@ class Step {
                 b_.token_blocks[t] = table[a_.positions[t] / kBlockTokens];
         }
         watch_.lap(MINIFLOAT_STEP_ROWS);
+        if (d_.inputs == nullptr) return;
+        add_and_norm_all({}, {});
+        multiply(d_.inputs->projection, b_.normed, d_.hidden, b_.projected, d_.layer_count * d_.inputs->size);
     }
 
     // The cosines and sines of a rotary embedding.
@@ -179,9 +192,10 @@ class Step {
         watch_.lap(MINIFLOAT_STEP_ROWS);
     }
 
-    void add_all(const Result& result) {
+    // x += a result of `dtype`.
+    void add_all(float* x, const Result& result, int32_t dtype) {
         share(a_.threads, rows_, d_.hidden, [&](int64_t begin, int64_t end) {
-            add_result(b_.x, result, d_.hidden, d_.dtype, begin, end);
+            add_result(x, result, d_.hidden, dtype, begin, end);
         });
         watch_.lap(MINIFLOAT_STEP_ROWS);
     }
@@ -302,6 +316,16 @@ class Step {
         watch_.lap(MINIFLOAT_STEP_ROWS);
     }
 
+    // The chosen experts' results, one row for each choice.
+    void multiply_experts(const minifloat_experts& e) {
+        const int64_t half = e.intermediate * dtype_bytes(d_.dtype);
+        multiply(e, e.gate, b_.routing.rows, b_.normed, d_.hidden, b_.wide, 2 * e.intermediate);
+        if (e.up.weights != nullptr)
+            multiply(e, e.up, b_.routing.rows, b_.normed, d_.hidden, b_.wide + half, 2 * e.intermediate);
+        activate_all(e.activation, e.intermediate, rows_ * e.router.top_k);
+        multiply(e, e.down, nullptr, b_.narrow, e.intermediate, b_.y, d_.hidden);
+    }
+
     // Adds to the residual stream itself.
     Result experts(const minifloat_layer& layer) {
         const minifloat_experts& e = *layer.experts;
@@ -309,12 +333,7 @@ class Step {
         fail(choose_experts(e.router, b_.normed, d_.dtype, d_.hidden, rows_, a_.threads, b_.routing));
         watch_.lap(MINIFLOAT_STEP_ROWS);
         if (status_ != MINIFLOAT_OK) return {};
-        const int64_t half = e.intermediate * dtype_bytes(d_.dtype);
-        multiply(e, e.gate, b_.routing.rows, b_.normed, d_.hidden, b_.wide, 2 * e.intermediate);
-        if (e.up.weights != nullptr)
-            multiply(e, e.up, b_.routing.rows, b_.normed, d_.hidden, b_.wide + half, 2 * e.intermediate);
-        activate_all(e.activation, e.intermediate, rows_ * e.router.top_k);
-        multiply(e, e.down, nullptr, b_.narrow, e.intermediate, b_.y, d_.hidden);
+        multiply_experts(e);
         add_experts(e.router, b_.routing, b_.y, d_.dtype, d_.hidden, rows_, a_.threads, factor, b_.x);
         watch_.lap(MINIFLOAT_STEP_ROWS);
         if (layer.mlp.intermediate > 0) {
@@ -322,6 +341,48 @@ class Step {
             add_shared(e.shared_gate, b_.normed, b_.y, d_.dtype, d_.hidden, rows_, a_.threads, factor, b_.x);
             watch_.lap(MINIFLOAT_STEP_ROWS);
         }
+        return {};
+    }
+
+    // Experts and an MLP with norms of their own; adds to the residual stream itself.
+    Result beside(const minifloat_layer& layer) {
+        const minifloat_experts& e = *layer.experts;
+        const minifloat_expert_norms& norms = *e.norms;
+        const int64_t count = rows_ * d_.hidden;
+        float* sum = b_.sums + count;
+        __builtin_memset(b_.sums, 0, 2 * count * sizeof(float));
+        mlp(layer);
+        add_all(b_.sums, {b_.y, &norms.mlp, 1.0f}, d_.dtype);
+        add_and_norm_all({}, norms.router);
+        fail(choose_experts(e.router, b_.normed, d_.dtype, d_.hidden, rows_, a_.threads, b_.routing));
+        if (status_ != MINIFLOAT_OK) return {};
+        add_and_norm_all({}, norms.input);
+        multiply_experts(e);
+        add_experts(e.router, b_.routing, b_.y, d_.dtype, d_.hidden, rows_, a_.threads, 1.0f, sum);
+        add_all(b_.sums, {reinterpret_cast<const uint8_t*>(sum), &norms.experts, 1.0f}, MINIFLOAT_F32);
+        const Result both = {reinterpret_cast<const uint8_t*>(b_.sums), &layer.result_norm, layer.residual_factor};
+        add_all(b_.x, both, MINIFLOAT_F32);
+        return {};
+    }
+
+    // Adds what is pending and the layer's input, and multiplies the residual stream.
+    Result finish(const minifloat_layer& layer, int64_t index, const Result& pending) {
+        if (layer.input == nullptr) {
+            add_all(b_.x, pending, d_.dtype);
+        } else {
+            const int64_t size = d_.inputs->size;
+            add_and_norm_all(pending, {});
+            multiply(layer.input->gate, b_.normed, d_.hidden, b_.wide, 2 * size);
+            const int32_t* rows = index + 1 == d_.layer_count ? a_.logit_rows : nullptr;
+            share(a_.threads, rows_, 4 * size, [&](int64_t begin, int64_t end) {
+                write_layer_inputs(a_, index, rows, b_.projected, b_.wide, begin, end);
+            });
+            activate_all(layer.input->activation, size, rows_);
+            multiply(layer.input->out, b_.narrow, size, b_.y, d_.hidden);
+            add_all(b_.x, {b_.y, &layer.input->norm, 1.0f}, d_.dtype);
+        }
+        if (layer.scalar != 1.0f) scale_and_cap(b_.x, rows_ * d_.hidden, layer.scalar, 0.0f);
+        watch_.lap(MINIFLOAT_STEP_ROWS);
         return {};
     }
 

@@ -5,8 +5,7 @@ the copies between host and device. All of this runs on a CPU too, where a graph
 """
 
 from minifloat.serve.engine.device.decoder import DeviceDecoder, build_device_decoder
-from minifloat.serve.engine.device.features import why_not_on_device
 from minifloat.serve.engine.device.inputs import fp8_inputs
 from minifloat.serve.engine.device.runner import DeviceRunner
 
-__all__ = ["DeviceDecoder", "DeviceRunner", "build_device_decoder", "fp8_inputs", "why_not_on_device"]
+__all__ = ["DeviceDecoder", "DeviceRunner", "build_device_decoder", "fp8_inputs"]

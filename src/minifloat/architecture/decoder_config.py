@@ -3,23 +3,20 @@
 transformers' config classes import torch's compiler, which takes seconds. The decoders support few model types, so
 their fields, defaults and rules are stated here. A config.json that says anything else (another field, a value of
 another type, a model type with sliding layers) is left to transformers, which knows all rules and their errors:
-`read_decoder_config` then returns the reason. tests/runtime/test_decoder_config.py compares with transformers' classes.
+`read_decoder_config` then returns the reason. tests/architecture/test_decoder_config.py compares with transformers'
+classes.
 
 Source of names and defaults: transformers, ``configuration_<model_type>.py`` and ``modeling_rope_utils.py``.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from minifloat.checkpoint import Checkpoint
-
-_GENERATION_FILE = "generation_config.json"
 #: Fields of config.json that no decoder reads and that change no other field.
 _IGNORED = frozenset(
     {
@@ -45,8 +42,6 @@ _IGNORED = frozenset(
 _ROPE = frozenset({"rope_parameters", "rope_scaling", "rope_theta"})
 _WINDOWS = frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"})
 _FULL_ATTENTION = "full_attention"
-#: Numbers of generation_config.json that sampling reads.
-_SAMPLING_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def _is_count(value: Any) -> bool:
@@ -69,7 +64,8 @@ def _is_token(value: Any) -> bool:
     return value is None or (type(value) is int and value >= 0)
 
 
-def _is_tokens(value: Any) -> bool:
+def is_tokens(value: Any) -> bool:
+    """Return whether a value of a config.json is None, a token or a list of tokens."""
     return _is_token(value) or (isinstance(value, list) and all(type(item) is int and item >= 0 for item in value))
 
 
@@ -114,11 +110,11 @@ _OPTIONAL: dict[str, tuple[Callable[[Any], bool], Any]] = {
     "tie_word_embeddings": (_is_flag, False),
     "pad_token_id": (_is_token, None),
     "bos_token_id": (_is_token, None),
-    "eos_token_id": (_is_tokens, None),
+    "eos_token_id": (is_tokens, None),
 }
 _LLAMA_TOKENS: dict[str, tuple[Callable[[Any], bool], Any]] = {
     "bos_token_id": (_is_token, 1),
-    "eos_token_id": (_is_tokens, 2),
+    "eos_token_id": (is_tokens, 2),
 }
 _HEAD_DIM: dict[str, tuple[Callable[[Any], bool], Any]] = {
     "head_dim": (lambda value: value is None or _is_count(value), None)
@@ -235,25 +231,3 @@ def _rope(config: DecoderConfig, values: Mapping[str, Any], fields: _Fields) -> 
         rope.setdefault("original_max_position_embeddings", config.max_position_embeddings)
     config.rope_parameters = rope
     return ""
-
-
-def read_generation(checkpoint: Checkpoint) -> SimpleNamespace | str | None:
-    """Return what sampling reads in generation_config.json, None without the file, or why transformers has to read it.
-
-    Fields that the file does not state are None, as in transformers' class.
-    """
-    path = checkpoint.path / _GENERATION_FILE
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        return f"it cannot be read: {error}"
-    if not isinstance(values, dict):
-        return "it is no object"
-    numbers = {name: values.get(name) for name in _SAMPLING_NUMBERS}
-    if any(value is not None and type(value) not in (int, float) for value in numbers.values()):
-        return "a sampling parameter is no number"
-    if not _is_tokens(values.get("eos_token_id")) or values.get("do_sample") not in (None, True, False):
-        return "eos_token_id or do_sample is unusual"
-    return SimpleNamespace(**numbers, do_sample=values.get("do_sample"), eos_token_id=values.get("eos_token_id"))

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from minifloat.architecture.decoder import NATIVE
+from minifloat.architecture.decoder_config import DecoderConfig, read_decoder_config
 from minifloat.architecture.full_config import full_config
 from minifloat.checkpoint import Checkpoint
 from minifloat.runtime.config import read_generation_config
-from minifloat.runtime.decoder_config import DecoderConfig, read_decoder_config, read_generation
+from minifloat.runtime.generation_config import read_generation
 
 COMMON: dict[str, Any] = {
     "architectures": ["SomeModel"],
