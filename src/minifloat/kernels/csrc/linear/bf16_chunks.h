@@ -2,9 +2,9 @@
 // (32 rows of W, some hundred columns) all tiles of x are multiplied. Their sums are in the L2 cache, and so are the
 // columns of x that belong to a chunk. The next chunk is prefetched meanwhile.
 //
-// For each chunk of columns all panels of a call are processed, so that x is read from beyond L2 only once per call. Rows
-// of x that do not fit L2 form another block. With few rows, panels are processed one after the other, in the order of
-// memory.
+// For each chunk of columns all panels of a call are processed, so that x is read from beyond L2 only once per call; the
+// columns that the next chunks need are prefetched meanwhile. Rows of x that do not fit L2 form another block. With few
+// rows, panels are processed one after the other, in the order of memory.
 #pragma once
 
 #include "../threads.h"
@@ -16,23 +16,30 @@
 namespace MINIFLOAT_ISA {
 
 constexpr int64_t kPanels = Finish::kMaxPanels;
-constexpr int64_t kChunkSteps = 4;  // 16 KiB of bf16
-constexpr int64_t kChunkUnits = kChunkSteps * 2;
-constexpr int64_t kChunkBytes = kChunkSteps * kStepTiles * kTileBytes;
 constexpr int64_t kFewRows = 48;
-constexpr int64_t kBlockRows = 384;  // rows of x of a block: 384 KiB of sums, 192 KiB of x
+constexpr int64_t kBlockRows = 384;        // rows of x of a block: 384 KiB of sums, 384 KiB of x
+constexpr int64_t kBytesInL2 = 512 << 10;  // of x, which stay in the L2 cache from one chunk of columns to its next use
 constexpr float kSmallestScale = 0x1p-100f;  // of blocks whose sums are joined: ratios of subnormal numbers are not exact
 constexpr int64_t kScratchBytes = 2 << 20;  // in one 2 MB page
 
-// Prefetches the next chunk into the L2 cache, some lines per unit.
-struct Ahead {
+// Memory that is prefetched into the L2 cache, some lines per unit.
+struct Stream {
     const uint8_t *next, *end;
     int64_t bytes;  // per unit
+
+    Stream() : next(nullptr), end(nullptr), bytes(0) {}
+    Stream(const uint8_t* from, int64_t count, int64_t units)
+        : next(from), end(from + count), bytes(round_up(ceil_div(count, units), kVectorBytes)) {}
 
     void unit() {
         for (const uint8_t* stop = min(next + bytes, end); next < stop; next += kVectorBytes)
             _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T1);
     }
+};
+
+// The next chunk of W, and the columns of x that the next column of chunks needs.
+struct Ahead {
+    Stream w, x;
 };
 
 // Units of a chunk with one scale per row of W, or without scales.
@@ -53,6 +60,11 @@ struct Units {
     }
 };
 
+template <class Kernel>
+constexpr int64_t kChunkUnits = Kernel::kChunkSteps * 2;
+template <class Kernel>
+constexpr int64_t kChunkBytes = Kernel::kChunkSteps * kStepTiles * kTileBytes;
+
 template <class Kernel, int kRows = Kernel::kRows, class Format>
 void multiply_rows(int rows, const Format& format, const uint8_t* x, int64_t unit_bytes, const Units& units,
                    Ahead& ahead, float* sums) {
@@ -62,15 +74,16 @@ void multiply_rows(int rows, const Format& format, const uint8_t* x, int64_t uni
     Kernel::template multiply<kRows>(format, x, unit_bytes, units, ahead, sums);
 }
 
-// The product of x and some panels. Kernel says how many rows a tile of x has, whether the first tile decodes for the
-// others (kKeeps), how often it reads the packed weights for a tile (kPasses), and multiplies units of a chunk.
+// The product of x and some panels. Kernel says how many rows a tile of x has, how many steps a chunk has (kChunkSteps),
+// whether the first tile decodes for the others (kKeeps) and x is prefetched (kStreamsX), how often it reads the packed
+// weights for a tile (kPasses), and multiplies units of a chunk.
 template <class Kernel, class Format>
 class Product {
   public:
     Product(const Format& format, const Weight& w, const Input& x, const uint8_t* packed, const Output& y,
             uint8_t* scratch, int64_t first, int64_t last)
         : format_(format), w_(w), x_(x), packed_(packed), y_(y), t_(dot_tiling(x.m, Kernel::kRows)), first_(first),
-          last_(last), decoded_(scratch), sums_(reinterpret_cast<float*>(scratch + kChunkBytes)) {}
+          last_(last), decoded_(scratch), sums_(reinterpret_cast<float*>(scratch + kChunkBytes<Kernel>)) {}
 
     void run() {
         const int64_t blocks = ceil_div(t_.pairs, kBlockRows / Kernel::kRows);
@@ -80,7 +93,7 @@ class Product {
   private:
     void multiply_block(int64_t begin, int64_t end) {
         const int64_t panel_floats = (end - begin) * Kernel::kSums;
-        for (int64_t s = 0; s < w_.steps; s += kChunkSteps)
+        for (int64_t s = 0; s < w_.steps; s += Kernel::kChunkSteps)
             for (int64_t p = first_; p < last_; ++p)
                 multiply_chunk(p, s, begin, end, sums_ + (p - first_) * panel_floats);
         const Finish finish(w_, y_, first_, last_, Format::kFactor);
@@ -89,40 +102,56 @@ class Product {
                        sums_ + (tile - begin) * Kernel::kSums, panel_floats);
     }
 
-    int64_t steps_at(int64_t s) const { return min(kChunkSteps, w_.steps - s); }
+    int64_t steps_at(int64_t s) const { return min(Kernel::kChunkSteps, w_.steps - s); }
     const uint8_t* step(int64_t p, int64_t s) const { return w_.panel(p) + s * w_.step_bytes; }
 
-    // The chunk after steps s .. of panel p, of which `units` units are multiplied meanwhile.
-    Ahead ahead_of(int64_t p, int64_t s, int64_t units) const {
+    // What follows steps s .. of panel p, of which `units` units are multiplied meanwhile with tiles begin .. end - 1.
+    Ahead ahead_of(int64_t p, int64_t s, int64_t begin, int64_t end, int64_t units) const {
+        const int64_t after = s + Kernel::kChunkSteps < w_.steps ? s + Kernel::kChunkSteps : 0;
         const bool same = p + 1 < last_;
-        const int64_t next = same ? s : s + kChunkSteps < w_.steps ? s + kChunkSteps : 0;
-        const int64_t panel = same ? p + 1 : next > 0 ? first_ : last_;
-        if (panel >= w_.panels) return {nullptr, nullptr, 0};
-        const int64_t bytes = steps_at(next) * w_.step_bytes;
-        const uint8_t* from = step(panel, next);
-        return {from, from + bytes, round_up(ceil_div(bytes, units), kVectorBytes)};
+        const int64_t next = same ? s : after, panel = same ? p + 1 : after > 0 ? first_ : last_;
+        Ahead ahead;
+        if (panel < w_.panels) ahead.w = Stream(step(panel, next), steps_at(next) * w_.step_bytes, units);
+        if (Kernel::kStreamsX && packed_x_bytes(w_, t_) > kBytesInL2) {  // each panel prefetches its share
+            const int64_t bytes = (end - begin) * steps_at(after) * 2 * t_.unit_bytes();
+            const int64_t share = round_up(ceil_div(bytes, last_ - first_), kVectorBytes);
+            const int64_t from = min((p - first_) * share, bytes);
+            ahead.x = Stream(x_at(after, begin) + from, min(share, bytes - from), units);
+        }
+        return ahead;
+    }
+
+    // The columns from step s of tiles `tile` .. of x.
+    const uint8_t* x_at(int64_t s, int64_t tile) const {
+        return packed_ + (s * t_.pairs + tile * steps_at(s)) * 2 * t_.unit_bytes();
     }
 
     // Multiplies the chunk from step s of a panel with tiles begin .. end - 1 of x.
     void multiply_chunk(int64_t p, int64_t s, int64_t begin, int64_t end, float* sums) {
         const int64_t units = steps_at(s) * 2, tile_bytes = units * t_.unit_bytes();
-        const uint8_t* x = packed_ + s * 2 * t_.pairs * t_.unit_bytes() + begin * tile_bytes;
-        Ahead ahead = ahead_of(p, s, units * (end - begin) * Kernel::kPasses);
-        for (int64_t tile = begin; tile < end; ++tile, x += tile_bytes, sums += Kernel::kSums)
-            multiply_tile(p, s, units, tile == begin, rows_of(t_, x_.m, tile), x, ahead, sums);
+        const uint8_t* x = x_at(s, begin);
+        Ahead ahead = ahead_of(p, s, begin, end, units * (end - begin) * Kernel::kPasses);
+        Units parts[kChunkUnits<Kernel>];
+        const int count = parts_of(p, s, units, parts);
+        for (int64_t tile = begin; tile < end; ++tile, x += tile_bytes, sums += Kernel::kSums) {
+            const int rows = rows_of(t_, x_.m, tile);
+            for (int i = 0; i < count; ++i) {
+                parts[i].decoded = !Format::kDecodes || (Kernel::kKeeps && tile > begin);
+                multiply_rows<Kernel>(rows, format_, x, t_.unit_bytes(), parts[i], ahead, sums);
+            }
+        }
     }
 
-    // Multiplies the parts of a chunk that belong to each block of columns, one after the other.
-    void multiply_tile(int64_t p, int64_t s, int64_t units, bool decodes, int rows, const uint8_t* x, Ahead& ahead,
-                       float* sums) const {
+    // Cuts a chunk into the parts that belong to each block of columns and returns their number.
+    int parts_of(int64_t p, int64_t s, int64_t units, Units (&parts)[kChunkUnits<Kernel>]) const {
         const int64_t origin = s * 2;
+        int count = 0;
         Units part = {};
         part.step_bytes = w_.step_bytes;
         part.scale_bytes = w_.scale_bytes;
         part.scale_lanes = w_.block_lanes;
         // Packed BF16 needs no decoding.
         part.tiles = Format::kDecodes ? decoded_ : const_cast<uint8_t*>(step(p, s));
-        part.decoded = !Format::kDecodes || (Kernel::kKeeps && !decodes);
         for (int64_t u = 0; u < units; u = part.end) {
             part.begin = u;
             part.end = units;
@@ -136,8 +165,9 @@ class Product {
             if (Format::kBlocks && part.end < units) join(p, units, origin, part);
             part.first = origin + u == 0;
             part.step = step(p, s + u / 2);
-            multiply_rows<Kernel>(rows, format_, x, t_.unit_bytes(), part, ahead, sums);
+            parts[count++] = part;
         }
+        return count;
     }
 
     // Extends units to the next block of columns, if the ratio of their scales costs no accuracy: sums are then in memory
@@ -179,7 +209,7 @@ struct ChunkPath {
     }
 
     static void prepare(const Weight& w, const Input& x, uint8_t* prepared, int part, int parts) {
-        pack_x(w, x, dot_tiling(x.m, Kernel::kRows), kChunkUnits, prepared, part, parts);
+        pack_x(w, x, dot_tiling(x.m, Kernel::kRows), kChunkUnits<Kernel>, prepared, part, parts);
     }
 
     static bool multiply(const Weight& w, const Input& x, const uint8_t* prepared, const Output& y, int64_t first,
@@ -187,7 +217,7 @@ struct ChunkPath {
         const int64_t panels = x.m <= kFewRows ? 1 : kPanels;
         const int64_t tiles = min(kBlockRows / Kernel::kRows, ceil_div(x.m, Kernel::kRows));
         const int64_t floats = tiles * min(panels, last - first) * Kernel::kSums;
-        const int64_t bytes = max(kScratchBytes, kChunkBytes + floats * static_cast<int64_t>(sizeof(float)));
+        const int64_t bytes = max(kScratchBytes, kChunkBytes<Kernel> + floats * static_cast<int64_t>(sizeof(float)));
         uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchThread, bytes));
         if (memory == nullptr) return false;
         return with_format(w, first, [&](const auto& format) {

@@ -13,8 +13,8 @@ namespace {
 
 struct Tall {
     static constexpr int kRows = 24, kFewestRows = kDotRows - 1, kPasses = 2;
-    static constexpr int64_t kSums = kRows * kPanelRows;
-    static constexpr bool kKeeps = false;
+    static constexpr int64_t kChunkSteps = 4, kSums = kRows * kPanelRows;
+    static constexpr bool kKeeps = false, kStreamsX = false;
 
     template <int kRows, class Format>
     static void multiply(const Format& format, const uint8_t* x, int64_t unit_bytes, const Units& units, Ahead& ahead,
@@ -36,7 +36,7 @@ struct Tall {
         const uint8_t* step = units.step;
         x += units.begin * unit_bytes;
         for (int64_t u = units.begin; u < units.end; ++u, x += unit_bytes) {
-            ahead.unit();
+            ahead.w.unit();
             if (Format::kBlocks && u == units.middle) {
 #pragma GCC unroll 32
                 for (int r = 0; r < kRows; ++r) dots[r] = _mm512_mul_ps(dots[r], _mm512_set1_ps(units.ratio));
