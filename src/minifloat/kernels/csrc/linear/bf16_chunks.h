@@ -75,8 +75,8 @@ void multiply_rows(int rows, const Format& format, const uint8_t* x, int64_t uni
 }
 
 // The product of x and some panels. Kernel says how many rows a tile of x has, how many steps a chunk has (kChunkSteps),
-// whether the first tile decodes for the others (kKeeps) and x is prefetched (kStreamsX), how often it reads the packed
-// weights for a tile (kPasses), and multiplies units of a chunk.
+// whether the first tile decodes for the others (kKeeps) and whether it prefetches what Ahead says (kAhead), and multiplies
+// units of a chunk.
 template <class Kernel, class Format>
 class Product {
   public:
@@ -107,12 +107,13 @@ class Product {
 
     // What follows steps s .. of panel p, of which `units` units are multiplied meanwhile with tiles begin .. end - 1.
     Ahead ahead_of(int64_t p, int64_t s, int64_t begin, int64_t end, int64_t units) const {
+        Ahead ahead;
+        if (!Kernel::kAhead) return ahead;
         const int64_t after = s + Kernel::kChunkSteps < w_.steps ? s + Kernel::kChunkSteps : 0;
         const bool same = p + 1 < last_;
         const int64_t next = same ? s : after, panel = same ? p + 1 : after > 0 ? first_ : last_;
-        Ahead ahead;
         if (panel < w_.panels) ahead.w = Stream(step(panel, next), steps_at(next) * w_.step_bytes, units);
-        if (Kernel::kStreamsX && packed_x_bytes(w_, t_) > kBytesInL2) {  // each panel prefetches its share
+        if (packed_x_bytes(w_, t_) > kBytesInL2) {  // each panel prefetches its share
             const int64_t bytes = (end - begin) * steps_at(after) * 2 * t_.unit_bytes();
             const int64_t share = round_up(ceil_div(bytes, last_ - first_), kVectorBytes);
             const int64_t from = min((p - first_) * share, bytes);
@@ -130,7 +131,7 @@ class Product {
     void multiply_chunk(int64_t p, int64_t s, int64_t begin, int64_t end, float* sums) {
         const int64_t units = steps_at(s) * 2, tile_bytes = units * t_.unit_bytes();
         const uint8_t* x = x_at(s, begin);
-        Ahead ahead = ahead_of(p, s, begin, end, units * (end - begin) * Kernel::kPasses);
+        Ahead ahead = ahead_of(p, s, begin, end, units * (end - begin));
         Units parts[kChunkUnits<Kernel>];
         const int count = parts_of(p, s, units, parts);
         for (int64_t tile = begin; tile < end; ++tile, x += tile_bytes, sums += Kernel::kSums) {

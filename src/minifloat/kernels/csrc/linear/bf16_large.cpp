@@ -18,9 +18,9 @@ struct Keep {
 };
 
 struct Large {
-    static constexpr int kRows = kDotRows, kFewestRows = 1, kPasses = 1;
+    static constexpr int kRows = kDotRows, kFewestRows = 1;
     static constexpr int64_t kChunkSteps = 8, kSums = kRows * kPanelRows;
-    static constexpr bool kKeeps = true, kStreamsX = true;
+    static constexpr bool kKeeps = true, kAhead = true;
 
     // sums [kRows][kPanelRows] (+)= kRows rows of x times units, times their scales.
     template <int kRows, class Format>
