@@ -19,6 +19,7 @@ from minifloat.kernels.decoder import (
     Decoder,
     Experts,
     KVCache,
+    Latent,
     Layer,
     Mlp,
     Norm,
@@ -238,6 +239,8 @@ class Shape:
         layer: Further fields of each `Layer`.
         attention: Further fields of each `Attention`; those that are functions are called with the size of a head.
         router: Further fields of each `Router`; functions are called with the number of experts.
+        latent: Sizes of latent attention: rank, plain and value_dim, and the rank of queries or 0; `head_dim` is that
+            of its key, and `heads` those of queries. Empty: there is none.
         decoder: Further fields of the `Decoder`.
     """
 
@@ -258,6 +261,7 @@ class Shape:
     layer: Mapping[str, Any] = field(default_factory=dict)
     attention: Mapping[str, Any] = field(default_factory=dict)
     router: Mapping[str, Any] = field(default_factory=dict)
+    latent: tuple[int, ...] = ()
     decoder: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -313,11 +317,33 @@ def random_decoder(
         )
         parts: dict[str, Any] = {
             "input_norm": norm(hidden),
-            "attention": Attention(**fields | _made(shape.attention, d)),
+            "attention": Attention(**fields | (latent_fields() if shape.latent else {}) | _made(shape.attention, d)),
             "mlp_norm": norm(hidden),
             "mlp": routed(mlp) if shape.experts else mlp,
         }
         return Layer(**parts | _made(shape.layer, hidden))
+
+    def latent_fields() -> dict[str, Any]:
+        rank, plain, value_dim, q_rank = shape.latent
+        queries = shape.heads * (plain + shape.head_dim - rank)
+        rows = [q_rank or queries, shape.head_dim]
+        return {
+            "values": "latent",
+            "scale": 2.0 * (plain + shape.head_dim - rank) ** -0.5,
+            "qkv": FusedWeights([weight(size, shape.hidden) for size in rows]),
+            "qkv_bias": tuple(vector(size, 0.0) for size in rows) if shape.biases else None,
+            "out": weight(shape.hidden, shape.heads * value_dim),
+            "latent": Latent(
+                keys=PackedExperts([weight(rank, plain) for _ in range(shape.heads)]),
+                values=PackedExperts([weight(value_dim, rank) for _ in range(shape.heads)]),
+                key_factors=vector(shape.heads * plain).view(shape.heads, plain) if shape.norms else None,
+                kv_norm=norm(rank) if shape.norms or q_rank else None,
+                q_up=weight(queries, q_rank) if q_rank else None,
+                q_norm=norm(q_rank) if q_rank else None,
+            ),
+            "q_norm": None,
+            "k_norm": None,
+        }
 
     def routed(mlp: Mlp) -> Experts:
         hidden, middle, count = shape.hidden, shape.intermediate, shape.experts

@@ -57,6 +57,15 @@ _GEMMA4: dict[str, Any] = {
     },
 }
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+_LATENT_YARN = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 _PARTIAL = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
 
 _DELTA: dict[str, Any] = {
@@ -181,6 +190,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GROUPS, "head_dim": 24, "use_qk_norm": True, "attention_bias": True, "rope_parameters": _PARTIAL},
     ),
     "dots1": ("dots1", {**_GROUPS, "head_dim": 24, **_WINDOWS}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**_GROUPS, **_LATENT, "q_lora_rank": None, "topk_method": "greedy", "rope_parameters": _LATENT_YARN},
+    ),
+    "deepseek_v2 in groups": (
+        "deepseek_v2",
+        {**_GROUPS, **_LATENT, "topk_method": "group_limited_greedy", "attention_bias": True},
+    ),
+    "deepseek_v3": ("deepseek_v3", {**_GROUPS, **_LATENT, "rope_parameters": _LATENT_YARN}),
+    "deepseek_v3 without q_lora_rank": (
+        "deepseek_v3",
+        {**_GROUPS, **_LATENT, "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_GROUPS, **_LATENT, "attention_bias": True}),
+    "youtu": ("youtu", _LATENT),
+    "minicpm3": (
+        "minicpm3",
+        {**_LATENT, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 40, "tie_word_embeddings": True},
+    ),
     "minimax_m2": ("minimax_m2", {**_EXPERTS, "head_dim": 24, "rope_parameters": _PARTIAL}),
     "granite": ("granite", {**_FACTORS, "attention_bias": True}),
     "granitemoe": ("granitemoe", {**_FACTORS, **_EXPERTS}),
@@ -233,6 +261,21 @@ def model_of(name: str, **changes: Any) -> Any:
     """Return a float32 model with bfloat16 values as weights, so that packing does not change them."""
     models: Any = transformers.AutoModelForImageTextToText if name in _VISION else transformers.AutoModelForCausalLM
     return randomized(models.from_config(config_of(name, **changes), attn_implementation="eager"))
+
+
+def quantizable_sizes(name: str) -> dict[str, int]:
+    """Return changes of a case whose linears have columns that the groups of all schemes divide."""
+    fields = CASES[name][1]
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    sizes |= {"moe_intermediate_size": 128} if "moe_intermediate_size" in fields else {}
+    sizes |= {"linear_value_head_dim": 32} if "linear_value_head_dim" in fields else {}
+    if "kv_lora_rank" not in fields:
+        return sizes | {"head_dim": 32}
+    return (
+        sizes
+        | {"kv_lora_rank": 160, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
+        | ({"q_lora_rank": 96} if fields["q_lora_rank"] else {})
+    )
 
 
 #: Names of parameters that multiply something.

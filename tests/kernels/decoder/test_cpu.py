@@ -32,8 +32,26 @@ SHAPES = {
     "groups of eleven": Shape(heads=11, kv_heads=1, head_dim=6, rotary=2),
     "groups of four": Shape(heads=8, kv_heads=2, head_dim=64, windows=(None, 70)),
     "large heads": Shape(heads=2, kv_heads=1, head_dim=256, rotary=64),
+    "latents": Shape(heads=4, kv_heads=1, head_dim=48, rotary=16, latent=(32, 24, 20, 40), biases=True),
+    "latents of odd sizes": Shape(
+        heads=3, kv_heads=1, head_dim=46, rotary=6, norms=True, latent=(38, 7, 13, 0), windows=(19, None)
+    ),
+    "latents of DeepSeek": Shape(
+        heads=17, kv_heads=1, head_dim=576, rotary=64, windows=(None,), latent=(512, 128, 128, 600)
+    ),
     "odd sizes": Shape(heads=2, kv_heads=2, head_dim=34, rotary=0, windows=(1, 33), hidden=51, intermediate=37),
 }
+
+#: Shapes whose arithmetic differs between instruction sets in 16 bits.
+IN_16_BITS = [
+    "groups of three",
+    "groups of four",
+    "groups of eight",
+    "large heads",
+    "odd sizes",
+    "latents",
+    "latents of DeepSeek",
+]
 
 EXPERTS = {
     "six experts": Shape(experts=6, apart=True),
@@ -126,7 +144,7 @@ def test_nan_of_a_token_does_not_reach_others_through_experts(isa: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", ["groups of three", "groups of four", "groups of eight", "large heads", "odd sizes"])
+@pytest.mark.parametrize("shape", IN_16_BITS)
 def test_logits_in_16_bits(isa: str, shape: str, dtype: torch.dtype) -> None:
     found = in_pieces(Session.start(random_decoder(SHAPES[shape], dtype), "cpu", element="bfloat16"))
     for name, exact in in_16_bits(shape, dtype).items():

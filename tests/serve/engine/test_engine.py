@@ -43,8 +43,9 @@ NATIVE: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "qwen3_moe": {},
+    "deepseek_v3": {},
 }
-FOREIGN: dict[str, dict[str, Any]] = {"deepseek_v3": {}, "bloom": {}}
+FOREIGN: dict[str, dict[str, Any]] = {"llama4_text": {}, "bloom": {}}
 
 
 def prompts_of(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[tuple[int, ...]]:
@@ -72,7 +73,7 @@ def tokens(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParam
     return [list(completion.tokens) for completion in engine.generate(prompts, params)]
 
 
-@pytest.fixture(scope="module", params=[*NATIVE, "deepseek_v3", full("bloom")])
+@pytest.fixture(scope="module", params=[*NATIVE, "llama4_text", full("bloom")])
 def model(request: pytest.FixtureRequest, make_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A folder, prompts, and what transformers makes of them."""
     name = request.param
@@ -387,7 +388,7 @@ def test_the_lm_head_is_fp8_beside_mxfp4_unless_the_user_keeps_it(llama_folder: 
     assert open_model(llama_folder, EngineOptions()).info.lm_head == "bfloat16"
 
 
-@pytest.mark.parametrize(("model_type", "runner"), [("llama", "native"), ("deepseek_v3", "transformers")])
+@pytest.mark.parametrize(("model_type", "runner"), [("llama", "native"), ("llama4_text", "transformers")])
 def test_every_runner_computes_what_load_does_with_an_fp8_lm_head(
     model_type: str, runner: str, make_model: MakeModel, tmp_path: Path
 ) -> None:

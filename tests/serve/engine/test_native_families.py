@@ -13,7 +13,7 @@ import pytest
 import torch
 from decoder_cases import Session, prompt
 from modes import each_value
-from native_cases import CASES, TOWERS, VOCAB, config_of, greedy, model_of, with_tower, write
+from native_cases import CASES, TOWERS, VOCAB, config_of, greedy, model_of, quantizable_sizes, with_tower, write
 
 from minifloat.architecture.decoder import NATIVE, NotNative, decoder_plan
 from minifloat.checkpoint import Checkpoint
@@ -142,6 +142,8 @@ _WITHOUT: dict[str, Any] = {
     "bias": None,
     "correction": None,
     "groups": 1,
+    "group_best": 2,
+    "kv_norm": None,
     "factor": 1.0,
     "normalize": False,
     "kind": "softmax",
@@ -258,10 +260,7 @@ def test_texts_beyond_the_context_of_training_have_long_factors(
 
 @pytest.mark.parametrize(("scheme", "name"), each_value(["fp8", "fp8-block", "mxfp8", "mxfp4", "nvfp4"], list(CASES)))
 def test_quantized_models_make_the_tokens_of_transformers_code(scheme: str, name: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
-    sizes |= {"moe_intermediate_size": 128} if "moe_intermediate_size" in CASES[name][1] else {}
-    sizes |= {"linear_value_head_dim": 32} if "linear_value_head_dim" in CASES[name][1] else {}
-    folder = write(model_of(name, **sizes).bfloat16(), tmp_path / "m")
+    folder = write(model_of(name, **quantizable_sizes(name)).bfloat16(), tmp_path / "m")
     if name == "gpt_oss":  # which has a layout of its own, for MXFP4 alone
         quantize_checkpoint(folder, tmp_path / "q", "mxfp4", layout="gpt-oss")
     else:

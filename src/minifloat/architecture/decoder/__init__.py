@@ -13,6 +13,7 @@ from typing import Any
 
 from minifloat.architecture.decoder.families import (
     cohere,
+    deepseek,
     gemma,
     gemma4,
     glm,
@@ -47,6 +48,7 @@ _COMMON = (
     "use_sliding_window vocab_size"
 )
 _GROUPED = "first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob"
+_LATENT = "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim rope_interleave v_head_dim"
 _SPARSE = "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts"
 _GRANITE = "attention_multiplier embedding_multiplier logits_scaling residual_multiplier"
 _DELTA = "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim"
@@ -129,6 +131,23 @@ NATIVE: dict[str, NativeFamily] = {
         "Glm4MoeForCausalLM", glm.glm4_moe, f"{_GROUPED} routed_scaling_factor topk_group use_qk_norm"
     ),
     "dots1": NativeFamily("Dots1ForCausalLM", glm.dots1, f"{_GROUPED} routed_scaling_factor topk_group"),
+    "deepseek_v2": NativeFamily(
+        "DeepseekV2ForCausalLM",
+        deepseek.deepseek_v2,
+        f"{_GROUPED} {_LATENT} routed_scaling_factor topk_group topk_method",
+    ),
+    "deepseek_v3": NativeFamily(
+        "DeepseekV3ForCausalLM", deepseek.deepseek_v3, f"{_GROUPED} {_LATENT} routed_scaling_factor topk_group"
+    ),
+    "glm4_moe_lite": NativeFamily(
+        "Glm4MoeLiteForCausalLM",
+        deepseek.glm4_moe_lite,
+        f"{_GROUPED} {_LATENT} mlp_layer_types routed_scaling_factor topk_group",
+    ),
+    "youtu": NativeFamily("YoutuForCausalLM", deepseek.youtu, f"{_LATENT} embedding_initializer_range"),
+    "minicpm3": NativeFamily(
+        "MiniCPM3ForCausalLM", deepseek.minicpm3, f"{_LATENT} dim_model_base scale_depth scale_emb"
+    ),
     "minimax_m2": NativeFamily("MiniMaxM2ForCausalLM", glm.minimax_m2),
     "granite": NativeFamily("GraniteForCausalLM", granite.granite, _GRANITE),
     "granitemoe": NativeFamily("GraniteMoeForCausalLM", granite.granite_moe, _GRANITE),

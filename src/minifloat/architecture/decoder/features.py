@@ -52,6 +52,8 @@ def _missing_in_layer(layer: LayerPlan, last: NormPlan) -> Iterator[str]:
 
 
 def _missing_in_attention(attention: AttentionPlan, first: AttentionPlan, eps: float) -> Iterator[str]:
+    if attention.latent is not None:
+        yield "latent attention"
     if attention.values != "own" or attention.v_norm is not None:
         yield "keys that are values, or shared by layers, or norms of values"
     if attention.rotary is None or attention.rotary != first.rotary:

@@ -101,11 +101,34 @@ class RotaryPlan:
 
 
 @dataclass(frozen=True)
+class LatentPlan:
+    """Latent attention; fields as in `minifloat.kernels.decoder.Latent`.
+
+    Attributes:
+        up: The linear whose rows are, for each head, those of its keys ``[plain, rank]`` and values ``[value_dim,
+            rank]``.
+    """
+
+    up: LinearPlan
+    plain: int
+    value_dim: int
+    kv_norm: NormPlan | None
+    q_up: LinearPlan | None = None
+    q_norm: NormPlan | None = None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its parameters by name, in the order in which they are read."""
+        return _shapes(self.up, self.kv_norm, self.q_up, self.q_norm)
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     """Attention; fields as in `minifloat.kernels.decoder.Attention`.
 
     Attributes:
-        qkv: Projections whose rows are those of q, k and v, as far as the layer has them, one after the other.
+        qkv: Projections whose rows are those of q, k and v, as far as the layer has them, one after the other; with
+            `latent` those of q, or of what ``latent.q_up`` makes q of, and of the latent and the part of keys that
+            turns.
         out: Projection of the result.
         sinks: Name of the scores ``[heads]`` that take part in the softmax, or None.
         gated: Whether the rows of q are those of q and of a gate for each head.
@@ -128,11 +151,13 @@ class AttentionPlan:
     gated: bool = False
     v_norm: NormPlan | None = None
     values: str = "own"
+    latent: LatentPlan | None = None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its parameters by name, in the order in which they are read."""
         sinks: dict[str, tuple[int, ...]] = {} if self.sinks is None else {self.sinks: (self.heads,)}
-        return _shapes(*self.qkv, self.out, self.q_norm, self.k_norm, self.v_norm) | sinks
+        latent = {} if self.latent is None else self.latent.shapes()
+        return _shapes(*self.qkv, self.out, self.q_norm, self.k_norm, self.v_norm) | sinks | latent
 
 
 @dataclass(frozen=True)
@@ -218,6 +243,7 @@ class RouterPlan:
     correction: str | None = None
     groups: int = 1
     groups_kept: int = 1
+    group_best: int = 2
     factor: float = 1.0
     scales: str | None = None
 

@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 16
+#define MINIFLOAT_ABI_VERSION 17
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -193,7 +193,7 @@ enum minifloat_cache_element { MINIFLOAT_CACHE_F32 = 0, MINIFLOAT_CACHE_BF16 = 1
 
 // Tokens of one block of a cache, and the largest size of a head.
 #define MINIFLOAT_BLOCK_TOKENS 16
-#define MINIFLOAT_MAX_HEAD_DIM 512
+#define MINIFLOAT_MAX_HEAD_DIM 576
 
 // The parts of a step whose times are measured.
 enum minifloat_step_part {
@@ -264,6 +264,7 @@ struct minifloat_router {
     int32_t dtype, kind;      // minifloat_dtype, minifloat_router_kind
     int32_t experts, top_k;
     int32_t groups, groups_kept;  // experts of the best groups alone are chosen; groups 1: of all
+    int32_t group_best;           // a group counts as the sum of this number of its best scores, 1 or 2
     int32_t normalize;            // not 0: the weights of the chosen experts sum to 1
     float factor;                 // multiplies the weights
     const float* scales;          // [experts] or null: multiply the weights, after all else
@@ -293,6 +294,19 @@ enum minifloat_values {
     MINIFLOAT_VALUES_OWN = 0,     // rows of the product are [q | k | v]
     MINIFLOAT_VALUES_KEYS = 1,    // [q | k]; values are the product's keys, before norm and rotation
     MINIFLOAT_VALUES_SHARED = 2,  // [q]; another layer has written both into the cache
+    MINIFLOAT_VALUES_LATENT = 3,  // the first `rank` dimensions of the keys as the cache has them (minifloat_latent)
+};
+
+// Latent attention: all heads share one key [latent | rotated]; kernels/decoder/latent.py describes it.
+struct minifloat_latent {
+    struct minifloat_norm q_norm;   // of the product's queries, before q_up
+    struct minifloat_norm kv_norm;  // of the latent
+    struct minifloat_product q_up;  // [heads * (plain + rotated), q_rank]; not read where q_rank is 0
+    const uint8_t* const* keys;     // per head [rank, plain]
+    const uint8_t* const* values;   // per head [value_dim, rank]
+    const float* key_factors;       // [heads, plain] or null: multiply the queries before `keys` does
+    int64_t q_rank;                 // 0: rows of the product have the queries themselves
+    int32_t rank, plain, value_dim;
 };
 
 struct minifloat_attention {
@@ -311,6 +325,7 @@ struct minifloat_attention {
     float score_cap;  // 0: none; else scores are cap * tanh(score / cap)
     float clip;       // 0: none; else the products are clamped to -clip .. clip
     float k_scale, v_scale;
+    const struct minifloat_latent* latent;  // of MINIFLOAT_VALUES_LATENT; else null
 };
 
 // A gated delta rule in the place of attention; kernels/decoder/delta.py describes the arrays.

@@ -231,9 +231,18 @@ bool valid(const minifloat_moe_args& a) {
     return a.biases == nullptr || known_dtype(a.bias_dtype);
 }
 
+bool valid(const minifloat_decoder& d, const minifloat_attention& a, const minifloat_latent& latent) {
+    const int32_t rotated = a.head_dim - latent.rank, value_dim = latent.value_dim;
+    if (a.kv_heads != 1 || latent.rank < 2 || latent.rank % 2 || rotated < 0 || latent.q_rank < 0) return false;
+    if (a.rotary >= 0 && d.rotaries[a.rotary].rotary > rotated) return false;
+    return latent.plain > 0 && latent.plain <= MINIFLOAT_MAX_HEAD_DIM && value_dim > 0;
+}
+
 bool valid(const minifloat_decoder& d, const minifloat_attention& a) {
     if (a.head_dim < 2 || a.head_dim > MINIFLOAT_MAX_HEAD_DIM || a.head_dim % 2) return false;
     if (a.rotary >= d.rotary_count || (a.rotary >= 0 && d.rotaries[a.rotary].rotary > a.head_dim)) return false;
+    if ((a.values == MINIFLOAT_VALUES_LATENT) != (a.latent != nullptr)) return false;
+    if (a.latent != nullptr && !valid(d, a, *a.latent)) return false;
     return a.heads > 0 && a.kv_heads > 0 && a.heads % a.kv_heads == 0;
 }
 

@@ -14,10 +14,12 @@ from minifloat.errors import KernelUnavailable, UnknownNameError
 from minifloat.kernels.decoder import cpu, reference
 from minifloat.kernels.decoder.attention import Attention
 from minifloat.kernels.decoder.cache import ELEMENTS, KVCache
+from minifloat.kernels.decoder.cache_shape import CacheShape
 from minifloat.kernels.decoder.check import check
 from minifloat.kernels.decoder.cpu import PARTS
 from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.experts import ExpertNorms, Experts, Router
+from minifloat.kernels.decoder.latent import Latent
 from minifloat.kernels.decoder.layer_input import LayerInput, LayerInputs
 from minifloat.kernels.decoder.mlp import Activation, Mlp
 from minifloat.kernels.decoder.norm import Norm
@@ -32,11 +34,13 @@ __all__ = [
     "PARTS",
     "Activation",
     "Attention",
+    "CacheShape",
     "Decoder",
     "DeltaNet",
     "ExpertNorms",
     "Experts",
     "KVCache",
+    "Latent",
     "Layer",
     "LayerInput",
     "LayerInputs",

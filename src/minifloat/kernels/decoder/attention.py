@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minifloat.errors import ShapeError, UnknownNameError, UnsupportedTensorError
+from minifloat.kernels.decoder.cache_shape import CacheShape
 from minifloat.kernels.decoder.expect import expect, expect_biases, expect_weights
+from minifloat.kernels.decoder.latent import Latent
 from minifloat.kernels.decoder.norm import Norm
 from minifloat.kernels.decoder.rotary import Rotary
 from minifloat.kernels.pack import FusedWeights, PackedWeight
 
 #: Where values come from, in the order of ``enum minifloat_values``: rows of `Attention.qkv`; the keys, before their
-#: norm and rotation; with the keys, the cache of another layer.
-VALUES = ("own", "keys", "shared")
+#: norm and rotation; with the keys, the cache of another layer; the latent, which is the first part of the cached key.
+VALUES = ("own", "keys", "shared", "latent")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +46,11 @@ class Attention:
             multiplied.
         clip: q, k and v are clamped to this magnitude after their products; None: they are not.
         values: One of `VALUES`.
-        k_scale: The scale of k in an E4M3 cache; ignored by other caches.
+        latent: The matrices of latent attention, with ``values="latent"``; else None. There is one key-value head of
+            ``[latent | turned]``, and `head_dim` is its size. Rows of `qkv` are those of q, ``[heads * (plain +
+            turned), hidden]``, or what `Latent.q_up` makes q of, and of the key, ``[head_dim, hidden]``; `out` is
+            ``[hidden, heads * value_dim]``. There are no other norms, no clipping and no gates.
+        k_scale: The scale of k in an E4M3 cache; ignored by other caches. Latents have this scale alone.
         v_scale: The scale of v in an E4M3 cache; ignored by other caches.
     """
 
@@ -67,22 +73,37 @@ class Attention:
     clip: float | None = None
     gated: bool = False
     values: str = "own"
+    latent: Latent | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
 
-    MAX_HEAD_DIM = 512
+    MAX_HEAD_DIM = 576
 
     @property
-    def cache_shape(self) -> tuple[int, int]:
-        """Key-value heads and size of a head in the cache."""
-        return self.kv_heads, self.head_dim
+    def cache_shape(self) -> CacheShape:
+        """The shape of the layer's keys and values in the cache."""
+        return CacheShape(self.kv_heads, self.head_dim, None if self.latent is None else self.latent.rank)
+
+    @property
+    def result_dim(self) -> int:
+        """Columns of `out` for each head."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def weights(self) -> list[PackedWeight]:
+        """All packed weights."""
+        return [*self.qkv, self.out, *([] if self.latent is None else self.latent.weights)]
 
     @property
     def sections(self) -> list[int]:
         """Rows of q, k and v in `qkv`; as many of them as there are."""
+        if self.latent is not None:
+            up = self.latent.q_up
+            low = self.heads * self.latent.query_dim(self.head_dim) if up is None else up.shape[1]
+            return [low, self.head_dim]
         rows = self.kv_heads * self.head_dim
         queries = self.heads * self.head_dim * (2 if self.gated else 1)
-        return [queries, *[rows] * {"own": 2, "keys": 1, "shared": 0}[self.values]]
+        return [queries, *[rows] * {"own": 2, "keys": 1}.get(self.values, 0)]
 
     def check(self, name: str, hidden: int) -> None:
         """Validate sizes and dtypes; `name` is the prefix of field names in errors.
@@ -98,12 +119,13 @@ class Attention:
         if self.gated and (self.whole_norms or self.clip is not None):
             raise UnsupportedTensorError(f"{name}.gated", "expected neither norms over all heads nor clipped heads")
         d, heads = self.head_dim, self.heads
+        self._check_latent(name)
         expect_weights(f"{name}.qkv", self.qkv, sum(self.sections), hidden)
         expect_biases(f"{name}.qkv_bias", self.qkv_bias, self.qkv)
-        expect_weights(f"{name}.out", (self.out,), hidden, heads * d)
+        expect_weights(f"{name}.out", (self.out,), hidden, heads * self.result_dim)
         expect_biases(f"{name}.out_bias", (self.out_bias,), (self.out,))
         if self.rotary is not None:
-            self.rotary.check(f"{name}.rotary.inv_freq", d)
+            self.rotary.check(f"{name}.rotary.inv_freq", d if self.latent is None else d - self.latent.rank)
         for field, norm, count in (("q_norm", self.q_norm, heads), ("k_norm", self.k_norm, self.kv_heads)):
             if norm is not None:
                 norm.check(f"{name}.{field}", count * d if self.has_head_weights else d)
@@ -117,6 +139,18 @@ class Attention:
         """Whether the norms of q and k have a weight of their own for each head."""
         norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
         return self.whole_norms or any(norm.weight.numel() != self.head_dim for norm in norms)
+
+    def _check_latent(self, name: str) -> None:
+        if (self.latent is not None) != (self.values == "latent"):
+            raise UnsupportedTensorError(f"{name}.latent", 'expected one with values="latent", else None')
+        if self.latent is None:
+            return
+        if self.kv_heads != 1:
+            raise ShapeError(f"{name}.kv_heads", f"expected 1 for latent attention, got {self.kv_heads}")
+        others = (self.q_norm, self.k_norm, self.v_norm, self.clip)
+        if self.gated or any(other is not None for other in others):
+            raise UnsupportedTensorError(f"{name}.latent", "expected no norms of heads, clipping and gates beside it")
+        self.latent.check(f"{name}.latent", self.heads, self.head_dim)
 
     def _check_sizes(self, name: str) -> None:
         if self.kv_heads < 1 or self.heads < 1 or self.heads % self.kv_heads:

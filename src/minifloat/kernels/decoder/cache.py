@@ -1,6 +1,7 @@
 """`KVCache`: keys and values of all layers, in blocks of `BLOCK_TOKENS` tokens.
 
 A block of one key-value head and layer is contiguous, keys before values, so that attention reads it as one stream.
+A layer of latent attention (`latent.py`) has keys alone: the values are their first dimensions.
 Keys are transposed: the same dimension of all tokens of a block is one vector, so that the scores of a query need no
 horizontal sums. bfloat16 numbers are paired, by dimension for keys and by token for values: matrix units take their
 second operand in this order, and one shift or mask turns it into float32.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from minifloat.errors import ShapeError, lookup
+from minifloat.kernels.decoder.cache_shape import CacheShape
 from minifloat.kernels.decoder.types import BLOCK_TOKENS
 from minifloat.kernels.pack.memory import allocate
 from minifloat.numerics.cast import decode, encode
@@ -35,7 +37,7 @@ class KVCache:
     """The memory of a cache; blocks are undefined until a step writes them.
 
     Args:
-        shapes: For each layer with keys and values of its own: heads of keys and values, and size of a head, even.
+        shapes: For each layer with keys and values of its own the fields of a `CacheShape`; sizes of heads are even.
         blocks: Number of blocks.
         element: One of `ELEMENTS`. E4M3 stores numbers divided by the scale of the layer, rounded to nearest, ties to
             even, clamped to the largest value.
@@ -48,8 +50,8 @@ class KVCache:
         ShapeError: If a size is below 1, or the size of a head is odd.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], blocks: int, element: str) -> None:
-        for kv_heads, head_dim in shapes:
+    def __init__(self, shapes: Sequence[CacheShape | tuple[int, int]], blocks: int, element: str) -> None:
+        for kv_heads, head_dim, *_ in shapes:
             for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim)):
                 if size < 1:
                     raise ShapeError(name, f"expected at least 1, got {size}")
@@ -58,7 +60,8 @@ class KVCache:
         for name, size in (("layers", len(shapes)), ("blocks", blocks)):
             if size < 1:
                 raise ShapeError(name, f"expected at least 1, got {size}")
-        self.shapes, self.blocks, self.element = tuple(shapes), blocks, element
+        self.shapes = tuple(CacheShape(*shape) for shape in shapes)
+        self.blocks, self.element = blocks, element
         sizes = [blocks * self.bytes_per_block([shape], element) for shape in shapes]
         self.data = allocate(sum(sizes))
         self._layers = [
@@ -67,7 +70,7 @@ class KVCache:
         ]
 
     @staticmethod
-    def bytes_per_block(shapes: Sequence[tuple[int, int]], element: str) -> int:
+    def bytes_per_block(shapes: Sequence[CacheShape | tuple[int, int]], element: str) -> int:
         """Bytes of one block over all layers and heads.
 
         Args:
@@ -84,23 +87,28 @@ class KVCache:
         """Bytes of all blocks."""
         return self.data.nbytes
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, scales: tuple[float, float]) -> None:
+    def write(
+        self, layer: int, slots: Tensor, keys: Tensor, values: Tensor | None, scales: tuple[float, float]
+    ) -> None:
         """Store tokens, in plain PyTorch.
 
         Args:
             layer: Index in `shapes`.
             slots: int64 ``[T]``: block times `BLOCK_TOKENS` plus row.
             keys: float32 ``[T, kv_heads, head_dim]``.
-            values: float32 ``[T, kv_heads, head_dim]``.
+            values: float32 ``[T, kv_heads, head_dim]``; None where the layer has latents.
             scales: Scales of keys and values, for E4M3.
         """
         block, row = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
         key_view, value_view, pair = self._views(layer)
         key_view[block, :, :, row] = self._coded(keys, scales[0]).view(*keys.shape[:2], -1, pair)
-        value_view[block, :, row // pair, : keys.shape[-1], row % pair] = self._coded(values, scales[1])
+        if values is not None:
+            value_view[block, :, row // pair, : keys.shape[-1], row % pair] = self._coded(values, scales[1])
 
     def read(self, layer: int, blocks: Tensor, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
         """Return keys and values, float32 ``[len(blocks) * BLOCK_TOKENS, kv_heads, head_dim]``, in plain PyTorch.
+
+        Values of latents are ``[.., latent]``.
 
         Args:
             layer: Index in `shapes`.
@@ -108,13 +116,16 @@ class KVCache:
             scales: Scales of keys and values, for E4M3.
         """
         key_view, value_view, _ = self._views(layer)
-        keys = key_view[blocks].permute(0, 3, 1, 2, 4).flatten(3)
-        values = value_view[blocks].permute(0, 2, 4, 1, 3)[..., : self.shapes[layer][1]].flatten(1, 2)
-        return self._decoded(keys.flatten(0, 1), scales[0]), self._decoded(values.flatten(0, 1), scales[1])
+        shape = self.shapes[layer]
+        keys = self._decoded(key_view[blocks].permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1), scales[0])
+        if shape.latent is not None:
+            return keys, keys[..., : shape.latent]
+        values = value_view[blocks].permute(0, 2, 4, 1, 3)[..., : shape.head_dim].flatten(1, 2)
+        return keys, self._decoded(values.flatten(0, 1), scales[1])
 
     def _views(self, layer: int) -> tuple[Tensor, Tensor, int]:
         """Keys ``[blocks, kv_heads, d / pair, token, pair]`` and values ``[.., token / pair, padded d, pair]``."""
-        kv_heads, d = self.shapes[layer]
+        kv_heads, d, latent = self.shapes[layer]
         padded, dtype = _padded(d), ELEMENTS[self.element]
         pair = 2 if dtype == torch.bfloat16 else 1
         data = self._layers[layer].view(dtype)
@@ -122,7 +133,7 @@ class KVCache:
         heads = (self.blocks, kv_heads)
         return (
             keys.view(*heads, d // pair, BLOCK_TOKENS, pair),
-            values.view(*heads, BLOCK_TOKENS // pair, padded, pair),
+            values.view(*heads, BLOCK_TOKENS // pair, padded if latent is None else 0, pair),
             pair,
         )
 
@@ -133,9 +144,11 @@ class KVCache:
         return decode(x, E4M3) * scale if self.element == E4M3.name else x.float()
 
 
-def elements_per_block(shapes: Sequence[tuple[int, int]]) -> int:
+def elements_per_block(shapes: Sequence[CacheShape | tuple[int, int]]) -> int:
     """Return the keys and values of one block over all layers and heads, with the padding."""
-    return sum(kv_heads * BLOCK_TOKENS * (head_dim + _padded(head_dim)) for kv_heads, head_dim in shapes)
+    sizes = [CacheShape(*shape) for shape in shapes]
+    values = [_padded(shape.head_dim) if shape.latent is None else 0 for shape in sizes]
+    return sum(s.kv_heads * BLOCK_TOKENS * (s.head_dim + width) for s, width in zip(sizes, values, strict=True))
 
 
 def _padded(head_dim: int) -> int:

@@ -6,6 +6,8 @@ checked.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels.decoder.attention import Attention
 from minifloat.kernels.decoder.cache import KVCache
+from minifloat.kernels.decoder.cache_shape import CacheShape
 from minifloat.kernels.decoder.states import SequenceStates
 from minifloat.kernels.decoder.types import BLOCK_TOKENS, Decoder, StepBatch
 
@@ -29,7 +32,7 @@ def check(decoder: Decoder, cache: KVCache, batch: StepBatch, states: SequenceSt
         UnsupportedTensorError: If a tensor of the batch is not int32, contiguous, on the CPU.
     """
     if cache.shapes != decoder.cache_shapes:
-        wanted, found = (f"{len(shapes)} of {sorted(set(shapes))}" for shapes in (decoder.cache_shapes, cache.shapes))
+        wanted, found = (_sizes(shapes) for shapes in (decoder.cache_shapes, cache.shapes))
         raise ShapeError("cache", f"expected layers of key-value heads and head size {wanted}, got {found}")
     tokens, positions, starts, contexts, blocks, logits = (_array(batch, name, rank) for name, rank in _RANKS.items())
     _check_range("tokens", tokens, decoder.vocab)
@@ -66,6 +69,12 @@ def _check_states(decoder: Decoder, batch: StepBatch, states: SequenceStates | N
     if slots.shape != first.shape:
         raise ShapeError("slots", f"expected {list(first.shape)}, got {list(slots.shape)}")
     states.check(slots.tolist(), first.tolist())
+
+
+def _sizes(shapes: Sequence[CacheShape]) -> str:
+    """Return the sizes of some layers: how many, then heads and size of a head, and of the latent if there is one."""
+    sizes = sorted({tuple(size for size in shape if size is not None) for shape in shapes})
+    return f"{len(shapes)} of {sizes}"
 
 
 def _first_key(decoder: Decoder, first: _Array) -> _Array:

@@ -18,6 +18,7 @@ from minifloat.kernels.decoder.attention import VALUES, Attention
 from minifloat.kernels.decoder.cache import ELEMENTS, KVCache, elements_per_block
 from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.experts import ROUTERS, ExpertNorms, Experts, Router
+from minifloat.kernels.decoder.latent import Latent
 from minifloat.kernels.decoder.layer_input import LayerInputs
 from minifloat.kernels.decoder.mlp import ACTIVATIONS, Activation, Mlp
 from minifloat.kernels.decoder.norm import Norm
@@ -181,6 +182,7 @@ class _Described:
             clip=attention.clip or 0.0,
             k_scale=attention.k_scale,
             v_scale=attention.v_scale,
+            latent=None if attention.latent is None else self._latent(attention.latent),
         )
 
     def _delta(self, delta: DeltaNet) -> structs.DeltaArgs:
@@ -199,6 +201,23 @@ class _Described:
             conv_width=delta.width,
             grouped=delta.grouped,
         )
+
+    def _latent(self, latent: Latent) -> int:
+        """Describe latent attention, and return the address of the structure."""
+        args = structs.LatentArgs(
+            q_norm=_norm(latent.q_norm),
+            kv_norm=_norm(latent.kv_norm),
+            keys=latent.keys.pointers.address,
+            values=latent.values.pointers.address,
+            key_factors=_address(latent.key_factors),
+            rank=latent.rank,
+            plain=latent.plain,
+            value_dim=latent.value_dim,
+        )
+        if latent.q_up is not None:
+            args.q_up, args.q_rank = self._product((latent.q_up,), None), latent.q_up.shape[1]
+        self._structures.append(args)
+        return ctypes.addressof(args)
 
     def _mlp(self, mlp: Mlp) -> structs.MlpArgs:
         return structs.MlpArgs(
@@ -316,6 +335,7 @@ def _router(router: Router, experts: int) -> structs.RouterArgs:
         top_k=router.top_k,
         groups=router.groups,
         groups_kept=router.groups_kept,
+        group_best=router.group_best,
         normalize=router.normalize,
         factor=router.factor,
         scales=_address(router.scales),

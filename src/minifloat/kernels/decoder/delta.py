@@ -66,6 +66,11 @@ class DeltaNet:
     grouped: bool = False
 
     @property
+    def weights(self) -> list[PackedWeight]:
+        """All packed weights."""
+        return [*self.qkvz, *self.ba, self.out]
+
+    @property
     def width(self) -> int:
         """Number of tokens that the convolution sees."""
         return self.conv.shape[0]

@@ -32,7 +32,8 @@ class Router:
         bias: float32 ``[experts]``, added to the products; or None.
         correction: float32 ``[experts]``, added to the scores for the choice alone; or None.
         groups: Groups of experts, neighbours in one group.
-        groups_kept: Groups with the largest sums of their two best scores, from which experts are chosen.
+        groups_kept: Groups with the largest sums of their best scores, from which experts are chosen.
+        group_best: How many scores of a group are summed for that, 1 or 2.
         factor: Multiplies all weights.
         scales: float32 ``[experts]``, by which the weights of experts are multiplied after all else; or None.
     """
@@ -45,6 +46,7 @@ class Router:
     correction: Tensor | None = None
     groups: int = 1
     groups_kept: int = 1
+    group_best: int = 2
     factor: float = 1.0
     scales: Tensor | None = None
 
@@ -67,6 +69,8 @@ class Router:
         if self.groups < 1 or experts % self.groups or not 1 <= self.groups_kept <= self.groups:
             found = f"{self.groups_kept} of {self.groups} groups"
             raise ShapeError(f"{name}.groups", f"expected groups that divide {experts} experts, got {found}")
+        if self.group_best not in (1, 2):
+            raise ShapeError(f"{name}.group_best", f"expected 1 or 2, got {self.group_best}")
         if self.top_k > experts // self.groups * self.groups_kept:
             raise ShapeError(f"{name}.top_k", f"expected at most the experts of {self.groups_kept} groups")
 
@@ -80,7 +84,7 @@ class Router:
         choice = scores if self.correction is None else scores + self.correction
         if self.groups > 1:
             grouped = choice.view(len(x), self.groups, -1)
-            best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
+            best = grouped.topk(min(self.group_best, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
             kept = torch.zeros_like(best).scatter_(1, best.topk(self.groups_kept, dim=-1).indices, 1).bool()
             choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         chosen = choice.topk(self.top_k, dim=-1).indices

@@ -6,6 +6,7 @@ dequantizes every weight in every step, so it is for tests, and for machines wit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from minifloat.kernels.decoder.attention import Attention
 from minifloat.kernels.decoder.cache import KVCache
 from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.experts import Experts
+from minifloat.kernels.decoder.latent import Latent
 from minifloat.kernels.decoder.layer_input import LayerInput, LayerInputs
 from minifloat.kernels.decoder.mlp import Mlp
 from minifloat.kernels.decoder.norm import Norm
@@ -97,23 +99,26 @@ def _attention(
     q = q.to(decoder.dtype).float()
     scales = (attention.k_scale, attention.v_scale)
     starts, contexts = batch.starts.tolist(), batch.contexts.tolist()
-    out = torch.empty_like(q)
+    out = torch.empty(*q.shape[:2], attention.head_dim if attention.latent is None else attention.latent.rank)
     for s, context in enumerate(contexts):
         rows = slice(starts[s], starts[s + 1])
         positions = batch.positions[rows].long()
         blocks = batch.blocks[s].long()
-        if k is not None and v is not None:
+        if k is not None:
             slots = blocks[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-            cache.write(layer, slots, k[rows], v[rows], scales)
+            cache.write(layer, slots, k[rows], None if v is None else v[rows], scales)
         # Blocks before the window may belong to another sequence already.
         begin = _first_key(attention, int(positions[0])) // BLOCK_TOKENS
         keys, values = cache.read(layer, blocks[begin : -(-context // BLOCK_TOKENS)], scales)
         begin *= BLOCK_TOKENS
         keys, values = keys[: context - begin], values[: context - begin]
         out[rows] = _attend(attention, q[rows], keys, values, positions, begin)
+    out = out.to(decoder.dtype)
     if gate is not None:
-        out = out.to(decoder.dtype).float() * gate.sigmoid()
-    return _linear(decoder, out.flatten(1).to(decoder.dtype), attention.out, attention.out_bias)
+        out = (out.float() * gate.sigmoid()).to(decoder.dtype)
+    if attention.latent is not None:
+        out = attention.latent.expanded(out, functools.partial(_linear, decoder))
+    return _linear(decoder, out.flatten(1), attention.out, attention.out_bias)
 
 
 def _delta(decoder: Decoder, delta: DeltaNet, batch: StepBatch, states: Tensor, x: Tensor) -> Tensor:
@@ -136,8 +141,10 @@ def _heads(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return q, k and v of rows, float32 ``[T, heads, d]``, normed and rotated, and the gates of the results.
 
-    None: k and v are those of another layer; there are no gates.
+    None: k and v are those of another layer, or v is in k as latents are; there are no gates.
     """
+    if attention.latent is not None:
+        return *_latent_heads(decoder, attention, attention.latent, x, turn), None, None
     product = _side_by_side(decoder, x, attention.qkv, attention.qkv_bias).float()
     if attention.clip is not None:
         product = product.clamp(-attention.clip, attention.clip)
@@ -154,6 +161,25 @@ def _heads(
     if len(parts) == 1:
         return prepared[0], None, None, gate
     return prepared[0], prepared[1], _normed(parts[-1], attention.v_norm), gate
+
+
+def _latent_heads(
+    decoder: Decoder, attention: Attention, latent: Latent, x: Tensor, turn: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Return q ``[T, heads, d]`` and k ``[T, 1, d]`` of latent attention."""
+
+    def turned(part: Tensor) -> Tensor:
+        return part if turn is None or attention.rotary is None else attention.rotary.rotate(part.float(), turn)
+
+    product = _side_by_side(decoder, x, attention.qkv, attention.qkv_bias)
+    q, key = torch.split_with_sizes(product, attention.sections, dim=-1)
+    if latent.q_up is not None:
+        q = _linear(decoder, _normed(q.float(), latent.q_norm).to(x.dtype), latent.q_up)
+    q = q.view(len(x), attention.heads, -1)
+    plain = latent.multiplied(q[..., : latent.plain], functools.partial(_linear, decoder)).float()
+    c = _normed(key[:, : latent.rank].float(), latent.kv_norm)[:, None]
+    k = turned(key[:, None, latent.rank :])
+    return torch.cat([plain, turned(q[..., latent.plain :])], dim=-1), torch.cat([c, k], dim=-1)
 
 
 def _normed_heads(x: Tensor, norm: Norm, whole: bool) -> Tensor:

@@ -1,8 +1,8 @@
 """`Decoder` and its layers, validated once when a `Decoder` is created instead of in every step.
 
 A decoder is a description made of parts (`norm.py`, `rotary.py`, `attention.py`, `mlp.py`, `experts.py`); the step in
-C++ and its reference in PyTorch compute what the parts say. Not described: absolute positions, ALiBi, latent attention,
-recurrent states other than those of the gated delta rule.
+C++ and its reference in PyTorch compute what the parts say. Not described: absolute positions, ALiBi, recurrent states
+other than those of the gated delta rule.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
 from minifloat.kernels.decoder.attention import Attention
+from minifloat.kernels.decoder.cache_shape import CacheShape
 from minifloat.kernels.decoder.delta import DeltaNet
 from minifloat.kernels.decoder.expect import expect, expect_weights
 from minifloat.kernels.decoder.experts import Experts
@@ -147,8 +148,8 @@ class Decoder:
         return tuple(indices)
 
     @cached_property
-    def cache_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Key-value heads and size of a head of each cache that `KVCache` holds."""
+    def cache_shapes(self) -> tuple[CacheShape, ...]:
+        """The shape of each layer's cache that `KVCache` holds."""
         return tuple(
             layer.attention.cache_shape
             for layer in self.layers

@@ -249,6 +249,7 @@ class RouterArgs(ctypes.Structure):
         ("top_k", ctypes.c_int32),
         ("groups", ctypes.c_int32),
         ("groups_kept", ctypes.c_int32),
+        ("group_best", ctypes.c_int32),
         ("normalize", ctypes.c_int32),
         ("factor", ctypes.c_float),
         ("scales", ctypes.c_void_p),
@@ -281,6 +282,23 @@ class ExpertsArgs(ctypes.Structure):
     ]
 
 
+class LatentArgs(ctypes.Structure):
+    """``struct minifloat_latent``."""
+
+    _fields_ = [
+        ("q_norm", NormArgs),
+        ("kv_norm", NormArgs),
+        ("q_up", ProductArgs),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("key_factors", ctypes.c_void_p),
+        ("q_rank", ctypes.c_int64),
+        ("rank", ctypes.c_int32),
+        ("plain", ctypes.c_int32),
+        ("value_dim", ctypes.c_int32),
+    ]
+
+
 class AttentionArgs(ctypes.Structure):
     """``struct minifloat_attention``."""
 
@@ -306,6 +324,7 @@ class AttentionArgs(ctypes.Structure):
         ("clip", ctypes.c_float),
         ("k_scale", ctypes.c_float),
         ("v_scale", ctypes.c_float),
+        ("latent", ctypes.c_void_p),
     ]
 
 

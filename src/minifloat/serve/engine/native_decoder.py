@@ -20,6 +20,7 @@ from minifloat.architecture.decoder.plan import (
     DeltaPlan,
     ExpertNormsPlan,
     ExpertsPlan,
+    LatentPlan,
     LayerInputPlan,
     LayerPlan,
     LinearPlan,
@@ -38,6 +39,7 @@ from minifloat.kernels.decoder import (
     DeltaNet,
     ExpertNorms,
     Experts,
+    Latent,
     Layer,
     LayerInput,
     LayerInputs,
@@ -57,6 +59,7 @@ from minifloat.runtime.packed_cache import PackedCache, UnusableCache
 from minifloat.runtime.packing import Packing
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import Blueprint
+from minifloat.serve.engine.latent_weights import head_formats, head_weights
 from minifloat.serve.engine.mapped_weights import MappedWeights, contents
 from minifloat.serve.engine.rotary import rotary_frequencies
 
@@ -169,6 +172,8 @@ class _Builder:
         self._packing, self._mapped = packing, mapped
         self._made: dict[str, PackedWeight | Tensor] = {}
         self._rotaries: dict[RotaryPlan, Rotary] = {}
+        self._keys_in_bf16: list[str] = []
+        self._bytes_in_bf16, self._rounds_keys = 0, False
 
     def reading(self) -> AbstractContextManager[None]:
         """Read weights ahead, if they are read at all."""
@@ -258,6 +263,14 @@ class _Builder:
         """Log the weights that have no packed form, and those that had to be dequantized."""
         self.weights.warn()
         self._packing.warn()
+        if self._keys_in_bf16:
+            _LOG.log(
+                logging.WARNING if self._rounds_keys else logging.INFO,
+                "the keys of %d layers of latent attention are multiplied in BF16, %s, in %.1f MB",
+                len(self._keys_in_bf16),
+                "to which they are rounded" if self._rounds_keys else "which holds them exactly",
+                self._bytes_in_bf16 / 1e6,
+            )
 
     def _packed(
         self, name: str, spec: WeightSpec | None, shape: tuple[int, int], make: Callable[[], PackedWeight]
@@ -371,9 +384,51 @@ class _Builder:
             score_cap=plan.score_cap,
             clip=plan.clip,
             gated=plan.gated,
+            latent=None if plan.latent is None else self._latent(plan.latent, plan.heads),
             k_scale=kv_scales[0],
             v_scale=kv_scales[1],
         )
+
+    def _latent(self, plan: LatentPlan, heads: int) -> Latent:
+        keys, values, factors = self._latent_heads(plan, heads)
+        return Latent(
+            keys=_grouped(PackedExperts, keys, plan.up.name),
+            values=_grouped(PackedExperts, values, plan.up.name),
+            key_factors=factors,
+            kv_norm=self.norm_or_none(plan.kv_norm),
+            q_up=None if plan.q_up is None else self._linear(plan.q_up),
+            q_norm=self.norm_or_none(plan.q_norm),
+        )
+
+    def _latent_heads(
+        self, plan: LatentPlan, heads: int
+    ) -> tuple[list[PackedWeight], list[PackedWeight], Tensor | None]:
+        """Return the keys and values of each head, and the factors of queries."""
+        name, (_, rank) = plan.up.name, plan.up.shape
+        formats = head_formats(self.weights.spec(plan.up.weight), plan.plain, plan.value_dim, rank)
+        factors_name = f"{name}.factors"
+        if self._mapped is not None:
+            parts = {"keys": (formats.keys, (rank, plan.plain)), "values": (formats.values, (plan.value_dim, rank))}
+            keys, values = (
+                [self._mapped_weight(self._mapped, f"{name}.{part}.{head}", *kind, name) for head in range(heads)]
+                for part, kind in parts.items()
+            )
+            shape = (heads, plan.plain)
+            factors = self._mapped.tensor(factors_name, shape, torch.float32) if formats.has_factors else None
+            return keys, values, factors
+        divided = head_weights(self.weights.matrix(plan.up.weight), heads, plan.plain, plan.value_dim)
+        keys, values = (
+            [self._pack_stored(weight, name) for weight in weights] for weights in (divided.keys, divided.values)
+        )
+        if self.weights.is_quantized(plan.up.weight) and formats.keys is None:
+            self._keys_in_bf16.append(name)
+            self._bytes_in_bf16 += sum(weight.nbytes for weight in keys)
+            self._rounds_keys |= divided.is_rounded
+        self._made |= {f"{name}.keys.{head}": weight for head, weight in enumerate(keys)}
+        self._made |= {f"{name}.values.{head}": weight for head, weight in enumerate(values)}
+        if divided.factors is not None:
+            self._made[factors_name] = divided.factors
+        return keys, values, divided.factors
 
     def _mlp(self, plan: MlpPlan) -> Mlp:
         return Mlp(
@@ -424,6 +479,7 @@ class _Builder:
             correction=self._vector(plan.correction),
             groups=plan.groups,
             groups_kept=plan.groups_kept,
+            group_best=plan.group_best,
             factor=plan.factor,
             scales=self._vector(plan.scales),
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Sequences
 import torch
 from torch import Tensor
 
-from minifloat.kernels.decoder import PARTS, Decoder, DeltaNet, Experts, KVCache, SequenceStates, StepBatch, step
+from minifloat.kernels.decoder import PARTS, Decoder, Experts, KVCache, SequenceStates, StepBatch, step
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
@@ -114,9 +114,7 @@ def _bytes_per_token(decoder: Decoder) -> float:
     total: float = decoder.lm_head.nbytes + (decoder.inputs.projection.nbytes if decoder.inputs else 0)
     for layer in decoder.layers:
         mlp = layer.mlp
-        attention = layer.attention
-        inputs = (*attention.qkvz, *attention.ba) if isinstance(attention, DeltaNet) else attention.qkv
-        weights = [*inputs, attention.out]
+        weights = layer.attention.weights
         if isinstance(mlp, Experts):
             stacks = (*mlp.gate_up, mlp.down)
             total += sum(weight.nbytes for stack in stacks for weight in stack) * mlp.router.top_k / len(mlp.down)

@@ -420,7 +420,8 @@ def _kv_cache(
         granularities: Granularities of scales that the runner supports.
 
     Raises:
-        UsageError: If an E4M3 cache is asked for, and the checkpoint has no scales for some layer.
+        UsageError: If an E4M3 cache is asked for, and the checkpoint has no scales for some layer. Latents need none:
+            they are normed, so that their numbers are in its range.
     """
     element = KV_DTYPES[options.kv_cache_dtype]
     declared = tensors.description.kv
@@ -434,6 +435,10 @@ def _kv_cache(
     if is_declared and element is None:
         _LOG.warning("the checkpoint announces an FP8 KV cache and has no scales for it: the cache is BF16")
         return "bfloat16", {}
+    attentions = [layer.attention for layer in blueprint.plan.layers if isinstance(layer.attention, AttentionPlan)]
+    if not scales and all(attention.latent is not None for attention in attentions):
+        _LOG.warning("the checkpoint has no scales for an FP8 KV cache: the latents are stored with the scale 1")
+        return E4M3.name, {}
     raise UsageError(
         "an FP8 KV cache needs the checkpoint's k_scale and v_scale, and it has none: without them accuracy is lost in "
         "silence; make them with: minifloat quantize --kv-cache fp8 --calibration DATA"

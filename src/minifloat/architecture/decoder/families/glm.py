@@ -67,7 +67,7 @@ def glm4_moe(config: Any) -> DecoderPlan:
         rotary = parts.rotary(config, attention.head_dim, partial=True)
         norms = parts.head_norms(config, index) if config.use_qk_norm else {}
         attention = replace(attention, rotary=rotary, **norms)
-        return parts.pre_norm_layer(config, index, attention, _grouped(config, index, _experts_of(config)))
+        return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index))
 
     return parts.decoder(config, layer)
 
@@ -80,7 +80,7 @@ def dots1(config: Any) -> DecoderPlan:
         attention = parts.attention(config, index, bias=bias, out_bias=bias)
         window = parts.sliding_window(config, index)
         attention = replace(attention, window=window, **parts.head_norms(config, index))
-        return parts.pre_norm_layer(config, index, attention, _grouped(config, index, _experts_of(config)))
+        return parts.pre_norm_layer(config, index, attention, experts_in_groups(config, index))
 
     return parts.decoder(config, layer)
 
@@ -124,10 +124,16 @@ def _experts_of(config: Any) -> int:
     return int(count)
 
 
-def _grouped(config: Any, index: int, count: int) -> MlpPlan | ExpertsPlan:
-    """Return the experts of a layer behind a router in groups, or the MLP of one of the first layers."""
+def experts_in_groups(config: Any, index: int, *, dense: bool | None = None) -> MlpPlan | ExpertsPlan:
+    """Return the experts of a layer behind a router in groups, or its MLP.
+
+    Args:
+        config: The config.
+        index: Index of the layer.
+        dense: Whether it has an MLP; None: whether it is one of the first layers, as ``first_k_dense_replace`` says.
+    """
     name = f"{parts.layer_name(index)}.mlp"
-    if index < config.first_k_dense_replace:
+    if index < config.first_k_dense_replace if dense is None else dense:
         return parts.mlp(config, name, int(config.intermediate_size))
     router = RouterPlan(
         f"{name}.gate.weight",
@@ -135,11 +141,11 @@ def _grouped(config: Any, index: int, count: int) -> MlpPlan | ExpertsPlan:
         kind="sigmoid",
         normalize=bool(config.norm_topk_prob),
         correction=f"{name}.gate.e_score_correction_bias",
-        groups=int(config.n_group),
-        groups_kept=int(config.topk_group),
+        groups=int(config.n_group or 1),
+        groups_kept=int(config.topk_group or 1),
         factor=float(config.routed_scaling_factor),
     )
     intermediate = int(config.moe_intermediate_size)
-    plan = parts.experts(config, name, count, intermediate, router)
+    plan = parts.experts(config, name, _experts_of(config), intermediate, router)
     shared = intermediate * int(config.n_shared_experts or 0)
     return replace(plan, shared=parts.mlp(config, f"{name}.shared_experts", shared)) if shared else plan

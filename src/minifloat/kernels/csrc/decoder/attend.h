@@ -10,6 +10,7 @@
 #include "attend_amx.h"
 #include "attend_dot.h"
 #include "attend_tile.h"
+#include "latent_values.h"
 #include "math.h"
 #include "rows.h"
 
@@ -26,7 +27,7 @@ inline void score_blocks(const Tile& tile, Chunk& chunk, int dims, int b) {
                 const int at = i * kLanes * Element::kBytes;
                 if (lane == 0 && at % kVectorBytes == 0) {
                     __builtin_prefetch(chunk.heads[b + j + kAheadBlocks] + at);
-                    __builtin_prefetch(chunk.heads[b + j] + chunk.values_at + at);
+                    __builtin_prefetch(chunk.values[b + j] + at);
                 }
                 F32 keys[Element::kPair];
                 Element::load(chunk.heads[b + j] + at + lane * Element::kPair * Element::kBytes, keys);
@@ -91,7 +92,7 @@ inline void weigh(Chunk& chunk, int rows, int padded_dim, Sums& out) {
 template <class Element>
 inline const uint8_t* values_of(const Chunk& chunk, int padded_dim, int key) {
     const int row = key % kBlockTokens / Element::kPair * Element::kPair;
-    return chunk.heads[key / kBlockTokens] + chunk.values_at + row * padded_dim * Element::kBytes;
+    return chunk.values[key / kBlockTokens] + row * padded_dim * Element::kBytes;
 }
 
 // Adds the values of keys begin .. end - 1, which all rows see, kVectors vectors of columns from `col` on.
@@ -206,13 +207,19 @@ void attend_rows(const Tile& tile, const LayerCache& cache, int64_t begin, int64
         if (tile.rows < kRows) return attend_rows<Element, kRows - 1>(tile, cache, begin, end, out);
     }
     Chunk chunk;
-    chunk.values_at = cache.values_at;
+    const int64_t value_bytes = int64_t{kBlockTokens} * cache.padded_dim * Element::kBytes;
     const auto head = [&](int64_t block) { return cache.head(tile.blocks[min(block, end - 1)], tile.head); };
     for (int64_t block = begin; block < min(begin + kAheadBlocks, end); ++block)
         for (int64_t i = 0; i < cache.values_at; i += kVectorBytes) __builtin_prefetch(head(block) + i);
-    for (int64_t block = begin; block < end; block += kChunkBlocks) {
-        chunk.blocks = static_cast<int>(min<int64_t>(kChunkBlocks, end - block));
+    const int most = cache.latent ? kLatentBlocks : kChunkBlocks;
+    for (int64_t block = begin; block < end; block += most) {
+        chunk.blocks = static_cast<int>(min<int64_t>(most, end - block));
         for (int b = 0; b < chunk.blocks + kAheadBlocks; ++b) chunk.heads[b] = head(block + b);
+        for (int b = 0; b < chunk.blocks; ++b) {
+            uint8_t* turned = tile.turned + b * value_bytes;
+            chunk.values[b] = cache.latent ? turned : chunk.heads[b] + cache.values_at;
+            if (cache.latent) values_of_keys<Element::kBytes>(chunk.heads[b], cache.value_dim, cache.padded_dim, turned);
+        }
         bound<Element>(tile, block, chunk);
         attend_chunk<Element, kRows>(tile, cache, chunk, out);
     }

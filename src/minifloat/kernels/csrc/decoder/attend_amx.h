@@ -29,7 +29,7 @@ inline TileShapes attention_tiles(int rows) {
 inline void prefetch_half(const Chunk& chunk, int b, int64_t at) {
     for (int64_t line = at; line < at + kTileBytes; line += kVectorBytes) {
         __builtin_prefetch(chunk.heads[b + kAheadBlocks] + line);
-        __builtin_prefetch(chunk.heads[b] + chunk.values_at + line);
+        __builtin_prefetch(chunk.values[b] + line);
     }
 }
 
@@ -84,7 +84,7 @@ inline void add_by_tiles(const Chunk& chunk, int rows, int padded_dim, int begin
         if (tiles > 2) _tile_loadd(2, sums + 2 * kTileRows, kSumStride);
         if (tiles > 3) _tile_loadd(3, sums + 3 * kTileRows, kSumStride);
         for (int b = begin; b < end; ++b) {
-            const uint8_t* values = chunk.heads[b] + chunk.values_at + col * kPairBytes;
+            const uint8_t* values = chunk.values[b] + col * kPairBytes;
             _tile_loadd(4, &high[0][b * kBlockTokens], kWeightStride);
             _tile_loadd(5, &low[0][b * kBlockTokens], kWeightStride);
             _tile_loadd(7, values, stride);

@@ -33,7 +33,7 @@ inline void score_dots(const uint16_t* q, int row, int dims, float factor, Chunk
         for (int j = 0; j < kBlocks; ++j) {
             if (row == 0) {
                 __builtin_prefetch(chunk.heads[b + j + kAheadBlocks] + at);
-                __builtin_prefetch(chunk.heads[b + j] + chunk.values_at + at);
+                __builtin_prefetch(chunk.values[b + j] + at);
             }
             keys[j] = bit_cast<__m512bh>(_mm512_loadu_si512(chunk.heads[b + j] + at));
         }
@@ -92,8 +92,7 @@ inline void add_dots(const Chunk& chunk, const SplitWeights& weights, int row, i
         for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm512_load_ps(&out.values[row + r][col + v * kWidth]);
     for (int key = begin; key < end;) {
         const int stop = min(end, (key / kBlockTokens + 1) * kBlockTokens);
-        const uint8_t* values = chunk.heads[key / kBlockTokens] + chunk.values_at +
-                                (key % kBlockTokens * padded_dim + col * 2) * 2;
+        const uint8_t* values = chunk.values[key / kBlockTokens] + (key % kBlockTokens * padded_dim + col * 2) * 2;
         for (; key < stop; key += 2, values += padded_dim * 4) {
             __m512bh columns[kVectors];
 #pragma GCC unroll 4

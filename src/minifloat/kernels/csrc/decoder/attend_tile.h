@@ -13,6 +13,7 @@ constexpr int kQueryRows = 8;
 #endif
 constexpr int kChunkBlocks = 8;
 constexpr int kChunkKeys = kChunkBlocks * kBlockTokens;
+constexpr int kLatentBlocks = 4;  // of a chunk whose values are made from its keys: these stay in the second cache
 constexpr int kAheadBlocks = 4;  // blocks are anywhere in memory: the hardware cannot predict the next one
 
 struct Tile {
@@ -23,6 +24,7 @@ struct Tile {
     int64_t head;
     float score_factor;  // of the product of a query and a key as load() gives it
     float score_cap;     // 0: none
+    uint8_t* turned;      // of a latent cache: memory for the values of kLatentBlocks blocks
     const uint16_t* q16;  // the queries as bf16 where bf16 is multiplied (rows are head_dim apart for AMX, else
                           // MINIFLOAT_MAX_HEAD_DIM); else null
 };
@@ -48,7 +50,7 @@ inline void clear(Sums& sums, int rows, int padded_dim) {
 struct Chunk {
     alignas(64) float scores[kQueryRows][kChunkKeys];
     const uint8_t* heads[kChunkBlocks + kAheadBlocks];  // blocks of one head, later blocks included
-    int64_t values_at;
+    const uint8_t* values[kChunkBlocks];                // of the blocks of the chunk
     int blocks;
     int first[kQueryRows], last[kQueryRows];  // the keys that each row sees
     int common_begin, common_end;             // seen by all rows, whole pairs

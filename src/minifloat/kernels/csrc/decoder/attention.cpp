@@ -34,11 +34,16 @@ struct Work {
     Piece* pieces;
     int64_t count;
     int64_t products;
+    uint8_t* turned;  // of a latent cache: turned_bytes() for each thread
 };
 
 int64_t rows_of(const Work& work, int32_t s) { return (work.a.starts[s + 1] - work.a.starts[s]) * work.group; }
 int64_t tile_rows(const Work& work, const Piece& piece) {
     return min<int64_t>(kQueryRows, rows_of(work, piece.sequence) - piece.row);
+}
+int64_t turned_bytes(const Work& work) {
+    const LayerCache& cache = work.cache;
+    return cache.latent ? kLatentBlocks * kBlockTokens * int64_t{cache.padded_dim} * element_bytes(cache.element) : 0;
 }
 int64_t partial_floats(const Work& work) { return kQueryRows * (work.cache.padded_dim + int64_t{2}); }
 
@@ -106,7 +111,8 @@ float share_beside_sink(const minifloat_attention& attention, int64_t head, floa
 void finish(const Work& work, const Piece& piece, Sums& sums) {
     const minifloat_attention& d = work.layer;
     const int32_t dtype = work.a.decoder->dtype;
-    const float value_scale = work.cache.element == MINIFLOAT_CACHE_E4M3 ? d.v_scale : 1.0f;
+    const float stored_scale = work.cache.latent ? d.k_scale : d.v_scale;
+    const float value_scale = work.cache.element == MINIFLOAT_CACHE_E4M3 ? stored_scale : 1.0f;
     const float factor = value_scale * element_factor(work.cache.element);
     for (int64_t r = 0; r < tile_rows(work, piece); ++r) {
         const int64_t row = piece.row + r;
@@ -115,8 +121,8 @@ void finish(const Work& work, const Piece& piece, Sums& sums) {
         const float scale = d.sinks == nullptr ? factor / sums.total[r]
                                                : factor * share_beside_sink(d, head, sums.largest[r], sums.total[r]);
         for (int i = 0; i < work.cache.padded_dim; ++i) sums.values[r][i] *= scale;
-        from_float(sums.values[r], dtype, d.head_dim,
-                   work.out + (token * d.heads + head) * d.head_dim * dtype_bytes(dtype));
+        const int64_t dims = work.cache.value_dim;
+        from_float(sums.values[r], dtype, dims, work.out + (token * d.heads + head) * dims * dtype_bytes(dtype));
     }
 }
 
@@ -144,9 +150,10 @@ void merge(const Work& work, const Piece& piece, Sums& sums) {
     }
 }
 
-void run_piece(const Work& work, const Piece& piece) {
+void run_piece(const Work& work, const Piece& piece, int thread) {
     Sums sums;
-    const Tile tile = tile_of(work, piece);
+    Tile tile = tile_of(work, piece);
+    tile.turned = work.turned + thread * turned_bytes(work);
     clear(sums, tile.rows, work.cache.padded_dim);
     attend(tile, work.cache, work.a.decoder->dtype, piece.begin, piece.end, sums);
     if (piece.partial == nullptr) {
@@ -170,7 +177,7 @@ void run(const Work& work) {
     minifloat::Barrier barrier;
     schedule.reset(work.count, min(threads, int{minifloat::Schedule::kMaxThreads}));
     minifloat::parallel(threads, [&](int thread, int count) {
-        for (int64_t i = schedule.next(thread); i >= 0; i = schedule.next(thread)) run_piece(work, work.pieces[i]);
+        for (int64_t i = schedule.next(thread); i >= 0; i = schedule.next(thread)) run_piece(work, work.pieces[i], thread);
         barrier.wait(count);
         for (int64_t i = thread; i < work.count; i += count)
             if (work.pieces[i].ranges > 1) merge_ranges(work, work.pieces + i);
@@ -257,13 +264,16 @@ void write_tokens(const minifloat_step_args& a, const minifloat_attention& atten
 
 int32_t attend_all(const minifloat_step_args& a, const minifloat_attention& attention, const LayerCache& cache,
                    const float* q, uint8_t* out) {
-    Work work = {a, attention, cache, q, out, attention.heads / attention.kv_heads, nullptr, 0, 0};
+    Work work = {a, attention, cache, q, out, attention.heads / attention.kv_heads, nullptr, 0, 0, nullptr};
     cut(work, nullptr);
     const int64_t piece_bytes = round_up(work.count * static_cast<int64_t>(sizeof(Piece)), kVectorBytes);
-    const int64_t bytes = piece_bytes + work.count * partial_floats(work) * static_cast<int64_t>(sizeof(float));
+    const int64_t partial_bytes = work.count * partial_floats(work) * static_cast<int64_t>(sizeof(float));
+    const int64_t turned_at = round_up(piece_bytes + partial_bytes, kVectorBytes);
+    const int64_t bytes = turned_at + a.threads * turned_bytes(work);
     uint8_t* memory = static_cast<uint8_t*>(minifloat::scratch(minifloat::kScratchCall, bytes));
     if (memory == nullptr) return MINIFLOAT_NO_MEMORY;
     work.pieces = reinterpret_cast<Piece*>(memory);
+    work.turned = memory + turned_at;
     cut(work, reinterpret_cast<float*>(memory + piece_bytes));
     run(work);
     return MINIFLOAT_OK;

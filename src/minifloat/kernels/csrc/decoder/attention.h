@@ -9,7 +9,7 @@ namespace MINIFLOAT_ISA {
 inline int64_t heads_of_queries(const minifloat_attention& attention) {
     return int64_t{attention.heads} * (attention.gated ? 2 : 1);
 }
-// All heads in such a row.
+// All heads in such a row, where it has heads (latent.h).
 inline int64_t heads_of_product(const minifloat_attention& attention) {
     const int64_t others = attention.values == MINIFLOAT_VALUES_OWN ? 2 : attention.values == MINIFLOAT_VALUES_KEYS;
     return heads_of_queries(attention) + others * attention.kv_heads;
@@ -21,7 +21,7 @@ inline int64_t heads_of_product(const minifloat_attention& attention) {
 void write_tokens(const minifloat_step_args& a, const minifloat_attention& attention, const LayerCache& cache,
                   const uint8_t* qkv, const float* turns, const int32_t* token_blocks, float* q);
 
-// out [T, heads, head_dim] of the decoder's dtype.
+// out [T, heads, values of a head] of the decoder's dtype.
 int32_t attend_all(const minifloat_step_args& a, const minifloat_attention& attention, const LayerCache& cache,
                    const float* q, uint8_t* out);
 

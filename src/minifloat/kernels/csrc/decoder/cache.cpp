@@ -38,6 +38,7 @@ void scatter(const LayerCache& cache, uint8_t* block, int row, const uint8_t* ke
     Code* to_keys = reinterpret_cast<Code*>(block) + row * kPair;
     for (int i = 0; i < cache.head_dim; i += kPair)
         for (int c = 0; c < kPair; ++c) to_keys[i * kBlockTokens + c] = key_codes[i + c];
+    if (cache.latent) return;
     Code* to_values = reinterpret_cast<Code*>(block + cache.values_at);
     to_values += row / kPair * kPair * cache.padded_dim + row % kPair;
     for (int i = 0; i < cache.head_dim; ++i) to_values[i * kPair] = value_codes[i];
@@ -49,7 +50,7 @@ void write_token(const LayerCache& cache, uint8_t* block, int row, const float* 
                  float key_scale, float value_scale) {
     alignas(64) uint8_t key_codes[MINIFLOAT_MAX_HEAD_DIM * 4], value_codes[MINIFLOAT_MAX_HEAD_DIM * 4];
     encode(cache, keys, key_scale, key_codes);
-    encode(cache, values, value_scale, value_codes);
+    if (!cache.latent) encode(cache, values, value_scale, value_codes);
     if (cache.element == MINIFLOAT_CACHE_F32) scatter<uint32_t, 1>(cache, block, row, key_codes, value_codes);
     if (cache.element == MINIFLOAT_CACHE_BF16) scatter<uint16_t, 2>(cache, block, row, key_codes, value_codes);
     if (cache.element == MINIFLOAT_CACHE_E4M3) scatter<uint8_t, 1>(cache, block, row, key_codes, value_codes);

@@ -63,7 +63,9 @@ struct LayerCache {
     uint8_t* data;
     int64_t block_bytes, head_bytes, values_at;  // of all heads; of one; from its keys to its values
     int32_t element;
-    int32_t head_dim, padded_dim;
+    int32_t head_dim;                // of keys
+    int32_t value_dim, padded_dim;   // of values; rounded up to whole vectors
+    bool latent;                     // values are the first dimensions of keys, and not stored again
 
     uint8_t* head(int32_t block, int64_t head) const { return data + block * block_bytes + head * head_bytes; }
 };
@@ -75,19 +77,24 @@ inline float element_factor(int32_t element) { return element == MINIFLOAT_CACHE
 
 inline LayerCache layer_cache(const minifloat_step_args& a, const minifloat_attention& attention) {
     const int bytes = element_bytes(a.cache_element);
-    const int32_t padded = static_cast<int32_t>(round_up(attention.head_dim, kLanes));
+    const bool latent = attention.latent != nullptr;
+    const int32_t dims = latent ? attention.latent->rank : attention.head_dim;
+    const int32_t padded = static_cast<int32_t>(round_up(dims, kLanes));
     LayerCache c = {};
     c.element = a.cache_element;
     c.head_dim = attention.head_dim;
+    c.value_dim = dims;
     c.padded_dim = padded;
+    c.latent = latent;
     c.values_at = static_cast<int64_t>(kBlockTokens) * attention.head_dim * bytes;
-    c.head_bytes = c.values_at + static_cast<int64_t>(kBlockTokens) * padded * bytes;
+    c.head_bytes = c.values_at + (latent ? 0 : static_cast<int64_t>(kBlockTokens) * padded * bytes);
     c.block_bytes = c.head_bytes * attention.kv_heads;
     c.data = a.cache + attention.cache_before * bytes * a.cache_blocks;
     return c;
 }
 
-// Writes keys and values [head_dim] of one token and head at `row` of a block. `scales`: of E4M3.
+// Writes keys and values [head_dim] of one token and head at `row` of a block; `values` is null where the cache is
+// latent. The scales are those of E4M3.
 void write_token(const LayerCache& cache, uint8_t* block, int row, const float* keys, const float* values,
                  float key_scale, float value_scale);
 

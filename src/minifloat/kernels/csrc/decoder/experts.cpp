@@ -43,7 +43,7 @@ int largest_of(const float* values, int begin, int end) {
     return best;
 }
 
-// Leaves out the groups whose two best experts have the smallest sums.
+// Leaves out the groups whose best experts, one or two of them, have the smallest sums.
 void keep_best_groups(const minifloat_router& router, float* choice) {
     const int size = router.experts / router.groups;
     const float none = -__builtin_inff();
@@ -56,7 +56,7 @@ void keep_best_groups(const minifloat_router& router, float* choice) {
             const float best = group[first];
             if (best == none) continue;
             group[first] = none;
-            const float sum = size > 1 ? best + group[largest_of(group, 0, size)] : best;
+            const float sum = size > 1 && router.group_best > 1 ? best + group[largest_of(group, 0, size)] : best;
             group[first] = best;
             if (worst < 0 || sum <= lowest) {
                 worst = g;

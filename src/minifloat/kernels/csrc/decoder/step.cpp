@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "delta.h"
 #include "experts.h"
+#include "latent.h"
 #include "layer_input.h"
 #include "rows.h"
 
@@ -49,6 +50,10 @@ struct Buffers {
     uint8_t* y;             // results of these projections
     uint8_t* projected;     // in the dtype [T, layers * size]: the projection of the embedding to the inputs of layers
     float* sums;            // [2, T, hidden]: results of experts and of the MLP beside them, before their norms
+    uint8_t* low;           // of latent attention: [T, q_rank], inputs of q_up
+    uint8_t* heads;         // of latent attention: [heads, T], inputs and results of the products of each head
+    int64_t* head_offsets;  // [heads + 1], the first row of each head
+    int64_t* head_rows;     // [heads, T], the row of each token and head where tokens come first
     Routing routing;
 };
 
@@ -72,6 +77,7 @@ class Cutter {
 // The widest rows of any layer, in elements; rows of experts for each token.
 struct Widths {
     int64_t q = 0, wide = 0, narrow = 0, turns = 0, experts = 0, rows = 1, sums = 0;
+    int64_t low = 0, each_head = 0, latent_heads = 0;
 
     explicit Widths(const minifloat_decoder& d) {
         for (int32_t i = 0; i < d.rotary_count; ++i) turns += d.rotaries[i].rotary;
@@ -93,6 +99,7 @@ struct Widths {
         narrow = max(narrow, static_cast<int64_t>(attention.heads) * attention.head_dim);
         wide = max(wide, 2 * layer.mlp.intermediate);
         narrow = max(narrow, layer.mlp.intermediate);
+        if (attention.latent != nullptr) add(attention, *attention.latent);
         if (layer.experts == nullptr) return;
         const minifloat_experts& e = *layer.experts;
         wide = max(wide, 2 * e.intermediate * e.router.top_k);
@@ -100,6 +107,15 @@ struct Widths {
         rows = max<int64_t>(rows, e.router.top_k);
         experts = max<int64_t>(experts, e.router.experts);
         if (e.norms != nullptr) sums = 2;
+    }
+
+    void add(const minifloat_attention& attention, const minifloat_latent& latent) {
+        const int64_t heads = attention.heads;
+        wide = max(wide, max(low_width(attention) + attention.head_dim, heads * latent.rank));
+        narrow = max(narrow, heads * max(query_width(attention), int64_t{latent.value_dim}));
+        low = max(low, latent.q_rank);
+        each_head = max(each_head, heads * max(latent.plain, latent.value_dim));
+        latent_heads = max(latent_heads, heads);
     }
 };
 
@@ -119,6 +135,12 @@ int64_t cut(const minifloat_step_args& a, uint8_t* memory, Buffers& b) {
     cutter.take(b.y, max(tokens * widths.rows * d.hidden, a.logit_count * d.lm_head_rows), bytes);
     cutter.take(b.projected, d.inputs == nullptr ? 0 : a.token_count * d.layer_count * d.inputs->size, bytes);
     cutter.take(b.sums, widths.sums * tokens * d.hidden);
+    if (widths.latent_heads > 0) {
+        cutter.take(b.low, tokens * widths.low, bytes);
+        cutter.take(b.heads, tokens * widths.each_head, bytes);
+        cutter.take(b.head_offsets, widths.latent_heads + 1);
+        cutter.take(b.head_rows, tokens * widths.latent_heads);
+    }
     if (widths.experts > 0) {
         cutter.take(b.routing.scores, tokens * 2 * round_up(widths.experts, kLanes));
         cutter.take(b.routing.weights, tokens * widths.rows);
@@ -245,11 +267,15 @@ class Step {
 
     void attention(const minifloat_layer& layer, int64_t index) {
         const minifloat_attention& attention = layer.attention;
-        const int64_t heads = static_cast<int64_t>(attention.heads) * attention.head_dim;
         const LayerCache cache = layer_cache(a_, attention);
+        const int64_t heads = static_cast<int64_t>(attention.heads) * cache.value_dim;
         const float* turns = attention.rotary < 0 ? nullptr : turns_of(attention.rotary);
-        multiply(attention.qkv, b_.normed, d_.hidden, b_.wide, heads_of_product(attention) * attention.head_dim);
-        write_tokens(a_, attention, cache, b_.wide, turns, b_.token_blocks, b_.q);
+        if (attention.latent != nullptr) {
+            latent_queries(attention, *attention.latent, cache, turns);
+        } else {
+            multiply(attention.qkv, b_.normed, d_.hidden, b_.wide, heads_of_product(attention) * attention.head_dim);
+            write_tokens(a_, attention, cache, b_.wide, turns, b_.token_blocks, b_.q);
+        }
         watch_.lap(MINIFLOAT_STEP_ROWS);
         if (is_last(index) && a_.logit_count == 0) {
             rows_ = 0;
@@ -280,7 +306,62 @@ class Step {
     // From the results of attention, `count` in a row, back to the residual stream.
     void project(const minifloat_layer& layer, int64_t index, const minifloat_product& out, int64_t count) {
         const uint8_t* attended = is_last(index) ? keep_rows_of_logits(count, layer.parallel != 0) : b_.narrow;
+        if (layer.attention.latent != nullptr) {
+            const minifloat_latent& latent = *layer.attention.latent;
+            attended = values_of_heads(latent, layer.attention.heads, attended);
+            count = layer.attention.heads * latent.value_dim;
+        }
         multiply(out, attended, count, b_.y, d_.hidden);
+    }
+
+    // The queries of latent attention, and its keys into the cache.
+    void latent_queries(const minifloat_attention& attention, const minifloat_latent& latent, const LayerCache& cache,
+                        const float* turns) {
+        const int64_t low = low_width(attention), width = low + attention.head_dim;
+        const int64_t queries_width = attention.heads * query_width(attention);
+        multiply(attention.qkv, b_.normed, d_.hidden, b_.wide, width);
+        if (latent.q_rank > 0) {
+            norm_low_queries(a_, latent, b_.wide, width, b_.low);
+            watch_.lap(MINIFLOAT_STEP_ROWS);
+            multiply(latent.q_up, b_.low, low, b_.narrow, queries_width);
+        }
+        write_latents(a_, attention, cache, b_.wide + low * dtype_bytes(d_.dtype), width,
+                      latent.q_rank > 0 ? b_.narrow : b_.wide, latent.q_rank > 0 ? queries_width : width, turns,
+                      b_.token_blocks, b_.heads, b_.q);
+        watch_.lap(MINIFLOAT_STEP_ROWS);
+        multiply_heads(latent.keys, attention.heads, nullptr, b_.heads, latent.plain, b_.narrow, latent.rank);
+        add_products(a_, attention, b_.narrow, b_.q);
+    }
+
+    // The values [rows, heads, value_dim] of attended latents [rows, heads, rank].
+    const uint8_t* values_of_heads(const minifloat_latent& latent, int64_t heads, const uint8_t* attended) {
+        for (int64_t h = 0; h < heads; ++h)
+            for (int64_t t = 0; t < rows_; ++t) b_.head_rows[h * rows_ + t] = t * heads + h;
+        multiply_heads(latent.values, heads, b_.head_rows, attended, latent.rank, b_.heads, latent.value_dim);
+        if (rows_ == 1) return b_.heads;
+        gather_heads(a_, b_.heads, heads, rows_, latent.value_dim, b_.narrow);
+        watch_.lap(MINIFLOAT_STEP_ROWS);
+        return b_.narrow;
+    }
+
+    // Multiplies the rows of each head, given or in order, with the weight of the head: y [heads, rows, y_cols].
+    void multiply_heads(const uint8_t* const* weights, int64_t heads, const int64_t* rows, const uint8_t* x, int64_t cols,
+                        uint8_t* y, int64_t y_cols) {
+        for (int64_t h = 0; h <= heads; ++h) b_.head_offsets[h] = h * rows_;
+        minifloat_moe_args args = {};
+        args.weights = weights;
+        args.offsets = b_.head_offsets;
+        args.x_rows = rows;
+        args.x = x;
+        args.y = y;
+        args.x_stride = cols;
+        args.y_stride = y_cols;
+        args.experts = static_cast<int32_t>(heads);
+        args.x_dtype = d_.dtype;
+        args.threads = a_.threads;
+        args.int8_inputs = d_.int8_inputs;
+        fail(moe(args));
+        watch_.lap(MINIFLOAT_STEP_LINEARS);
     }
 
     // Keeps the rows whose logits are requested in the residual stream, and in the input of the MLP if that is the input

@@ -3,6 +3,7 @@
 // The thread that packs a panel will also read it, so that the pages of the panel are on the NUMA node of this thread.
 // Packing moves 32-bit words between rows and vectors; the compiler generates the shuffles, so one source serves all
 // instruction sets. plan_layout() at the end decides which weights have a packed form.
+#include "../shuffle.h"
 #include "../threads.h"
 #include "layout.h"
 
@@ -43,28 +44,6 @@ inline uint32_t join_nibbles(uint32_t word) {
     even = (even | even << 8) & kEvenBytes;
     odd = (odd | odd << 8) & kEvenBytes;
     return ((even | even << 4) & kEvenNibbles) | ((odd | odd << 4) & kEvenNibbles) << 4;
-}
-
-// Four words of one row, or one word of each of four rows.
-typedef uint32_t Words __attribute__((vector_size(16)));
-typedef uint16_t Halves __attribute__((vector_size(16)));
-
-#if defined(__clang__) || __GNUC__ >= 12
-#define MINIFLOAT_SHUFFLE(Type, a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define MINIFLOAT_SHUFFLE(Type, a, b, ...) __builtin_shuffle(a, b, Type{__VA_ARGS__})
-#endif
-
-// Exchanges rows and columns; a second call restores the first order.
-inline void transpose(Words (&w)[4]) {
-    const Words low01 = MINIFLOAT_SHUFFLE(Words, w[0], w[1], 0, 4, 1, 5);
-    const Words low23 = MINIFLOAT_SHUFFLE(Words, w[2], w[3], 0, 4, 1, 5);
-    const Words high01 = MINIFLOAT_SHUFFLE(Words, w[0], w[1], 2, 6, 3, 7);
-    const Words high23 = MINIFLOAT_SHUFFLE(Words, w[2], w[3], 2, 6, 3, 7);
-    w[0] = MINIFLOAT_SHUFFLE(Words, low01, low23, 0, 1, 4, 5);
-    w[1] = MINIFLOAT_SHUFFLE(Words, low01, low23, 2, 3, 6, 7);
-    w[2] = MINIFLOAT_SHUFFLE(Words, high01, high23, 0, 1, 4, 5);
-    w[3] = MINIFLOAT_SHUFFLE(Words, high01, high23, 2, 3, 6, 7);
 }
 
 // Four columns of four rows of E4M3: (k0 k1) of all rows, then (k2 k3) of all; and back.

@@ -54,7 +54,15 @@ class SelfDraft:
         return replace(layer, attention=attention, mlp=mlp)
 
     def _attention(self, attention: Attention) -> Attention:
-        return replace(attention, qkv=self._group(FusedWeights, attention.qkv), out=self._weight(attention.out))
+        qkv, out, latent = self._group(FusedWeights, attention.qkv), self._weight(attention.out), attention.latent
+        if latent is not None:
+            latent = replace(
+                latent,
+                keys=self._group(PackedExperts, latent.keys),
+                values=self._group(PackedExperts, latent.values),
+                q_up=None if latent.q_up is None else self._weight(latent.q_up),
+            )
+        return replace(attention, qkv=qkv, out=out, latent=latent)
 
     def _mlp(self, mlp: Mlp) -> Mlp:
         return replace(mlp, gate_up=self._group(FusedWeights, mlp.gate_up), down=self._weight(mlp.down))
