@@ -28,6 +28,8 @@ _DROPPED_KEYS = (
     "_experts_implementation",
     "auto_map",
 )
+#: Types whose config and model are those of another type, under the name of the repository's own code.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
 #: Key under which transformers 5 stores the numbers that JSON lacks, and its values.
 _FLOAT_TAG = "__float__"
 _TAGGED_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
@@ -48,14 +50,14 @@ def full_config(values: Mapping[str, Any], folder: Path) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
 
     path = folder / CONFIG_FILE
-    model_type = str(values.get("model_type"))
+    model_type = _model_type(values)
     if model_type not in CONFIG_MAPPING:
         cure = f"transformers {transformers.__version__} does not have it; install a version that does"
         if values.get("auto_map"):
             cure = "it needs the Python code that comes with the checkpoint, which is not run here"
         raise ConfigError(path, f"model_type {model_type}: {cure}")
     try:
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(_plain(values))
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(_plain(values) | {"model_type": model_type})
     except Exception as error:  # config classes validate with errors of several libraries
         raise ConfigError(path, f"transformers {transformers.__version__} cannot use it: {error}") from error
     config.name_or_path = str(folder)
@@ -75,7 +77,15 @@ def is_in_transformers(values: Mapping[str, Any]) -> bool:
     """Return whether the installed transformers has the model type of a config.json."""
     from transformers import CONFIG_MAPPING
 
-    return values.get("model_type") in CONFIG_MAPPING
+    return _model_type(values) in CONFIG_MAPPING
+
+
+def _model_type(values: Mapping[str, Any]) -> str:
+    """Return the type under which transformers has a model."""
+    from transformers import CONFIG_MAPPING
+
+    stated = str(values.get("model_type"))
+    return stated if stated in CONFIG_MAPPING else _SAME_AS.get(stated, stated)
 
 
 @contextmanager

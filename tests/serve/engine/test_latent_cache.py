@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from minifloat.serve.engine.device.features import why_not_on_device
 from native_cases import VOCAB, config_of, model_of, quantizable_sizes, write
 from safetensors.torch import load_file, save_file
 
-from minifloat.architecture.decoder import decoder_plan
+from minifloat.architecture.decoder import decoder_plan, why_not_on_device
 from minifloat.kernels.decoder import BLOCK_TOKENS
 from minifloat.numerics.formats import BFLOAT16, E4M3
 from minifloat.plan.cache import cache_bytes
@@ -91,6 +91,14 @@ def test_the_scale_of_keys_is_that_of_latents(tmp_path: Path, caplog: pytest.Log
     assert abs(found[1.0, 1.0] - found[0.25, 1.0]) < 0.05
     assert abs(found[1.0, 1.0] - found[512.0, 1.0]) > 0.1
     assert "with the scale 1" not in caplog.text
+
+
+def test_kimi_k2_is_a_deepseek_v3_under_another_name(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "kimi")
+    file = tmp_path / "kimi" / "config.json"
+    config = json.loads(file.read_text()) | {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "code.Config"}}
+    file.write_text(json.dumps(config))
+    assert tokens(Engine(tmp_path / "kimi", dtype="float32")) == tokens(Engine(folder, dtype="float32"))
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4", "fp8-block", None])

@@ -222,5 +222,5 @@ class StepBatch:
     slots: Tensor | None = None
 
 
-def _cache_shape(layer: Layer) -> tuple[int, int] | None:
+def _cache_shape(layer: Layer) -> CacheShape | None:
     return layer.attention.cache_shape if isinstance(layer.attention, Attention) else None
