@@ -29,6 +29,7 @@ FLOORS = (
     "plan",
     "check",
     "runtime",
+    "transformers",
     "serve",
     "publish",
     "calibration",
