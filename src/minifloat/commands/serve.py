@@ -143,7 +143,7 @@ class ServeParams(_VllmParams, SpeculationParams):
     "--kv-cache-memory",
     type=parse_size,
     metavar="SIZE",
-    help="Memory of the KV cache, e.g. 4GiB.  [default: up to 1GiB; most of a GPU]",
+    help="Memory of the KV cache and of states of sequences, e.g. 4GiB.  [default: up to 1GiB; most of a GPU]",
 )
 @env_option("--kv-cache-dtype", default="auto", show_default=True, help="auto, bfloat16, fp8 or float32.")
 @lm_head_option(option=env_option)

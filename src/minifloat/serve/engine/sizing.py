@@ -64,8 +64,8 @@ def cache_size(
 ) -> CacheSize:
     """Choose the size of the KV cache; call this when the weights are in memory.
 
-    States of sequences get at most half of the memory; where that is less than `max_num_seqs` states, fewer sequences
-    run at a time.
+    States of sequences get at most half of the memory, or what 1 GiB of blocks leaves if that is more; where it is less
+    than `max_num_seqs` states, fewer sequences run at a time.
 
     Args:
         options: The options of the engine.
@@ -92,7 +92,7 @@ def cache_size(
         budget = min(all_sequences, least + all_states, available)
     slots = options.max_num_seqs
     if state_bytes:
-        states = max(1, min(slots + copies, budget // 2 // state_bytes))
+        states = max(1, min(slots + copies, max(budget // 2, budget - _KV_BYTES) // state_bytes))
         copies = min(copies, int(states * _COPIES_SHARE))
         slots = min(slots, states - copies)
     blocks = (budget - (slots + copies) * state_bytes) // bytes_per_block
@@ -103,8 +103,8 @@ def cache_size(
         )
     if slots < options.max_num_seqs:
         _LOG.warning(
-            "%d sequences run at a time, not %d: the state of each takes %.1f MiB, and states take at most half of the "
-            "memory of the KV cache, %.1f MiB (kv_cache_memory)",
+            "%d sequences run at a time, not %d: the state of each takes %.1f MiB, and states get at most half of the "
+            "memory of the KV cache or what 1 GiB of blocks leaves; it has %.1f MiB (kv_cache_memory)",
             slots,
             options.max_num_seqs,
             state_bytes / (1 << 20),
