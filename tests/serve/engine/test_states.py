@@ -12,8 +12,8 @@ from native_cases import VOCAB, config_of, greedy, model_of, write
 
 from minifloat.architecture.decoder import NotNative
 from minifloat.errors import ConfigError, UsageError
-from minifloat.kernels.decoder import SequenceStates
-from minifloat.serve.engine import Engine, GeneratedText, SamplingParams
+from minifloat.kernels.decoder import SequenceStates, cpu, reference
+from minifloat.serve.engine import Engine, GeneratedText, Request, SamplingParams
 from minifloat.serve.engine.blueprint import blueprint_of
 from minifloat.serve.engine.snapshots import StateSnapshots
 
@@ -73,8 +73,6 @@ def test_sequences_that_run_together_use_copies(model: Any, folder: Path) -> Non
 
 
 def test_other_tenants_do_not_use_copies(folder: Path) -> None:
-    from minifloat.serve.engine import Request
-
     engine = engine_of(folder)
     found = {}
     for number, salt in enumerate(("a", "b", "a")):
@@ -169,7 +167,7 @@ def test_a_draft_with_states_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_decoder_of_gpus_is_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match="the device decoder does not cover this model"):
+    with pytest.raises(UsageError, match=r"does not cover this model: .*layers with a gated delta rule"):
         engine_of(folder, runner="device")
 
 
@@ -195,3 +193,27 @@ def test_layers_of_another_type_are_refused() -> None:
     config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
     with pytest.raises(NotNative, match="layer 1 has 'chunked_attention'"):
         blueprint_of(config, torch.float32)
+
+
+# ------------------------------------------------------------------------------------- failure
+
+
+def test_a_step_that_fails_ends_its_sequences_and_no_other(
+    model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(folder)
+    for number in range(2):
+        engine.add(Request(str(number), tuple(prompt(20, number)), GREEDY))
+    engine.step()
+
+    def fails(*arguments: Any, **more: Any) -> torch.Tensor:
+        monkeypatch.undo()
+        raise MemoryError("no memory for this step")
+
+    monkeypatch.setattr(cpu, "step", fails)
+    monkeypatch.setattr(reference, "step", fails)
+    deliveries = engine.step()
+    assert [delivery.finish_reason for delivery in deliveries] == ["error", "error"]
+    assert all("the state in slot" in str(delivery.error) for delivery in deliveries)
+    assert not engine.has_work
+    assert list(run(engine, SYSTEM).tokens) == greedy(model, SYSTEM, COUNT)
