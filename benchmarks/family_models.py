@@ -3,8 +3,7 @@
 Shapes are those of released models; gpt-oss-20b is cut from 24 layers to 3 and its vocabulary to 16 Ki tokens, so
 that the output layer keeps about its share of a step. Its experts are stored in MXFP4, as released. llama.cpp's file
 of it holds the same codes: `PYTHON benchmarks/family_models.py MODEL OUT` writes it in an environment with gguf, its
-attention in BF16 (OUT-BF16.gguf) and in Q8_0 (OUT-Q8_0.gguf, as llama.cpp's own release has it; the output layer is
-Q8_0 too).
+attention and output layer in BF16 (OUT-BF16.gguf) and in Q8_0 (OUT-Q8_0.gguf).
 """
 
 from __future__ import annotations
@@ -180,7 +179,11 @@ def write_gguf(model: Path, out: str, kind: str) -> None:
     writer.add_value_length(config["head_dim"])
     writer.add_sliding_window(config["sliding_window"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    rotary = config["rope_parameters"]
+    writer.add_rope_freq_base(rotary["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rotary["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rotary["original_max_position_embeddings"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     blocks: dict[str, Any] = {}
