@@ -337,13 +337,17 @@ _TOWER: dict[str, Any] = {
 }
 
 
-def with_tower(name: str) -> Any:
-    """Return a model with a tower for images around a text model."""
+def config_with_tower(name: str) -> Any:
+    """Return the config of a model with a tower for images around a text model."""
     case, tower, extra = TOWERS[name]
     head = {"head_dim": 16} if tower in ("pixtral", "gemma4_vision") else {}
     text = config_of(case, **{"pad_token_id": 0} if tower == "gemma4_vision" else {}).to_dict()
-    config = CONFIG_MAPPING[name.split()[0]](
+    return CONFIG_MAPPING[name.split()[0]](
         text_config=text, vision_config=_TOWER | head | {"model_type": tower}, tie_word_embeddings=False, **extra
     )
+
+
+def with_tower(name: str) -> Any:
+    """Return a model with a tower for images around a text model."""
     models: Any = transformers.AutoModelForImageTextToText
-    return randomized(models.from_config(config, attn_implementation="eager"))
+    return randomized(models.from_config(config_with_tower(name), attn_implementation="eager"))

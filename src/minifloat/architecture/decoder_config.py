@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 #: Fields of config.json that no decoder reads and that change no other field.
-_IGNORED = frozenset(
+IGNORED = frozenset(
     {
         "architectures",
         "attention_dropout",
@@ -154,8 +154,9 @@ class DecoderConfig(SimpleNamespace):
     """The fields of a config.json with the defaults of its model type, under transformers' names."""
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> DecoderConfig:
-        """Return this config, which is that of a text model, as transformers' method of the same name does."""
-        return self
+        """Return the config of the text model, as transformers' method of the same name does."""
+        text: DecoderConfig = getattr(self, "text_config", self)
+        return text
 
 
 def read_decoder_config(values: Mapping[str, Any], folder: Path) -> DecoderConfig | str:
@@ -170,7 +171,7 @@ def read_decoder_config(values: Mapping[str, Any], folder: Path) -> DecoderConfi
     if fields is None:
         return f"the model_type {model_type!r} is not one of {', '.join(_TYPES)}"
     required, optional = _REQUIRED | dict(fields.required), _OPTIONAL | dict(fields.optional)
-    others = set(values) - _IGNORED - _ROPE - _WINDOWS - set(required) - set(optional)
+    others = set(values) - IGNORED - _ROPE - _WINDOWS - set(required) - set(optional)
     if others:
         return f"it has the field {min(others)!r}"
     config = DecoderConfig(model_type=model_type, name_or_path=str(folder))

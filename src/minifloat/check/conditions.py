@@ -251,14 +251,14 @@ def _why_not_native(case: Case) -> str:
 
 
 def _full_text_config(values: Mapping[str, Any]) -> Any:
-    """Return a text model's config with all defaults; transformers reads what `read_decoder_config` leaves to it.
+    """Return a text model's config with all defaults; transformers reads what `read_config` leaves to it.
 
     Raises:
         ConfigError: If transformers does not know the type, or refuses a value.
     """
-    from minifloat.architecture.decoder_config import read_decoder_config
+    from minifloat.architecture.complete_config import read_config
 
-    config = read_decoder_config(values, Path())
+    config = read_config(values, Path())
     if not isinstance(config, str):
         return config
     from minifloat.architecture.full_config import full_config, quiet_transformers

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from minifloat.architecture.complete_config import read_config
 from minifloat.architecture.decoder import NotNative, why_not_on_device
 from minifloat.architecture.decoder.plan import AttentionPlan
-from minifloat.architecture.decoder_config import read_decoder_config
 from minifloat.architecture.multimodal import TEXT_ONLY, has_towers
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
@@ -238,12 +238,12 @@ def _for_length(blueprint: Blueprint, length: int | None) -> Blueprint:
 
 
 def _config(checkpoint: Checkpoint) -> Any:
-    """Return the config of the model; transformers reads what `read_decoder_config` leaves to it.
+    """Return the config of the model; transformers reads what `read_config` leaves to it.
 
     Raises:
         ConfigError: If transformers refuses the config.
     """
-    config = read_decoder_config(checkpoint.config, checkpoint.path)
+    config = read_config(checkpoint.config, checkpoint.path)
     if not isinstance(config, str):
         return config
     from minifloat.runtime.config import plain_config
