@@ -390,7 +390,8 @@ def engine(quantized: Quantized) -> Outcome:
             if worst > _LOGPROB:
                 if [[choice.token for choice in tokens] for tokens in found] == _cached(quantized.model):
                     return Outcome(
-                        Status.WITHIN, "as transformers with its cache, which answers otherwise than without"
+                        Status.WITHIN,
+                        f"{engine.info.runner}, as transformers with its cache, which answers otherwise than without",
                     )
                 return Outcome(Status.WRONG, f"prompt {prompt}, token {index}: a log-probability is {worst:.1e} off")
             if choice.token != best:  # two tokens are equally probable; the texts go on differently

@@ -39,7 +39,8 @@ def _lines(rows: Sequence[Row], seconds: float, command: str) -> list[str]:
         f"{platform.machine()}, 2 cores, no GPU; {versions}.",
         "",
         f"{len(present)} rows; quantize, load and calibrate are exact in {len(full)}; "
-        f"{sum(bool(row.wrong) for row in present)} rows have a wrong cell.",
+        f"{sum(bool(row.wrong) for row in present)} rows have a wrong cell. "
+        f"The engine runs {sum(_is_native(row) for row in present)} natively.",
         "",
         "| column | what is compared |",
         "|---|---|",
@@ -48,7 +49,8 @@ def _lines(rows: Sequence[Row], seconds: float, command: str) -> list[str]:
         "| dequantize | logits of plain transformers on the output of `convert --dequantize` |",
         "| transformers | logits of plain transformers on the quantized checkpoint; *no*: `check` says so, and why |",
         "| check | its verdict against what happened, for transformers and for minifloat |",
-        "| engine | greedy tokens of the engine on the last scheme |",
+        "| engine | greedy tokens of the engine on the last scheme; *native*: by its own decoder, the others by "
+        "transformers' code |",
         "| calibrate | the amax of the input of every quantized weight, against what torch multiplies |",
         "| fp8-static | every product of rounded inputs, given its own input |",
         "| plan | bytes of the files; from the config alone in the last column |",
@@ -87,6 +89,10 @@ def _exact(row: Row, column: str) -> bool:
     return bool(cells) and all(status == "exact" for status, _ in cells.values())
 
 
+def _is_native(row: Row) -> bool:
+    return any(detail.startswith("native") for _, detail in _cells(row, "engine").values())
+
+
 def _table_line(row: Row) -> str:
     texts = []
     for column in (*_PER_SCHEME, *_SINGLE):
@@ -94,6 +100,8 @@ def _table_line(row: Row) -> str:
         text = _SHORT[min(statuses, key=_RANK.index)]
         if column == "quantize" and text == "exact":
             text = min((detail for _, detail in _cells(row, column).values()), key=lambda d: float(d.rstrip("%")))
+        elif column == "engine" and _is_native(row):
+            text = f"{text}, native"
         elif len(set(statuses)) > 1 and "exact" in statuses:
             text = f"{text} ({statuses.count('exact')} of {len(statuses)} exact)"
         texts.append(text)
