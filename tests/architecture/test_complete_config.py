@@ -16,6 +16,8 @@ from minifloat.architecture.full_config import full_config, position_limit
 from minifloat.architecture.multimodal import text_of
 
 FOLDER = Path("/models/m")
+#: Types whose configs are read here; those with latent attention are left to transformers.
+READ = {*_STATED, "llama", "mistral", "mixtral", "qwen2_moe"}
 #: Cases whose parts contradict each other in ``tie_word_embeddings``.
 LEFT = {"gemma4", "gemma4 with experts"}
 
@@ -42,7 +44,7 @@ def same(values: dict[str, Any]) -> DecoderConfig:
     return ours
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, (model_type, _) in CASES.items() if model_type in READ])
 def test_what_transformers_saves_is_read_as_transformers_reads_it(name: str) -> None:
     same(saved(config_of(name)))
 

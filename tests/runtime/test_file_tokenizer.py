@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from minifloat.errors import CheckpointError
 from minifloat.runtime.file_tokenizer import FileTokenizer
 from minifloat.runtime.tokenizer import load_tokenizer, serving_tokenizer
-from minifloat.runtime.tokenizer_files import read_file_tokenizer
+from minifloat.runtime.tokenizer_files import _REGISTERED, _UNREGISTERED, _USUALLY_GENERIC, read_file_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "storybook-4m"
 WORDS = "Once upon a time there was a little girl. It's 12345 o'clock, isn't it? Größe über 日本語 café!\n\n  def f(x):"
@@ -184,6 +184,30 @@ def assert_equal_tokens(ours: FileTokenizer, theirs: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_texts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert_equal_tokens(*both(save(tmp_path / "m", name)))
+
+
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", None])
+@pytest.mark.parametrize("model_type", [*_USUALLY_GENERIC, *_UNREGISTERED])
+def test_other_types_use_the_file_as_it_is(model_type: str, tokenizer_class: str | None, tmp_path: Path) -> None:
+    folder = save(tmp_path / "m", "generic")
+    config = GENERIC | {"tokenizer_class": tokenizer_class}
+    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours, theirs = both(folder)
+    for text in TEXTS:
+        assert ours(text).input_ids == theirs(text).input_ids
+        ids = theirs(text).input_ids
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.all_special_ids == theirs.all_special_ids
+
+
+@pytest.mark.parametrize("model_type", [name for name, kind in _REGISTERED.items() if kind == "Qwen2Tokenizer"])
+def test_types_with_the_tokenizer_of_qwen(model_type: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "m", "Qwen")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours, theirs = both(folder)
+    for text in TEXTS:
+        assert ours(text).input_ids == theirs(text).input_ids
 
 
 def test_the_tokenizer_of_the_example_is_that_of_transformers() -> None:

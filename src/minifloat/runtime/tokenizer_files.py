@@ -66,9 +66,40 @@ _READ = frozenset(
 #: transformers' names of the class that uses tokenizer.json as it is.
 _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")
 #: ``model_type`` -> transformers' tokenizer class; types that are missing have none.
-_REGISTERED = dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer") | dict.fromkeys(
-    ("mistral", "mixtral"), "TokenizersBackend"
-)
+_REGISTERED = dict.fromkeys(
+    ["qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"],
+    "Qwen2Tokenizer",
+) | dict.fromkeys(("mistral", "mixtral"), "TokenizersBackend")
+#: Types whose class is `_GENERIC` in transformers; read here where tokenizer_config.json names no other.
+_USUALLY_GENERIC = [
+    "ernie4_5",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+    "minimax_m2",
+    "ministral",
+    "nemotron",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "stablelm",
+]
+#: Types for which transformers has no class.
+_UNREGISTERED = [
+    "arcee",
+    "dots1",
+    "exaone4",
+    "gemma4",
+    "gemma4_text",
+    "gpt_oss",
+    "helium",
+    "llama",
+    "seed_oss",
+    "smollm3",
+]
 #: Special tokens that a class has where tokenizer_config.json names none.
 _CLASS_TOKENS: dict[str, dict[str, str]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
@@ -144,7 +175,9 @@ def _class_of(model_type: Any, hub_class: Any, is_byte_level: bool) -> str:
     registered = _REGISTERED.get(str(model_type))
     if registered in _GENERIC and importlib.util.find_spec("mistral_common") is not None:
         raise _OtherTokenizer("mistral-common is installed, which transformers prefers")
-    if model_type not in (*_REGISTERED, "llama"):
+    if model_type in _USUALLY_GENERIC and named in (None, *_GENERIC):
+        return _GENERIC[1]
+    if model_type not in (*_REGISTERED, *_UNREGISTERED):
         raise _OtherTokenizer(f"the model_type is {model_type!r}")
     if named is None:
         kind = registered or _GENERIC[1]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from native_cases import model_of, write
 
 #: Opens an engine, generates, and makes the server's application; prints which modules were imported.
 _START = """
@@ -48,6 +49,13 @@ def test_the_native_path_imports_neither_transformers_nor_the_compiler(llama_fol
     assert runner == "native"
     found = {name for name in modules.split() if any(name == slow or name.startswith(slow + ".") for slow in _SLOW)}
     assert not found
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4_text", "qwen3_vl"])
+def test_models_that_transformers_saved_are_opened_without_it(name: str, tmp_path: Path) -> None:
+    runner, modules = start(_START, write(model_of(name), tmp_path / "m"))
+    assert runner == "native"
+    assert "transformers" not in modules.split()
 
 
 def test_a_config_that_only_transformers_knows_still_opens(llama_folder: Path, tmp_path: Path) -> None:
