@@ -238,7 +238,7 @@ def _is_of_layers(value: Any, values: Mapping[str, Any]) -> bool:
     """Return whether a value is the type of each layer; transformers changes the last one of a Gemma 4 to full."""
     if not isinstance(value, list) or len(value) != values.get("num_hidden_layers"):
         return False
-    return values["model_type"] != "gemma4_text" or value[-1] == "full_attention"
+    return values["model_type"] != "gemma4_text" or bool(value[-1] == "full_attention")
 
 
 def _is_numbers(value: Any, values: Mapping[str, Any]) -> bool:
