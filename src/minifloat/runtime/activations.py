@@ -30,7 +30,7 @@ def allows_int8(
     """Return whether inputs may be rounded to int8.
 
     Args:
-        choice: A name in `ENGINE_ACTIVATIONS`.
+        choice: A name in `ACTIVATIONS`.
         description: Description of the checkpoint.
         device: Device of the model.
         impl: As in `minifloat.runtime.load.load`. The reference rounds on every processor, at every number of rows.
@@ -41,8 +41,8 @@ def allows_int8(
         UsageError: If int8 contradicts the device or the checkpoint.
         KernelUnavailable: If this processor has no such kernels.
     """
-    if choice not in ENGINE_ACTIVATIONS:
-        raise UnknownNameError("activations", choice, ENGINE_ACTIVATIONS)
+    if choice not in ACTIVATIONS:
+        raise UnknownNameError("activations", choice, ACTIVATIONS)
     if choice != "int8":
         return False
     if device.type != "cpu":

@@ -106,7 +106,7 @@ def open_model(
     folder = Path(path)
     with Checkpoint.open(folder) if checkpoint is None else nullcontext(checkpoint) as checkpoint:
         description = describe(checkpoint)
-        int8 = allows_int8(options.activations, description, device, impl=options.impl)
+        int8 = options.activations == "int8" and allows_int8("int8", description, device, impl=options.impl)
         if options.activations == "fp8" and device.type == "cpu" and options.runner != "device":
             raise UsageError(
                 f"activations fp8: only GPUs multiply in FP8, and the model goes to {device}; CPUs have int8"
