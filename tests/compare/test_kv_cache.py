@@ -29,7 +29,7 @@ from minifloat.runtime.load import load
 from minifloat.runtime.tensors import StoredTensors
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import blueprint_of
-from minifloat.serve.engine.native_decoder import build_native_decoder
+from minifloat.serve.engine.native import build_native_decoder
 
 MakeModel = Callable[..., Path]
 

@@ -10,7 +10,7 @@ from minifloat.numerics.formats import E4M3, FLOAT32
 from minifloat.numerics.granularity import GROUP_128, block_granularity
 from minifloat.numerics.scheme import SCHEMES, WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor, quantize_tensor
-from minifloat.serve.engine.latent_weights import HeadWeights, head_formats, head_weights
+from minifloat.serve.engine.native.latent_weights import HeadWeights, head_formats, head_weights
 
 HEADS, RANK = 3, 160
 SIZES = {"DeepSeek": (128, 128), "GLM-4.7-Flash": (192, 256), "blocks of 32": (96, 64), "blocks of 8": (24, 40)}

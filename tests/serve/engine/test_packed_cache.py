@@ -28,7 +28,7 @@ from minifloat.runtime.packed_cache.container import read, write
 from minifloat.runtime.packed_cache.folder import open_folder
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine import Engine, SamplingParams
-from minifloat.serve.engine.mapped_weights import MappedWeights, contents
+from minifloat.serve.engine.native.mapped_weights import MappedWeights, contents
 from minifloat.serve.starting import starting
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)

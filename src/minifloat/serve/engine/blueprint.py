@@ -1,6 +1,6 @@
 """`Blueprint`: the plan of a decoder with its config and dtype, and the parameters that it needs from a checkpoint.
 
-Both decoders, that of the CPU (`native_decoder.py`) and that of GPUs (`device/decoder.py`), are built from a
+Both decoders, that of the CPU (`native/`) and that of GPUs (`device/decoder.py`), are built from a
 `Blueprint` and a `WeightSource`. No model of transformers is built for that. Structure and names are those of
 transformers' classes, which tests/serve/engine/test_blueprint.py compares.
 """

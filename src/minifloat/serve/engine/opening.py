@@ -44,8 +44,7 @@ from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import Blueprint, blueprint_of, why_not_supported
 from minifloat.serve.engine.device import DeviceRunner, build_device_decoder, fp8_inputs
 from minifloat.serve.engine.info import ModelInfo
-from minifloat.serve.engine.native_decoder import build_native_decoder
-from minifloat.serve.engine.native_runner import NativeRunner
+from minifloat.serve.engine.native import NativeRunner, build_native_decoder
 from minifloat.serve.engine.options import DTYPES, KV_DTYPES, EngineOptions
 from minifloat.serve.engine.runner import Runner
 from minifloat.serve.engine.sampling import MODEL_DEFAULTS

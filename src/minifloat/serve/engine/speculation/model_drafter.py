@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Sequences
 
-from minifloat.serve.engine.native_runner import NativeRunner
+from minifloat.serve.engine.native import NativeRunner
 from minifloat.serve.engine.sampling import Logits, SamplingState
 from minifloat.serve.engine.sequence import Sequence
 from minifloat.serve.engine.speculation.draft_item import DraftItem

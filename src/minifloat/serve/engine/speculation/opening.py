@@ -15,7 +15,7 @@ from minifloat.errors import UsageError
 from minifloat.hub import model_folder
 from minifloat.kernels.decoder import Decoder
 from minifloat.runtime.tokenizer import serving_tokenizer
-from minifloat.serve.engine.native_runner import NativeRunner
+from minifloat.serve.engine.native import NativeRunner
 from minifloat.serve.engine.options import EngineOptions
 from minifloat.serve.engine.runner import Runner
 from minifloat.serve.engine.speculation.draft_model import (
