@@ -133,7 +133,7 @@ def test_another_number_of_sequences_keeps_the_first_ones_and_another_seed_none(
 
 
 def test_a_model_that_only_transformers_runs_writes_text(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", "deepseek_v3")
+    folder = make_model(tmp_path / "model", "llama4_text")
     written = write(folder, samples=2, seq_len=6)
     assert [len(sequence) for sequence in written.sequences] == [6, 6]
     assert written.record["sources"][0]["weights"]["runner"] == "transformers"

@@ -21,6 +21,8 @@ from minifloat.runtime.experts import QuantizedExperts
 from minifloat.runtime.linear import QuantizedLinear
 from minifloat.runtime.load import load
 
+minifloat.transformers.unregister()  # the import registers; tests of other modules need transformers as it is
+
 MakeModel = Callable[..., Path]
 IDS = torch.tensor([[5, 7, 11, 13, 17, 19]])
 
