@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig, pipeline
 
 import minifloat.transformers
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import UsageError
+from minifloat.errors import ConfigError, UsageError
 from minifloat.kernels.pack import PackedWeight
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.runtime.experts import QuantizedExperts
 from minifloat.runtime.linear import QuantizedLinear
 from minifloat.runtime.load import load
+from minifloat.transformers import quantizer
 
 minifloat.transformers.unregister()  # the import registers; tests of other modules need transformers as it is
 
@@ -128,3 +130,30 @@ def test_models_that_are_not_quantized_are_loaded_as_always(llama_folder: Path) 
     model = from_pretrained(llama_folder)
     assert not quantized(model)
     assert model.lm_head.weight.requires_grad
+
+
+def test_a_checkpoint_that_minifloat_does_not_read_is_left_to_transformers(
+    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8")
+    ours = logits(from_pretrained(tmp_path / "q"))
+
+    def refuse(checkpoint: Checkpoint) -> None:
+        raise ConfigError(checkpoint.path, "is of another kind")
+
+    monkeypatch.setattr(quantizer, "describe", refuse)
+    with caplog.at_level(logging.WARNING, "minifloat"):
+        model = from_pretrained(tmp_path / "q")
+    assert not quantized(model)
+    torch.testing.assert_close(logits(model), ours, rtol=1e-4, atol=1e-4)
+    assert "transformers loads this checkpoint without minifloat's kernels" in caplog.text
+    assert "is of another kind" in caplog.text
+
+
+def test_a_model_that_is_to_be_dequantized_is_left_to_transformers(llama_folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "fp8")
+    ours = logits(from_pretrained(tmp_path / "q"))
+    config = CompressedTensorsConfig(dequantize=True)
+    model = from_pretrained(tmp_path / "q", quantization_config=config)
+    assert not quantized(model)
+    torch.testing.assert_close(logits(model), ours, rtol=1e-4, atol=1e-4)

@@ -52,7 +52,8 @@ class MinifloatQuantizer(HfQuantizer):
     weight_only = False
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
+        HfQuantizer.__init__(self, quantization_config, **kwargs)  # the others import packages that are not needed here
+        self._arguments = kwargs
         self._ours = False
         self._source: Path | None = None
         self._targets: list[str] = []
@@ -67,7 +68,13 @@ class MinifloatQuantizer(HfQuantizer):
         dequantizes = getattr(self.quantization_config, "dequantize", False)
         self._ours = self.pre_quantized and _is_cpu(kwargs.get("device_map")) and not dequantizes
         if not self._ours:
-            self._theirs.validate_environment(*args, **kwargs)
+            self._leave(*args, **kwargs)
+
+    def _leave(self, *args: Any, **kwargs: Any) -> None:
+        """Leave the model to the quantizer that this one stands for; arguments as `validate_environment`."""
+        self._ours = False
+        self._theirs.__init__(self.quantization_config, **self._arguments)
+        self._theirs.validate_environment(*args, **kwargs)
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         if self._ours:
@@ -75,8 +82,7 @@ class MinifloatQuantizer(HfQuantizer):
                 return self._take_out(model, kwargs.get("checkpoint_files"))
             except UnreadableError as error:
                 _LOG.warning("transformers loads this checkpoint without minifloat's kernels: %s", error)
-                self._ours = False
-                self._theirs.validate_environment()
+                self._leave()
         return self._theirs._process_model_before_weight_loading(model, **kwargs)
 
     def _take_out(self, model: PreTrainedModel, files: Sequence[str] | None) -> None:
