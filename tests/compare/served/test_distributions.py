@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minifloat.compare.metrics import Distribution, kl_divergence, score_tokens
 from minifloat.compare.served.answers import KnownProbabilities
-from minifloat.compare.served.distributions import served_distribution, unnamed_share
+from minifloat.compare.served.distributions import served_distribution
 
 VOCAB, ROWS = 50, 40
 
@@ -32,7 +32,8 @@ def named(q: Tensor, count: int, targets: Tensor) -> list[KnownProbabilities]:
 def test_kl_is_the_smallest_of_all_distributions_with_the_named_probabilities(count: int) -> None:
     p, q, targets = logits(0), logits(1), torch.arange(ROWS) % VOCAB
     known = named(q, count, targets)
-    bound = kl_divergence(Distribution(p), served_distribution(Distribution(p), known))
+    completed, unnamed = served_distribution(Distribution(p), known)
+    bound = kl_divergence(Distribution(p), completed)
     exact = (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1)
     if count == VOCAB:
         torch.testing.assert_close(bound, exact)
@@ -45,13 +46,13 @@ def test_kl_is_the_smallest_of_all_distributions_with_the_named_probabilities(co
         rest_p, rest_q = 1 - named_p.sum(), 1 - named_q.sum()
         expected = (named_p * (named_p / named_q).log()).sum() + rest_p * (rest_p / rest_q).log()
         torch.testing.assert_close(bound[row], expected, rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(unnamed_share(Distribution(p), known)[row], rest_p, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(unnamed[row], rest_p, rtol=1e-6, atol=1e-9)
 
 
 def test_first_choices_and_likelihoods_are_those_of_the_server() -> None:
     p, q, targets = logits(2), logits(3), torch.arange(ROWS) % VOCAB
     p[0, 7] += 30  # the baseline is sure of a token that the server does not name
-    completed = served_distribution(Distribution(p), named(q, 10, targets))
+    completed, _ = served_distribution(Distribution(p), named(q, 10, targets))
     zeros = torch.zeros(ROWS, dtype=torch.int64)
     scores = score_tokens(Distribution(p), completed, targets, zeros, zeros)
     expected = score_tokens(Distribution(p), Distribution(q), targets, zeros, zeros)
@@ -64,4 +65,5 @@ def test_rounded_logarithms_that_add_up_to_more_than_1_are_finite() -> None:
     p = logits(4)[:1]
     ids = p[0].topk(5).indices.numpy()
     known = [KnownProbabilities(ids, np.log(np.array([0.7, 0.2, 0.1, 1e-5, 1e-5])))]
-    assert bool(kl_divergence(Distribution(p), served_distribution(Distribution(p), known)).isfinite().all())
+    completed, _ = served_distribution(Distribution(p), known)
+    assert bool(kl_divergence(Distribution(p), completed).isfinite().all())

@@ -44,7 +44,7 @@ class ServedModel:
 
     Args:
         connection: The server.
-        name: Name of the model; None: the first that the server lists.
+        name: Name of the model there.
         tokenizer: Tokenizer of the baseline.
 
     Attributes:
@@ -56,9 +56,8 @@ class ServedModel:
         UsageError: If the server gives no log-probabilities of prompts.
     """
 
-    def __init__(self, connection: Connection, name: str | None, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._connection = connection
-        self.name = connection.first_model() if name is None else name
+    def __init__(self, connection: Connection, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._connection, self.name = connection, name
         self._ids = _ids_by_text(tokenizer)
         self.alternatives = self._find_alternatives(_trial_ids(tokenizer))
 
@@ -92,21 +91,23 @@ class ServedModel:
         return tokens if is_list else None
 
     def _find_alternatives(self, window: list[int]) -> int:
-        for number, count in enumerate(_ALTERNATIVES):
+        """Return the largest number of alternatives that the server does not refuse."""
+        refusal: ServerError | None = None
+        for count in _ALTERNATIVES:
             try:
                 self._window(window, count)
-                return count
             except ServerError as error:
-                if error.status not in _BAD_REQUEST or number == len(_ALTERNATIVES) - 1:
-                    raise self._without_logprobs(error) from error
-        raise AssertionError("one of them was refused or answered")
+                if error.status not in _BAD_REQUEST:
+                    raise
+                refusal = error
+            else:
+                return count
+        raise self._without_logprobs(refusal) from refusal
 
-    def _without_logprobs(self, error: ServerError) -> Exception:
-        if error.status not in _BAD_REQUEST:
-            return error
+    def _without_logprobs(self, reason: object) -> UsageError:
         return UsageError(
             f"{self._connection.url} gives no log-probabilities of prompts, without which the served model cannot be "
-            f"judged ({error}). minifloat, vLLM and SGLang do: POST /v1/completions with a prompt of token ids, "
+            f"judged ({reason}). minifloat, vLLM and SGLang do: POST /v1/completions with a prompt of token ids, "
             '"echo": true and "logprobs"'
         )
 
@@ -125,7 +126,7 @@ class ServedModel:
             lists = answer["choices"][0]["logprobs"]
             tokens, own, top = lists["tokens"], lists["token_logprobs"], lists["top_logprobs"]
         except (KeyError, IndexError, TypeError):
-            raise self._without_logprobs(ServerError("its answer has none", _BAD_REQUEST[0])) from None
+            raise self._without_logprobs("its answer has none") from None
         if min(len(tokens), len(own), len(top or ())) < len(window):
             raise UsageError(
                 f"{self._connection.url}: a prompt of {len(window)} tokens came back with log-probabilities of "

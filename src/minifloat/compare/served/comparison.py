@@ -20,7 +20,7 @@ from minifloat.compare.options import CompareOptions
 from minifloat.compare.result import Comparison, ModelRecord, ServedRecord
 from minifloat.compare.scoring_pass import BatchTokens, ScoringPass
 from minifloat.compare.served.answers import ServedModel
-from minifloat.compare.served.distributions import served_distribution, unnamed_share
+from minifloat.compare.served.distributions import served_distribution
 from minifloat.errors import UsageError
 from minifloat.serve.connection import Connection
 
@@ -70,10 +70,10 @@ def compare_served(
     for source in sources:
         locate(as_source(source))  # report a missing source before loading the model
     connection = Connection(url, api_key)
-    connection.first_model()  # report a missing server before loading the model
+    name = connection.first_model()  # reports a missing server before the model is loaded
     predictor = Predictor.of(baseline, settings.load_options(), settings.revision)
     tokenizer = common_tokenizer([predictor])
-    served = ServedModel(connection, model, tokenizer)
+    served = ServedModel(connection, model or name, tokenizer)
     _check_tokenizer(served, url, tokenizer)
     window = window_tokens(settings.window, longest_window([predictor]))
     predictor.check_window(window)
@@ -122,10 +122,10 @@ class _ServedPass(ScoringPass):
             for slab in self.slabs(len(logits)):
                 where = slice(start + slab.start, start + slab.stop)
                 p = Distribution(logits[slab])
-                q = served_distribution(p, known[where])
+                q, unnamed = served_distribution(p, known[where])
                 scores = tokens.score(p, q, where)
                 self.refuse_nan(self.baseline, scores.baseline_nll)
-                self.unnamed.append(unnamed_share(p, known[where]).cpu().numpy())
+                self.unnamed.append(unnamed.cpu().numpy())
                 self.worst[0].add(scores, p, q, batch, where.start)
                 parts.append(scores)
         return [concatenate(parts)]

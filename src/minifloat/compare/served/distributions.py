@@ -22,16 +22,20 @@ from minifloat.compare.served.answers import KnownProbabilities
 _LEAST_REST = 1e-6
 
 
-def served_distribution(p: Distribution, known: Sequence[KnownProbabilities]) -> Distribution:
+def served_distribution(p: Distribution, known: Sequence[KnownProbabilities]) -> tuple[Distribution, Tensor]:
     """Return the distributions of a server where the tokens that it does not name share the rest as in `p`.
 
     Args:
         p: The baseline's distributions of R rows.
         known: What the server says of each of them.
+
+    Returns:
+        The distributions, and the baseline's probability ``[R]`` of all tokens that the server does not name.
     """
     ids, logprobs, is_known = _table(known, p.logits.device)
     logits = p.logits - p.log_total[:, None]
-    rest_of_p = (1 - (logits.gather(1, ids).exp() * is_known).sum(-1)).clamp_min(torch.finfo(torch.float64).eps)
+    unnamed = (1 - (logits.gather(1, ids).exp() * is_known).sum(-1)).clamp_min(0)
+    rest_of_p = unnamed.clamp_min(torch.finfo(torch.float64).eps)
     rest_of_q = (1 - (logprobs.exp() * is_known).sum(-1)).clamp_min(_LEAST_REST)
     logits += (rest_of_q.log() - rest_of_p.log())[:, None]
     logits.scatter_(1, ids, logprobs)
@@ -39,14 +43,7 @@ def served_distribution(p: Distribution, known: Sequence[KnownProbabilities]) ->
     # the most probable tokens are those that the server names, whatever share of the rest another token has here
     q.top = ids[:, : min(TOP_K, *(len(of_row.ids) for of_row in known))]
     q.top_logits = q.logits.gather(-1, q.top)
-    return q
-
-
-def unnamed_share(p: Distribution, known: Sequence[KnownProbabilities]) -> Tensor:
-    """Return the baseline's probability ``[R]`` of all tokens that the server does not name."""
-    ids, _, is_known = _table(known, p.logits.device)
-    logprobs = p.logits.gather(1, ids) - p.log_total[:, None]
-    return (1 - (logprobs.exp() * is_known).sum(-1)).clamp_min(0)
+    return q, unnamed
 
 
 def _table(known: Sequence[KnownProbabilities], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
