@@ -82,7 +82,6 @@ class _Loaded:
     generation_config: Any
     size: CacheSize
     lm_head: str
-    prefill_bytes: int = 0
 
 
 def open_model(
@@ -128,7 +127,7 @@ def open_model(
         scheme=" and ".join(formats) or "none",
         dtype=_dtype_name(loaded.dtype),
         lm_head=loaded.lm_head,
-        activations="int8" if int8 else "fp8" if loaded.prefill_bytes else _dtype_name(loaded.dtype),
+        activations="int8" if int8 else "fp8" if runner.prefill_bytes else _dtype_name(loaded.dtype),
         weight_bytes=inspection.nbytes,
         bf16_bytes=inspection.elements * torch.bfloat16.itemsize,
         step_bytes=runner.weight_bytes,
@@ -140,7 +139,7 @@ def open_model(
         max_num_seqs=loaded.size.slots,
         vocab_size=runner.vocab,
         load_seconds=time.perf_counter() - started,
-        prefill_bytes=loaded.prefill_bytes,
+        prefill_bytes=runner.prefill_bytes,
         state_bytes=runner.state_bytes,
         state_copies=loaded.size.copies,
         reason_no_prefix_cache=runner.reason_no_prefixes,
@@ -161,13 +160,12 @@ def _load_decoder(
     load = _load_device if on_device else _load_native
     try:
         blueprint, weights = _structure(config, tensors, dtype, device, options.max_model_len)
-        runner, size, lm_head, prefill_bytes = load(blueprint, weights, tensors, options, device)
+        runner, size, lm_head = load(blueprint, weights, tensors, options, device)
     except NotNative as error:
         return None, str(error)
     if has_towers(config.model_type):
         _LOG.warning("%s: %s", config.model_type, TEXT_ONLY)
-    generation = _generation(checkpoint)
-    return _Loaded(runner, blueprint.architecture, dtype, config, generation, size, lm_head, prefill_bytes), ""
+    return _Loaded(runner, blueprint.architecture, dtype, config, _generation(checkpoint), size, lm_head), ""
 
 
 def read_decoder(checkpoint: Checkpoint, options: EngineOptions, dtype: str) -> Decoder:
@@ -268,7 +266,7 @@ def _generation(checkpoint: Checkpoint) -> Any:
 
 def _load_native(
     blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
-) -> tuple[Runner, CacheSize, str, int]:
+) -> tuple[Runner, CacheSize, str]:
     """Load the decoder of the CPU.
 
     Raises:
@@ -291,7 +289,7 @@ def _load_native(
     size = cache_size(options, blueprint.config, per_block, device, state_bytes)
     name = lm_head_name(decoder.lm_head.spec, torch.bfloat16, loaded=head is not None)
     runner = NativeRunner(decoder, size.blocks, element, options.impl, slots=size.slots, snapshots=size.copies)
-    return runner, size, name, 0
+    return runner, size, name
 
 
 def _packed_cache(checkpoint: Checkpoint, options: EngineOptions) -> AbstractContextManager[PackedCache | None]:
@@ -307,7 +305,7 @@ def _packed_cache(checkpoint: Checkpoint, options: EngineOptions) -> AbstractCon
 
 def _load_device(
     blueprint: Blueprint, weights: WeightSource, tensors: StoredTensors, options: EngineOptions, device: torch.device
-) -> tuple[Runner, CacheSize, str, int]:
+) -> tuple[Runner, CacheSize, str]:
     """Load the decoder of GPUs, which also runs on a CPU.
 
     Raises:
@@ -342,8 +340,7 @@ def _load_device(
     )
     weight = decoder.lm_head.weights[0]
     spec = weight.held.spec if isinstance(weight, QuantizedWeight) else None
-    name = lm_head_name(spec, decoder.dtype, loaded=head is not None)
-    return runner, size, name, 0 if inputs is None else inputs.nbytes
+    return runner, size, lm_head_name(spec, decoder.dtype, loaded=head is not None)
 
 
 def _load_transformers(
@@ -392,10 +389,7 @@ def _load_transformers(
     size = cache_size(options, model.config, TransformersRunner.bytes_per_block(model), device)
     runner = TransformersRunner(model, size.blocks, nbytes)
     generation = getattr(model, "generation_config", None)
-    copies = [module.prefill for module in model.modules() if isinstance(module, QuantizedWeight)]
-    prefill_bytes = sum(copy.nbytes for copy in copies if copy is not None)
-    head = lm_head_of(model)
-    return _Loaded(runner, type(model).__name__, model.dtype, model.config, generation, size, head, prefill_bytes)
+    return _Loaded(runner, type(model).__name__, model.dtype, model.config, generation, size, lm_head_of(model))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

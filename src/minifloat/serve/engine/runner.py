@@ -21,6 +21,7 @@ class Runner(Protocol):
         kv_element: Format of cached keys and values.
         kv_bytes: Bytes of the whole KV cache.
         state_bytes: Bytes of the states that some layers keep of sequences beside the KV cache.
+        prefill_bytes: Bytes of the second copy of the weights that inputs in FP8 are multiplied with.
         reason_no_prefixes: Why sequences with equal beginnings cannot share blocks; empty if they can.
         snapshots: Copies of these states, which equal beginnings need; None: there are none.
         vocab: Number of logits per token.
@@ -31,6 +32,7 @@ class Runner(Protocol):
     kv_element: str
     kv_bytes: int
     state_bytes: int
+    prefill_bytes: int
     reason_no_prefixes: str
     snapshots: StateSnapshots | None
     vocab: int

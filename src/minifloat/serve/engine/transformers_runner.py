@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from minifloat.kernels.decoder import BLOCK_TOKENS
+from minifloat.runtime.linear import QuantizedWeight
 from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
 from minifloat.serve.engine.snapshots import StateSnapshots
@@ -61,6 +62,8 @@ class TransformersRunner:
         self.kv_element = str(model.dtype).removeprefix("torch.")
         self.kv_bytes = blocks * self.bytes_per_block(model)
         self.state_bytes = 0
+        copies = [module.prefill for module in model.modules() if isinstance(module, QuantizedWeight)]
+        self.prefill_bytes = sum(copy.nbytes for copy in copies if copy is not None)
         self.snapshots: StateSnapshots | None = None
         self.reason_no_prefixes = "transformers' code keeps a cache of its own for each sequence"
         self.vocab = int(model.config.get_text_config().vocab_size)

@@ -110,8 +110,22 @@ class DeviceDecoder:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of the weights that one token is multiplied with."""
-        linears = [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return self.lm_head.nbytes + sum(linear.nbytes for linear in linears)
+        return self.lm_head.nbytes + sum(linear.nbytes for linear in self._linears)
+
+    @property
+    def prefill_bytes(self) -> int:
+        """Bytes of the copies of weights that inputs in FP8 are multiplied with."""
+        copies = [
+            weight.prefill
+            for linear in self._linears
+            for weight in linear.weights
+            if isinstance(weight, QuantizedWeight)
+        ]
+        return sum(copy.nbytes for copy in copies if copy is not None)
+
+    @property
+    def _linears(self) -> list[FusedLinear]:
+        return [p for layer in self.layers for p in (layer.qkv, layer.out, layer.gate_up, layer.down)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ class DeviceRunner:
     ) -> None:
         self._decoder, self._device = decoder, decoder.device
         self._tables = BlockTables(max_num_seqs, blocks_for(max_model_len))
-        self.weight_bytes = decoder.bytes_per_token
+        self.weight_bytes, self.prefill_bytes = decoder.bytes_per_token, decoder.prefill_bytes
         self.vocab = decoder.vocab
         sizes = (len(decoder.layers), decoder.kv_heads, decoder.head_dim)
         self._cache = PagedCache(*sizes, blocks, element, self._device, max_num_seqs, scales)

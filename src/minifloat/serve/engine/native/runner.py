@@ -61,6 +61,7 @@ class NativeRunner:
         if self.states is not None and snapshots:
             self.snapshots = StateSnapshots(self.states, range(slots, slots + snapshots))
         self.state_bytes = 0 if self.states is None else self.states.nbytes
+        self.prefill_bytes = 0
         self.reason_no_prefixes = "" if self.states is None or snapshots else _NO_PREFIXES
         self.kv_element, self.kv_bytes = element, cache.nbytes
         self.vocab = decoder.lm_head.shape[0]
