@@ -62,7 +62,7 @@ def test_quantize_prints_a_row_per_kind_of_tensor_and_the_destination(tmp_path: 
 
 
 def test_quantize_prints_json_that_parses(tmp_path: Path) -> None:
-    result = run("quantize", BASE, tmp_path / "out", "--json")
+    result = run("quantize", BASE, tmp_path / "out", "--scheme", "fp8-block", "--json")
     report = json.loads(result.stdout)
     assert report["recipe"]["scheme"] == "fp8-block"
     assert report == json.loads((tmp_path / "out" / "minifloat.json").read_text())

@@ -51,7 +51,7 @@ def test_without_a_gpu_the_command_says_so_in_one_line_and_writes_nothing(
     source = make_checkpoint()
     result = CliRunner().invoke(main, ["quantize", str(source), str(tmp_path / "out"), "--device", "cuda"])
     assert result.exit_code == 2
-    assert "fp8-block cannot be cast on cuda: " in result.output
+    assert "fp8-dynamic cannot be cast on cuda: " in result.output
     assert len(result.output.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
 

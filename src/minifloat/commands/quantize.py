@@ -120,7 +120,11 @@ def _scheme_help() -> str:
 @click.option(
     "--from-quantized", is_flag=True, help="MODEL is quantized already: decode it and quantize its values again."
 )
-@click.option("--target", metavar="ENGINE:HARDWARE[:tpN]", help="Refuse what will not load there, e.g. vllm:h100:tp4.")
+@click.option(
+    "--target",
+    metavar="ENGINE:HARDWARE[:tpN]",
+    help="Refuse what will not load there, e.g. vllm:h100:tp4; the default scheme becomes one that does.",
+)
 @click.option("--base-model", metavar="ID", help="For the model card: the hub id of MODEL, if MODEL is a folder.")
 @click.option("--mtp", is_flag=True, help="Quantize layers of multi-token prediction too, which are kept otherwise.")
 @click.option("--allow-partial", is_flag=True, help="Accept that less than half of the linear weights is quantized.")
@@ -133,7 +137,7 @@ def quantize(params: QuantizeParams) -> None:
     Weights are streamed: memory stays small whatever the size of the model. A run that is interrupted, even killed,
     leaves no half-written checkpoint behind; the same command continues it.
     """
-    from minifloat.commands.display.console import progress_bar
+    from minifloat.commands.display.console import announce, progress_bar
     from minifloat.commands.display.quantize import print_quantize_report
     from minifloat.plan.overrides import KEEP
     from minifloat.quantize.data_hint import data_hint
@@ -161,6 +165,7 @@ def quantize(params: QuantizeParams) -> None:
             base_model=params.base_model,
             mtp=params.mtp,
             allow_partial=params.allow_partial,
+            announce=None if params.quiet else announce,
         )
     if params.as_json:
         print_json(report)

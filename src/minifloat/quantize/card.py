@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from minifloat.check.deployment import check_everywhere, deployment_section, loads_in
-from minifloat.check.subject import Subject
+from minifloat.check.deployment import Reports, deployment_section, loads_in
 from minifloat.checkpoint import Checkpoint
 from minifloat.hub import model_name, origin_of
 from minifloat.quantize.report import QuantizeReport, TensorReport, worst
@@ -24,13 +23,13 @@ _WORST_SHOWN = 10
 _CARRIED_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag")
 
 
-def model_card(checkpoint: Checkpoint, report: QuantizeReport, subject: Subject, base_model: str | None = None) -> str:
+def model_card(checkpoint: Checkpoint, report: QuantizeReport, engines: Reports, base_model: str | None = None) -> str:
     """Return the card as Markdown with a Hugging Face metadata header.
 
     Args:
         checkpoint: The source; licence, language and task come from its own card.
         report: The report of the run.
-        subject: The output, as `check` judges it.
+        engines: The reports of `check_everywhere` on the output.
         base_model: Id of the source; by default its id on the hub if it comes from there, and none otherwise. The base
             that the source's own card names is one generation too far.
     """
@@ -42,7 +41,6 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport, subject: Subject,
     kinds = Counter((tensor.action, tensor.detail) for tensor in report.tensors)
     rows = [f"| {action} | {detail} | {count} |" for (action, detail), count in sorted(kinds.items())]
     ratio = report.source_bytes / max(report.output_bytes, 1)
-    engines = check_everywhere(subject, MODEL)
     tags = [engine for engine in ("vllm", "sglang") if loads_in(engines[engine])]
     lines = [
         f"# {name}, {recipe['scheme']}",

@@ -22,7 +22,8 @@ import numpy as np
 from minifloat._version import __version__
 from minifloat.architecture.families import family_of, unknown_family_notes
 from minifloat.architecture.groups import expert_group
-from minifloat.check import require_loadable
+from minifloat.check.deployment import Reports, check_everywhere
+from minifloat.check.engine_verdict import engine_verdicts
 from minifloat.check.subject import Subject
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.job import RewriteJob
@@ -55,8 +56,9 @@ from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import kept_experts, make_plan
 from minifloat.plan.share import QuantizedShare, require_share
 from minifloat.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan
-from minifloat.quantize.card import BUDGET_CHART, model_card
+from minifloat.quantize.card import BUDGET_CHART, MODEL, model_card
 from minifloat.quantize.copied_codes import copied_codes, copy_codes
+from minifloat.quantize.engines import EngineChoice
 from minifloat.quantize.provenance import describe_recipe, provenance, quantize_options
 from minifloat.quantize.quantized_source import (
     describe_source,
@@ -110,6 +112,7 @@ def quantize_checkpoint(
     base_model: str | None = None,
     mtp: bool = False,
     allow_partial: bool = False,
+    announce: Callable[[str], None] | None = None,
 ) -> QuantizeReport:
     """Quantize a checkpoint into a new folder.
 
@@ -117,8 +120,9 @@ def quantize_checkpoint(
         source: A folder or a model of the hub: Hugging Face layout, safetensors, BF16 / F16 / F32 weights; with
             `from_quantized` in any layout that `layouts.describe` reads.
         destination: A folder that does not exist yet, in one that does.
-        scheme: A name of `SCHEMES`, or a `Scheme`; by default ``"fp8-block"``. With `budget` the cheapest format of the
-            mixture, by default the cheapest weight-only scheme that the model allows.
+        scheme: A name of `SCHEMES`, or a `Scheme`; by default ``"fp8-block"``, or where no engine but minifloat, or
+            not `target`, would load that, a scheme of 8 bits that loads; a note says so. With `budget` the cheapest
+            format of the mixture, by default the cheapest weight-only scheme that the model allows.
         layout: A name of `layouts.WRITERS`; by default compressed-tensors, and for gpt-oss in MXFP4 its own.
         overrides: ``REGEX=SCHEME`` or ``REGEX=bf16``; the last override that matches a module decides.
         workers: Threads; by default one per core that this process may use, at most 8.
@@ -141,6 +145,7 @@ def quantize_checkpoint(
         base_model: For the model card: the source's id on the hub, where the source is a folder.
         mtp: Quantize layers of multi-token prediction too, which are kept otherwise.
         allow_partial: Accept that less than half of the linear weights is quantized, which is an error otherwise.
+        announce: Called before anything is written with each note on engines that will not load the output.
 
     Returns:
         The report on every tensor, with the error of every cast.
@@ -208,6 +213,10 @@ def quantize_checkpoint(
                 )
                 chosen_scheme, parsed_overrides = rounded.scheme, rounded.overrides
             assert chosen_scheme is not None
+            choice = EngineChoice(checkpoint, planner, parsed_overrides, target)
+            engine_notes: tuple[str, ...] = ()
+            if scheme is None and budget is None:
+                chosen_scheme, engine_notes = choice.default(chosen_scheme)
             plan = planner(chosen_scheme, parsed_overrides)
             caster.require(dict.fromkeys([plan.scheme, *plan.modules.values()]))
             if rounded is None:
@@ -215,8 +224,12 @@ def quantize_checkpoint(
             if rounded is not None:
                 calibration = rounded.calibration(checkpoint)
             plan, activations, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
-            if target is not None:
-                notes = (*notes, *require_loadable(checkpoint, plan, target))
+            engines = check_everywhere(Subject.of_plan(checkpoint, plan), MODEL)
+            verdicts = engine_verdicts(engines)
+            engine_notes = (*engine_notes, *choice.notes(plan, verdicts))
+            if announce is not None:
+                for note in engine_notes:
+                    announce(note)
             names = _engine_names(checkpoint, plan)
             writer = stack.enter_context(
                 CheckpointWriter(
@@ -253,8 +266,10 @@ def quantize_checkpoint(
                 provenance=provenance(checkpoint, "quantize", quantize_options(recipe), tensors),
                 tensors=tensors,
                 share=QuantizedShare.of(plan),
+                engines=verdicts,
                 activations=activations,
                 notes=(
+                    *engine_notes,
                     *source_notes(source_facts),
                     *notes,
                     *unknown_family_notes(checkpoint.config),
@@ -268,7 +283,7 @@ def quantize_checkpoint(
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
             )
-            _write_small_files(checkpoint, plan, names, writer, report, base_model)
+            _write_small_files(checkpoint, plan, names, writer, report, engines, base_model)
             if rounded is not None and rounded.within is not None:
                 _write_budget_chart(writer, rounded.within)
             writer.commit()
@@ -388,6 +403,7 @@ def _write_small_files(
     names: EngineNames,
     writer: CheckpointWriter,
     report: QuantizeReport,
+    engines: Reports,
     base_model: str | None,
 ) -> None:
     """Write every file that is not a shard: tokenizer and other sidecars, index, report, model card and config."""
@@ -399,7 +415,7 @@ def _write_small_files(
     quantization = plan.layout.quantization_config(plan.modules, kept, plan.kv, names.others)
     config = quantized_model_config(checkpoint.config, plan.layout, quantization)
     writer.write_file(REPORT_FILE, encode_json(report.to_dict()))
-    card = model_card(checkpoint, report, Subject.of_plan(checkpoint, plan), base_model)
+    card = model_card(checkpoint, report, engines, base_model)
     writer.write_file(CARD_FILE, card.encode())
     writer.write_file(CONFIG_FILE, encode_json(config))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from minifloat.check.engine_verdict import EngineVerdict
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.plan.share import QuantizedShare
 from minifloat.plan.tensor_plan import Part, TensorPlan
@@ -103,6 +104,7 @@ class QuantizeReport:
         provenance: Source, hashes, versions and command.
         tensors: One entry per tensor, in the source's order.
         share: The quantized part of the linear weights, and why the rest is kept.
+        engines: Which engines load the output on which machines, by `check`.
         activations: Static scales of inputs and of the KV cache, with their saturation on held-out text.
         notes: Sentences for the user.
         quantized_source: Layout and formats of a source that is quantized itself, as JSON values; None otherwise.
@@ -117,6 +119,7 @@ class QuantizeReport:
     provenance: dict[str, Any]
     tensors: tuple[TensorReport, ...]
     share: QuantizedShare
+    engines: tuple[EngineVerdict, ...] = ()
     activations: tuple[ActivationReport, ...] = ()
     notes: tuple[str, ...] = ()
     quantized_source: dict[str, Any] | None = None
@@ -157,6 +160,7 @@ class QuantizeReport:
             "notes": list(self.notes),
             "bytes": {"source": self.source_bytes, "output": self.output_bytes},
             "share": self.share.to_dict(),
+            "engines": [verdict.to_dict() for verdict in self.engines],
             "total": asdict(self.total) | {"sqnr_db": finite_or_none(self.total.sqnr_db)},
             "tensors": [_with_sqnr(tensor) for tensor in self.tensors],
             "activations": [activation.to_dict() for activation in self.activations],

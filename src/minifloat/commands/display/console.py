@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from minifloat.check.engine_verdict import EngineVerdict
     from minifloat.checkpoint.progress import Progress as ProgressCallback
     from minifloat.convert.report import ConvertReport
     from minifloat.quantize.report import QuantizeReport
@@ -70,3 +71,18 @@ def print_outcome(console: Console, report: QuantizeReport | ConvertReport) -> N
     for note in report.notes:
         console.print(f"Note: {note}")
     console.print(f"Written to {report.destination}")
+
+
+def print_engines(console: Console, verdicts: Iterable[EngineVerdict]) -> None:
+    """Print for each engine on which machines it loads the checkpoint, and below it the first reason against it."""
+    console.print("\nEngines that load it, by the rules of minifloat check:")
+    for verdict in verdicts:
+        console.print(f"  {verdict}", soft_wrap=True, markup=False)
+        if verdict.problem:
+            cure = f"; cure: {verdict.cure}" if verdict.cure else ""
+            console.print(f"    {verdict.problem}{cure}", soft_wrap=True, markup=False, style="dim")
+
+
+def announce(sentence: str) -> None:
+    """Print a sentence on standard error before a command writes anything."""
+    Console(stderr=True, highlight=False).print(f"Note: {sentence}", soft_wrap=True, markup=False)

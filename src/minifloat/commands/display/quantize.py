@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from minifloat.commands.display.console import make_console, make_table, print_outcome, shape_text
+from minifloat.commands.display.console import make_console, make_table, print_engines, print_outcome, shape_text
 from minifloat.commands.display.rounding import print_rounding
 from minifloat.plan.share import QuantizedShare
 from minifloat.quantize.report import QuantizeReport, TensorReport
@@ -50,6 +50,7 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool, hint: str = 
     )
     console.print(f"{report.share}{_kept(report.share)}.", soft_wrap=True, highlight=False, markup=False)
     print_outcome(console, report)
+    print_engines(console, report.engines)
     if hint:
         console.print(hint, soft_wrap=True)
 
