@@ -31,6 +31,7 @@ FLOORS = (
     "runtime",
     "transformers",
     "serve",
+    "lm_eval",
     "publish",
     "calibration",
     "rounding",

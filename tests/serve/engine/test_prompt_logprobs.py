@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from minifloat.errors import ContextLengthError
+from minifloat.errors import ContextLengthError, UsageError
 from minifloat.runtime.load import load
 from minifloat.serve.engine import (
     Engine,
@@ -161,8 +162,39 @@ def test_a_prompt_can_be_all_that_is_asked_for(
         ((), "", "length")
     }
     assert (counter.generated, counter.first) == (0, 0)
+    # The last token is predicted and not computed, so one more fits.
+    (longer,) = engine.generate([(*prompts[5], 1)], params)
+    assert longer.prompt_logprobs is not None
+    last = longer.prompt_logprobs[-1]
+    assert last is not None
+    assert last.logprob == pytest.approx(float(expected[5][-1, 1]), abs=TOLERANCE)
     with pytest.raises(ContextLengthError):
-        engine.generate([(*prompts[5], 1)], params)
+        engine.generate([(*prompts[5], 1, 1)], params)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_tokens_before_the_first_that_is_scored_come_from_the_cache(
+    runner: str, folder: Path, prompts: list[tuple[int, ...]], expected: list[torch.Tensor]
+) -> None:
+    engine = engine_of(folder, runner)
+    prompt, wanted = prompts[5], expected[5]
+    for start, cached in ((40, 0), (40, 32), (32, 16), (33, 32), (59, 48), (1, 0)):
+        params = SamplingParams(
+            temperature=0.0, max_tokens=0, prompt_logprobs=ALTERNATIVES, prompt_logprobs_start=start
+        )
+        (found,) = engine.generate([prompt], params)
+        assert found.prompt_logprobs is not None
+        assert found.prompt_logprobs[:start] == (None,) * start
+        places = range(start, len(prompt))
+        assert [one and one.token for one in found.prompt_logprobs[start:]] == list(prompt[start:])
+        assert [one and one.logprob for one in found.prompt_logprobs[start:]] == pytest.approx(
+            [float(wanted[place - 1, prompt[place]]) for place in places], abs=TOLERANCE
+        )
+        assert found.usage.cached_tokens == (cached if runner != "transformers" else 0)
+    with pytest.raises(UsageError, match="prompt_logprobs_start: expected less than the 60 tokens of the prompt"):
+        engine.generate([prompt], replace(params, prompt_logprobs_start=60))
+    with pytest.raises(UsageError, match="prompt_logprobs_start: expected at least 1"):
+        replace(params, prompt_logprobs_start=0)
 
 
 def test_a_step_takes_only_so_many_of_them(

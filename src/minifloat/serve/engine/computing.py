@@ -148,7 +148,7 @@ def _score_prompts(
     kept: list[Tensor] = []
     failures: dict[str, Exception] = {}
     for item, rows in zip(items, torch.split_with_sizes(logits, [item.logits for item in items]), strict=True):
-        sequence, first = item.sequence, len(item.sequence.prompt_logprobs) + 1
+        sequence, first = item.sequence, item.sequence.next_scored
         alternatives = sequence.request.params.prompt_logprobs or 0
         try:
             scores = score(rows[: item.scored], sequence.tokens[first : first + item.scored], alternatives)

@@ -205,7 +205,11 @@ class Engine:
         """
         if not prompt:
             raise UsageError("prompt: expected at least one token")
-        room = self.info.max_model_len - len(prompt)
+        start = params.prompt_logprobs_start
+        if params.prompt_logprobs is not None and start > 1 and start >= len(prompt):
+            raise UsageError(f"prompt_logprobs_start: expected less than the {len(prompt)} tokens of the prompt")
+        # The last token of a prompt that is only scored is not computed.
+        room = self.info.max_model_len + (params.prompt_logprobs is not None and params.max_tokens == 0) - len(prompt)
         needed = 0 if params.max_tokens == 0 else max(1, params.min_tokens)
         if room < needed:
             raise ContextLengthError(
@@ -301,6 +305,7 @@ class Engine:
             items = [item for item in step.items if item.sequence.state is State.RUNNING]
             self._scheduler.computed(items)
             deliveries = [self._fail(name, error) for name, error in step.failures.items()]
+            deliveries += [self._scored(item.sequence) for item in items if item.ends_scoring]
             deliveries += [
                 self._deliver_all(sequence, chosen, now)
                 for sequence, chosen in zip(step.sequences, choices, strict=True)
@@ -323,6 +328,10 @@ class Engine:
             if sequence.request_id in drafts:
                 self.speculator.verified(drafts[sequence.request_id], len(chosen) - 1)
         return step
+
+    def _scored(self, sequence: Sequence) -> Delivery:
+        """End a request that asks for nothing but the log-probabilities of its prompt."""
+        return self._finish(sequence, Delivery(sequence.request_id, prompt_logprobs=sequence.reported_scores), "length")
 
     def _fail(self, request_id: str, error: Exception) -> Delivery:
         """End a request with an error."""
@@ -359,7 +368,7 @@ class Engine:
             return self._fail(name, choice)
         prompt_logprobs = None
         if params.prompt_logprobs is not None and not sequence.output_length:
-            prompt_logprobs = (None, *sequence.prompt_logprobs)
+            prompt_logprobs = sequence.reported_scores
         if params.max_tokens == 0:
             return self._finish(sequence, Delivery(name, prompt_logprobs=prompt_logprobs), "length")
         token = choice.token
@@ -404,7 +413,7 @@ class Engine:
     def generate(
         self,
         prompts: str | Sequences[str] | Sequences[Sequences[int]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequences[SamplingParams] | None = None,
         *,
         stream: Literal[False] = False,
     ) -> list[GeneratedText]: ...
@@ -412,14 +421,14 @@ class Engine:
     def generate(
         self,
         prompts: str | Sequences[str] | Sequences[Sequences[int]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequences[SamplingParams] | None = None,
         *,
         stream: Literal[True],
     ) -> Iterator[Delivery]: ...
     def generate(
         self,
         prompts: str | Sequences[str] | Sequences[Sequences[int]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequences[SamplingParams] | None = None,
         *,
         stream: bool = False,
     ) -> list[GeneratedText] | Iterator[Delivery]:
@@ -427,21 +436,24 @@ class Engine:
 
         Args:
             prompts: A text, texts, or token ids of each prompt. No chat template is applied.
-            params: Sampling parameters of all prompts; by default `default_params()`.
+            params: Sampling parameters of all prompts, or those of each; by default `default_params()`.
             stream: Return deliveries as they are made. Closing the iterator cancels the requests that are not finished.
 
         Returns:
             The text of each prompt, in their order; or the deliveries, whose `request_id` is the index of the prompt.
 
         Raises:
-            UsageError: If a prompt cannot run.
+            UsageError: If a prompt cannot run, or there are more or fewer parameters than prompts.
         """
         several: Sequences[Any] = [prompts] if isinstance(prompts, str) else prompts
         params = params or self.default_params()
+        of_each = [params] * len(several) if isinstance(params, SamplingParams) else params
+        if len(of_each) != len(several):
+            raise UsageError(f"params: expected one or {len(several)}, the number of prompts, got {len(of_each)}")
         base = next(_UNIQUE)
         requests = [
-            Request(f"{base}-{index}", self.encode(prompt) if isinstance(prompt, str) else tuple(prompt), params)
-            for index, prompt in enumerate(several)
+            Request(f"{base}-{index}", self.encode(prompt) if isinstance(prompt, str) else tuple(prompt), of_one)
+            for index, (prompt, of_one) in enumerate(zip(several, of_each, strict=True))
         ]
         deliveries = self._stream(requests)
         names = {request.request_id: str(index) for index, request in enumerate(requests)}

@@ -7,8 +7,9 @@ when it is admitted. When an older sequence needs a block and none is free, the 
 is computed again later (preemption by recompute: Kwon et al., "PagedAttention", SOSP 2023). The oldest is therefore
 never preempted, and every waiting sequence becomes the oldest at some time: none starves.
 
-If a request asks for the log-probabilities of its prompt, logits of all the prompt's tokens are computed. Such a prompt
-therefore shares no blocks, and a step computes only `SCORED_TOKENS` of such tokens, because logits are large.
+If a request asks for the log-probabilities of tokens of its prompt, the logits before these tokens are computed. Such
+a prompt therefore shares only blocks before them, and a step computes only `SCORED_TOKENS` of such logits, because they
+are large.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class WorkItem(NamedTuple):
     def samples(self) -> bool:
         """Whether the next token of the sequence can be chosen after this work."""
         return self.end == len(self.sequence.tokens) + len(self.drafts)
+
+    @property
+    def ends_scoring(self) -> bool:
+        """Whether a sequence that only scores its prompt is finished after this work."""
+        return self.sequence.only_scores and self.end == self.sequence.computable
 
     @property
     def logits(self) -> int:
@@ -203,7 +209,9 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, work: list[WorkItem], budget: int, scored: int) -> tuple[int, int]:
         """Add the next piece of a prompt to the work of a step, and return the rest of the two budgets."""
-        room = min(budget, scored) if sequence.unscored else budget
+        room = budget
+        if sequence.unscored:
+            room = min(budget, max(sequence.next_scored - 1 - sequence.computed, 0) + scored)
         if room <= 0:
             return budget, scored
         piece = self._piece(sequence, room)
@@ -211,9 +219,9 @@ class Scheduler:
         return budget - (piece.end - piece.start), scored - piece.scored
 
     def _piece(self, sequence: Sequence, budget: int) -> WorkItem:
-        start, end = sequence.computed, min(sequence.computed + budget, len(sequence.tokens))
+        start, end = sequence.computed, min(sequence.computed + budget, sequence.computable)
         end = min([end, *(stop for stop in sequence.snapshots if stop > start)])
-        first = max(start, len(sequence.prompt_logprobs))
+        first = max(start, sequence.next_scored - 1)
         last = min(end, sequence.prompt_length - 1)
         return WorkItem(sequence, start, end, max(last - first, 0) if sequence.unscored else 0)
 
@@ -266,11 +274,11 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.max_sequences:
             return None
         sequence = self.waiting[0]
-        length = len(sequence.tokens)
-        # The last token is always computed: the next token is chosen by its logits.
+        length = sequence.computable
+        # The last token is always computed: the next token is chosen, or the last one scored, by its logits.
         if self.pool.shares:
-            sequence.digests = self.pool.digests(sequence.root, sequence.tokens[:-1], sequence.digests)
-        most = len(sequence.prompt_logprobs) if sequence.unscored else length - 1
+            sequence.digests = self.pool.digests(sequence.root, sequence.tokens[: length - 1], sequence.digests)
+        most = sequence.next_scored - 1 if sequence.unscored else length - 1
         digests = sequence.digests[: most // BLOCK_TOKENS]
         known = self.pool.known(digests)
         usable = known if self._snapshots is None else self._snapshots.longest(digests[:known])

@@ -174,7 +174,7 @@ class Sequence:
         computed: Number of tokens, from the first, whose keys and values are in the cache.
         blocks: Blocks of the cache that hold those keys and values, in order.
         digests: Digests of the first full blocks, as far as they have been computed.
-        prompt_logprobs: Log-probabilities of the prompt from its second token on, as far as they have been computed.
+        prompt_logprobs: Log-probabilities of the prompt's tokens that are asked for, as far as they have been computed.
         cached: Tokens that were found in the cache when the sequence was first scheduled; None before that.
         state: Whether the sequence waits, runs or is finished.
         preempted: Number of times that the sequence lost its blocks.
@@ -223,9 +223,28 @@ class Sequence:
     @property
     def unscored(self) -> int:
         """Number of the prompt's tokens whose log-probabilities are still to be computed; 0 if none are asked for."""
-        if self.request.params.prompt_logprobs is None:
-            return 0
-        return self.prompt_length - 1 - len(self.prompt_logprobs)
+        return 0 if self.request.params.prompt_logprobs is None else max(self.prompt_length - self.next_scored, 0)
+
+    @property
+    def next_scored(self) -> int:
+        """Index of the token of the prompt whose log-probability is computed next."""
+        return self.request.params.prompt_logprobs_start + len(self.prompt_logprobs)
+
+    @property
+    def reported_scores(self) -> tuple[TokenLogprob | None, ...]:
+        """The log-probabilities of the prompt's tokens so far; None for those that are not asked for."""
+        return (None,) * self.request.params.prompt_logprobs_start + tuple(self.prompt_logprobs)
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether the request asks for log-probabilities of its prompt and for no token."""
+        params = self.request.params
+        return params.prompt_logprobs is not None and params.max_tokens == 0 and self.prompt_length > 1
+
+    @property
+    def computable(self) -> int:
+        """Number of tokens, from the first, that are to be computed; the last token of a prompt scores nothing."""
+        return len(self.tokens) - self.only_scores
 
     @property
     def usage(self) -> TokenUsage:

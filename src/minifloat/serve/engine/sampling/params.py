@@ -43,8 +43,10 @@ class SamplingParams:
         ignore_eos: Do not end at the model's end-of-sequence tokens.
         include_stop: Whether the stop string is part of the text.
         logprobs: Report the log-probability of each token and of this number of most probable tokens; None: none.
-        prompt_logprobs: The same for the tokens of the prompt except the first. Such a prompt is computed as a whole,
-            and shares no blocks of the KV cache.
+        prompt_logprobs: The same for the tokens of the prompt from `prompt_logprobs_start` on. The logits that score
+            them are computed, whatever the KV cache holds.
+        prompt_logprobs_start: Index of the first token of the prompt whose log-probability is reported, at least 1. The
+            tokens before it may come from the KV cache.
         logit_bias: Added to the logits of tokens, by token id.
         grammar: Rules that the text must follow; None: none.
 
@@ -68,6 +70,7 @@ class SamplingParams:
     include_stop: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 1
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     grammar: Grammar | None = None
 
@@ -100,6 +103,8 @@ class SamplingParams:
             count = getattr(self, name)
             if count is not None and not 0 <= count <= MAX_LOGPROBS:
                 raise UsageError(f"{name}: expected 0 .. {MAX_LOGPROBS}, got {count}")
+        if self.prompt_logprobs_start < 1:
+            raise UsageError(f"prompt_logprobs_start: expected at least 1, got {self.prompt_logprobs_start}")
         if len(self.logit_bias) > MAX_LOGIT_BIAS or not all(-100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise UsageError(f"logit_bias: expected at most {MAX_LOGIT_BIAS} values of -100 .. 100")
 
