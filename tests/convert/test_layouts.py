@@ -225,17 +225,19 @@ def test_rounded_reciprocals_are_counted_and_differ_by_half_a_step_at_most(
 
 
 @pytest.mark.parametrize("name", ["modelopt-fp8-kv", "modelopt-fp8-channel", "modelopt-mxfp8", "modelopt-nvfp4"])
-def test_written_modelopt_configs_equal_those_of_modelopt(name: str, tmp_path: Path) -> None:
+def test_written_modelopt_configs_equal_those_of_modelopt_but_for_the_producer(name: str, tmp_path: Path) -> None:
     convert_checkpoint(INTEROP / name, tmp_path / "out", "modelopt")
     ours, theirs = quantization_config(tmp_path / "out"), quantization_config(INTEROP / name)
     embeddings = "model.embed_tokens"  # listed by ModelOpt too; no reader asks for it
     theirs["ignore"].remove(embeddings)
+    assert (ours.pop("producer")["name"], theirs.pop("producer")["name"]) == ("minifloat", "modelopt")
     assert ours == theirs
     ours, theirs = (
         json.loads((folder / "hf_quant_config.json").read_text()) for folder in (tmp_path / "out", INTEROP / name)
     )
     theirs["quantization"]["exclude_modules"].remove(embeddings)
-    assert ours == theirs
+    assert ours["producer"].items() > theirs["producer"].items()
+    assert ours == theirs | {"producer": ours["producer"]}
     assert stored(tmp_path / "out") == stored(INTEROP / name)
 
 
@@ -286,21 +288,25 @@ def test_sidecars_card_and_provenance_are_carried_over(tmp_path: Path) -> None:
     assert saved["provenance"]["command"] == "minifloat convert model OUT --layout modelopt"
 
 
-def test_the_deployment_section_is_not_carried_into_another_layout(tmp_path: Path) -> None:
+def test_the_deployment_section_is_that_of_the_new_layout(tmp_path: Path) -> None:
     quantize_checkpoint(INTEROP / "base-llama", tmp_path / "source", "fp8-dynamic")
     before = (tmp_path / "source" / "README.md").read_text()
     convert_checkpoint(tmp_path / "source", tmp_path / "out", "modelopt")
     after = (tmp_path / "out" / "README.md").read_text()
-    assert "## Deployment" in before
-    assert "vllm serve" not in after
-    assert "minifloat deployment" not in after
-    body = before[before.index("# base-llama") : before.index("<!-- minifloat deployment: begin -->")]
-    assert body + "## Made with\n" in after
+    begin = "<!-- minifloat deployment: begin -->"
+    assert before.index(begin) < before.index("## Made with")
+    assert after.count(begin) == 1
+    assert after.index(begin) > after.index("## Converted")
+    body = before[before.index("# base-llama") : before.index(begin)]
+    assert body.replace("layout `compressed-tensors`", "layout `modelopt`") + "## Made with\n" in after
 
 
 @pytest.mark.parametrize(
     ("target", "tags"),
-    [({"layout": "modelopt"}, ["fp8", "fp8-dynamic", "minifloat", "modelopt"]), ({"dequantize": True}, ["minifloat"])],
+    [
+        ({"layout": "modelopt"}, ["fp8", "fp8-dynamic", "minifloat", "modelopt", "vllm"]),
+        ({"dequantize": True}, ["minifloat"]),
+    ],
 )
 def test_the_metadata_of_the_card_is_true_of_the_converted_model(
     tmp_path: Path, target: dict[str, Any], tags: list[str]
@@ -312,4 +318,5 @@ def test_the_metadata_of_the_card_is_true_of_the_converted_model(
     after = read_metadata((tmp_path / "out" / "README.md").read_text())
     relation = {"base_model_relation": "quantized"} if "layout" in target else {}
     expected = {key: value for key, value in before.items() if key != "base_model_relation"}
-    assert after == expected | relation | {"tags": tags}
+    library = "minifloat" if "layout" in target else "transformers"
+    assert after == expected | relation | {"tags": tags, "library_name": library}

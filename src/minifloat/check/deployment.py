@@ -73,6 +73,20 @@ def loads_in(reports: Mapping[str, CheckReport]) -> list[str]:
     return [name for name, report in reports.items() if report.verdict in (LoadVerdict.LOADS, LoadVerdict.DEGRADED)]
 
 
+def engine_tags(reports: Reports) -> list[str]:
+    """Return the servers that load the model on some machine, as tags of its card."""
+    return [engine for engine in ("vllm", "sglang") if loads_in(reports[engine])]
+
+
+def library_name(reports: Reports) -> str:
+    """Return the library in a card's metadata, which hubs show with a snippet: transformers only if it loads the model.
+
+    Args:
+        reports: Result of `check_everywhere`.
+    """
+    return "transformers" if loads_in(reports["transformers"]) else "minifloat"
+
+
 def deployment_section(reports: Reports, model: str) -> str:
     """Return the section as Markdown, with its markers.
 

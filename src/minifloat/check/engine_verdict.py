@@ -61,7 +61,8 @@ class EngineVerdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as JSON values."""
-        return asdict(self) | {"version": ENGINES[self.engine]}
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return values | {"version": ENGINES[self.engine]}
 
 
 def engine_verdicts(reports: Mapping[str, Mapping[str, CheckReport]]) -> tuple[EngineVerdict, ...]:

@@ -46,7 +46,7 @@ def convert(params: ConvertParams) -> None:
 
     Codes and scales keep their values, or the conversion is refused before anything is written, with the reason.
     """
-    from minifloat.commands.display.console import progress_bar
+    from minifloat.commands.display.console import announce, progress_bar
     from minifloat.commands.display.convert import print_convert_report
     from minifloat.convert import convert_checkpoint
 
@@ -62,6 +62,7 @@ def convert(params: ConvertParams) -> None:
             workers=params.workers,
             progress=progress,
             revision=params.revision,
+            announce=None if params.quiet else announce,
         )
     if params.as_json:
         print_json(report)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from minifloat.check import ENGINES
+from minifloat.check.deployment import Reports, deployment_section, engine_tags, library_name
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.rewrite import CARD_FILE
 from minifloat.convert.report import ConvertReport
@@ -13,16 +15,21 @@ from minifloat.layouts import TARGETS
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.report.card import read_metadata, replace_metadata, without_section
 
+#: Name of the model in the card's commands until `push` knows its id.
+MODEL = "MODEL"
+#: The line in which the card of `quantize` names the layout.
+_LAYOUT_LINE = re.compile(r"^(Elements .*), layout `[^`]*`\.$", re.MULTILINE)
 _MAKER = "minifloat"  #: a tag that stays true after a conversion
 _FORMATS = {part for name in SCHEMES for part in (name, name.partition("-")[0])}
 
 
-def model_card(checkpoint: Checkpoint, report: ConvertReport) -> str:
+def model_card(checkpoint: Checkpoint, report: ConvertReport, engines: Reports) -> str:
     """Return the card as Markdown. Metadata of the source (base_model, licence, ...) stays where it is still true.
 
     Args:
         checkpoint: The source.
         report: The report of the conversion.
+        engines: The reports of `check_everywhere` on the output.
     """
     card = checkpoint.path / CARD_FILE
     name = model_name(checkpoint.path)
@@ -34,7 +41,7 @@ def model_card(checkpoint: Checkpoint, report: ConvertReport) -> str:
         conversion = f"converted from layout `{report.source_layout}` to `{report.layout}`, {precision}"
     return "\n".join(
         [
-            without_section(_with_true_metadata(source_card, report.layout), "deployment").rstrip(),
+            _with_true_layout(_with_true_metadata(source_card, report.layout, engines), report.layout).rstrip(),
             "",
             "## Converted",
             "",
@@ -46,12 +53,19 @@ def model_card(checkpoint: Checkpoint, report: ConvertReport) -> str:
             f"`{report.provenance['source_digest']}`.",
             *(("", *report.notes) if report.notes else ()),
             "",
+            deployment_section(engines, MODEL),
         ]
     )
 
 
-def _with_true_metadata(card: str, layout: str | None) -> str:
-    """Return the card without tags that are no longer true: the former layout, its engines, and quantization."""
+def _with_true_layout(card: str, layout: str | None) -> str:
+    """Return the card without the former table of engines, and with the present layout in the line that names it."""
+    present = "dequantized since, see below" if layout is None else f"layout `{layout}`"
+    return _LAYOUT_LINE.sub(lambda match: f"{match[1]}, {present}.", without_section(card, "deployment"))
+
+
+def _with_true_metadata(card: str, layout: str | None, engines: Reports) -> str:
+    """Return the card with true tags (layout, engines, quantization) and the library that loads the output."""
     try:
         before = read_metadata(card)
     except ValueError:
@@ -61,5 +75,8 @@ def _with_true_metadata(card: str, layout: str | None) -> str:
         del after["base_model_relation"]
     if isinstance(after.get("tags"), list):
         untrue = {*TARGETS, *ENGINES} - {_MAKER} - _FORMATS | (_FORMATS if layout is None else set())
-        after["tags"] = [tag for tag in after["tags"] if tag not in untrue] + ([] if layout is None else [layout])
+        after["tags"] = [tag for tag in after["tags"] if tag not in untrue]
+        after["tags"] += [] if layout is None else [layout, *engine_tags(engines)]
+    if "library_name" in after:
+        after["library_name"] = library_name(engines)
     return card if after == before else replace_metadata(card, after)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from minifloat._version import __version__
+from minifloat.check.deployment import Reports
+from minifloat.check.engine_verdict import engine_verdicts
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, CheckpointWriter, OutputTensor, TensorInfo
 from minifloat.checkpoint.job import RewriteJob
 from minifloat.checkpoint.progress import Progress
@@ -31,8 +33,9 @@ from minifloat.checkpoint.rewrite import (
     write_sidecars,
 )
 from minifloat.checkpoint.shard import ShardWriter
-from minifloat.convert.card import model_card
+from minifloat.convert.card import MODEL, model_card
 from minifloat.convert.dequantize_plan import make_dequantize_plan
+from minifloat.convert.engines import check_output, warnings_of
 from minifloat.convert.layout_plan import make_layout_plan
 from minifloat.convert.plan import Change, Conversion, ConvertPlan
 from minifloat.convert.report import ConvertedTensor, ConvertReport
@@ -58,6 +61,7 @@ def convert_checkpoint(
     workers: int | None = None,
     progress: Progress | None = None,
     revision: str | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> ConvertReport:
     """Write a quantized checkpoint in another layout, code for code, or dequantized.
 
@@ -76,6 +80,7 @@ def convert_checkpoint(
         workers: Threads; by default one per core that this process may use, at most 8.
         progress: Called from this thread as work completes.
         revision: Branch, tag or commit of a model of the hub, as in `minifloat.hub.model_folder`.
+        announce: Called before anything is written with each note on engines that will answer wrongly.
 
     Returns:
         The report on every tensor.
@@ -100,6 +105,12 @@ def convert_checkpoint(
             plan = make_dequantize_plan(checkpoint, dtype)
         else:
             plan = make_layout_plan(checkpoint, layout, allow_rounding=allow_rounding)
+        engines = check_output(checkpoint, plan, MODEL)
+        verdicts = engine_verdicts(engines)
+        warnings = tuple(warnings_of(verdicts))
+        if announce is not None:
+            for warning in warnings:
+                announce(warning)
         options = {"convert": layout, "dtype": plan.dtype, "rounding": asdict(plan.rounding)}
         with CheckpointWriter(
             destination,
@@ -122,11 +133,12 @@ def convert_checkpoint(
                 ),
                 tensors=tensors,
                 rounding=plan.rounding,
-                notes=(*plan.notes, *restart_notes(writer)),
+                engines=verdicts,
+                notes=(*plan.notes, *warnings, *restart_notes(writer)),
                 seconds=time.perf_counter() - started,
                 resumed_shards=job.resumed,
             )
-            _write_small_files(checkpoint, plan, writer, report)
+            _write_small_files(checkpoint, plan, writer, report, engines)
             writer.commit()
     return report
 
@@ -142,7 +154,7 @@ def _in_order_of_source(checkpoint: Checkpoint, entries: Sequence[dict[str, Any]
 
 
 def _write_small_files(
-    checkpoint: Checkpoint, plan: ConvertPlan, writer: CheckpointWriter, report: ConvertReport
+    checkpoint: Checkpoint, plan: ConvertPlan, writer: CheckpointWriter, report: ConvertReport, engines: Reports
 ) -> None:
     """Write every file that is not a shard: sidecars, index, files of the layout, report, model card and config."""
     write_sidecars(checkpoint, writer)
@@ -152,7 +164,7 @@ def _write_small_files(
     for name, content in plan.files.items():
         writer.write_file(name, encode_json(content))
     writer.write_file(REPORT_FILE, encode_json(report.to_dict()))
-    writer.write_file(CARD_FILE, model_card(checkpoint, report).encode())
+    writer.write_file(CARD_FILE, model_card(checkpoint, report, engines).encode())
     writer.write_file(CONFIG_FILE, encode_json(plan.config))
 
 

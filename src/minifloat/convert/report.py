@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from minifloat.check.engine_verdict import EngineVerdict
+
 #: Version of the JSON that `ConvertReport.to_dict` returns.
 SCHEMA_VERSION = 1
 
@@ -58,6 +60,7 @@ class ConvertReport:
         provenance: Source, hashes, versions and command.
         tensors: One entry per tensor of the source, in its order.
         rounding: Scales whose values changed; none unless rounding was allowed.
+        engines: Which engines load the output on which machines, by `check`.
         notes: Sentences for the user.
         seconds: Wall time of this run.
         resumed_shards: Shards that an earlier, interrupted run had finished.
@@ -71,6 +74,7 @@ class ConvertReport:
     provenance: dict[str, Any]
     tensors: tuple[ConvertedTensor, ...]
     rounding: Rounding = field(default_factory=Rounding)
+    engines: tuple[EngineVerdict, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     resumed_shards: int = field(default=0, compare=False)
@@ -96,6 +100,7 @@ class ConvertReport:
             "recipe": {"source_layout": self.source_layout, "layout": self.layout, "dtype": self.dtype},
             "provenance": self.provenance,
             "rounding": asdict(self.rounding),
+            "engines": [verdict.to_dict() for verdict in self.engines],
             "notes": list(self.notes),
             "bytes": {"source": self.source_bytes, "output": self.output_bytes},
             "tensors": [asdict(tensor) for tensor in self.tensors],

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minifloat._version import __version__
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
 from minifloat.errors import ShapeError, UsageError
@@ -52,10 +53,15 @@ ALGORITHMS: dict[str, tuple[WeightSpec, ActivationSpec | None]] = {
 }
 MIXED = "MIXED_PRECISION"
 
-_PRODUCER = {
+#: Of config.json, in which no server reads the producer.
+_PRODUCER = {"name": "minifloat", "version": __version__}
+#: Of hf_quant_config.json: vLLM 0.32 refuses a file of another producer (model_loader/weight_utils.py:
+#: get_quant_config). The version is that of ModelOpt whose format is written.
+_FILE_PRODUCER = {
     "name": "modelopt",
     "version": "0.47.0",
-}  #: version of ModelOpt whose config format is written; servers check the name
+    "comment": f"written by minifloat {__version__} in this format; vLLM reads the file only under this name",
+}
 _FLOAT_ARGS = {"dynamic": False, "type": "float"}
 
 
@@ -164,7 +170,7 @@ class ModelOptWriter:
             quantization["quantized_layers"] = _layers(algorithms)
         return {
             HF_QUANT_CONFIG_FILE: {
-                "producer": _PRODUCER,
+                "producer": _FILE_PRODUCER,
                 "quantization": quantization | {"exclude_modules": list(kept)},
             }
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from minifloat.check.deployment import Reports, deployment_section, loads_in
+from minifloat.check.deployment import Reports, deployment_section, engine_tags, library_name
 from minifloat.checkpoint import Checkpoint
 from minifloat.hub import model_name, origin_of
 from minifloat.quantize.report import QuantizeReport, TensorReport, worst
@@ -41,7 +41,7 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport, engines: Reports,
     kinds = Counter((tensor.action, tensor.detail) for tensor in report.tensors)
     rows = [f"| {action} | {detail} | {count} |" for (action, detail), count in sorted(kinds.items())]
     ratio = report.source_bytes / max(report.output_bytes, 1)
-    tags = [engine for engine in ("vllm", "sglang") if loads_in(engines[engine])]
+    tags = engine_tags(engines)
     lines = [
         f"# {name}, {recipe['scheme']}",
         "",
@@ -77,7 +77,9 @@ def model_card(checkpoint: Checkpoint, report: QuantizeReport, engines: Reports,
         "|---|---|---|---|---|",
         *(_row(tensor) for tensor in worst(report.tensors, _WORST_SHOWN)),
     ]
-    return metadata_head(_metadata(checkpoint, recipe, base, tags)) + "\n" + "\n".join(lines) + "\n"
+    return (
+        metadata_head(_metadata(checkpoint, recipe, base, tags, library_name(engines))) + "\n" + "\n".join(lines) + "\n"
+    )
 
 
 def _budget_section(report: QuantizeReport) -> list[str]:
@@ -131,14 +133,16 @@ def _rounding_section(report: QuantizeReport) -> list[str]:
     ]
 
 
-def _metadata(checkpoint: Checkpoint, recipe: dict[str, Any], base: str | None, engines: list[str]) -> dict[str, Any]:
+def _metadata(
+    checkpoint: Checkpoint, recipe: dict[str, Any], base: str | None, engines: list[str], library: str
+) -> dict[str, Any]:
     """Return the metadata of the card, as hubs read it."""
     relation = {} if base is None else {"base_model": base, "base_model_relation": "quantized"}
     tags = [recipe["scheme"].partition("-")[0], recipe["scheme"], recipe["layout"], *engines, "minifloat"]
     return {
         **_carried_metadata(checkpoint),
         **relation,
-        "library_name": "transformers",
+        "library_name": library,
         "tags": list(dict.fromkeys(tags)),
     }
 

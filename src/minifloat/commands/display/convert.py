@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minifloat.commands.display.console import make_console, make_table, print_outcome
+from minifloat.commands.display.console import make_console, make_table, print_engines, print_outcome
 from minifloat.convert.report import ConvertedTensor, ConvertReport
 from minifloat.report.text import layer_pattern, size_text
 
@@ -29,3 +29,4 @@ def print_convert_report(report: ConvertReport, *, verbose: bool) -> None:
         f"{size_text(report.source_bytes)} -> {size_text(report.output_bytes)}. {report.seconds:.2f} s."
     )
     print_outcome(console, report)
+    print_engines(console, report.engines)
