@@ -30,6 +30,7 @@ FLOORS = (
     "check",
     "runtime",
     "transformers",
+    "vllm",
     "serve",
     "lm_eval",
     "publish",

@@ -89,3 +89,18 @@ def test_openmp_runtimes_are_distinguished_from_other_libraries(tmp_path: Path) 
     maps.write_text("\n".join(lines))
     assert processors.openmp_runtimes(maps) == ("/a b/libgomp.so.1", "/usr/lib/libiomp5.so")
     assert processors.openmp_runtimes(tmp_path / "missing") == ()
+
+
+@pytest.mark.parametrize("binding", [{"GOMP_CPU_AFFINITY": "0-1"}, {"OMP_PROC_BIND": "true", "OMP_PLACES": "{0},{1}"}])
+def test_the_limit_is_not_that_of_the_one_processor_that_openmp_binds_the_first_thread_to(
+    binding: dict[str, str],
+) -> None:
+    """vLLM starts its workers with such a binding."""
+    if not {0, 1} <= os.sched_getaffinity(0) or processors.limit() < 2:
+        pytest.skip("needs processors 0 and 1")
+    code = (
+        "import os, torch\nfrom minifloat.kernels import processors\nprint(processors.available(), processors.limit())"
+    )
+    environment = os.environ | binding | {"OMP_NUM_THREADS": "2"}
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == ["1", "2"]

@@ -18,6 +18,7 @@ Not covered: LLVM's and Intel's runtimes, which have a setting of their own (KMP
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from functools import cache
@@ -30,6 +31,7 @@ SPIN_COUNT = 10000
 
 _MOST_WORKERS = 8
 _SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_BIND_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _MAPS = Path("/proc/self/maps")
@@ -60,10 +62,11 @@ def limit() -> int:
     """Return how many threads this process can run at the same time, at least 1.
 
     This is the number of processors that it may be scheduled on (affinity), or the quota of its control groups, rounded
-    up, if that is less: a quota of 1.5 processors gives 2 threads.
+    up, if that is less: a quota of 1.5 processors gives 2 threads. Where OpenMP binds each thread to one processor, its
+    runtime knows the number.
     """
     quota = cgroup_quota()
-    processors = available()
+    processors = max(available(), openmp_processors())
     return processors if quota is None else max(1, min(processors, math.ceil(quota)))
 
 
@@ -72,6 +75,17 @@ def available() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def openmp_processors() -> int:
+    """Return the number of processors that a loaded OpenMP runtime binds its threads to; 0 if it binds none.
+
+    A runtime that binds threads binds the one that loads it too, whose affinity is one processor from then on.
+    """
+    if not any(name in os.environ for name in _BIND_VARIABLES):
+        return 0
+    runtimes = [ctypes.CDLL(path) for path in openmp_runtimes()]
+    return max((int(runtime.omp_get_num_procs()) for runtime in runtimes), default=0)
 
 
 def cgroup_quota(membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> float | None:

@@ -1,0 +1,36 @@
+"""What the plugin for vLLM (`minifloat.vllm`) was tested with, and what it computes; imports no vLLM.
+
+The plugin refuses every other version of vLLM, because it fills tables that vLLM does not document as an interface.
+"""
+
+from __future__ import annotations
+
+from minifloat.check.subject import Kind
+
+#: Name of the plugin, as ``VLLM_PLUGINS`` takes it.
+NAME = "minifloat"
+#: Versions of vLLM, without the local part: ``0.32.0`` stands for ``0.32.0+cpu`` too.
+TESTED_VERSIONS = ("0.32.0",)
+#: Kinds of linears -> the kernel that vLLM's log names, on CPUs without AMX.
+LINEAR_KERNELS: dict[Kind, str] = {
+    Kind.FP8_WEIGHT_ONLY: "MinifloatFp8LinearKernel",
+    Kind.FP8_DYNAMIC: "MinifloatFp8LinearKernel",
+    Kind.FP8_STATIC: "MinifloatFp8LinearKernel",
+    Kind.FP8_BLOCK: "MinifloatFp8LinearKernel",
+    Kind.MXFP8: "MinifloatMxfp8LinearKernel",
+    Kind.MXFP8_W8A8: "MinifloatMxfp8LinearKernel",
+    Kind.MXFP4: "MinifloatMxfp4LinearKernel",
+    Kind.MXFP4_W4A4: "MinifloatMxfp4LinearKernel",
+    Kind.MXFP4_W4A8: "MinifloatMxfp4LinearKernel",
+    Kind.NVFP4: "MinifloatNvfp4LinearKernel",
+    Kind.NVFP4_W4A4: "MinifloatNvfp4LinearKernel",
+}
+
+
+def is_tested(version: str) -> bool:
+    """Return whether the plugin was tested with a version of vLLM.
+
+    Args:
+        version: ``vllm.__version__``, with or without a local part.
+    """
+    return version.partition("+")[0] in TESTED_VERSIONS
