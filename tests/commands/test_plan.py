@@ -27,8 +27,8 @@ def test_every_scheme_has_a_row_in_both_tables() -> None:
 
 
 def test_the_json_is_the_result_of_plan_model() -> None:
-    result = run(STORYBOOK, "--scheme", "mxfp4", "--bandwidth", "35", "--json")
-    planned = plan_model(STORYBOOK, "mxfp4", bandwidth=35e9).to_dict()
+    result = run(STORYBOOK, "--scheme", "mxfp4", "--bandwidth", "35", "--peak", "0.5", "--json")
+    planned = plan_model(STORYBOOK, "mxfp4", bandwidth=35e9, peak=0.5e12).to_dict()
     assert json.loads(result.stdout) == json.loads(json.dumps(planned))
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import timeit
+from dataclasses import replace
+
 import pytest
+import torch
 
 from minifloat.errors import UnknownNameError, UsageError
+from minifloat.kernels import processors
+from minifloat.kernels.product_rate import measure_product_rate
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3
+from minifloat.plan import hardware
 from minifloat.plan.hardware import PLANNED_HARDWARE, get_hardware
 from minifloat.plan.roofline import StepCost, bound, experts_read, largest, smallest, step_bytes
 
@@ -30,10 +37,30 @@ def test_formats_are_multiplied_at_their_own_peaks() -> None:
 
 
 def test_an_unknown_peak_leaves_only_the_bandwidth_bound() -> None:
-    machine = get_hardware("cpu", bandwidth=35e9)
-    assert (machine.bandwidth, dict(machine.peaks)) == (35e9, {})
+    machine = replace(get_hardware("cpu", bandwidth=35e9, peak=1e12), peaks={})
     step = bound(StepCost(35e9, {BFLOAT16: 1e30}, 1), machine)
     assert (step.seconds, step.limit, step.ridge) == (1.0, "memory", None)
+
+
+def test_bandwidth_and_peak_of_this_machine_are_measured_where_they_are_not_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = processors.available()
+    monkeypatch.setattr(hardware, "measure_product_rate", lambda count: 1e11 * count)
+    machine = get_hardware("cpu", bandwidth=35e9)
+    assert (machine.bandwidth, dict(machine.peaks)) == (35e9, {BFLOAT16: 1e11 * threads})
+    assert machine.source == f"bandwidth as given; peak measured with {threads} threads"
+    step = bound(StepCost(35e9, {BFLOAT16: 4e11 * threads}, 1), machine)
+    assert (step.seconds, step.limit) == (4.0, "compute")
+    monkeypatch.setattr(hardware, "measure_product_rate", pytest.fail)
+    assert get_hardware("cpu", bandwidth=35e9, peak=2e12).source == "bandwidth and peak as given"
+
+
+def test_the_measured_peak_is_that_of_a_product_of_this_machine() -> None:
+    x = torch.ones(1024, 1024)
+    seconds = min(timeit.repeat(lambda: x @ x, number=1, repeat=5))
+    rate = measure_product_rate(torch.get_num_threads())
+    assert 0.1 < rate / (2 * 1024**3 / seconds) < 100  # BF16 instructions against float32
 
 
 def test_fp8_came_with_ada_hopper_and_cdna3_and_fp4_with_blackwell_and_cdna4() -> None:

@@ -51,7 +51,9 @@ class PlanParams:
     help="Fraction of memory to leave unused.",
 )
 @click.option("--bandwidth", type=POSITIVE, metavar="GB/S", help="Instead of the data sheet's or a measured one.")
-@click.option("--peak", type=POSITIVE, metavar="TFLOP/S", help="Dense BF16 peak instead of the data sheet's.")
+@click.option(
+    "--peak", type=POSITIVE, metavar="TFLOP/S", help="Dense BF16 peak instead of the data sheet's or a measured one."
+)
 @json_option()
 @pass_params(PlanParams)
 def plan(params: PlanParams) -> None:

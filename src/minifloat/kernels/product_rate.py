@@ -24,13 +24,16 @@ _BF16 = 0
 _ONE = 0x3F80
 
 
-def measure_product_rate() -> float:
+def measure_product_rate(threads: int | None = None) -> float:
     """Return floating-point operations per second of a product ``[1024, 1024]' x [1024, 1024]``, all threads together.
+
+    Args:
+        threads: Threads that share the product; by default those of torch. NumPy's product takes its own number.
 
     Raises:
         KernelUnavailable: If ``MINIFLOAT_ISA`` names an instruction set that does not exist here.
     """
-    product = _native_product() or _numpy_product()
+    product = _native_product(threads or _threads()) or _numpy_product()
     best = float("inf")
     for _ in range(_REPEATS):
         started = time.perf_counter()
@@ -39,7 +42,7 @@ def measure_product_rate() -> float:
     return 2.0 * _ROWS * _COLUMNS * _COLUMNS / best
 
 
-def _native_product() -> Callable[[], object] | None:
+def _native_product(threads: int) -> Callable[[], object] | None:
     """Return a product of the native library; None: there is no library."""
     library = native.load()
     if library is None:
@@ -57,7 +60,7 @@ def _native_product() -> Callable[[], object] | None:
         y_stride=_COLUMNS,
         dtype=_BF16,
         symmetric=False,
-        threads=_threads(),
+        threads=threads,
     )
     arrays = (x, y, out)
 

@@ -17,6 +17,7 @@ import psutil
 from minifloat.errors import UsageError, lookup
 from minifloat.kernels import processors
 from minifloat.kernels.bandwidth import read_bandwidth
+from minifloat.kernels.product_rate import measure_product_rate
 from minifloat.numerics.formats import BFLOAT16, E2M1, E4M3, ElementFormat
 
 _GIGA, _TERA = 10**9, 10**12
@@ -154,8 +155,8 @@ def get_hardware(name: str, *, bandwidth: float | None = None, peak: float | Non
     """Return the device of a name.
 
     Args:
-        name: A name of `PLANNED_HARDWARE`. For ``cpu`` the memory is this machine's, and so is the bandwidth, which is
-            measured (half a second) unless it is given.
+        name: A name of `PLANNED_HARDWARE`. For ``cpu`` the memory is this machine's. So are bandwidth and peak, which
+            are measured (half a second together) unless they are given.
         bandwidth: Bytes per second in place of the data sheet's or the measured figure.
         peak: BF16 operations per second in place of the data sheet's; other formats keep their ratio to it.
 
@@ -180,12 +181,19 @@ def get_hardware(name: str, *, bandwidth: float | None = None, peak: float | Non
 
 
 def _this_machine(bandwidth: float | None, peak: float | None) -> Hardware:
-    """Return this machine; its only peak is that of BF16, because our CPU kernels decode weights to BF16 or float32."""
+    """Return this machine; its only peak is that of BF16, because our CPU kernels decode weights to BF16 or float32.
+
+    The measured peak is the rate of a product of BF16 matrices that lie in the caches.
+    """
     threads = processors.available()
-    source = "bandwidth as given"
+    measured = [name for name, value in (("bandwidth", bandwidth), ("peak", peak)) if value is None]
+    given = [name for name in ("bandwidth", "peak") if name not in measured]
     if bandwidth is None:
         bandwidth = read_bandwidth(_PROBE_BYTES, threads, _PROBE_ROUNDS).median
-        source = f"bandwidth measured with {threads} threads"
-    peaks = MappingProxyType({} if peak is None else {BFLOAT16: peak})
+    if peak is None:
+        peak = measure_product_rate(threads)
+    source = [f"{' and '.join(given)} as given"] if given else []
+    source += [f"{' and '.join(measured)} measured with {threads} threads"] if measured else []
+    peaks = MappingProxyType({BFLOAT16: peak})
     memory = int(psutil.virtual_memory().total)
-    return Hardware(CPU, f"this machine, {threads} cores", memory, bandwidth, peaks, source)
+    return Hardware(CPU, f"this machine, {threads} cores", memory, bandwidth, peaks, "; ".join(source))

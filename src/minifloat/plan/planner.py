@@ -85,7 +85,7 @@ def plan_model(
         kv_cache_dtype: ``"bfloat16"`` or ``"fp8"``.
         keep_free: Share of memory for everything that is not counted.
         bandwidth: Bytes per second of a named device, in place of its data sheet's.
-        peak: BF16 operations per second of a named device, in place of its data sheet's.
+        peak: BF16 operations per second of a named device, in place of its data sheet's or the measured one.
         revision: Branch, tag or commit of a model of the hub, as in `minifloat.hub.model_folder`.
 
     Raises:
@@ -287,7 +287,7 @@ def _notes(source: ModelSource, schemes: Sequence[Scheme], request: _Request) ->
     if source.stored is not None:
         notes.append("The model is already quantized, and planned as it is.")
     if not hardware.peaks:
-        notes.append("The peak of this machine is unknown (--peak): only its bandwidth bounds the figures.")
+        notes.append(f"The peak of {hardware.name} is unknown: only its bandwidth bounds the figures.")
     elif any(s.activation is not None for s in schemes) and E4M3 not in hardware.peaks:
         notes.append(f"{hardware.name} does not multiply FP8: every scheme runs on weight-only kernels, in BF16.")
     four_bit = any(s.weight.element is E2M1 for s in schemes)

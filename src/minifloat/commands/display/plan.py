@@ -72,9 +72,15 @@ def _hardware_line(plan: ModelPlan) -> str:
 def _peaks(hardware: Hardware) -> str:
     if not hardware.peaks:
         return ""
-    peaks = ", ".join(f"{element.name} {peak / _TERA:,.0f}" for element, peak in hardware.peaks.items())
+    peaks = ", ".join(f"{element.name} {_teraflops(peak)}" for element, peak in hardware.peaks.items())
     ridges = ", ".join(f"{element.name} {ridge:,.0f}" for element, ridge in hardware.ridges.items())
     return f"; dense TFLOP/s {peaks}; ridge {ridges}"
+
+
+def _teraflops(peak: float) -> str:
+    """Return a peak in TFLOP/s: whole numbers as on data sheets, two digits of a processor's fraction of one."""
+    rate = peak / _TERA
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def _cache_table(plan: ModelPlan) -> Table:
