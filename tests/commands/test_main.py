@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from minifloat.commands.main import COMMANDS, main
+from minifloat.commands.options import SIZE
 from minifloat.commands.serve import serve
 
 BASE = Path(__file__).parents[1] / "data" / "interop" / "base-llama"
@@ -36,7 +37,7 @@ def test_help_lists_the_commands_in_the_order_of_use() -> None:
         (["--target-bytes", "5GB"], "a budget of 5,000,000,000 bytes"),
         (["--max-kl", "0.02"], "a budget of a KL divergence of 0.02"),
         (["--target-bits", "5", "--max-kl", "0.02"], "got --target-bits and --max-kl"),
-        (["--target-bytes", "five"], "expected a size"),
+        (["--target-bytes", "five"], "'--target-bytes': expected a size such as 8G, 8GiB or 500MB, got 'five'"),
     ],
     ids=str,
 )
@@ -105,15 +106,50 @@ def test_exclude_is_an_override_to_bf16(tmp_path: Path) -> None:
         (["quantize", "{base}", "{tmp}/no/out"], "does not exist"),
         (["quantize", "{base}", "{tmp}"], "--overwrite"),
         (["quantize", "{tmp}", "{tmp}/out"], "config.json"),
+        (["quantize", "{base}", "{tmp}/out", "--override", "down=bf8"], "unknown scheme 'bf8'; valid: bf16, fp8-block"),
+        (["generate", "{base}", "x"], "it has no tokenizer; copy tokenizer.json and tokenizer_config.json"),
+        (["inspect", "{tmp}/model.gguf"], "model.gguf: a GGUF file, llama.cpp's format"),
+        (["quantize", "{tmp}/model.gguf", "{tmp}/out"], "model.gguf: a GGUF file, llama.cpp's format"),
+        (["serve", "{tmp}/gguf", "--port", "0"], "m.GGUF: a GGUF file, llama.cpp's format"),
+        (["plan", "{tmp}/quantized", "--scheme", "fp8"], "minifloat convert --dequantize"),
+        (["quantize", "{tmp}/quantized", "{tmp}/out"], "minifloat convert --dequantize"),
+        (["calibrate", "{tmp}/quantized", "{tmp}/s.safetensors", "--data", "self"], "minifloat convert --dequantize"),
         (["inspect", "{tmp}/missing"], "missing"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "gguf").mkdir()
+    for file in (tmp_path / "model.gguf", tmp_path / "gguf" / "m.GGUF"):
+        file.write_bytes(b"GGUF")
+    if "{tmp}/quantized" in arguments:
+        assert run("quantize", BASE, tmp_path / "quantized", "-q").exit_code == 0
     result = run(*(text.format(base=BASE, tmp=tmp_path) for text in arguments))
     assert result.exit_code == 2
     assert result.output.startswith("minifloat: error: ")
     assert message in result.output
     assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("quantize", BASE), ("convert", BASE.parent / "modelopt-fp8-kv", "--dequantize")])
+def test_a_destination_that_is_an_empty_folder_is_taken(tmp_path: Path, command: tuple[str | Path, ...]) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    name, source, *options = command
+    result = run(name, source, out, "-q", *options)
+    assert (result.exit_code, result.output) == (0, "")
+    assert (out / "config.json").is_file()
+    assert run(name, source, out, "-q", *options).exit_code == 2
+
+
+def test_check_keeps_what_exclude_names_as_quantize_does() -> None:
+    options = ("--engine", "vllm", "--hardware", "h100", "--scheme", "fp8-block")
+    assert "'zz' matches no weight" in run("check", BASE, *options, "--exclude", "zz").output
+    excluded, overridden, plain = (
+        json.loads(run("check", BASE, *options, *more, "--json").stdout)
+        for more in (("--exclude", "down_proj"), ("--override", "down_proj=bf16"), ())
+    )
+    assert excluded == overridden
+    assert excluded.keys() == plain.keys()
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -164,10 +200,59 @@ def test_the_help_lists_every_command_in_one_line() -> None:
     assert [line.split() for line in listed] == [[name, *summary.split()] for name, summary in COMMANDS.items()]
 
 
-def test_an_unknown_command_is_refused_with_its_name() -> None:
-    result = run("quantise")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantise"], "there is no command 'quantise'; did you mean 'quantize'? (see: minifloat --help)"),
+        (["frobnicate"], "there is no command 'frobnicate'; the commands are quantize, calibrate, inspect"),
+        (["--nope"], "no such option '--nope' (see: minifloat --help)"),
+        (["quantize"], "missing argument 'MODEL' (see: minifloat quantize --help)"),
+        (["plan", "x", "--gpu", "2"], "Did you mean '--gpus'? (see: minifloat plan --help)"),
+        (["plan", "x", "--gpus", "many"], "invalid value for '--gpus': 'many'"),
+        (["check", "x"], "missing option '--engine'"),
+        (["calibrate", "x", "y", "--data", "z", "--max-memory", "8"], "8 what? Give the unit: 8G, 8MiB, or 8B"),
+        (["serve", "x", "--kv-cache-memory", "8Q"], "'--kv-cache-memory': expected a size such as 8G"),
+        (["compare", "x"], "name CANDIDATES"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_usage_errors_are_one_line_that_begins_as_all_errors_do(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
     assert result.exit_code == 2
-    assert "No such command 'quantise'" in result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("minifloat: error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("8G", 8 << 30), ("8GiB", 8 << 30), ("8gb", 8 * 10**9), ("1.5 MiB", 3 << 19), ("64K", 1 << 16), ("7B", 7)],
+)
+def test_sizes_are_read_with_their_units(text: str, nbytes: int) -> None:
+    assert SIZE.convert(text, None, None) == nbytes
+
+
+def test_every_option_that_takes_a_size_has_the_one_type() -> None:
+    options = [
+        (name, option.name)
+        for name in COMMANDS
+        for option in main.get_command(click.Context(main), name).params  # type: ignore[union-attr]
+        if option.metavar == "SIZE"
+    ]
+    assert len(options) >= 4
+    assert options == [
+        (name, option.name)
+        for name in COMMANDS
+        for option in main.get_command(click.Context(main), name).params  # type: ignore[union-attr]
+        if option.type is SIZE
+    ]
+
+
+def test_the_short_help_fits_80_columns_uncut() -> None:
+    lines = run("--help").output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any(line.endswith("...") for line in lines[1:])  # the first line is the usage
 
 
 @pytest.mark.parametrize("name", COMMANDS)

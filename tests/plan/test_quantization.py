@@ -129,7 +129,7 @@ def test_an_override_that_cannot_be_read_is_refused(text: str) -> None:
 
 
 def test_an_override_with_an_unknown_scheme_lists_the_schemes() -> None:
-    with pytest.raises(UnknownNameError, match=r"fp9.*valid: fp8-block.*nvfp4"):
+    with pytest.raises(UnknownNameError, match=r"fp9.*valid: bf16, fp8-block.*nvfp4"):
         Override.parse("mlp=fp9")
 
 

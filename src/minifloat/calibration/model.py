@@ -39,7 +39,7 @@ class CalibrationModel:
             method = checkpoint.quantization_config.get("quant_method", "unknown")
             raise AlreadyQuantizedError(
                 f"{checkpoint.path} is quantized already (quant_method {method!r}); calibrate the original checkpoint, "
-                "or run its dequantized weights with --from-quantized"
+                "its plain weights (minifloat convert --dequantize), or with --from-quantized"
             )
         self.checkpoint = checkpoint
         self.description = describe(checkpoint)

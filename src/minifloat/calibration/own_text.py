@@ -135,7 +135,10 @@ def write_own_text(
 
 def _check(checkpoint: Checkpoint, samples: int, seq_len: int, prefix: list[int]) -> None:
     if checkpoint.quantization_config is not None:
-        raise AlreadyQuantizedError(f"{checkpoint.path} is quantized already; the original checkpoint writes the text")
+        raise AlreadyQuantizedError(
+            f"{checkpoint.path} is quantized already; the original checkpoint writes the text, or its plain weights do "
+            "(minifloat convert --dequantize)"
+        )
     least = len(prefix) + 2
     if samples < 1 or seq_len < least:
         raise DataError(f"own text: expected samples >= 1 and seq_len >= {least}; got {samples} and {seq_len}")
@@ -169,7 +172,7 @@ def _weights(
     if write_copy is None:
         raise UsageError(
             f"own text: the weights take {nbytes:,} bytes and {available:,} bytes of memory are available; free some "
-            "memory, or calibrate on text (--data FILE)"
+            "memory, or give the text in a file"
         )
     _LOG.info("memory is short: a quantized copy of the model writes the text")
     with tempfile.TemporaryDirectory(prefix=".own-text-", dir=None if file is None else file.parent) as scratch:

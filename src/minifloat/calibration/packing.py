@@ -70,7 +70,7 @@ class Reading:
         if len(sequences) < count:
             raise DataError(
                 f"{name}: {len(sequences)} sequences of {seq_len} tokens, from {self.used} documents, where "
-                f"{count} were asked for: lower --samples or --seq-len, or give more text"
+                f"{count} were asked for: take fewer or shorter sequences, or give more text"
             )
         largest = max(map(max, sequences))
         if vocab_size is not None and largest >= vocab_size:

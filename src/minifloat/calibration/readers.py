@@ -99,13 +99,13 @@ class Source:
             key, equals, value = option.partition("=")
             if not (equals and value) or key in options:
                 raise DataError(
-                    f"--data {text}: after #, expected KEY=VALUE, each key once, got {option!r}; "
+                    f"{text}: after #, expected KEY=VALUE, each key once, got {option!r}; "
                     "a path that contains # ends with another #"
                 )
             try:
                 options[key] = lookup("option of a data source", key, _OPTIONS)(value)
             except ValueError:
-                raise DataError(f"--data {text}: expected a number for {key}, got {value!r}") from None
+                raise DataError(f"{text}: expected a number for {key}, got {value!r}") from None
         return cls(name, **options)
 
 

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from minifloat.checkpoint.layout import GGUF_HINT, is_gguf
 from minifloat.errors import CheckpointError, NotACheckpointError, StorageError, UnsafeFileError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
@@ -237,5 +238,7 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL
         raise NotACheckpointError(folder, f"not a usable path: {error}") from None
     if not root.is_dir():
+        if is_gguf(folder.name):
+            raise NotACheckpointError(folder, GGUF_HINT)
         raise NotACheckpointError(folder, "not a folder; give the folder that holds config.json")
     return root

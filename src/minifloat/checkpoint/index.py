@@ -12,7 +12,7 @@ from pathlib import Path
 
 from minifloat.checkpoint.files import is_safe_name, parse_object, read_small
 from minifloat.checkpoint.header import MAX_HEADER_BYTES, strict_json
-from minifloat.checkpoint.layout import INDEX_FILE, SHARD_SUFFIX, SINGLE_FILE, is_pickle
+from minifloat.checkpoint.layout import GGUF_HINT, INDEX_FILE, SHARD_SUFFIX, SINGLE_FILE, is_gguf, is_pickle
 from minifloat.checkpoint.tensors import OutputTensor, TensorInfo
 from minifloat.errors import NotACheckpointError, ShardIndexError, UnsafeFileError
 
@@ -85,6 +85,9 @@ def shard_names(root: Path, names: Collection[str], weight_map: Mapping[str, str
             "a pickle file can run code and is not read; convert the model first, if you trust it: "
             "transformers.AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW) writes safetensors",
         )
+    gguf = sorted(filter(is_gguf, names))
+    if gguf:
+        raise NotACheckpointError(root / gguf[0], GGUF_HINT)
     raise NotACheckpointError(root, f"no {SHARD_SUFFIX} file")
 
 

@@ -11,6 +11,11 @@ SHARD_SUFFIX = ".safetensors"
 HF_QUANT_CONFIG_FILE = "hf_quant_config.json"  #: ModelOpt's file for its quantization config
 STATE_FILE = "minifloat-state.json"  #: marks the work folder of an unfinished output
 
+#: What a file of llama.cpp is, and what to give in its place.
+GGUF_HINT = (
+    "a GGUF file, llama.cpp's format, which is not read; give the model that the file was made from: its folder with "
+    "config.json and *.safetensors, or its id on the hub"
+)
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WEIGHT_SUFFIXES = (SHARD_SUFFIX, *PICKLE_SUFFIXES, ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 
@@ -38,6 +43,11 @@ SIDECAR_PATTERNS = (
     "notice*",
     "use_policy*",
 )
+
+
+def is_gguf(name: str) -> bool:
+    """Return whether a file of this name is of llama.cpp's format, which holds weights, config and tokenizer in one."""
+    return name.lower().endswith(".gguf")
 
 
 def is_weights(name: str) -> bool:

@@ -38,10 +38,12 @@ from minifloat.checkpoint.header import ShardHeader, read_header
 from minifloat.checkpoint.index import check_index, read_index, shard_names
 from minifloat.checkpoint.layout import (
     CONFIG_FILE,
+    GGUF_HINT,
     HF_QUANT_CONFIG_FILE,
     INDEX_FILE,
     SIDECAR_FOLDER,
     STATE_FILE,
+    is_gguf,
     is_sidecar,
     is_weights,
 )
@@ -271,6 +273,8 @@ def _read_config(root: Path) -> dict[str, Any]:
         hint = "give the folder that holds it"
         if (root / "snapshots").is_dir():
             hint = "this is a folder of the hub cache: give one of its snapshots/REVISION"
+        elif gguf := sorted(filter(is_gguf, list_folder(root))):
+            raise NotACheckpointError(root / gguf[0], GGUF_HINT) from None
         raise NotACheckpointError(root, f"no {CONFIG_FILE}; {hint}") from None
     return parse_object(data, root / CONFIG_FILE, ConfigError)
 

@@ -232,12 +232,13 @@ class CheckpointWriter:
         """Refuse a destination that a writer would refuse; call it before work that takes long.
 
         Raises:
-            DestinationError: If the destination exists and `overwrite` is False, or its parent does not exist.
+            DestinationError: If the destination exists with files in it and not `overwrite`, or has no parent.
         """
         path = Path(destination).absolute()
         if path.name in ("", "..") or not path.parent.is_dir():
             raise DestinationError(f"{destination}: the folder to create it in does not exist; create that one first")
-        if os.path.lexists(path) and not overwrite and not path.with_name(path.name + WORK_SUFFIX).exists():
+        free = overwrite or not os.path.lexists(path) or _is_empty_folder(path)
+        if not free and not path.with_name(path.name + WORK_SUFFIX).exists():
             raise DestinationError(f"{path}: exists already; choose another name or use --overwrite")
 
     def _claim(self) -> None:
@@ -275,8 +276,8 @@ class CheckpointWriter:
             )
 
     def _require_destination(self) -> None:
-        """Raise unless the destination does not exist, or may be replaced."""
-        if not os.path.lexists(self.destination):
+        """Raise unless the destination does not exist, is an empty folder, or may be replaced."""
+        if not os.path.lexists(self.destination) or _is_empty_folder(self.destination):
             return
         if not self._overwrite:
             raise DestinationError(f"{self.destination}: exists already; choose another name or use --overwrite")
@@ -335,8 +336,8 @@ class CheckpointWriter:
             free = shutil.disk_usage(self.work).free
         if total_bytes - done > free:
             raise StorageError(
-                f"{self.destination}: the output needs {(total_bytes - done) / 1e9:.2f} GB, "
-                f"the disk has {free / 1e9:.2f} GB free; free some space or choose a destination on another disk"
+                f"{self.destination}: the output needs {total_bytes - done:,} bytes, "
+                f"the disk has {free:,} bytes free; free some space or choose a destination on another disk"
             )
 
     def _remove_work(self) -> None:
@@ -350,6 +351,11 @@ class CheckpointWriter:
         if self._journal is None:
             raise AssertionError("the writer is closed")
         return self._journal
+
+
+def _is_empty_folder(path: Path) -> bool:
+    """Return whether this is a folder, no link to one, that holds nothing; an output may take its place."""
+    return path.is_dir() and not path.is_symlink() and not list_folder(path)
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -11,8 +11,8 @@ from minifloat.commands.options import (
     COUNT,
     FOLDER,
     MODEL,
+    SIZE,
     device_option,
-    parse_size,
     pass_params,
     revision_option,
     verbose_option,
@@ -65,9 +65,7 @@ class CalibrateParams:
 @click.option("--per-channel", is_flag=True, help="Record the amax of each input channel.")
 @click.option("--hessians", is_flag=True, help="Store Hessians too, for `quantize --method gptq --stats STATS`.")
 @click.option("--until-stable", type=float, metavar="TOLERANCE", help="Stop when no scale moves by more, e.g. 0.01.")
-@click.option(
-    "--max-memory", type=parse_size, metavar="SIZE", help="Weights to hold at a time, e.g. 8GiB.  [default: all]"
-)
+@click.option("--max-memory", type=SIZE, metavar="SIZE", help="Weights to hold at a time, e.g. 8GiB.  [default: all]")
 @click.option("--from-quantized", is_flag=True, help="MODEL is quantized itself: run its dequantized weights.")
 @device_option()
 @click.option("--rule", default="max", show_default=True, help="For the table that is printed; STATS suits every rule.")

@@ -22,6 +22,7 @@ class CheckParams:
     scheme: str | None
     layout: str | None
     override: tuple[str, ...]
+    exclude: tuple[str, ...]
     as_json: bool
 
 
@@ -39,6 +40,9 @@ class CheckParams:
 @click.option("--scheme", metavar="NAME", help="For a model that is not quantized: what to quantize it to.")
 @click.option("--layout", metavar="NAME", help="With --scheme, as for `quantize`.")
 @click.option("--override", multiple=True, metavar="REGEX=SCHEME|bf16", help="With --scheme, as for `quantize`.")
+@click.option(
+    "--exclude", multiple=True, metavar="REGEX", help="Keep these modules: short for --override 'REGEX=bf16'."
+)
 @json_option()
 @pass_params(CheckParams)
 def check(params: CheckParams) -> None:
@@ -49,13 +53,14 @@ def check(params: CheckParams) -> None:
     """
     from minifloat.check import LoadVerdict, Target, check_checkpoint
     from minifloat.commands.display.check import print_check
+    from minifloat.plan.overrides import KEEP
 
     report = check_checkpoint(
         params.model,
         Target.of(params.engine, params.hardware, params.tp),
         scheme=params.scheme,
         layout=params.layout,
-        overrides=params.override,
+        overrides=[*params.override, *(f"{pattern}={KEEP}" for pattern in params.exclude)],
         revision=params.revision,
     )
     if params.as_json:

@@ -22,7 +22,9 @@ def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule
 
     MODEL may also be a file of activation statistics that `calibrate` wrote.
     """
-    if Path(model).is_file():
+    from minifloat.checkpoint.layout import is_gguf
+
+    if Path(model).is_file() and not is_gguf(model):
         _inspect_stats(Path(model), rule, plot, verbose=verbose)
         return
     if plot is not None:

@@ -1,17 +1,22 @@
 """The command line: the group of commands and its error handling.
 
 The module of a command is imported when the command is used, so that `--help` and every command start fast. It parses
-the options, calls one public function and prints the result. A user's mistake is one line on standard error and exit
-status 2 (`--debug` shows the traceback); Ctrl-C is 130.
+the options, calls one public function and prints the result. A user's mistake, in the options or in what they name, is
+one line on standard error that begins with ``minifloat: error:``, and exit status 2 (`--debug` shows the traceback);
+Ctrl-C is 130.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
 from minifloat._version import __version__
 from minifloat.errors import MinifloatError
@@ -51,9 +56,25 @@ class _Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            names = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
+            raise click.UsageError(f"there is no command {args[0]!r}; {names}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        with _one_line_errors():
+            return super().make_context(info_name, args, parent, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with _one_line_errors():
+                return super().invoke(ctx)
         except MinifloatError as error:
             if ctx.params.get("debug"):
                 raise
@@ -62,6 +83,28 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             click.echo("\nminifloat: interrupted", err=True)
             sys.exit(130)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Print a mistake in the command line as one line, in place of click's four, and exit with its status."""
+    try:
+        yield
+    except NoArgsIsHelpError:
+        raise  # is shown as the help
+    except click.ClickException as error:
+        click.echo(f"minifloat: error: {_one_line(error)}", err=True)
+        sys.exit(error.exit_code)
+
+
+def _one_line(error: click.ClickException) -> str:
+    """Return the message of a mistake in the command line, with the command whose help answers it."""
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is None:
+        return message
+    command = "" if context.parent is None else f"{context.info_name} "
+    return f"{message[:1].lower()}{message[1:]} (see: minifloat {command}--help)"
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

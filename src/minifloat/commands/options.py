@@ -12,8 +12,6 @@ from typing import Any, Protocol, TypeVar
 
 import click
 
-from minifloat.errors import UsageError
-
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Params = TypeVar("_Params")
 
@@ -23,8 +21,9 @@ FOLDER = click.Path(path_type=Path)
 COUNT = click.IntRange(min=1)
 POSITIVE = click.FloatRange(min=0, min_open=True)
 
-_SIZE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE_UNITS |= {f"{letter}iB": factor for letter, factor in _SIZE_UNITS.items()}
+_SIZE_UNITS |= {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Report(Protocol):
@@ -34,16 +33,28 @@ class Report(Protocol):
         """Return the report as JSON values."""
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as ``8GiB``, ``500 MB`` or a plain number.
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A number of bytes with its unit: ``8G`` and ``8GiB`` are 8 * 2**30 bytes, ``500MB`` is 500 * 10**6.
 
-    Raises:
-        UsageError: If `text` is no size.
+    A number without a unit is refused: ``--max-memory 8`` would mean eight bytes.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", text.strip())
-    if match is None:
-        raise UsageError(f"expected a size such as 8GiB or 500MB, got {text!r}")
-    return int(float(match[1]) * _SIZE_UNITS[match[2] or ""])
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the bytes; an integer, which a default may be, stays as it is."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value).strip())
+        units = {unit.lower(): factor for unit, factor in _SIZE_UNITS.items()}
+        if match is None or match[2].lower() not in {*units, ""}:
+            self.fail(f"expected a size such as 8G, 8GiB or 500MB, got {value!r}", param, ctx)
+        if not match[2]:
+            self.fail(f"{value} what? Give the unit: {match[1]}G, {match[1]}MiB, or {match[1]}B for bytes", param, ctx)
+        return int(float(match[1]) * units[match[2].lower()])
+
+
+SIZE = Size()
 
 
 def pass_params(params_class: Callable[..., _Params]) -> Callable[[Callable[[_Params], None]], Callable[..., None]]:

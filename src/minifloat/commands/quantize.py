@@ -13,9 +13,9 @@ from minifloat.commands.options import (
     FOLDER,
     MODEL,
     POSITIVE,
+    SIZE,
     WritingParams,
     device_option,
-    parse_size,
     pass_params,
     print_json,
     revision_option,
@@ -55,7 +55,7 @@ class QuantizeParams(WritingParams):
     method: str | None
     no_fold: bool
     target_bits: float | None
-    target_bytes: str | None
+    target_bytes: int | None
     max_kl: float | None
     calibration_samples: int | None
     calibration_seq_len: int | None
@@ -104,7 +104,7 @@ def _scheme_help() -> str:
 @click.option(
     "--target-bits", type=POSITIVE, metavar="BITS", help="Mix formats within these bits per weight; needs --data."
 )
-@click.option("--target-bytes", metavar="SIZE", help="Mix formats within these bytes of all tensors, e.g. 5GB.")
+@click.option("--target-bytes", type=SIZE, metavar="SIZE", help="Mix formats within these bytes in all, e.g. 5GB.")
 @click.option("--max-kl", type=POSITIVE, metavar="NATS", help="Mix formats within this KL from MODEL on held-out text.")
 @click.option("--no-fold", is_flag=True, help="With --data: fold no scales of input channels into norms and linears.")
 @click.option(
@@ -228,8 +228,7 @@ def _budget(params: QuantizeParams) -> Budget | None:
         return None
     from minifloat.rounding.budget.target import Budget
 
-    nbytes = None if params.target_bytes is None else parse_size(params.target_bytes)
-    return Budget(bits=params.target_bits, nbytes=nbytes, max_kl=params.max_kl)
+    return Budget(bits=params.target_bits, nbytes=params.target_bytes, max_kl=params.max_kl)
 
 
 def _takes_hessians(params: QuantizeParams) -> bool:

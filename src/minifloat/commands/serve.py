@@ -17,12 +17,12 @@ from minifloat.commands.options import (
     COUNT,
     MODEL,
     POSITIVE,
+    SIZE,
     SpeculationParams,
     engine_activations_option,
     env_option,
     lm_head_option,
     packed_cache_option,
-    parse_size,
     pass_params,
     speculation_options,
     stack,
@@ -141,7 +141,7 @@ class ServeParams(_VllmParams, SpeculationParams):
 )
 @env_option(
     "--kv-cache-memory",
-    type=parse_size,
+    type=SIZE,
     metavar="SIZE",
     help="Memory of the KV cache and of states of sequences, e.g. 4GiB.  [default: up to 1GiB; most of a GPU]",
 )
@@ -152,9 +152,7 @@ class ServeParams(_VllmParams, SpeculationParams):
 @speculation_options
 @env_option("--no-prefix-cache", is_flag=True, help="Do not share equal beginnings of prompts.")
 @env_option("--chat-template", type=_FILE, help="A Jinja file instead of the model's chat template.")
-@env_option(
-    "--max-body-size", default="8MiB", show_default=True, type=parse_size, metavar="SIZE", help="Largest request."
-)
+@env_option("--max-body-size", default="8MiB", show_default=True, type=SIZE, metavar="SIZE", help="Largest request.")
 @env_option(
     "--max-prompt-characters", type=COUNT, help="Longest prompt to tokenize.  [default: 32 per token of context]"
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from minifloat.errors import PatternError
-from minifloat.numerics.scheme import Scheme, get_scheme
+from minifloat.errors import PatternError, lookup
+from minifloat.numerics.scheme import SCHEMES, Scheme
 
 #: The word for "keep the model's precision" in place of a scheme's name.
 KEEP = "bf16"
@@ -30,7 +30,7 @@ class Override:
 
         Raises:
             PatternError: The text has no ``=``, or the regular expression does not compile.
-            UnknownNameError: The scheme is unknown.
+            UnknownNameError: The name is neither a scheme nor ``bf16``; the message lists both.
         """
         pattern, separator, name = text.rpartition("=")
         if not separator or not pattern:
@@ -39,7 +39,7 @@ class Override:
             re.compile(pattern)
         except re.error as error:
             raise PatternError(f"{pattern!r} is not a regular expression: {error}") from error
-        return cls(pattern, None if name == KEEP else get_scheme(name))
+        return cls(pattern, lookup("scheme", name, {KEEP: None, **SCHEMES}))
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""

@@ -271,7 +271,7 @@ def _commands(model: str, candidate: _Candidate, memory: DeviceMemory, request: 
     if request.hardware.name == CPU:
         whole_blocks = -(-request.context // ENGINE_BLOCK) * ENGINE_BLOCK
         cache = memory.cache(whole_blocks, request.batch)
-        options = f" --max-model-len {request.context} --max-num-seqs {request.batch} --kv-cache-memory {cache}"
+        options = f" --max-model-len {request.context} --max-num-seqs {request.batch} --kv-cache-memory {cache}B"
         commands.append(f"minifloat serve {served}{options}{' --kv-cache-dtype fp8' if fp8_cache else ''}")
         return tuple(commands)
     options = f" --tensor-parallel-size {request.gpus}" if request.gpus > 1 else ""

@@ -59,7 +59,8 @@ def make_plan(
         method = checkpoint.quantization_config.get("quant_method", "unknown")
         raise AlreadyQuantizedError(
             f"{checkpoint.path} is quantized already (quant_method {method!r}); start from the original checkpoint, or "
-            "quantize its dequantized values with --from-quantized"
+            "from its plain weights, which `minifloat convert --dequantize` writes, or give `quantize` "
+            "--from-quantized"
         )
     family = family_of(checkpoint.config)
     quantized_roles: tuple[Role, ...] = (Role.LINEAR, Role.EXPERTS)

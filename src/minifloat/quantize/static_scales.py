@@ -250,7 +250,10 @@ def _check_saturation(reports: Sequence[ActivationReport], limit: float | None) 
         return
     measured = [report for report in reports if report.saturated is not None]
     if not measured:
-        raise UsageError("a limit on saturation needs held-out text: calibrate with --held-out")
+        raise UsageError(
+            "a limit on saturation needs held-out text, and the statistics have none: write them again, "
+            "with `minifloat calibrate --held-out 0.1`"
+        )
     over = sorted(
         (report for report in measured if (report.saturated or 0.0) > limit),
         key=lambda report: -(report.saturated or 0.0),

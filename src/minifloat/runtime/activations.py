@@ -51,7 +51,8 @@ def allows_int8(
         raise UsageError("activations int8: the checkpoint has no quantized weights, and no others have the kernels")
     if description.quantizes_inputs and not weight_only:
         raise UsageError(
-            "activations int8: the checkpoint declares quantized inputs of its own; --weight-only leaves them out"
+            "activations int8: the checkpoint declares quantized inputs of its own, which weight_only leaves out "
+            "(generate and compare: --weight-only)"
         )
     reason = "" if impl == "reference" else int8_inputs.why_not()
     if reason:

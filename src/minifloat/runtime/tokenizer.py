@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.files import list_folder, resolve_folder
 from minifloat.errors import CheckpointError
 
@@ -52,7 +53,14 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
             str(path), trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # tokenizers raises bare Exception for a tokenizer.json that it cannot use
-        raise CheckpointError(os.fspath(path), f"transformers cannot load a tokenizer from it: {error}") from error
+        if Path(path).is_dir() and not has_tokenizer(path):
+            Checkpoint.open(path).close()  # raises if the folder is no model at all
+            raise CheckpointError(
+                os.fspath(path),
+                "it has no tokenizer; copy tokenizer.json and tokenizer_config.json of the original model into it",
+            ) from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(os.fspath(path), f"transformers cannot load a tokenizer from it: {reason}") from error
     return tokenizer
 
 

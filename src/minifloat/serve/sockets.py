@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from minifloat.errors import UsageError
@@ -20,5 +21,10 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind((name, port))
     except OSError as error:
         bound.close()
-        raise UsageError(f"{host}:{port}: cannot listen there: {error.strerror}") from error
+        cure = ""
+        if error.errno == errno.EADDRINUSE:
+            cure = "; another program listens on this port: choose another one with --port"
+        elif error.errno == errno.EACCES:
+            cure = "; ports below 1024 need a privilege: choose another one with --port"
+        raise UsageError(f"{host}:{port}: cannot listen there: {error.strerror}{cure}") from error
     return bound

@@ -136,7 +136,7 @@ def test_states_count_in_the_memory_of_the_cache(folder: Path, caplog: pytest.Lo
 
 
 def test_too_little_memory_is_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"kv_cache_memory: 9000 bytes hold 0 tokens, fewer than one sequence"):
+    with pytest.raises(UsageError, match=r"kv_cache_memory: 8.8 KiB hold 0 tokens, less than a sequence"):
         engine_of(folder, kv_cache_memory=9000)
 
 

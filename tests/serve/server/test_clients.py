@@ -424,7 +424,8 @@ def test_serve_refuses_an_address_in_use(tiny_folder: Path) -> None:
         command = [sys.executable, "-m", "minifloat", "serve", str(tiny_folder), "--port", port]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 2
-    assert "cannot listen there" in done.stderr
+    assert "cannot listen there: Address already in use" in done.stderr
+    assert "choose another one with --port" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -345,6 +345,23 @@ def test_a_prompt_longer_than_the_context_is_refused(client: Client) -> None:
     assert client.complete("x" * 511, max_tokens=1).status == 200
 
 
+def test_an_answer_longer_than_the_context_is_refused_with_what_is_left(client: Client) -> None:
+    for answer in (client.complete("x" * 500, max_tokens=13), client.chat("x" * 400, max_completion_tokens=500)):
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        assert answer.error["param"] == "max_tokens"
+    refused = client.complete("x" * 500, max_tokens=13).error["message"]
+    assert "500 tokens of the prompt and 13 of the answer do not fit the context of 512; ask for at most 12" in refused
+    assert client.complete("x" * 500, max_tokens=12, ignore_eos=True).json["usage"]["completion_tokens"] == 12
+
+
+def test_a_completion_without_max_tokens_has_16_and_a_chat_goes_to_the_end_of_the_context(client: Client) -> None:
+    assert client.complete("abc", ignore_eos=True).json["usage"]["completion_tokens"] == 16
+    assert client.complete("x" * 505, ignore_eos=True).json["usage"]["completion_tokens"] == 7
+    assert client.complete("x" * 480, max_tokens=None, ignore_eos=True).json["usage"]["completion_tokens"] == 32
+    usage = client.chat("abc", ignore_eos=True).json["usage"]
+    assert usage["total_tokens"] == 512
+
+
 def test_a_chat_without_a_template_is_refused_with_the_option_to_use(llama_folder: Any) -> None:
     from minifloat.runtime.tokenizer import load_tokenizer
 

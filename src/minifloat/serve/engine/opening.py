@@ -31,6 +31,7 @@ from minifloat.layouts import Description, describe
 from minifloat.layouts.inspection import inspect_opened
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
+from minifloat.report.text import size_text
 from minifloat.runtime.activations import allows_int8
 from minifloat.runtime.devices import device_named
 from minifloat.runtime.generation_config import read_generation
@@ -110,6 +111,8 @@ def open_model(
                 f"activations fp8: only GPUs multiply in FP8, and the model goes to {device}; CPUs have int8"
             )
         inspection = inspect_opened(folder, checkpoint, description)
+        size = size_text(inspection.nbytes)
+        _LOG.info("loading %s: %s in %d file(s), to %s", folder.name, size, inspection.shards, device)
         loaded, reason = _load_decoder(checkpoint, description, options, device)
         if options.packed_cache is not None and (loaded is None or loaded.runner.name != "native"):
             _LOG.warning("packed_cache is not used: only the native decoder of the CPU maps packed weights")

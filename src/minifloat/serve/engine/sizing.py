@@ -13,6 +13,7 @@ import torch
 from minifloat.architecture.full_config import position_limit
 from minifloat.errors import UsageError
 from minifloat.kernels.decoder import BLOCK_TOKENS
+from minifloat.report.text import size_text
 from minifloat.serve.engine.cache import blocks_for
 from minifloat.serve.engine.options import EngineOptions
 
@@ -75,7 +76,8 @@ def cache_size(
         state_bytes: Bytes of what some layers keep of each sequence beside the cache.
 
     Raises:
-        UsageError: If the model has fewer positions than `max_model_len`, or the cache does not hold one sequence.
+        UsageError: If the model has fewer positions than `max_model_len`, the cache does not hold one sequence, or the
+            memory that was asked for is not free.
     """
     length = sequence_length(options, config)
     one_sequence = blocks_for(length) * bytes_per_block
@@ -90,6 +92,8 @@ def cache_size(
         available = int(psutil.virtual_memory().available * _KV_SHARE)
         least = max(_KV_BYTES, one_sequence if options.max_model_len else 0)
         budget = min(all_sequences, least + all_states, available)
+    else:
+        _require_free(budget, device)
     slots = options.max_num_seqs
     if state_bytes:
         states = max(1, min(slots + copies, max(budget // 2, budget - _KV_BYTES) // state_bytes))
@@ -98,8 +102,8 @@ def cache_size(
     blocks = (budget - (slots + copies) * state_bytes) // bytes_per_block
     if blocks < (blocks_for(length) if options.max_model_len else 2):
         raise UsageError(
-            f"kv_cache_memory: {budget} bytes hold {max(blocks, 0) * BLOCK_TOKENS} tokens, fewer than one sequence; "
-            f"{one_sequence + state_bytes} bytes hold one of {length}"
+            f"kv_cache_memory: {size_text(budget)} hold {max(blocks, 0) * BLOCK_TOKENS} tokens, less than a sequence; "
+            f"{size_text(one_sequence + state_bytes)} hold one of {length}"
         )
     if slots < options.max_num_seqs:
         _LOG.warning(
@@ -111,3 +115,18 @@ def cache_size(
             budget / (1 << 20),
         )
     return CacheSize(bytes_per_block, blocks, min(length, blocks * BLOCK_TOKENS), slots, copies)
+
+
+def _require_free(budget: int, device: torch.device) -> None:
+    """Refuse a cache for which there is no memory.
+
+    Raises:
+        UsageError: If less than `budget` bytes are free on the device.
+    """
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    if budget > free:
+        raise UsageError(
+            f"kv_cache_memory: {size_text(budget)} were asked for, and {size_text(free)} are free on {device} "
+            "beside the weights; ask for less, or leave it out to take what fits"
+        )

@@ -102,13 +102,18 @@ def from_minifloat(error: MinifloatError) -> APIError:
     if isinstance(error, EngineStopped):
         return APIError(503, str(error), code="stopping", headers={"retry-after": str(RETRY_AFTER)})
     if isinstance(error, ContextLengthError):
-        return APIError(400, str(error), param="prompt", code="context_length_exceeded")
+        return APIError(400, str(error), param=_field(error), code="context_length_exceeded")
     if isinstance(error, UsageError):
-        match = _FIELD.match(str(error))
-        return invalid(str(error), _API_NAMES.get(match[1], match[1]) if match else None)
+        return invalid(str(error), _field(error))
     if isinstance(error, KernelUnavailable):
         return invalid(str(error), "response_format")  # the package for JSON output is not installed
     return APIError(500, str(error))
+
+
+def _field(error: UsageError) -> str | None:
+    """Return the field of the request that a message of the engine begins with, or None."""
+    match = _FIELD.match(str(error))
+    return _API_NAMES.get(match[1], match[1]) if match else None
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:

@@ -228,6 +228,10 @@ def raise_unsupported(name: str) -> None:
     raise FieldError(name, _UNSUPPORTED[name])
 
 
+#: `max_tokens` of a completion that does not state it, as in OpenAI's API. A chat goes to the end of the context.
+DEFAULT_COMPLETION_TOKENS = 16
+
+
 class CompletionRequest(SamplingRequest):
     """``POST /v1/completions``."""
 
@@ -241,7 +245,10 @@ class CompletionRequest(SamplingRequest):
     )
 
     prompt: Prompt
-    max_tokens: Natural | None = Field(default=None, description="0: the prompt alone, with echo.")
+    max_tokens: Natural | None = Field(
+        default=DEFAULT_COMPLETION_TOKENS,
+        description="0: the prompt alone, with echo; null: to the end of the context.",
+    )
     echo: bool = Field(default=False, description="Begin the text, and its log-probabilities, with the prompt.")
     logprobs: Alternatives | None = None
     return_tokens_as_token_ids: bool = Field(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request as HTTPRequest
 
+from minifloat.errors import ContextLengthError
 from minifloat.serve.engine import MODEL_DEFAULTS, Grammar, Request, SamplingParams
 from minifloat.serve.server.chat import ChatTemplate
 from minifloat.serve.server.errors import APIError, invalid
@@ -146,9 +147,25 @@ class Service:
         )
         for prompt in prompts:
             self.engine.engine.check(prompt, params)
+            _require_room(prompt, request, self.info.max_model_len)
         if request.seed is None:
             return [params] * request.n
         return [replace(params, seed=(request.seed + index) % _SEEDS) for index in range(request.n)]
+
+
+def _require_room(prompt: tuple[int, ...], request: SamplingRequest, context: int) -> None:
+    """Refuse an answer that was asked for longer than the context, which would end without a word.
+
+    Raises:
+        ContextLengthError: If `max_tokens` is in the request, and so many tokens do not fit after the prompt.
+    """
+    asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
+    room = context - len(prompt)
+    if asked is not None and asked > room:
+        raise ContextLengthError(
+            f"max_tokens: {len(prompt)} tokens of the prompt and {asked} of the answer do not fit the context of "
+            f"{context}; ask for at most {room}, or leave max_tokens out"
+        )
 
 
 def _grammar(request: SamplingRequest) -> Grammar | None:

@@ -42,6 +42,7 @@ def serve_checkpoint(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("minifloat").setLevel(logging.WARNING if quiet else logging.INFO)
     with bind(settings.host, settings.port) as listening:
+        _LOG.info("opening %s; requests are answered once it is loaded", os.fspath(path))
         known = {name: engine[name] for name in ("device", "packed_cache", "dtype", "lm_head") if name in engine}
         with starting(path, **known):
             # These imports take seconds; they follow the socket, so that an address in use is an error at once.

@@ -37,6 +37,7 @@ from minifloat.runtime.tensors import listing
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import Blueprint
 from minifloat.serve.engine.device.inputs import FP8Inputs
+from minifloat.serve.engine.loading_log import logged_layers
 from minifloat.serve.engine.rotary import rotary_frequencies
 
 _LOG = logging.getLogger(__name__)
@@ -234,7 +235,7 @@ def build_device_decoder(
         embedding = weights.tensor(plan.embedding)
         is_tied = weights.is_same_tensor(plan.embedding, plan.lm_head.weight)
         head = builder.lm_head(embedding if is_tied else None, lm_head)
-        layers = tuple(builder.layer(layer) for layer in plan.layers)
+        layers = tuple(builder.layer(layer) for layer in logged_layers(plan.layers))
         norm = builder.norm(plan.norm)
     builder.warn()
     assert isinstance(attention, AttentionPlan), "`why_not_on_device` refuses layers without it"

@@ -17,6 +17,7 @@ from minifloat.runtime.packed_cache import PackedCache, UnusableCache
 from minifloat.runtime.packing import Packing
 from minifloat.runtime.weights import WeightSource
 from minifloat.serve.engine.blueprint import Blueprint
+from minifloat.serve.engine.loading_log import logged_layers
 from minifloat.serve.engine.native.layers import LayerBuilder, rounded
 from minifloat.serve.engine.native.mapped_weights import MappedWeights
 from minifloat.serve.engine.native.weights import NativeWeights
@@ -82,7 +83,7 @@ def _build(packed: NativeWeights, scales: KVScales, lm_head: WeightSpec | None, 
         head = packed.lm_head(embedding if is_tied else None, lm_head)
         layers = tuple(
             builder.layer(layer, scales.get(f"{plan.cached_in(layer).name}.self_attn", (1.0, 1.0)))
-            for layer in plan.layers
+            for layer in logged_layers(plan.layers)
         )
         norm = packed.norm(plan.norm)
     packed.warn()
