@@ -40,6 +40,7 @@ FLOORS = (
     "compare",
     "convert",
     "bench",
+    "checkpoint_report",
     "commands",
     "__init__",
     "__main__",

@@ -87,6 +87,11 @@ def library_name(reports: Reports) -> str:
     return "transformers" if loads_in(reports["transformers"]) else "minifloat"
 
 
+def cell_text(report: CheckReport) -> str:
+    """Return the text of a table's cell: whether an engine loads the checkpoint on a machine."""
+    return _CELLS[report.verdict]
+
+
 def deployment_section(reports: Reports, model: str) -> str:
     """Return the section as Markdown, with its markers.
 
@@ -101,7 +106,7 @@ def deployment_section(reports: Reports, model: str) -> str:
         f"| loads in | {' | '.join(ENGINE_HARDWARE)} |",
         f"|---|{'---|' * len(ENGINE_HARDWARE)}",
         *(
-            f"| {ENGINES[engine]} | {' | '.join(_CELLS[report.verdict] for report in by_machine.values())} |"
+            f"| {ENGINES[engine]} | {' | '.join(cell_text(report) for report in by_machine.values())} |"
             for engine, by_machine in reports.items()
         ),
         "",

@@ -23,6 +23,7 @@ from minifloat.commands.options import (
     speculation_options,
     threads_option,
 )
+from minifloat.commands.report import add_to_report, no_report_option
 from minifloat.errors import UsageError
 from minifloat.numerics.scheme import DEFAULT_SCHEME
 
@@ -50,6 +51,8 @@ class BenchParams(SpeculationParams):
     activations: str
     kv_cache_dtype: str
     seed: int
+    report: Path | None
+    no_report: bool
     update_card: bool
     as_json: bool
     save_result: bool
@@ -76,6 +79,8 @@ class BenchParams(SpeculationParams):
 )
 @speculation_options
 @click.option("--seed", default=0, show_default=True, type=int, help="For the prompts.")
+@click.option("--report", type=FOLDER, help="Write a report as one HTML file.")
+@no_report_option()
 @click.option("--update-card", is_flag=True, help="Write the numbers into the README.md of OUT.")
 @json_option()
 @click.option("--save-result", is_flag=True, help="Write the JSON into a file.")
@@ -118,6 +123,15 @@ def bench(params: BenchParams) -> None:
         print_json(report)
     else:
         print_gains(report)
+    if params.report is not None:
+        from minifloat.bench.page import bench_page
+        from minifloat.checkpoint.files import written_whole
+
+        with written_whole(params.report) as file:
+            file.write(bench_page(report).encode())
+        click.echo(f"Report: {params.report}", err=params.as_json)
+    if out is not None and not params.no_report:
+        add_to_report(out, report, err=params.as_json)
     if params.update_card and out is not None:
         from minifloat.bench.card_section import gains_section
         from minifloat.report.card import update_card
@@ -136,6 +150,8 @@ def _require_usable(params: BenchParams) -> None:
     out = params.out
     if (params.shape is None) == (out is None) or (out is None) != (params.baseline is None):
         raise UsageError("give OUT and --baseline MODEL, or --shape NAME and neither of them")
+    if params.report is not None and (params.report.is_dir() or not params.report.parent.is_dir()):
+        raise UsageError(f"--report {params.report}: not a file in a folder that exists")
     if params.update_card:
         from minifloat.checkpoint.files import resolve_folder
 

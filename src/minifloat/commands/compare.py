@@ -26,6 +26,7 @@ from minifloat.commands.options import (
     threads_option,
     use_threads,
 )
+from minifloat.commands.report import add_to_report, no_report_option
 from minifloat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class CompareParams:
     threads: int | None
     resume: Path | None
     report: Path | None
+    no_report: bool
     update_card: bool
     as_json: bool
 
@@ -165,7 +167,8 @@ def parse_fraction(text: str) -> float:
 @device_option()
 @threads_option()
 @click.option("--resume", type=FOLDER, metavar="DIR", help="Keep scores in this folder; the same command continues.")
-@click.option("--report", type=FOLDER, help="Write a report as one HTML file.")
+@click.option("--report", type=FOLDER, help="Write a report of all CANDIDATES as one HTML file.")
+@no_report_option()
 @click.option("--update-card", is_flag=True, help="Write the numbers into the README.md of each CANDIDATE.")
 @json_option()
 @pass_params(CompareParams)
@@ -199,6 +202,8 @@ def compare(params: CompareParams) -> None:
     if report is not None:
         _write_report(comparison, report)
         click.echo(f"Report: {report}", err=params.as_json)
+    for candidate in () if params.no_report or comparison.partial else params.candidates:
+        add_to_report(candidate, comparison, err=params.as_json)
     for candidate in params.candidates if params.update_card else ():
         click.echo(f"Card: {_update_card(comparison, candidate)}", err=params.as_json)
     sys.exit(_INTERRUPTED if comparison.partial else comparison.outcome.exit_code)

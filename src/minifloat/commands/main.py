@@ -34,6 +34,7 @@ COMMANDS = {
     "generate": "Continue a prompt.",
     "serve": "Serve a checkpoint behind OpenAI's API.",
     "bench": "Measure the memory and latency that a quantized checkpoint gains.",
+    "report": "Show the results of quantize, compare and bench on a checkpoint.",
     "chat": "Talk to a server in the terminal.",
     "push": "Upload a checkpoint to the hub.",
     "doctor": "Show versions, native kernels, and what is slower without them.",

@@ -21,6 +21,7 @@ from minifloat.commands.options import (
     revision_option,
     writing_options,
 )
+from minifloat.commands.report import draw_report, no_report_option
 from minifloat.errors import UsageError
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES
 
@@ -68,6 +69,7 @@ class QuantizeParams(WritingParams):
     base_model: str | None
     mtp: bool
     allow_partial: bool
+    no_report: bool
     device: str
 
 
@@ -128,6 +130,7 @@ def _scheme_help() -> str:
 @click.option("--base-model", metavar="ID", help="For the model card: the hub id of MODEL, if MODEL is a folder.")
 @click.option("--mtp", is_flag=True, help="Quantize layers of multi-token prediction too, which are kept otherwise.")
 @click.option("--allow-partial", is_flag=True, help="Accept that less than half of the linear weights is quantized.")
+@no_report_option()
 @device_option("Where to cast: cpu, cuda or cuda:N.")
 @writing_options
 @pass_params(QuantizeParams)
@@ -171,6 +174,8 @@ def quantize(params: QuantizeParams) -> None:
         print_json(report)
     elif not params.quiet:
         print_quantize_report(report, verbose=params.verbose, hint=data_hint(report))
+    if not params.no_report:
+        draw_report(params.out, err=params.as_json, quiet=params.quiet)
 
 
 def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibration | None:

@@ -20,6 +20,7 @@ class Axis:
         high: Last value; None: the largest of the data.
         whole: Ticks at whole numbers only, as for layers.
         percent: Values are fractions and are written as percentages.
+        at: Values to label; by default round numbers.
     """
 
     label: str = ""
@@ -28,6 +29,7 @@ class Axis:
     high: float | None = None
     whole: bool = False
     percent: bool = False
+    at: tuple[float, ...] = ()
 
     def text(self, value: float) -> str:
         """Return a value as text in the notation of this axis."""
@@ -114,7 +116,7 @@ class PixelMapping:
             low = math.floor(low / step) * step if axis.low is None else low
             high = math.ceil(high / step) * step if axis.high is None else high
         ticks = log_ticks(low, high, count) if axis.log else nice_ticks(low, high, count, whole=axis.whole)
-        return cls(axis, low, high, start, end, tuple(ticks))
+        return cls(axis, low, high, start, end, axis.at or tuple(ticks))
 
     def __call__(self, value: float) -> float:
         """Return the pixel of a value; values outside of the range are clamped to it."""

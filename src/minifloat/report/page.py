@@ -13,7 +13,7 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minifloat.report.svg import COLORS, escape
+from minifloat.report.svg import COLORS, DARK_COLORS, color_variables, escape
 
 #: Pixels that charts are drawn for: the text column on a desk or on paper, and the screen of a phone.
 WIDE, NARROW = 760, 350
@@ -23,7 +23,6 @@ _PHONE = 600
 _MARGINS = 40
 _NAME_SEPARATOR = re.compile(r"(?<=\w)([._])(?=[A-Za-z])")
 _SEPARATOR_WITH_BREAK = r"\1<wbr/>"
-_DARK_COLORS = ("#6cb6ff", "#f0983e", "#57c27f", "#b999f5", "#ff7fa6", "#39c5cf", "#d9b04c", "#a5adb6")
 
 
 @dataclass(frozen=True)
@@ -174,13 +173,9 @@ def _style() -> str:
     """Return the style sheet, with the colours of the series and the widths filled in."""
     sheet = importlib.resources.files("minifloat.report").joinpath("page.css").read_text(encoding="utf-8")
     return string.Template(sheet).substitute(
-        light_series=_color_variables(COLORS),
-        dark_series=_color_variables(_DARK_COLORS),
+        light_series=color_variables(COLORS),
+        dark_series=color_variables(DARK_COLORS),
         wide=f"{WIDE}px",
         wide_with_margins=f"{WIDE + _MARGINS}px",
         phone=f"{_PHONE}px",
     )
-
-
-def _color_variables(colors: Sequence[str]) -> str:
-    return "".join(f"--series-{index}:{color};" for index, color in enumerate(colors, 1))

@@ -20,6 +20,10 @@ Point: TypeAlias = tuple[float, float]
 
 #: Fallback colours of the series, for light and, with less contrast, dark backgrounds.
 COLORS = ("#1f6fb4", "#b8520a", "#1a7f4b", "#8250df", "#b3305c", "#0e7c86", "#7a5c1e", "#59636e")
+#: Colours of the series for dark backgrounds.
+DARK_COLORS = ("#6cb6ff", "#f0983e", "#57c27f", "#b999f5", "#ff7fa6", "#39c5cf", "#d9b04c", "#a5adb6")
+#: Colour of the text, and colours of the series, on light and on dark backgrounds.
+_INKS = (("#1c2128", COLORS), ("#e6edf3", DARK_COLORS))
 
 #: Pixels: the size of the text, the height of one row of text, the space between elements.
 FONT_SIZE, ROW, PAD = 12, 18, 8
@@ -43,6 +47,19 @@ def svg(title: str, width: int, height: float, parts: Iterable[str]) -> str:
         f'height="{px(height)}" viewBox="0 0 {width} {px(height)}" font-size="{FONT_SIZE}" '
         f'font-family="system-ui, sans-serif">{"".join(parts)}</svg>'
     )
+
+
+def standalone(chart: str) -> str:
+    """Return a chart as a file of its own: its style has text and series colours for light and dark backgrounds."""
+    light, dark = (f"svg{{color:{ink};{color_variables(colors)}}}" for ink, colors in _INKS)
+    style = f"<style>{light}@media (prefers-color-scheme:dark){{{dark}}}</style>"
+    head, bracket, rest = chart.partition(">")
+    return f"{head}{bracket}{style}{rest}\n"
+
+
+def color_variables(colors: Sequence[str]) -> str:
+    """Return CSS that sets the colours of the series."""
+    return "".join(f"--series-{index}:{color};" for index, color in enumerate(colors, 1))
 
 
 def empty(title: str, width: int) -> str:
@@ -138,7 +155,7 @@ def polyline(
         alone = not joined and (position + 1 == len(points) or points[position + 1] is None)
         if marked or alone:
             hint = f"{name}: {to_y.axis.text(point[1])} at {to_x.axis.text(point[0])}"
-            markers.append(_marker(index, x, y, f"<title>{escape(hint)}</title>"))
+            markers.append(marker(index, x, y, hint))
     return [_stroke(index, "".join(path)), *markers] if path else []
 
 
@@ -150,7 +167,7 @@ def interval_dot(index: int, value: float, low: float, high: float, to_x: PixelM
     if math.isfinite(low) and math.isfinite(high):
         path = f"M{px(to_x(low))} {px(y - 3)}v6m0 -3H{px(to_x(high))}m0 -3v6"
         parts.append(f'<path d="{path}" fill="none" stroke-width="1.6" style="stroke:{series_color(index)}"/>')
-    return [*parts, _marker(index, to_x(value), y)]
+    return [*parts, marker(index, to_x(value), y)]
 
 
 def legend(names: Sequence[str], top: float, width: int, marked: bool) -> tuple[list[str], float]:
@@ -164,7 +181,7 @@ def legend(names: Sequence[str], top: float, width: int, marked: bool) -> tuple[
             x, y = 0.0, y + ROW
         parts.append(_stroke(index, f"M{px(x)} {px(y - 4)}h{_SWATCH - 6}"))
         if marked:
-            parts.append(_marker(index, x + (_SWATCH - 6) / 2, y - 4))
+            parts.append(marker(index, x + (_SWATCH - 6) / 2, y - 4))
         parts.append(label(x + _SWATCH, y, text, hint=name))
         x += needed
     return parts, y + PAD
@@ -176,8 +193,16 @@ def _stroke(index: int, path: str) -> str:
     return f'<path d="{path}" fill="none" stroke-width="1.6"{dashes} style="stroke:{series_color(index)}"/>'
 
 
-def _marker(index: int, x: float, y: float, inside: str = "") -> str:
-    """Return the marker of a series: four shapes, filled for the first four series and hollow for the next four."""
+def marker(index: int, x: float, y: float, hint: str = "") -> str:
+    """Return the marker of a series: four shapes, filled for the first four series and hollow for the next four.
+
+    Args:
+        index: Index of the series.
+        x: Pixels.
+        y: Pixels.
+        hint: Text of the tooltip; none if it is empty.
+    """
+    inside = f"<title>{escape(hint)}</title>" if hint else ""
     style = f"stroke:{series_color(index)};fill:{series_color(index) if index % 8 < 4 else 'none'}"
     shapes = ("M-3 0a3 3 0 1 0 6 0a3 3 0 1 0 -6 0", "M-3 -3h6v6h-6z", "M0 -3.6L3.6 3h-7.2z", "M0 -4L4 0L0 4L-4 0z")
     return f'<path transform="translate({px(x)} {px(y)})" d="{shapes[index % 4]}" style="{style}">{inside}</path>'

@@ -7,21 +7,23 @@ from collections.abc import Callable, Sequence
 
 from minifloat.compare.attribution import Attribution, ModuleDamage
 from minifloat.compare.generation import GreedyDivergence
-from minifloat.compare.pages.numbers import increase, number, percent, with_interval
+from minifloat.compare.pages.numbers import increase, number, percent, short, with_interval
 from minifloat.compare.pages.words import position_label
 from minifloat.compare.result import CandidateResult
 from minifloat.compare.verdict import Tolerance
 from minifloat.report.axes import Axis
 from minifloat.report.charts import Bar, Dot, Series, bar_chart, dot_chart, line_chart
 from minifloat.report.page import figure
+from minifloat.report.scatter import ScatterPoint, scatter_chart
 from minifloat.report.svg import COLORS
-from minifloat.report.text import name_in_layer, split_layer, visible
+from minifloat.report.text import name_in_layer, short_names, split_layer, visible
 
 _WORST_MODULES = 15
 #: About how many points a curve over the tokens of continuations has.
 _CURVE_POINTS = 100
 #: Smaller fractions of the largest KL divergence are rounding, and would take most of a log axis.
 _SMALLEST_SHARE = 1e-7
+_MEBI = 1 << 20
 
 
 def change_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> str:
@@ -66,6 +68,23 @@ def kl_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> str
     x = Axis("KL divergence, nats", log=True)
     y = Axis("share of the tokens above", log=True, percent=True)
     return figure(caption, lambda width: line_chart(series, title=caption, x=x, y=y, width=width))
+
+
+def size_chart(candidates: Sequence[CandidateResult]) -> str:
+    """Draw the bytes of each candidate against its mean KL divergence; empty below two candidates."""
+    names = short_names([candidate.model.name for candidate in candidates])
+    points = [
+        ScatterPoint(name, candidate.model.nbytes / _MEBI, kl.value, kl.low, kl.high)
+        for name, candidate in zip(names, candidates, strict=True)
+        if candidate.model.nbytes is not None and (kl := candidate.overall.kl_mean).value > 0
+    ]
+    if len(points) < 2:
+        return ""
+    bound = candidates[0].verdict.tolerance.max_kl
+    mark = (bound, f"bound {short(bound)}") if bound > 0 else None
+    caption = "Size against mean KL divergence with its 95% interval; dotted: no candidate is both smaller and nearer"
+    x, y = Axis("weights, MiB"), Axis("KL divergence, nats per token", log=True)
+    return figure(caption, lambda width: scatter_chart(points, title=caption, x=x, y=y, mark=mark, width=width))
 
 
 def margin_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> str:

@@ -1,4 +1,6 @@
-"""A comparison as an HTML page for the person who decides whether to ship the quantized model; the verdict comes first.
+"""A comparison as an HTML page for the person who decides whether to ship the quantized model.
+
+The models side by side and the verdict come first. The report beside a checkpoint takes its sections from here too.
 
 The page shows one candidate, or several side by side. Parts that were not measured are left out. The sentences come
 from `minifloat.compare.pages.words`, which the terminal and the model card share. Nothing is computed here.
@@ -17,6 +19,7 @@ from minifloat.compare.pages.charts import (
     margin_chart,
     module_chart,
     position_chart,
+    size_chart,
     survival_chart,
 )
 from minifloat.compare.pages.examples import greedy_samples, worst_tokens
@@ -73,7 +76,15 @@ def compare_page(comparison: Comparison) -> str:
     title = names[0] if len(names) == 1 else f"{len(names)} candidates"
     return page(
         f"Is it still the same model? {title} against {baseline_name(comparison)}",
-        _verdicts(comparison, names),
+        verdict_section(comparison, "Verdict"),
+        *detail_sections(comparison),
+    )
+
+
+def detail_sections(comparison: Comparison) -> list[str]:
+    """Return the sections after the verdict; a section of what was not measured is an empty string."""
+    names = candidate_names(comparison)
+    return [
         _perplexity(comparison, names),
         _divergence(comparison, names),
         _positions(comparison, names),
@@ -83,24 +94,33 @@ def compare_page(comparison: Comparison) -> str:
         _damage(comparison, names),
         _worst(comparison, names),
         _run(comparison, names),
-    )
+    ]
 
 
-def _verdicts(comparison: Comparison, names: Sequence[str]) -> str:
+def verdict_section(comparison: Comparison, title: str, others: Sequence[CandidateResult] = ()) -> str:
+    """Return the section with the models side by side, and the verdict on each candidate below.
+
+    Args:
+        comparison: The comparison.
+        title: Heading of the section.
+        others: Further candidates that were compared on the same texts, for the chart of sizes alone.
+    """
+    names = candidate_names(comparison)
     partial, notes = partial_text(comparison), note_lines(comparison)
     boxes = []
     for name, candidate in zip(names, comparison.candidates, strict=True):
         lines = unmet_lines(candidate)
-        title, body = (verdict_count(candidate), bullets(lines)) if len(lines) > 1 else (verdict_line(candidate), "")
-        boxes.append(box(_KINDS[candidate.verdict.outcome], f"{name}: {title}", body))
+        line, body = (verdict_count(candidate), bullets(lines)) if len(lines) > 1 else (verdict_line(candidate), "")
+        boxes.append(box(_KINDS[candidate.verdict.outcome], f"{name}: {line}", body))
     bounds = tolerance_text(comparison.candidates[0].verdict.tolerance)
     return section(
-        "Verdict",
+        title,
         box("warning", partial) if partial else "",
+        _overview(comparison, names),
         *boxes,
         box("warning", "Not measured", bullets(notes)) if notes else "",
         paragraph(f"The bounds, on every text: {bounds}. {confidence_text()}"),
-        _overview(comparison, names),
+        size_chart([*comparison.candidates, *others]),
     )
 
 

@@ -1,0 +1,172 @@
+"""Measure KL divergence and decode speed of every scheme, and draw them: the picture of the README.
+
+    python benchmarks/picture.py quality FIGURES.json                          # about 3 minutes on two cores
+    python benchmarks/picture.py speed FIGURES.json --models-dir DIR           # about half a minute a scheme
+    python benchmarks/picture.py draw FIGURES.json docs/images/schemes.svg
+
+`quality` quantizes a trained model (examples/storybook-4m) to every scheme, rounded to nearest, and to mxfp4 with
+codes chosen with text that the model writes itself. It compares all of them with the original on the built-in text,
+with inputs quantized as each scheme declares. `speed` measures a decode step of one sequence on a random model of 1.1
+billion weights, whose limit is the memory's bandwidth, beside the same model in BF16, in turn. Every scheme is a piece
+of its own, which adds its figures to the file. Each step keeps the command and the date beside its figures.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+from machine_use import CpuTime, MachineUse
+
+from minifloat import SCHEMES, compare_models, quantize_checkpoint
+from minifloat.bench import bench
+from minifloat.bench.figures import spread
+from minifloat.bench.shapes import make_pair
+from minifloat.bench.workload import Workload
+from minifloat.calibration.options import RunOptions
+from minifloat.calibration.rules import parse_rule
+from minifloat.calibration.session import TextOptions, collect
+from minifloat.numerics.scheme import get_scheme
+from minifloat.quantize.static_scales import Calibration
+from minifloat.report.picture import PictureRow, scheme_picture
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TEXT = EXAMPLES / "texts" / "stories_calibration.txt"
+WITH_DATA = "mxfp4"
+SELF = "self"
+SAMPLES = 28  #: sequences of 256 tokens that the example text has, less what is held out
+SHAPE = "tinyllama-1.1b"
+BUSY = 0.05  #: share of the machine's time used by others above which a time is not to be quoted
+
+
+@click.group()
+def main() -> None:
+    """Measure and draw the schemes."""
+
+
+@main.command()
+@click.argument("figures", type=click.Path(path_type=Path))
+@click.option("--model", type=click.Path(exists=True, path_type=Path), default=EXAMPLES / "storybook-4m")
+def quality(figures: Path, model: Path) -> None:
+    """Measure the KL divergence of every scheme and write it into FIGURES."""
+    names = [*SCHEMES, f"{WITH_DATA} {SELF}"]
+    with tempfile.TemporaryDirectory() as folder:
+        calibration = _calibration(model, Path(folder))
+        outs = []
+        for name in names:
+            scheme, _, data = name.partition(" ")
+            static = calibration if _needs_scales(scheme) else None
+            out = Path(folder) / name.replace(" ", "-")
+            quantize_checkpoint(model, out, scheme, calibration=static, data=data or None)
+            outs.append(out)
+            click.echo(f"{name}: quantized")
+        comparison = compare_models(model, outs, prompts=0, lm_head="bf16")
+    rows = {}
+    for name, candidate in zip(names, comparison.candidates, strict=True):
+        kl = candidate.overall.kl_mean
+        rows[name] = {"kl": kl.value, "low": kl.low, "high": kl.high, "bytes": candidate.model.nbytes}
+        click.echo(f"{name:16} {kl.value:.5f} [{kl.low:.5f}, {kl.high:.5f}]")
+    tokens = comparison.candidates[0].overall.tokens
+    record = {"model": model.name, "tokens": tokens, "window": comparison.window, "rows": rows}
+    _store(figures, "quality", record)
+
+
+@main.command()
+@click.argument("figures", type=click.Path(path_type=Path))
+@click.option("--models-dir", type=click.Path(path_type=Path), required=True, help="Where the random models are kept.")
+@click.option(
+    "--scheme", "schemes", multiple=True, help="Only these; repeatable.  [default: all without static scales]"
+)
+@click.option("--shape", default=SHAPE, show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+def speed(figures: Path, models_dir: Path, schemes: tuple[str, ...], shape: str, rounds: int) -> None:
+    """Measure the decode step of schemes beside BF16 and add the ratios to FIGURES."""
+    for scheme in schemes or [name for name in SCHEMES if not _needs_scales(name)]:
+        baseline, candidate = make_pair(models_dir, shape, scheme)
+        before = CpuTime.now(())
+        report = bench(candidate, baseline, workload=Workload(32, 40, (1,), rounds))
+        use = MachineUse.between(before, CpuTime.now(()))
+        gains = report.decode_gains(1)
+        step = statistics.median(report.candidate.batches[1].decode_ms)
+        row = {"gain": statistics.median(gains), "spread": spread(gains), "rounds": gains, "step_ms": step}
+        row |= {"bf16_ms": statistics.median(report.baseline.batches[1].decode_ms)}
+        row |= {"stolen": None if use is None else use.stolen}
+        click.echo(f"{scheme}: {row['gain']:.2f}x, spread {row['spread']:.0%}, {step:.1f} ms, stolen {row['stolen']}")
+        if use is not None and use.stolen > BUSY:
+            click.echo("  not to be quoted: the hypervisor gave this machine's time to others")
+        rows = _load(figures).get("speed", {}).get("rows", {})
+        machine = report.machine | {"read_bandwidth": statistics.median(report.bandwidths)}
+        _store(figures, "speed", {"model": shape, "machine": machine, "rows": rows | {scheme: row}})
+
+
+@main.command()
+@click.argument("figures", type=click.Path(exists=True, path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+def draw(figures: Path, out: Path) -> None:
+    """Draw FIGURES into the SVG file OUT."""
+    data = _load(figures)
+    out.write_text(picture(data), encoding="utf-8")
+    click.echo(f"Drawn to {out}")
+
+
+def picture(data: dict[str, Any]) -> str:
+    """Return the picture of the figures, the best KL divergence first."""
+    quality_rows, speeds = data["quality"]["rows"], data["speed"]["rows"]
+    rows = []
+    for name, kl in sorted(quality_rows.items(), key=lambda item: item[1]["kl"]):
+        scheme, _, chosen = name.partition(" ")
+        label = f"{scheme} --data {chosen}" if chosen else scheme
+        gain = speeds.get(scheme, {}).get("gain")  # the codes do not change the speed
+        rows.append(PictureRow(label, kl["kl"], kl["low"], kl["high"], gain))
+    speed_record, quality_record = data["speed"], data["quality"]
+    machine = speed_record["machine"]
+    notes = (
+        f"KL: {quality_record['model']}, {quality_record['tokens']:,} tokens, 95% intervals, inputs quantized as the "
+        f"scheme declares ({quality_record['date']}).",
+        f"Speed: {speed_record['model']} shape, one sequence, {machine['threads']} threads, "
+        f"{machine['instruction_set']}, memory {machine['read_bandwidth'] / 1e9:.0f} GB/s ({speed_record['date']}).",
+        "Made by benchmarks/picture.py; the figures are beside this picture.",
+    )
+    return scheme_picture(rows, notes=notes)
+
+
+def _needs_scales(name: str) -> bool:
+    activation = get_scheme(name).activation
+    return activation is not None and activation.needs_calibration
+
+
+def _calibration(model: Path, folder: Path) -> Calibration:
+    """Return statistics of the inputs on the example text, for the schemes with static scales."""
+    rule = parse_rule("max")
+    collected = collect(
+        str(model),
+        (str(TEXT),),
+        TextOptions(samples=SAMPLES, seq_len=256, seed=0),
+        RunOptions(),
+        own_text_file=folder / "own",
+    )
+    return Calibration(collected.stats, rule, collected.held_out, None)
+
+
+def _load(figures: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(figures.read_text(encoding="utf-8")) if figures.exists() else {}
+    return data
+
+
+def _store(figures: Path, key: str, record: dict[str, Any]) -> None:
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    command = shlex.join(["python", *sys.argv])
+    data = _load(figures) | {key: record | {"date": date, "command": command}}
+    figures.parent.mkdir(parents=True, exist_ok=True)
+    figures.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The command `report`, and what the commands that add to a report share. Nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from minifloat.commands.options import FOLDER
+from minifloat.errors import StorageError
+
+if TYPE_CHECKING:
+    from minifloat.bench import GainsReport
+    from minifloat.compare import Comparison
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def no_report_option() -> Callable[[_Command], _Command]:
+    """Return the option that leaves the report beside a checkpoint alone."""
+    return click.option("--no-report", is_flag=True, help="Leave the report.html beside the checkpoint alone.")
+
+
+@click.command()
+@click.argument("out", type=FOLDER)
+def report(out: Path) -> None:
+    """Show what is known of the checkpoint OUT: what was done, is it the same model, what was gained, where it loads.
+
+    The results are those that `quantize`, `compare` and `bench` left beside the checkpoint. Its report.html is drawn
+    again.
+    """
+    from minifloat.checkpoint_report import read_results, write_report
+    from minifloat.commands.display.report import print_results
+
+    path = write_report(out)
+    print_results(read_results(out))
+    click.echo(f"Report: {path}")
+
+
+def add_to_report(folder: str | Path, result: GainsReport | Comparison, *, err: bool) -> None:
+    """Add a result to the report beside a checkpoint, if it has one, and say so.
+
+    Args:
+        folder: The checkpoint. Nothing happens for a model of the hub, and for a folder without report.html.
+        result: The result of `compare` or `bench`.
+        err: Write to standard error, because standard output is for JSON.
+    """
+    from minifloat.checkpoint_report import has_report
+
+    if has_report(folder):
+        draw_report(folder, result, err=err)
+
+
+def draw_report(
+    folder: str | Path, result: GainsReport | Comparison | None = None, *, err: bool = False, quiet: bool = False
+) -> None:
+    """Draw the report beside a checkpoint, and say so.
+
+    A folder that cannot be written to is no reason to fail: the results were printed.
+
+    Args:
+        folder: The checkpoint.
+        result: The result of `compare` or `bench` to add; None: only draw.
+        err: Write to standard error, because standard output is for JSON.
+        quiet: Say nothing but errors.
+    """
+    from minifloat.checkpoint_report import write_report
+
+    try:
+        path = write_report(folder, result)
+        if not quiet:
+            click.echo(f"Report: {path}", err=err)
+    except StorageError as error:
+        click.echo(f"The report beside {folder} was not written: {error}", err=True)
