@@ -173,9 +173,11 @@ def quantize(params: QuantizeParams) -> None:
     if params.as_json:
         print_json(report)
     elif not params.quiet:
-        print_quantize_report(report, verbose=params.verbose, hint=data_hint(report))
+        print_quantize_report(report, verbose=params.verbose)
     if not params.no_report:
         draw_report(params.out, err=params.as_json, quiet=params.quiet)
+    if not (params.as_json or params.quiet) and (hint := data_hint(report)):
+        click.echo(hint)
 
 
 def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibration | None:

@@ -14,8 +14,8 @@ from minifloat.quantize.static_scales import ActivationReport
 from minifloat.report.text import layer_pattern, size_text
 
 
-def print_quantize_report(report: QuantizeReport, *, verbose: bool, hint: str = "") -> None:
-    """Print a row per tensor, or one for the same tensor of all layers unless `verbose`; then the totals and a hint."""
+def print_quantize_report(report: QuantizeReport, *, verbose: bool) -> None:
+    """Print a row per tensor, or one for the same tensor of all layers unless `verbose`; then the totals."""
     console = make_console()
     groups: dict[tuple[str, str, str], list[TensorReport]] = {}
     for tensor in report.tensors:
@@ -51,8 +51,6 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool, hint: str = 
     console.print(f"{report.share}{_kept(report.share)}.", soft_wrap=True, highlight=False, markup=False)
     print_outcome(console, report)
     print_engines(console, report.engines)
-    if hint:
-        console.print(hint, soft_wrap=True)
 
 
 def _kept(share: QuantizedShare) -> str:
