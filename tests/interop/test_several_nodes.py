@@ -1,4 +1,4 @@
-"""`minifloat serve --engine vllm --nodes 2`: two nodes on this machine, over loopback, with a real vLLM on a CPU."""
+"""vLLM's flags of several machines behind `minifloat serve`: two nodes over loopback, with a real vLLM on a CPU."""
 
 from __future__ import annotations
 
@@ -48,14 +48,17 @@ def two_nodes(folder: Path, *options: str, arguments: tuple[str, ...] = ()) -> I
     """Start the head node, which serves the API, and the other node, without waiting until they are ready."""
     hardware = "cpu" if has_amx() else "cpu-no-amx"
     shared = ["--engine", "vllm", "--hardware", hardware, "--max-model-len", "256"]
-    shared += ["--nodes", "2", "--master-addr", "127.0.0.1", *options]
+    shared += options
     port = free_port()
     with ExitStack() as stack:
         nodes = []
         for rank in range(2):
             log, binding = folder / f"node{rank}.log", str(PROCESSORS[rank])
-            rest = [*shared, "--node-rank", str(rank)]
-            process = start(STORYBOOK, port, log, *rest, arguments=arguments, VLLM_CPU_OMP_THREADS_BIND=binding)
+            own = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--node-rank", str(rank)]
+            own += ["--headless"] if rank else []
+            process = start(
+                STORYBOOK, port, log, *shared, arguments=(*own, *arguments), VLLM_CPU_OMP_THREADS_BIND=binding
+            )
             stack.callback(end, process)
             nodes.append(Served(port, process, log))
         yield nodes[0], nodes[1]
@@ -85,12 +88,3 @@ def test_two_nodes_serve_one_model_with_the_answers_of_our_own_server(
         differences = greedy_differences(ours.complete(prompt, TOKENS, 20), theirs, noise)
     assert len(differences) > TOKENS
     assert noise.covers(differences)
-
-
-def test_a_ray_cluster_starts_and_vllm_on_a_cpu_refuses_it(tmp_path: Path) -> None:
-    """vLLM has no Ray resource name for a CPU (v1/executor/ray_utils.py); on GPUs the same commands would continue."""
-    options = ["--vllm-python", python_of("vllm"), "--multi-node", "ray", "--pipeline-parallel-size", "2"]
-    with two_nodes(tmp_path, *options, arguments=("--enforce-eager",)) as (head, other):
-        assert head.process.wait(300) == 1
-        assert "ValueError: current platform cpu does not support ray." in head.output
-        assert "Ray runtime started" in other.output

@@ -31,6 +31,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "vllm": ("torchvision", "torchaudio", "torchcodec"),
     "llmcompressor": (),
     "lm-eval": (),
+    "ray": ("torchvision", "torchaudio", "torchcodec"),
 }
 _COMPLETE = "minifloat-interop.sha256"
 #: torchvision of the torch in requirements-vllm.txt. Its operators are built for CUDA, so that it is kept apart.

@@ -37,35 +37,27 @@ _SECONDS = click.FloatRange(min=0)
 class _VllmParams:
     """Parameters of `serve` that only vLLM has; `minifloat.serve.vllm.VllmOptions` describes them."""
 
-    vllm_bin: str
+    vllm_bin: str | None
     vllm_python: str | None
     hardware: str | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
-    nodes: int
-    node_rank: int
-    master_addr: str | None
-    multi_node: str
     startup_timeout: float
     allow_unquantized: bool
     print_command: bool
 
 
 _vllm_options = stack(
-    env_option("--vllm-bin", default="vllm", metavar="PATH", help="The vllm command.  [default: the one on PATH]"),
+    env_option("--vllm-bin", metavar="PATH", help="The vllm command.  [default: vLLM beside minifloat, or on PATH]"),
     env_option("--vllm-python", metavar="PATH", help="Python of vLLM's environment, instead of the vllm command."),
     env_option("--hardware", metavar="NAME", help="As for `check`.  [default: detected]"),
     env_option("--tensor-parallel-size", default=1, type=COUNT, help="Devices that share every matrix."),
     env_option("--pipeline-parallel-size", default=1, type=COUNT, help="Groups of devices that share the layers."),
-    env_option("--nodes", default=1, type=COUNT, help="Machines that share the model."),
-    env_option("--node-rank", default=0, type=click.IntRange(min=0), help="Rank of this machine; 0 has the API."),
-    env_option("--master-addr", metavar="HOST", help="The address of node 0."),
-    env_option("--multi-node", type=click.Choice(["vllm", "ray"]), default="vllm", help="How nodes find each other."),
     env_option(
         "--startup-timeout", default=600.0, show_default=True, type=POSITIVE, help="Seconds until vLLM must answer."
     ),
     env_option("--allow-unquantized", is_flag=True, help="Serve even if vLLM runs quantized weights unquantized."),
-    env_option("--print-command", is_flag=True, help="Print the command of each node, and start nothing."),
+    env_option("--print-command", is_flag=True, help="Print vLLM's command, and start nothing."),
 )
 
 
@@ -169,7 +161,7 @@ def serve(params: ServeParams) -> None:
     Every option is an environment variable too: --max-model-len is MINIFLOAT_MAX_MODEL_LEN. SIGTERM and Ctrl-C finish
     the admitted requests; a second one ends at once.
 
-    With --engine vllm, a vLLM that is installed elsewhere serves it: MODEL is checked, vLLM is started, watched and
+    With --engine vllm, vLLM serves it, from this environment or another: MODEL is checked, vLLM is started, watched and
     ended. The options from --vllm-bin on, and everything after --, are for vLLM.
     """
     if params.engine == "vllm":
@@ -182,7 +174,7 @@ def serve(params: ServeParams) -> None:
 
 def _serve_with_vllm(params: ServeParams) -> None:
     from minifloat.serve.server.settings import collect_api_keys
-    from minifloat.serve.vllm import nodes, render, serve_with_vllm
+    from minifloat.serve.vllm import command_of, serve_with_vllm
     from minifloat.serve.vllm.options import vllm_options
 
     ctx = click.get_current_context()
@@ -194,7 +186,7 @@ def _serve_with_vllm(params: ServeParams) -> None:
     keys = collect_api_keys(params.api_key, params.api_key_file)
     options = vllm_options(params.model, values, stated, keys, params.vllm_arguments)
     if params.print_command:
-        click.echo(render(nodes(options)))
+        click.echo(command_of(options))
     else:
         sys.exit(serve_with_vllm(options))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 import click
@@ -11,11 +12,9 @@ from click.testing import CliRunner, Result
 
 from minifloat.commands.main import main
 from minifloat.commands.serve import serve as serve_command
-from minifloat.errors import UsageError
-from minifloat.serve.vllm import VllmOptions, nodes, render
+from minifloat.serve.vllm import VllmOptions, command_of
 from minifloat.serve.vllm.options import _OWN_OPTIONS, _TRANSLATED, ONLY_VLLM
 
-CLUSTER = ("--nodes", "2", "--tensor-parallel-size", "8", "--pipeline-parallel-size", "2", "--master-addr", "10.0.0.1")
 #: Options of minifloat's engine that vLLM lacks or defines differently.
 ONLY_MINIFLOAT = {
     "allowed_host",
@@ -47,7 +46,6 @@ def printed(*arguments: str, **environment: str) -> str:
 
 def test_options_that_are_not_given_are_left_to_vllm() -> None:
     assert printed() == (
-        "# this node\n"
         "vllm serve 'a model' --host 127.0.0.1 --port 8000 --served-model-name 'a model' --shutdown-timeout 30\n"
     )
 
@@ -73,7 +71,7 @@ def test_every_option_is_translated_or_refused_by_name() -> None:
     ],
 )
 def test_an_option_that_was_given_is_translated(option: str, translated: str) -> None:
-    words = shlex.split(printed(*option.split()).splitlines()[1])
+    words = shlex.split(printed(*option.split()))
     expected = translated.split()
     assert any(words[start : start + len(expected)] == expected for start in range(len(words))), words
 
@@ -85,33 +83,33 @@ def test_an_option_from_the_environment_counts_as_given() -> None:
 
 
 def test_vllm_python_replaces_the_vllm_command() -> None:
-    line = printed("--vllm-python", "/v/bin/python").splitlines()[1]
+    line = printed("--vllm-python", "/v/bin/python")
     assert line.startswith("/v/bin/python -m vllm.entrypoints.openai.api_server --model 'a model' --host ")
 
 
 def test_a_model_of_the_hub_is_fetched_by_vllm() -> None:
     result = serve("org/name@v2", "--engine", "vllm", "--print-command")
-    assert result.stdout.splitlines()[1].startswith("vllm serve org/name --revision v2 --host ")
+    assert result.stdout.startswith("vllm serve org/name --revision v2 --host ")
     assert "--served-model-name org/name " in result.stdout
 
 
-def test_several_nodes_with_vllms_own_launcher() -> None:
-    head, worker = printed(*CLUSTER, "--api-key", "12345678").split("\n\n")
-    assert head.startswith("# node 0 of 2, the head: 10.0.0.1\nVLLM_API_KEY=... vllm serve 'a model' --host ")
-    assert head.endswith("--nnodes 2 --node-rank 0 --master-addr 10.0.0.1")
-    assert worker.startswith("# node 1 of 2\nvllm serve 'a model' --host ")
-    assert worker.endswith("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --headless\n")
+def test_the_flags_of_several_machines_are_vllms_own() -> None:
+    line = printed("--tensor-parallel-size", "16", "--api-key", "12345678", "--", "--nnodes", "2", "--node-rank", "0")
+    assert line.startswith("VLLM_API_KEY=... vllm serve 'a model' --host ")
+    assert line.endswith("--tensor-parallel-size 16 --nnodes 2 --node-rank 0\n")
+    worker = printed("--api-key", "12345678", "--", "--nnodes", "2", "--node-rank", "1", "--headless")
+    assert worker.startswith("vllm serve 'a model' ")  # without a key, which only the API needs
+    assert worker.endswith("--nnodes 2 --node-rank 1 --headless\n")
 
 
-def test_several_nodes_with_ray() -> None:
-    text = printed(*CLUSTER, "--multi-node", "ray", "--vllm-python", "/v/bin/python")
-    assert text.splitlines()[1] == (
-        "/v/bin/ray start --head --node-ip-address=10.0.0.1 --port=6379 --dashboard-host=127.0.0.1 --block &"
-    )
-    assert text.splitlines()[2].startswith("RAY_ADDRESS=10.0.0.1:6379 /v/bin/python -m vllm.")
-    assert text.splitlines()[2].endswith("--distributed-executor-backend ray")
-    assert text.splitlines()[4:] == ["# node 1 of 2", "/v/bin/ray start --address=10.0.0.1:6379 --block"]
-    assert printed(*CLUSTER, "--multi-node", "ray").splitlines()[1].startswith("ray start --head ")
+def test_vllm_in_this_environment_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    start = f"{sys.executable} -m vllm.entrypoints.openai.api_server --model 'a model' --host "
+    assert printed().startswith(start)
+    assert printed("--vllm-bin", "/v/bin/vllm").startswith("/v/bin/vllm serve 'a model' ")
+    assert printed("--vllm-python", "/v/bin/python").startswith("/v/bin/python -m vllm.")
 
 
 @pytest.mark.parametrize(
@@ -123,12 +121,6 @@ def test_several_nodes_with_ray() -> None:
         (["--api-key", "12345678", "--api-key", "87654321"], "one API key, got 2"),
         (["--api-key", "short"], "API key 1"),
         (["--vllm-bin", "v", "--vllm-python", "p"], "give one"),
-        (["--nodes", "2", "--pipeline-parallel-size", "2"], "--master-addr"),
-        (["--nodes", "2", "--master-addr", "h"], "2 nodes cannot share 1 devices"),
-        (["--nodes", "2", "--master-addr", "h", "--tensor-parallel-size", "3"], "2 nodes cannot share 3 devices"),
-        (["--node-rank", "1"], "expected 0 to 0 with --nodes 1"),
-        (["--master-addr", "h"], "needs --nodes"),
-        ([*CLUSTER, "--vllm-python", "p"], "cannot run other nodes"),
         (["--", "--api-key=12345678"], "--api-key after --: other users see arguments"),
         (["--", "--api_key", "12345678"], "--api-key after --"),
         (["--", "--port", "9"], "--port after --: minifloat sets it already"),
@@ -159,16 +151,11 @@ def test_options_of_vllm_are_refused_for_minifloats_engine(arguments: list[str])
 def test_options_of_vllm_in_the_environment_are_ignored_for_minifloats_engine(tmp_path: Path) -> None:
     result = serve("a model", "--chat-template", str(tmp_path / "missing"), MINIFLOAT_VLLM_BIN="/v/bin/vllm")
     assert "the chat template cannot be read" in result.output
-    assert printed(MINIFLOAT_VLLM_BIN="/v/bin/vllm").splitlines()[1].startswith("/v/bin/vllm serve ")
+    assert printed(MINIFLOAT_VLLM_BIN="/v/bin/vllm").startswith("/v/bin/vllm serve ")
 
 
 def test_the_text_of_options_and_commands_has_no_key() -> None:
     options = VllmOptions("m", api_key="a-secret-key")
-    cluster = nodes(options)
-    assert "a-secret-key" not in f"{options} {cluster} {render(cluster)}"
-    assert cluster[0].commands[0].full_environment()["VLLM_API_KEY"] == "a-secret-key"
-
-
-def test_an_unknown_multi_node_launcher_is_refused() -> None:
-    with pytest.raises(UsageError, match="expected vllm or ray, got 'mpi'"):
-        VllmOptions("m", multi_node="mpi")
+    command = command_of(options)
+    assert "a-secret-key" not in f"{options} {command} {command!r}"
+    assert command.full_environment()["VLLM_API_KEY"] == "a-secret-key"

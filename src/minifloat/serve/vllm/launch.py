@@ -7,7 +7,6 @@ import http.client
 import logging
 import queue
 import signal
-import socket
 import ssl
 import sys
 import threading
@@ -23,7 +22,7 @@ from minifloat.layouts import READERS
 from minifloat.serve.server.settings import ServerSettings
 from minifloat.serve.sockets import bind
 from minifloat.serve.vllm import preflight
-from minifloat.serve.vllm.command import Command, Node, nodes
+from minifloat.serve.vllm.command import command_of
 from minifloat.serve.vllm.log import Evidence, Log
 from minifloat.serve.vllm.options import VllmOptions
 from minifloat.serve.vllm.supervise import Child
@@ -44,8 +43,6 @@ _LOOPBACK_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 def serve_with_vllm(options: VllmOptions) -> int:
     """Serve a checkpoint with vLLM until SIGTERM or SIGINT, or until vLLM ends.
 
-    With several nodes, only the commands of this node are run.
-
     Returns:
         vLLM's exit status, or 128 plus the signal's number if it was killed; 1 if it did not answer in time, or was
         stopped because quantized weights would have run unquantized.
@@ -57,10 +54,9 @@ def serve_with_vllm(options: VllmOptions) -> int:
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("minifloat").setLevel(logging.WARNING if options.quiet else logging.INFO)
-    node = nodes(options)[options.node_rank]
-    weights = _prepare(options, node)
+    weights = _prepare(options)
     with _events() as events:
-        return _Run(options, node, weights, events).run()
+        return _Run(options, weights, events).run()
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class _Weights:
     experts: bool = False
 
 
-def _prepare(options: VllmOptions, node: Node) -> _Weights:
+def _prepare(options: VllmOptions) -> _Weights:
     """Run all checks that need no running vLLM."""
     with open_headers(options.model, revision=options.revision) as checkpoint:
         config = checkpoint.quantization_config
@@ -89,10 +85,7 @@ def _prepare(options: VllmOptions, node: Node) -> _Weights:
         preflight.require_loadable(options, options.hardware or preflight.find_hardware(version))
     else:
         _LOG.warning("not checked whether vLLM loads this: unknown quant_method %r", method)
-    for command in node.commands:
-        if command.port is not None:
-            bind(str(options.master_addr), command.port).close()
-    if node.has_api:
+    if options.has_api:
         # another server at this address would be mistaken for vLLM
         bind(options.host, options.port).close()
         _note_exposure(options)
@@ -112,130 +105,101 @@ def _note_exposure(options: VllmOptions) -> None:
 
 
 class _Run:
-    """Runs the commands of a node, from start to end."""
+    """Runs vLLM, from start to end."""
 
-    def __init__(self, options: VllmOptions, node: Node, weights: _Weights, events: queue.SimpleQueue[int]) -> None:
-        self._options, self._node, self._weights, self._events = options, node, weights, events
-        self._children: list[Child] = []
+    def __init__(self, options: VllmOptions, weights: _Weights, events: queue.SimpleQueue[int]) -> None:
+        self._options, self._weights, self._events = options, weights, events
         self._stopping = False
+        self._command = command_of(options)
+        _LOG.info("%s", self._command)
+        self._started = time.monotonic()
+        show: BinaryIO | None = None if options.quiet else sys.stderr.buffer
+        self._child = Child(self._command, Log(), show, lambda: events.put(0))
 
     def run(self) -> int:
-        """Start the commands, wait for readiness, then for the end. Kill all children in any case."""
+        """Wait for readiness, then for the end, and return the exit status. Kill vLLM in any case."""
         try:
-            return self._serve()
+            status = self._wait_until_ready() if self._options.has_api else None
+            while status is None and (status := self._exit_status()) is None:
+                self._wait(None)
+            return status
         finally:
-            for child in reversed(self._children):
-                child.kill()
+            self._child.kill()
 
-    def _serve(self) -> int:
-        deadline = time.monotonic() + self._options.startup_timeout
-        for command in self._node.commands:
-            started = time.monotonic()
-            child = self._start(command)
-            status = self._wait_until_ready(child, command, deadline)
-            if status is not None:
-                return status
-            if self._node.has_api:
-                _LOG.info("%s: ready after %.1f s", child.name, time.monotonic() - started)
-        if self._node.has_api:
-            self._confirm(child)
-        while (status := self._exit_status()) is None:
-            self._wait(None)
-        return status
-
-    def _start(self, command: Command) -> Child:
-        _LOG.info("%s", command)
-        show: BinaryIO | None = None if self._options.quiet else sys.stderr.buffer
-        child = Child(command, Log(), show, lambda: self._events.put(0))
-        self._children.append(child)
-        return child
-
-    def _wait_until_ready(self, child: Child, command: Command, deadline: float) -> int | None:
-        """Wait until a child is ready. Return None, or the exit status if the run is over."""
-        while not self._is_ready(child, command):
+    def _wait_until_ready(self) -> int | None:
+        """Wait until vLLM answers. Return None, or the exit status if the run is over."""
+        while self._stopping or self._child.returncode is not None or not _is_healthy(self._options):
             if (status := self._exit_status()) is not None:
                 return _FAILED if status == 0 and not self._stopping else status
-            if time.monotonic() > deadline:
-                self._log_end(child, f"no answer within {self._options.startup_timeout:g} s (--startup-timeout)")
+            if time.monotonic() > self._started + self._options.startup_timeout:
+                self._log_end(f"no answer within {self._options.startup_timeout:g} s (--startup-timeout)")
                 return _FAILED
             self._wait(_POLL_SECONDS)
+        _LOG.info("vLLM: ready after %.1f s", time.monotonic() - self._started)
+        self._confirm()
         return None
 
-    def _is_ready(self, child: Child, command: Command) -> bool:
-        """Return whether a child answers, or runs, if it is no server."""
-        if self._stopping or child.returncode is not None:
-            return False
-        if command.port is not None:
-            return _listens(str(self._options.master_addr), command.port)
-        return not self._node.has_api or _is_healthy(self._options)
-
     def _wait(self, seconds: float | None) -> None:
-        """Wait for a signal, news of a child, or the timeout. Stop the children at a signal."""
+        """Wait for a signal, news of vLLM, or the timeout. Stop vLLM at a signal."""
         with contextlib.suppress(queue.Empty):
             if self._events.get(timeout=seconds):
                 self._stop()
 
     def _stop(self) -> None:
-        """Ask the children to finish, the last first. Kill them at a second signal or after the shutdown timeout."""
+        """Ask vLLM to finish. Kill it at a second signal or after the shutdown timeout."""
         self._stopping = True
         seconds = self._options.shutdown_timeout
         _LOG.info("stopping: vLLM finishes admitted requests, for at most %g s", seconds)
-        for child in reversed(self._children):
-            child.terminate()
-            deadline = time.monotonic() + seconds + _GRACE_SECONDS
-            while child.returncode is None:
-                seconds_left = deadline - time.monotonic()
-                with contextlib.suppress(queue.Empty):
-                    if seconds_left <= 0 or self._events.get(timeout=seconds_left):
-                        _LOG.warning(
-                            "killing %s: %s",
-                            child.name,
-                            "it did not end in time" if seconds_left <= 0 else "second signal",
-                        )
-                        child.kill()
+        self._child.terminate()
+        deadline = time.monotonic() + seconds + _GRACE_SECONDS
+        while self._child.returncode is None:
+            seconds_left = deadline - time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                if seconds_left <= 0 or self._events.get(timeout=seconds_left):
+                    why = "it did not end in time" if seconds_left <= 0 else "second signal"
+                    _LOG.warning("killing vLLM: %s", why)
+                    self._child.kill()
 
     def _exit_status(self) -> int | None:
-        """Return the exit status if a child has ended, or is stopped here for unquantized weights; else None."""
-        for child in reversed(self._children):
-            if child.returncode is not None:
-                child.kill()  # kills its descendants and reads the rest of its output
-                return self._status_of(child)
-            line = child.log.unquantized(experts=self._weights.experts)
-            if self._weights.quantized and line is not None and not self._options.allow_unquantized:
-                child.kill()
-                self._log_end(child, "stopped")
-                _LOG.error(
-                    "the checkpoint is quantized, but vLLM runs its weights unquantized: %s "
-                    "(--allow-unquantized serves it anyway)",
-                    line,
-                )
-                return _FAILED
+        """Return the exit status if vLLM has ended, or is stopped here for unquantized weights; else None."""
+        if self._child.returncode is not None:
+            self._child.kill()  # kills its descendants and reads the rest of its output
+            return self._status()
+        line = self._child.log.unquantized(experts=self._weights.experts)
+        if self._weights.quantized and line is not None and not self._options.allow_unquantized:
+            self._child.kill()
+            self._log_end("stopped")
+            _LOG.error(
+                "the checkpoint is quantized, but vLLM runs its weights unquantized: %s "
+                "(--allow-unquantized serves it anyway)",
+                line,
+            )
+            return _FAILED
         return None
 
-    def _status_of(self, child: Child) -> int:
-        code = child.returncode or 0
-        status = code if code >= 0 else 128 - code
+    def _status(self) -> int:
+        code = self._child.returncode or 0
         end = f"exit status {code}" if code >= 0 else f"killed by signal {-code}"
         if self._stopping:
-            _LOG.info("%s has ended: %s", child.name, end)
+            _LOG.info("vLLM has ended: %s", end)
         else:
-            self._log_end(child, f"ended by itself: {end}")
-        return status
+            self._log_end(f"ended by itself: {end}")
+        return code if code >= 0 else 128 - code
 
-    def _log_end(self, child: Child, reason: str) -> None:
-        """Log why a child ended, with the last lines of its log, and before them its first error if they lack it."""
-        last, error = list(child.log.last), child.log.error
+    def _log_end(self, reason: str) -> None:
+        """Log why vLLM ended, with the last lines of its log, and before them its first error if they lack it."""
+        last, error = list(self._child.log.last), self._child.log.error
         if error and error[0] not in last:
             last = [*error, "...", *last]
         text = "\n".join(f"    {line}" for line in last)
-        _LOG.error("%s %s. The last of its log:\n%s", child.name, reason, text or "    (nothing)")
+        _LOG.error("vLLM %s. The last of its log:\n%s", reason, text or "    (nothing)")
 
-    def _confirm(self, child: Child) -> None:
+    def _confirm(self) -> None:
         """Log which kernels vLLM's log names."""
         if not self._weights.quantized:
             return
-        kernels, deadline = child.log.kernels, time.monotonic() + _LOG_SECONDS
-        while not kernels[Evidence.QUANTIZED] and time.monotonic() < deadline and child.returncode is None:
+        kernels, deadline = self._child.log.kernels, time.monotonic() + _LOG_SECONDS
+        while not kernels[Evidence.QUANTIZED] and time.monotonic() < deadline and self._child.returncode is None:
             time.sleep(_LOG_SECONDS / 20)
         for kernel in kernels[Evidence.EMULATED]:
             _LOG.warning("vLLM has no kernel for these weights here: %s decodes them to 16 bits in every step", kernel)
@@ -289,11 +253,3 @@ def _without_verification() -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
-
-
-def _listens(host: str, port: int) -> bool:
-    try:
-        with socket.create_connection((host, port), timeout=_ANSWER_SECONDS):
-            return True
-    except OSError:
-        return False

