@@ -3,6 +3,7 @@
     registration.py    what `register` does, and when it does nothing
     packed.py          packs the weights of a layer after loading, multiplies with them
     kernels.py         a kernel class for each table of vLLM
+    unquantized.py     BF16 linears
     config.py          schemes that vLLM refuses before it looks into a table
 
 vLLM is imported nowhere else in this package. Only `register` imports it here, when vLLM calls it.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from minifloat.errors import ShapeError
 from minifloat.kernels.linear import linear
-from minifloat.kernels.pack import PackedWeight, pack
+from minifloat.kernels.pack import PackedWeight, pack, why_not
 from minifloat.numerics.formats import E2M1, E4M3, E8M0
 from minifloat.numerics.granularity import CHANNEL, GROUP_16, GROUP_32, TENSOR, Granularity
 from minifloat.numerics.scheme import WeightSpec
@@ -76,17 +76,31 @@ def nvfp4(codes: Tensor, scale: Tensor, tensor_scale: Tensor) -> QuantizedTensor
     return QuantizedTensor(NVFP4, shape, codes, scale.view(torch.uint8), tensor_scale.reshape(()), global_divides=False)
 
 
-def hold(layer: Any, weight: QuantizedTensor | Tensor) -> None:
-    """Pack a weight and put it into a layer, in the place of the parameters that the checkpoint has filled.
+def is_read_elsewhere(layer: Any) -> bool:
+    """Return whether vLLM reads the weight of a layer as the checkpoint stores it."""
+    return bool(getattr(layer, _READ_ELSEWHERE, False))
 
-    A layer whose weight vLLM reads elsewhere keeps these parameters too.
+
+def is_bf16_matrix(weight: Tensor) -> bool:
+    """Return whether `hold` takes an unquantized weight."""
+    return not why_not(None, tuple(weight.shape), weight.device, weight.dtype)
+
+
+def is_held(layer: Any) -> bool:
+    """Return whether `hold` was called for a layer."""
+    return hasattr(layer, _PACKED)
+
+
+def hold(layer: Any, weight: QuantizedTensor | Tensor, *, keep: bool = False) -> None:
+    """Pack a weight and put it into a layer, in the place of the parameters that the checkpoint has filled.
 
     Args:
         layer: One of vLLM's layers.
         weight: Its weight; a bfloat16 matrix ``[N, K]`` if it is not quantized.
+        keep: Whether the layer keeps these parameters too, as it does if vLLM reads them elsewhere.
     """
     packed = pack(weight)
-    if not getattr(layer, _READ_ELSEWHERE, False):
+    if not keep and not is_read_elsewhere(layer):
         for name in _REPLACED:
             if name in layer._parameters:
                 delattr(layer, name)

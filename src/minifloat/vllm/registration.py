@@ -35,6 +35,7 @@ def register_kernels() -> None:
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.quantization import register_quantization_config
 
+    from minifloat.vllm import unquantized
     from minifloat.vllm.config import MinifloatCompressedTensorsConfig
     from minifloat.vllm.kernels import TABLES
 
@@ -43,6 +44,11 @@ def register_kernels() -> None:
     for table, kernel in TABLES.items():
         put(getattr(linear, table).setdefault(PlatformEnum.CPU, []), kernel)
     register_quantization_config("compressed-tensors")(MinifloatCompressedTensorsConfig)
+    kept = unquantized.why_not()
+    if kept:
+        log.debug("minifloat: BF16 linears stay with vLLM: %s", kept)
+    else:
+        unquantized.replace_layers()
     log.debug("minifloat: kernels registered for %s", native.isa())
 
 
