@@ -17,9 +17,9 @@ import click
 
 from minifloat import compare_models, quantize_checkpoint
 from minifloat.calibration.options import RunOptions
+from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import TextOptions, collect
-from minifloat.quantize.static_scales import Calibration
+from minifloat.calibration.session import TextOptions, calibrate
 
 RULES = ("max", "most-recent", "delayed", "moving-average", "percentile:percentile=99.99", "mse")
 
@@ -41,7 +41,7 @@ def main(
     click.echo("|---|---|---|" + "---|---|" * len(texts))
     floor_shown = False
     for source in sources:
-        collected = collect(model, [source], TextOptions(samples, seq_len), RunOptions(histogram=True))
+        collected = calibrate(model, [source], TextOptions(samples, seq_len), RunOptions(histogram=True))
         for rule in RULES:
             with tempfile.TemporaryDirectory() as folder:
                 out = Path(folder) / "out"

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import minifloat
+from minifloat.commands.main import COMMANDS
+from minifloat.report.text import size_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,3 +25,69 @@ def test_nothing_shadows_the_kernels_package_that_transformers_looks_up() -> Non
     assert not (ROOT / "kernels").exists()
     assert not [path for folder in ("examples", "benchmarks", "scripts") for path in (ROOT / folder).rglob("kernels*")]
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_every_command_has_a_public_function_whose_name_has_its_name_in_it() -> None:
+    for command in COMMANDS:
+        functions = [name for name in minifloat.__all__ if command in name.split("_")]
+        assert any(inspect.isfunction(getattr(minifloat, name)) for name in functions), command
+
+
+def test_public_functions_name_the_types_of_their_keyword_arguments() -> None:
+    untyped = []
+    for name in minifloat.__all__:
+        public = getattr(minifloat, name)
+        if inspect.isfunction(public) or (inspect.isclass(public) and not issubclass(public, Exception)):
+            parameters = inspect.signature(public).parameters.values()
+            rest = [parameter for parameter in parameters if parameter.kind is inspect.Parameter.VAR_KEYWORD]
+            untyped += [name for parameter in rest if "Unpack[" not in str(parameter.annotation)]
+    assert untyped == []
+
+
+def test_the_keyword_types_have_the_names_of_the_options_and_their_types() -> None:
+    from minifloat.compare.options import CompareKeywords, CompareOptions, ServedKeywords
+    from minifloat.runtime.load import LoadKeywords
+    from minifloat.serve.engine.options import EngineKeywords
+
+    options = {field.name: field.type for field in dataclasses.fields(CompareOptions)}
+    assert {**ServedKeywords.__annotations__, **CompareKeywords.__annotations__}.keys() == options.keys()
+    engine = inspect.signature(minifloat.Engine).parameters
+    objects = {"path", "observer", "tokenizer", "checkpoint"}  # what a function that makes an engine does not pass on
+    assert EngineKeywords.__annotations__.keys() == engine.keys() - objects
+    load = inspect.signature(minifloat.load).parameters
+    assert LoadKeywords.__annotations__.keys() == load.keys() - {"path", "revision"}
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, minifloat\n"
+        "dir(minifloat), minifloat.SCHEMES, minifloat.Calibration\n"
+        "heavy = {'torch', 'transformers', 'rich', 'fastapi', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_results_show_a_headline_in_one_line_and_as_a_table(tmp_path: Path) -> None:
+    base = ROOT / "tests" / "data" / "interop" / "base-llama"
+    report = minifloat.quantize_checkpoint(base, tmp_path / "out", "fp8")
+    results = [
+        report,
+        minifloat.inspect_checkpoint(tmp_path / "out"),
+        minifloat.check_checkpoint(tmp_path / "out", "vllm:h100"),
+        minifloat.plan_model(base, "fp8", "h100"),
+        minifloat.convert_checkpoint(tmp_path / "out", tmp_path / "plain", dequantize=True),
+        minifloat.push_checkpoint(tmp_path / "out", "org/name", dry_run=True, license="mit", base_model="org/base"),
+    ]
+    for result in results:
+        assert "\n" not in repr(result)
+        assert len(repr(result)) < 600
+        assert repr(result).startswith(f"{type(result).__name__}(")
+        table = result._repr_html_()
+        assert table.count("<tr>") == len(result.headline()) <= 8
+    assert "&lt;name&gt;" in dataclasses.replace(results[-1], repo_id="org/<name>")._repr_html_()
+    assert repr(report) == (
+        f"QuantizeReport(scheme: fp8, tensors: {report.count('quantized')} quantized, {report.count('copied')} copied, "
+        f"size: {size_text(report.source_bytes)} -> {size_text(report.output_bytes)}, "
+        f"SQNR: {report.total.sqnr_db:.1f} dB, written to: {tmp_path / 'out'})"
+    )

@@ -1,20 +1,29 @@
 """minifloat: post-training FP8 and MXFP4 quantization of language models, with a measured comparison to the original.
 
-    quantize_checkpoint(source, destination, "fp8-block")   -> QuantizeReport
+Every command has a function whose name has the name of the command in it, and does nothing that the function cannot:
+
+    quantize_checkpoint(source, destination, "fp8-block")           -> QuantizeReport
     quantize_checkpoint(source, destination, "mxfp4", data="self")  -> the codes are chosen with text
-    convert_checkpoint(source, destination, "modelopt")     -> ConvertReport
-    load(path)                                              -> transformers model with the quantized weights
-    compare_models(baseline, candidate, [text])             -> Comparison
-    generate(path, prompt)                                  -> pieces of text
-    Engine(path).generate([prompt, prompt])                 -> completions, decoded together
-    inspect_checkpoint(path)                                -> Inspection
-    plan_model(path, "mxfp4", "h100")                       -> ModelPlan
-    check_checkpoint(path, "vllm:h100:tp4")                 -> CheckReport
-    push_checkpoint(path, "org/name")                       -> PushReport
+    calibrate(source, "text.jsonl")                                 -> Calibration, for "fp8-static" and FP8 KV caches
+    inspect_checkpoint(path)                                        -> Inspection
+    plan_model(path, "mxfp4", "h100")                               -> ModelPlan
+    convert_checkpoint(source, destination, "modelopt")             -> ConvertReport
+    check_checkpoint(path, "vllm:h100:tp4")                         -> CheckReport
+    compare_models(baseline, candidate, [text])                     -> Comparison; compare_served for a running server
+    generate(path, prompt)                                          -> pieces of text
+    serve_checkpoint(path)                                          -> serves until SIGTERM
+    bench_checkpoint(path, baseline)                                -> GainsReport
+    write_report(path)                                              -> report.html beside the checkpoint
+    chat(ChatClient(url))                                           -> a conversation in the terminal
+    push_checkpoint(path, "org/name")                               -> PushReport
+    doctor()                                                        -> Diagnosis
 
-A path is a folder or the id of a model of the hub; `push_checkpoint` accepts folders only.
+and `load(path)` gives a transformers model with the quantized weights, `Engine(path)` an engine that decodes many
+prompts together. A path is a folder or the id of a model of the hub; `push_checkpoint` accepts folders only. Results
+show their headline in a notebook; `to_dict` has all of them.
 
-Importing this package imports no torch: the names are resolved on first use.
+Importing this package imports no torch: the names are resolved on first use. The names of the subpackages (`quantize`,
+`plan`, `compare`, ...) are those of commands, which is why the functions have a second word.
 """
 
 from __future__ import annotations
@@ -25,9 +34,16 @@ from typing import TYPE_CHECKING, Any
 from minifloat._version import __version__
 
 if TYPE_CHECKING:
-    from minifloat.check import CheckReport, check_checkpoint
+    from minifloat.bench import GainsReport, bench_checkpoint
+    from minifloat.bench.workload import Workload
+    from minifloat.calibration.options import RunOptions
+    from minifloat.calibration.result import Calibration
+    from minifloat.calibration.session import TextOptions, calibrate
+    from minifloat.check import CheckReport, Target, check_checkpoint
     from minifloat.checkpoint import Checkpoint
-    from minifloat.compare import Comparison, compare_models
+    from minifloat.checkpoint_report import write_report
+    from minifloat.compare import Comparison, Tolerance, compare_models
+    from minifloat.compare.served import compare_served
     from minifloat.convert import ConvertReport, convert_checkpoint
     from minifloat.errors import MinifloatError
     from minifloat.layouts.inspection import Inspection, inspect_checkpoint
@@ -38,68 +54,115 @@ if TYPE_CHECKING:
     from minifloat.quantize.job import quantize_checkpoint
     from minifloat.quantize.report import QuantizeReport
     from minifloat.quantize.rounded import DataOptions
+    from minifloat.rounding.budget.target import Budget
+    from minifloat.rounding.methods import get_method
+    from minifloat.rounding.options import RoundingOptions
+    from minifloat.runtime.diagnosis import Diagnosis, doctor
     from minifloat.runtime.load import load
+    from minifloat.serve.client import ChatClient, chat
     from minifloat.serve.engine import AsyncEngine, Engine, SamplingParams
+    from minifloat.serve.server.settings import ServerSettings
+    from minifloat.serve.server.start import serve_checkpoint
     from minifloat.serve.text import generate
 
 #: Public name -> the module that defines it.
 _EXPORTS = {
     "AsyncEngine": "minifloat.serve.engine",
+    "Budget": "minifloat.rounding.budget.target",
+    "Calibration": "minifloat.calibration.result",
+    "ChatClient": "minifloat.serve.client",
     "CheckReport": "minifloat.check",
     "Checkpoint": "minifloat.checkpoint",
     "Comparison": "minifloat.compare",
     "ConvertReport": "minifloat.convert",
     "DataOptions": "minifloat.quantize.rounded",
+    "Diagnosis": "minifloat.runtime.diagnosis",
     "Engine": "minifloat.serve.engine",
+    "GainsReport": "minifloat.bench",
     "Inspection": "minifloat.layouts.inspection",
     "MinifloatError": "minifloat.errors",
     "ModelPlan": "minifloat.plan",
     "PushReport": "minifloat.publish.push",
     "QuantizeReport": "minifloat.quantize.report",
     "QuantizedTensor": "minifloat.numerics.tensor",
+    "RoundingOptions": "minifloat.rounding.options",
+    "RunOptions": "minifloat.calibration.options",
     "SCHEMES": "minifloat.numerics.scheme",
     "SamplingParams": "minifloat.serve.engine",
     "Scheme": "minifloat.numerics.scheme",
+    "ServerSettings": "minifloat.serve.server.settings",
+    "Target": "minifloat.check",
+    "TextOptions": "minifloat.calibration.session",
+    "Tolerance": "minifloat.compare",
+    "Workload": "minifloat.bench.workload",
+    "bench_checkpoint": "minifloat.bench",
+    "calibrate": "minifloat.calibration.session",
+    "chat": "minifloat.serve.client",
     "check_checkpoint": "minifloat.check",
     "compare_models": "minifloat.compare",
+    "compare_served": "minifloat.compare.served",
     "convert_checkpoint": "minifloat.convert",
+    "doctor": "minifloat.runtime.diagnosis",
     "generate": "minifloat.serve.text",
+    "get_method": "minifloat.rounding.methods",
     "inspect_checkpoint": "minifloat.layouts.inspection",
     "load": "minifloat.runtime.load",
     "plan_model": "minifloat.plan",
     "push_checkpoint": "minifloat.publish.push",
     "quantize_checkpoint": "minifloat.quantize.job",
     "quantize_tensor": "minifloat.numerics.tensor",
+    "serve_checkpoint": "minifloat.serve.server.start",
+    "write_report": "minifloat.checkpoint_report",
 }
 
 __all__ = [
     "SCHEMES",
     "AsyncEngine",
+    "Budget",
+    "Calibration",
+    "ChatClient",
     "CheckReport",
     "Checkpoint",
     "Comparison",
     "ConvertReport",
     "DataOptions",
+    "Diagnosis",
     "Engine",
+    "GainsReport",
     "Inspection",
     "MinifloatError",
     "ModelPlan",
     "PushReport",
     "QuantizeReport",
     "QuantizedTensor",
+    "RoundingOptions",
+    "RunOptions",
     "SamplingParams",
     "Scheme",
+    "ServerSettings",
+    "Target",
+    "TextOptions",
+    "Tolerance",
+    "Workload",
     "__version__",
+    "bench_checkpoint",
+    "calibrate",
+    "chat",
     "check_checkpoint",
     "compare_models",
+    "compare_served",
     "convert_checkpoint",
+    "doctor",
     "generate",
+    "get_method",
     "inspect_checkpoint",
     "load",
     "plan_model",
     "push_checkpoint",
     "quantize_checkpoint",
     "quantize_tensor",
+    "serve_checkpoint",
+    "write_report",
 ]
 
 

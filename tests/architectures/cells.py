@@ -24,9 +24,10 @@ from small_models import Case
 from torch import Tensor, nn
 
 from minifloat import Engine, SamplingParams, check_checkpoint, convert_checkpoint, load, plan_model
-from minifloat.calibration.calibrate import calibrate
+from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.options import RunOptions
+from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats
 from minifloat.check import LoadVerdict
@@ -34,7 +35,6 @@ from minifloat.errors import MinifloatError
 from minifloat.layouts import WRITERS
 from minifloat.numerics.scheme import get_scheme
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.static_scales import Calibration
 from minifloat.runtime.linear import QuantizedWeight
 from minifloat.serve.engine.sampling import MAX_LOGPROBS, TokenLogprob
 from minifloat.serve.engine.sequence import Request
@@ -234,7 +234,7 @@ def calibration(case: Case, source: Path, quantized: Quantized | None) -> tuple[
     """Calibrate, and compare the amax of every input with what torch multiplies."""
     try:
         data = CalibrationSet(_SEQUENCES, {"sources": []})
-        stats = calibrate(source, data, RunOptions(dtype=torch.float32), from_quantized=case.stored is not None)
+        stats = calibrate_set(source, data, RunOptions(dtype=torch.float32), from_quantized=case.stored is not None)
     except Exception as error:
         return Outcome.refused(error), None
     if quantized is None:

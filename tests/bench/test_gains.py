@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from huggingface_hub import ModelCard
 
 from minifloat import Checkpoint, Engine, SamplingParams, quantize_checkpoint
-from minifloat.bench import GainsReport, bench, shapes
+from minifloat.bench import GainsReport, bench_checkpoint, shapes
 from minifloat.bench.card_section import gains_section
 from minifloat.bench.worker import Worker, peak_rss
 from minifloat.bench.workload import Workload
@@ -65,7 +65,7 @@ def measured(llama_folder: Path, quantized: Path, tmp_path_factory: pytest.TempP
     reports: list[GainsReport] = []
 
     def recording_bench(*args: Any, **options: Any) -> GainsReport:
-        reports.append(bench(*args, **options))
+        reports.append(bench_checkpoint(*args, **options))
         return reports[-1]
 
     folder = tmp_path_factory.mktemp("results")

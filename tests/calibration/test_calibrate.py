@@ -13,7 +13,7 @@ import torch
 from minifloat import quantize_checkpoint
 from minifloat.calibration import calibrate as calibrate_module
 from minifloat.calibration import model as model_module
-from minifloat.calibration.calibrate import calibrate
+from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.observe import Observer
@@ -40,7 +40,7 @@ def mixtral_folder(make_mixtral: MakeModel, tmp_path_factory: pytest.TempPathFac
 
 def test_the_statistics_are_those_of_an_observer(mixtral_folder: Path) -> None:
     text = data(5, 20, 1)
-    stats = calibrate(mixtral_folder, text, RunOptions(histogram=True, per_channel=True))
+    stats = calibrate_set(mixtral_folder, text, RunOptions(histogram=True, per_channel=True))
     with Observer(load(mixtral_folder), histogram=True, per_channel=True) as observer:
         for ids in text.sequences:
             observer.run(torch.tensor([ids]))
@@ -50,16 +50,16 @@ def test_the_statistics_are_those_of_an_observer(mixtral_folder: Path) -> None:
 
 
 def test_the_statistics_survive_a_file(llama_folder: Path, tmp_path: Path) -> None:
-    stats = calibrate(llama_folder, data(5, 3), RunOptions(histogram=True))
+    stats = calibrate_set(llama_folder, data(5, 3), RunOptions(histogram=True))
     write_stats(stats, tmp_path / "stats.safetensors")
     assert read_stats(tmp_path / "stats.safetensors") == stats
 
 
 def test_two_runs_give_the_same_bits_and_a_shuffled_one_the_same_maxima(mixtral_folder: Path) -> None:
     text = data(5, 20, 1, 7)
-    stats = calibrate(mixtral_folder, text)
-    assert calibrate(mixtral_folder, text) == stats
-    shuffled = calibrate(mixtral_folder, CalibrationSet(text.sequences[2:] + text.sequences[:2], text.record))
+    stats = calibrate_set(mixtral_folder, text)
+    assert calibrate_set(mixtral_folder, text) == stats
+    shuffled = calibrate_set(mixtral_folder, CalibrationSet(text.sequences[2:] + text.sequences[:2], text.record))
     assert {n: s.max for n, s in shuffled.inputs.items()} == {n: s.max for n, s in stats.inputs.items()}
     for name, kv in stats.kv.items():
         assert (kv.k_amax.max(0) == shuffled.kv[name].k_amax.max(0)).all()
@@ -70,13 +70,13 @@ def test_parts_of_the_data_merge_to_the_whole(llama_folder: Path) -> None:
     text = data(5, 20, 1)
     first, second = (CalibrationSet(part, text.record) for part in (text.sequences[:2], text.sequences[2:]))
     options = RunOptions(histogram=True)
-    merged = calibrate(llama_folder, first, options).merge(calibrate(llama_folder, second, options))
-    whole = calibrate(llama_folder, text, options)
+    merged = calibrate_set(llama_folder, first, options).merge(calibrate_set(llama_folder, second, options))
+    whole = calibrate_set(llama_folder, text, options)
     assert (merged.inputs, merged.kv, merged.tokens) == (whole.inputs, whole.kv, whole.tokens)
 
 
 def test_the_dtype_can_be_chosen(llama_folder: Path) -> None:
-    stats = calibrate(llama_folder, data(30), RunOptions(dtype=torch.float32))
+    stats = calibrate_set(llama_folder, data(30), RunOptions(dtype=torch.float32))
     amax = stats.inputs["model.layers.1.mlp.down_proj"].max
     assert amax != float(torch.tensor(amax).bfloat16())
 
@@ -88,25 +88,25 @@ def test_lm_head_is_not_run(llama_folder: Path, monkeypatch: pytest.MonkeyPatch)
         return model
 
     monkeypatch.setattr(model_module, "load_opened", load_without_head)
-    assert calibrate(llama_folder, data(5)).sequences == 1
+    assert calibrate_set(llama_folder, data(5)).sequences == 1
 
 
 def test_progress_counts_tokens(llama_folder: Path) -> None:
     calls: list[tuple[int, int, str]] = []
-    calibrate(llama_folder, data(5, 3), progress=lambda *call: calls.append(call))
+    calibrate_set(llama_folder, data(5, 3), progress=lambda *call: calls.append(call))
     assert calls == [(5, 8, "sequence 1 of 2"), (8, 8, "sequence 2 of 2")]
 
 
 def test_a_run_stops_when_all_scales_have_settled_and_the_record_says_so(llama_folder: Path) -> None:
     same = CalibrationSet(data(6).sequences * 200, {"sources": ["made up"]})
-    stats = calibrate(llama_folder, same, RunOptions(until_stable=0.01))
+    stats = calibrate_set(llama_folder, same, RunOptions(until_stable=0.01))
     assert 32 < stats.sequences < 200
     assert stats.tokens == 6 * stats.sequences
     assert stats.data == {
         "sources": ["made up"],
         "stopped": {"sequences": stats.sequences, "tokens": stats.tokens, "until_stable": 0.01},
     }
-    assert calibrate(llama_folder, data(6, 7, 8), RunOptions(until_stable=0.01)).data == {"sources": ["made up"]}
+    assert calibrate_set(llama_folder, data(6, 7, 8), RunOptions(until_stable=0.01)).data == {"sources": ["made up"]}
 
 
 def test_an_interrupted_run_raises_and_returns_no_statistics(llama_folder: Path) -> None:
@@ -114,7 +114,7 @@ def test_an_interrupted_run_raises_and_returns_no_statistics(llama_folder: Path)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(llama_folder, data(5, 3), progress=interrupt)
+        calibrate_set(llama_folder, data(5, 3), progress=interrupt)
 
 
 def test_a_model_larger_than_the_memory_limit_runs_layer_by_layer(
@@ -130,20 +130,20 @@ def test_a_model_larger_than_the_memory_limit_runs_layer_by_layer(
     with Checkpoint.open(llama_folder) as checkpoint:
         nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
     text = data(5)
-    assert isinstance(calibrate(llama_folder, text, RunOptions(max_memory=nbytes)), ActivationStats)
+    assert isinstance(calibrate_set(llama_folder, text, RunOptions(max_memory=nbytes)), ActivationStats)
     assert not calls
     options = RunOptions(max_memory=nbytes - 1, histogram=True)
-    assert calibrate(llama_folder, text, options) == "layer by layer"  # type: ignore[comparison-overlap]
+    assert calibrate_set(llama_folder, text, options) == "layer by layer"  # type: ignore[comparison-overlap]
     assert calls[0][0].checkpoint.path == llama_folder
     assert calls[0][1:] == (text, options, None)
-    calibrate(llama_folder, text, RunOptions(max_memory=nbytes, dtype=torch.float32))
+    calibrate_set(llama_folder, text, RunOptions(max_memory=nbytes, dtype=torch.float32))
     assert len(calls) == 2, "in float32 the weights are twice as large"
 
 
 def test_a_quantized_checkpoint_is_refused(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "quantized", "fp8-dynamic")
     with pytest.raises(AlreadyQuantizedError, match="calibrate the original"):
-        calibrate(tmp_path / "quantized", data(5))
+        calibrate_set(tmp_path / "quantized", data(5))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_data_that_the_model_cannot_run_is_refused(
     sequences: tuple[tuple[int, ...], ...], problem: str, llama_folder: Path
 ) -> None:
     with pytest.raises(DataError, match=problem):
-        calibrate(llama_folder, CalibrationSet(sequences))
+        calibrate_set(llama_folder, CalibrationSet(sequences))
 
 
 def test_nan_in_an_activation_names_the_module_and_the_sequence(
@@ -174,4 +174,4 @@ def test_nan_in_an_activation_names_the_module_and_the_sequence(
 
     monkeypatch.setattr(model_module, "load_opened", load_damaged)
     with pytest.raises(NonFiniteError, match=r"layers\.0\.self_attn\.q_proj: NaN or Inf in its input in sequence 1;"):
-        calibrate(llama_folder, text)
+        calibrate_set(llama_folder, text)

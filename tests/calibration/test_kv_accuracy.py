@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from minifloat.calibration.calibrate import calibrate
+from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.options import RunOptions
 from minifloat.calibration.scales import kv_scales
@@ -85,7 +85,7 @@ def worst_error(model: PreTrainedModel, ids: torch.Tensor, scales: Scales) -> fl
 
 def calibrated(folder: Path, ids: torch.Tensor) -> Scales:
     data = CalibrationSet(tuple(tuple(row) for row in ids.tolist()), {"sources": []})
-    stats = calibrate(folder, data, RunOptions(dtype=torch.float32))
+    stats = calibrate_set(folder, data, RunOptions(dtype=torch.float32))
     return {name: (float(pair.k), float(pair.v)) for name, pair in kv_scales(stats).items()}
 
 

@@ -17,7 +17,7 @@ from killing import finished_in, run_and_kill
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from minifloat.calibration.calibrate import calibrate
+from minifloat.calibration.calibrate import calibrate_set
 from minifloat.calibration.data import CalibrationSet
 from minifloat.calibration.layerwise import storage
 from minifloat.calibration.layerwise.calls import Capture, LayerCall, LayersNotSeparableError
@@ -95,21 +95,21 @@ def test_the_statistics_are_those_of_the_whole_model_to_the_bit(
     else:
         folder = make_model(tmp_path / "model", model_type)
     stats = layerwise(folder, DATA, max_memory=ROOM, **OPTIONS)
-    assert stats == calibrate(folder, DATA, RunOptions(**OPTIONS))
+    assert stats == calibrate_set(folder, DATA, RunOptions(**OPTIONS))
     assert stats.kv
     assert not warnings_of(caplog), "the whole model was calibrated instead"
 
 
 def test_another_dtype_without_options_gives_the_statistics_of_the_whole_model(llama_folder: Path) -> None:
     layered = layerwise(llama_folder, DATA, max_memory=ROOM, dtype=torch.float32)
-    assert layered == calibrate(llama_folder, DATA, RunOptions(dtype=torch.float32))
-    assert layered != calibrate(llama_folder, DATA)
+    assert layered == calibrate_set(llama_folder, DATA, RunOptions(dtype=torch.float32))
+    assert layered != calibrate_set(llama_folder, DATA)
 
 
 def test_calibrate_runs_layer_by_layer_if_the_weights_exceed_the_memory(llama_folder: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    stats = calibrate(llama_folder, DATA, RunOptions(max_memory=140_000), progress=lambda *step: seen.append(step))
-    assert stats == calibrate(llama_folder, DATA)
+    stats = calibrate_set(llama_folder, DATA, RunOptions(max_memory=140_000), progress=lambda *step: seen.append(step))
+    assert stats == calibrate_set(llama_folder, DATA)
     assert "layer 2 of 2" in seen[-1][2]
     assert seen[-1][0] == seen[-1][1] == 2 * DATA.tokens
     assert [done for done, _, _ in seen] == sorted({done for done, _, _ in seen})
@@ -119,7 +119,7 @@ def test_masks_beyond_the_memory_limit_of_arguments_are_read_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make(tmp_path / "model", "gemma2")
-    expected = calibrate(folder, DATA, RunOptions(**OPTIONS))
+    expected = calibrate_set(folder, DATA, RunOptions(**OPTIONS))
     reads = []
     plain = storage.TensorFile.read
     monkeypatch.setattr(storage, "ARGUMENT_BYTES", 0)
@@ -190,7 +190,7 @@ def test_a_model_whose_layers_cannot_run_one_at_a_time_is_calibrated_whole_with_
 ) -> None:
     folder = make(tmp_path / "model", model_type)
     stats = layerwise(folder, DATA, max_memory=ROOM, work_dir=tmp_path / "work")
-    assert stats == calibrate(folder, DATA)
+    assert stats == calibrate_set(folder, DATA)
     [warning] = warnings_of(caplog)
     assert reason in warning
     assert "the whole model is loaded" in warning
@@ -338,7 +338,7 @@ def deep_folder(make_model: Make, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_a_run_killed_several_times_gives_the_same_statistics_and_runs_no_finished_layer_again(
     deep_folder: Path, tmp_path: Path
 ) -> None:
-    expected = calibrate(deep_folder, DATA, RunOptions(**OPTIONS))
+    expected = calibrate_set(deep_folder, DATA, RunOptions(**OPTIONS))
     (tmp_path / "data").write_bytes(pickle.dumps(DATA))
     work, log = tmp_path / "work", tmp_path / "log"
     command = [sys.executable, "-c", SERVER, *map(str, (deep_folder, work, log, tmp_path / "data"))]
@@ -389,7 +389,7 @@ def test_ctrl_c_keeps_the_finished_layers(deep_folder: Path, tmp_path: Path) -> 
     interrupt(deep_folder, tmp_path / "work", 4)
     seen, stats = layers_run(deep_folder, tmp_path / "work")
     assert seen == {f"layer {number} of 10" for number in range(4, 11)}
-    assert stats == calibrate(deep_folder, DATA)
+    assert stats == calibrate_set(deep_folder, DATA)
 
 
 @pytest.mark.parametrize("change", ["data", "options", "dtype", "weights"])
@@ -409,7 +409,7 @@ def test_work_with_other_data_options_or_weights_is_not_continued(
         make_model(folder, "llama", seed=1)
     seen, stats = layers_run(folder, tmp_path / "work", data, **options)
     assert seen == {"layer 1 of 2", "layer 2 of 2"}
-    assert stats == calibrate(folder, data, RunOptions(**options))
+    assert stats == calibrate_set(folder, data, RunOptions(**options))
     assert any("not continued" in record.getMessage() for record in caplog.records)
 
 
@@ -423,7 +423,7 @@ def test_damaged_work_is_done_again(deep_folder: Path, tmp_path: Path, damage: s
         os.truncate(work / "layer-1.safetensors", 100)
     seen, stats = layers_run(deep_folder, work)
     assert len(seen) == 10
-    assert stats == calibrate(deep_folder, DATA)
+    assert stats == calibrate_set(deep_folder, DATA)
     assert not work.exists()
 
 

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import TextOptions, collect
+from minifloat.calibration.session import TextOptions, calibrate
 from minifloat.compare import Outcome, Tolerance, corpus, measurements, models, scoring_pass
 from minifloat.compare.evaluate import compare_models as compare_with_generation
 from minifloat.errors import DataError, MinifloatError, NonFiniteError, StorageError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.static_scales import Calibration
 from minifloat.runtime.load import load
 
 MakeModel = Callable[..., Path]
@@ -336,7 +336,7 @@ def test_a_text_too_short_to_continue_has_no_continuations(llama_folder: Path, t
 def test_variants_leave_out_the_fp8_cache_and_the_quantized_inputs(
     llama_folder: Path, tmp_path: Path, text: Path
 ) -> None:
-    stats = collect(llama_folder, [text], TextOptions(samples=8, seq_len=32)).stats
+    stats = calibrate(llama_folder, [text], TextOptions(samples=8, seq_len=32)).stats
     calibration = Calibration(stats, parse_rule("max"))
     quantize_checkpoint(llama_folder, tmp_path / "q", "fp8-static", calibration=calibration, kv_cache=True)
     result = compare_models(llama_folder, tmp_path / "q", [text], window=32, variants=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from model_configs import DEEPSEEK_V3, LLAMA_70B
 
+from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import TextOptions, collect
+from minifloat.calibration.session import TextOptions, calibrate
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import (
     AlreadyQuantizedError,
@@ -25,7 +26,6 @@ from minifloat.errors import (
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.plan import ModelPlan, SchemePlan, plan_model
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.static_scales import Calibration
 
 ROOT = Path(__file__).parents[2]
 STORYBOOK = ROOT / "examples" / "storybook-4m"
@@ -212,7 +212,7 @@ def test_one_device_has_all_bytes_and_two_have_no_fewer(scheme: str, gpus: int) 
 def calibration() -> Calibration:
     text = ROOT / "examples" / "texts" / "stories_calibration.txt"
     return Calibration(
-        collect(STORYBOOK, str(text), TextOptions(samples=2, seq_len=32, held_out=0)).stats, parse_rule("max")
+        calibrate(STORYBOOK, str(text), TextOptions(samples=2, seq_len=32, held_out=0)).stats, parse_rule("max")
     )
 
 

@@ -12,14 +12,14 @@ from click.testing import CliRunner
 from converting import stored
 from rounding_cases import scale_channels
 
+from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import collect
+from minifloat.calibration.session import calibrate
 from minifloat.calibration.stats_file import read_stats
 from minifloat.commands.main import main
 from minifloat.convert import convert_checkpoint
 from minifloat.errors import AlreadyQuantizedError, StatsError
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.static_scales import Calibration
 
 SIZE = ("--calibration-samples", "60", "--calibration-seq-len", "32")
 
@@ -113,5 +113,5 @@ def test_stored_hessians_of_a_quantized_model_give_the_codes_of_its_text(
 
 
 def test_calibrate_refuses_a_quantized_model_unasked(models: tuple[Path, Path], text: Path, tmp_path: Path) -> None:
-    with pytest.raises(AlreadyQuantizedError, match=r"calibrate the original .* or run .* with --from-quantized$"):
-        collect(models[0], text)
+    with pytest.raises(AlreadyQuantizedError, match=r"convert --dequantize.* or with --from-quantized$"):
+        calibrate(models[0], text)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import parse_rule
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
 from minifloat.checkpoint import Checkpoint
@@ -22,7 +23,6 @@ from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.histogram import count_magnitudes
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.quantize.job import quantize_checkpoint
-from minifloat.quantize.static_scales import Calibration
 
 Make = Callable[..., Path]
 LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]

@@ -33,6 +33,7 @@ from minifloat.checkpoint.progress import Progress
 from minifloat.hub import model_folder, model_name
 from minifloat.kernels import native, processors
 from minifloat.kernels.bandwidth import gpu_read_bandwidth, read_bandwidth
+from minifloat.report.short import ShortReport
 
 #: Bytes that the bandwidth probe reads: far more than any cache holds.
 _PROBE_BYTES, _PROBE_PASSES = 1 << 30, 3
@@ -78,8 +79,8 @@ class EngineFigures:
         }
 
 
-@dataclass(frozen=True)
-class GainsReport:
+@dataclass(frozen=True, repr=False)
+class GainsReport(ShortReport):
     """The result of `bench`.
 
     Attributes:
@@ -99,6 +100,14 @@ class GainsReport:
     together: bool
     baseline: EngineFigures
     candidate: EngineFigures
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        gains = self.gains
+        shown = {"memory of weights": gains["weight_bytes"], "load time": gains["load_seconds"]}
+        shown |= {f"decode, batch {size}": gains[f"decode_batch_{size}"] for size in self.workload.batch_sizes[:3]}
+        models = f"{self.candidate.info['name']} over {self.baseline.info['name']}"
+        return {"gains of": models, **{name: f"{gain:.2f}x" for name, gain in shown.items() if gain is not None}}
 
     def decode_gains(self, batch: int) -> list[float]:
         """Return the baseline's time of a decode step over the candidate's, per round."""
@@ -161,7 +170,7 @@ class GainsReport:
         return path
 
 
-def bench(
+def bench_checkpoint(
     candidate: str | os.PathLike[str],
     baseline: str | os.PathLike[str],
     *,

@@ -25,7 +25,7 @@ from minifloat.layouts.plain_view import plain_view
 _LOG = logging.getLogger(__name__)
 
 
-def calibrate(
+def calibrate_set(
     model: str | os.PathLike[str],
     data: CalibrationSet,
     options: RunOptions = DEFAULT_RUN,
@@ -61,7 +61,7 @@ def calibrate(
 def calibrate_opened(
     model: CalibrationModel, data: CalibrationSet, options: RunOptions, progress: Progress | None = None
 ) -> ActivationStats:
-    """Return the statistics of an open model's activations, as `calibrate` does; several runs may share the model."""
+    """Return the statistics of an open model's activations, as `calibrate_set`; several runs may share the model."""
     if options.max_memory is None or model.weight_bytes <= options.max_memory:
         return calibrate_whole(model, data, options, progress)
     if options.until_stable is not None:

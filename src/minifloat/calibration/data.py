@@ -127,7 +127,8 @@ def load_calibration_data(
     Args:
         sources: One or several sources; a string is parsed by `Source.parse`, a path object is used as it is.
         tokenizer: Tokenizer of the model.
-        samples: Number of sequences. Each source gives its share by weight, by the method of largest remainders.
+        samples: Number of sequences. Each source gives its share by weight, by the method of largest remainders; one
+            that has fewer gives what it has, with a warning.
         seq_len: Tokens of a sequence, including BOS.
         seed: Of the shuffling.
         packing: Join the documents of a source, each followed by EOS (chats end as their template ends them), and cut
@@ -138,7 +139,7 @@ def load_calibration_data(
         own_text: Gives the sequences of the source `self`; they have `seq_len` tokens whatever `packing` says.
 
     Raises:
-        DataError: A source is missing, unreadable, empty or too small for its share; a column does not exist; there are
+        DataError: A source is missing, unreadable, empty or shorter than a sequence; a column does not exist; there are
             chat messages but no chat template; a token id is beyond the vocabulary; `samples` or `seq_len` is out of
             range.
         UnknownNameError: A source has an unknown option.

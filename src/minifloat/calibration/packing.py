@@ -10,6 +10,7 @@ that depends on the seed. `minifloat.calibration.data` decides how many sequence
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,6 +21,7 @@ from minifloat.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_LOG = logging.getLogger(__name__)
 #: Size of a block to shuffle, which is held in memory: it ends at whichever limit is reached first.
 _BLOCK_DOCUMENTS = 4096
 _BLOCK_CHARACTERS = 1 << 24
@@ -63,14 +65,27 @@ class Reading:
         return _pack(documents, prefix, seq_len) if packing else _truncate(documents, prefix, seq_len)
 
     def check(self, sequences: Sequence[Sequence[int]], count: int, seq_len: int, vocab_size: int | None) -> None:
-        """Raise a `DataError` unless there are `count` sequences with all token ids inside the vocabulary."""
+        """Warn if there are fewer than `count` sequences.
+
+        Raises:
+            DataError: There is none, or a token id is beyond the vocabulary.
+        """
         name = self.source.name
         if not self.used:
             raise DataError(f"{name}: no text in it")
-        if len(sequences) < count:
+        if not sequences:
             raise DataError(
-                f"{name}: {len(sequences)} sequences of {seq_len} tokens, from {self.used} documents, where "
-                f"{count} were asked for: take fewer or shorter sequences, or give more text"
+                f"{name}: less than one sequence of {seq_len} tokens, from {self.used} documents: take shorter "
+                "sequences, or give more text"
+            )
+        if len(sequences) < count:
+            _LOG.warning(
+                "%s: %d sequences of %d tokens, from %d documents, where %d were asked for: all of it is used",
+                name,
+                len(sequences),
+                seq_len,
+                self.used,
+                count,
             )
         largest = max(map(max, sequences))
         if vocab_size is not None and largest >= vocab_size:

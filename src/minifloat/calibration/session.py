@@ -1,8 +1,8 @@
 """A calibration from text sources to files: what `minifloat calibrate` and `quantize --calibration` run.
 
 A fraction of the sequences is held out: the scales come from the other sequences, and the histograms of the held-out
-ones show how much those scales would saturate. The statistics are two files beside each other, ``NAME.safetensors`` and
-``NAME.held-out.safetensors``. Text that the model itself wrote is a third one, ``NAME.self.safetensors``.
+ones show how much those scales would saturate (`calibration.result`). Text that the model itself wrote is kept in
+``NAME.self.safetensors``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from minifloat.calibration.data import (
 from minifloat.calibration.model import CalibrationModel
 from minifloat.calibration.options import DEFAULT_RUN, RunOptions
 from minifloat.calibration.own_text import WriteCopy, write_own_text
-from minifloat.calibration.stats import ActivationStats
-from minifloat.calibration.stats_file import read_stats, write_stats
+from minifloat.calibration.result import Calibration
+from minifloat.calibration.rules import HistogramRule, Rule, parse_rule
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
-from minifloat.errors import DestinationError, UsageError
+from minifloat.errors import UsageError
 from minifloat.hub import model_folder
 from minifloat.layouts.plain_view import plain_view
 from minifloat.runtime.config import plain_config, read_generation_config
@@ -71,64 +71,9 @@ class TextOptions:
 _DEFAULT_TEXT = TextOptions()
 
 
-@dataclass(frozen=True)
-class Collected:
-    """The statistics of a calibration.
-
-    Attributes:
-        stats: Of the calibration text, which the scales come from.
-        held_out: Of the held-out text, with histograms; None if no text was held out.
-    """
-
-    stats: ActivationStats
-    held_out: ActivationStats | None
-
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> tuple[Path, ...]:
-        """Write the statistics, with those of the held-out text in a file beside them, and return the paths.
-
-        Raises:
-            DestinationError: A file exists and `overwrite` is False, or the folder does not exist.
-            StorageError: The system refused to write.
-        """
-        target = Path(path)
-        pairs = [(target, self.stats)] + ([(held_out_path(target), self.held_out)] if self.held_out else [])
-        require_free([file for file, _ in pairs], overwrite=overwrite)
-        for file, stats in pairs:
-            write_stats(stats, file)
-        return tuple(file for file, _ in pairs)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Collected:
-        """Return the statistics that `save` wrote; the held-out file may be missing.
-
-        Raises:
-            StatsError: A file is damaged, or has another version.
-        """
-        held_out = held_out_path(Path(path))
-        return cls(read_stats(path), read_stats(held_out) if held_out.exists() else None)
-
-
-def held_out_path(path: Path) -> Path:
-    """Return the file of the held-out statistics beside a file of statistics."""
-    return path.with_name(f"{path.stem}.held-out{path.suffix}")
-
-
 def own_text_path(path: Path) -> Path:
     """Return the file that keeps the text that the model wrote, beside a file of statistics."""
     return path.with_name(f"{path.stem}.self{path.suffix}")
-
-
-def require_free(files: Sequence[Path], *, overwrite: bool) -> None:
-    """Raise an error if a file cannot be written; call it before the work, not after an hour of it.
-
-    Raises:
-        DestinationError: A file exists and `overwrite` is False, or its folder does not exist.
-    """
-    for file in files:
-        if not file.parent.is_dir():
-            raise DestinationError(f"{file}: the folder to write it in does not exist; create that one first")
-        if file.is_dir() or (file.exists() and not overwrite):
-            raise DestinationError(f"{file}: exists already; choose another name or use --overwrite")
 
 
 def load_texts(
@@ -191,18 +136,20 @@ def _tokenizer(checkpoint: Checkpoint, sources: SourceLike | Sequence[SourceLike
     return token_id_tokenizer(plain_config(checkpoint).get_text_config(), read_generation_config(checkpoint))
 
 
-def collect(
+def calibrate(
     model: str | os.PathLike[str],
     sources: SourceLike | Sequence[SourceLike],
     text: TextOptions = _DEFAULT_TEXT,
     run: RunOptions = DEFAULT_RUN,
     *,
+    rule: str | Rule = "max",
+    max_saturation: float | None = None,
     own_text_file: Path | None = None,
     write_copy: WriteCopy | None = None,
     from_quantized: bool = False,
     progress: Progress | None = None,
     revision: str | None = None,
-) -> Collected:
+) -> Calibration:
     """Run text through an unquantized model and return the statistics of its linears and KV caches.
 
     Args:
@@ -210,21 +157,29 @@ def collect(
         sources: One or several files, folders or data sets, or ``self`` for text that the model itself writes; a string
             is parsed by `Source.parse`.
         text: How text becomes sequences of tokens.
-        run: How to run the model and what to record. Histograms of the held-out text are always recorded. With a
-            `work_dir`, the same call continues after an interruption.
+        run: How to run the model and what to record. Histograms of the held-out text are always recorded, and those of
+            the other text where the rule needs them. With a `work_dir`, the same call continues after an interruption.
+        rule: How scales follow from the statistics: a `Rule`, or the text of one, such as ``percentile``.
+        max_saturation: As in `Calibration`.
         own_text_file: Where the source ``self`` keeps its tokens, as `write_own_text`'s `file`.
         write_copy: Writes a smaller copy of the model where memory is short, as in `write_own_text`.
         from_quantized: The model is quantized: it runs with its dequantized weights and 16-bit inputs.
         progress: Called after each sequence, and after each step while the model writes the source ``self``.
         revision: Of a model of the hub, as in `minifloat.hub.model_folder`.
 
+    Returns:
+        What `quantize_checkpoint` takes as `calibration`, and what `Calibration.save` writes.
+
     Raises:
         DataError: The text is missing, too short, or does not fit the model.
         HubError: The hub has no such model, refuses it, or cannot be reached.
         AlreadyQuantizedError: The model is quantized, and `from_quantized` is False.
         NonFiniteError: An activation holds NaN or Inf; names module and sequence.
+        UnknownNameError: There is no such rule.
     """
-    run_kept = replace(run, work_dir=_work_dir(run, "calibration"))
+    scale_rule = parse_rule(rule) if isinstance(rule, str) else rule
+    histogram = run.histogram or isinstance(scale_rule, HistogramRule)
+    run_kept = replace(run, histogram=histogram, work_dir=_work_dir(run, "calibration"))
     run_held_out = replace(run, histogram=True, until_stable=None, work_dir=_work_dir(run, "held-out"))
     with Checkpoint.open(model_folder(model, revision=revision)) as stored:
         checkpoint = plain_view(stored) if from_quantized else stored
@@ -240,9 +195,8 @@ def collect(
         )
         kept, held_out = data.held_out(text.held_out) if text.held_out else (data, None)
         stats = calibrate_opened(opened, kept, run_kept, progress)
-        if held_out is None:
-            return Collected(stats, None)
-        return Collected(stats, calibrate_opened(opened, held_out, run_held_out, progress))
+        tests = None if held_out is None else calibrate_opened(opened, held_out, run_held_out, progress)
+        return Calibration(stats, scale_rule, tests, max_saturation)
 
 
 def _work_dir(run: RunOptions, part: str) -> Path | None:

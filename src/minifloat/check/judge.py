@@ -25,14 +25,15 @@ from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import make_plan
 from minifloat.plan.tensor_plan import QuantizationPlan
+from minifloat.report.short import ShortReport
 
 #: Names of the findings that come from no row of the rules.
 _QUANTIZE_REFUSES = "quantize-refuses"
 _KERNEL_NOT_KNOWN = "kernel-not-known"
 
 
-@dataclass(frozen=True)
-class CheckReport:
+@dataclass(frozen=True, repr=False)
+class CheckReport(ShortReport):
     """Whether an engine will load a checkpoint, and why.
 
     Attributes:
@@ -50,6 +51,15 @@ class CheckReport:
     layout: str | None
     kernels: tuple[tuple[Kind, EngineKernel], ...]
     findings: tuple[Finding, ...]
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        return {
+            "model": self.model,
+            "engine": f"{ENGINES[self.target.engine]} on {self.target.hardware.name}",
+            "verdict": self.verdict.value,
+            **({"because": self.findings[0].problem} if self.findings else {}),
+        }
 
     @property
     def verdict(self) -> LoadVerdict:

@@ -92,7 +92,7 @@ def bench(params: BenchParams) -> None:
     Both run on minifloat's engine with the same prompts, in turn. If you have no model at hand, --shape makes one:
     llama-1b, qwen3-0.6b, llama-8b or tinyllama-1.1b, with random weights, in BF16 and in --scheme.
     """
-    from minifloat.bench import bench as measure
+    from minifloat.bench import bench_checkpoint
     from minifloat.bench.shapes import model_pair
     from minifloat.commands.display.bench import print_gains
     from minifloat.commands.display.console import progress_bar
@@ -104,7 +104,7 @@ def bench(params: BenchParams) -> None:
         model_pair(out, params.baseline, params.shape, params.scheme, params.models_dir) as (baseline, candidate),
         progress_bar(enabled=not params.as_json) as progress,
     ):
-        report = measure(
+        report = bench_checkpoint(
             candidate,
             baseline,
             workload=workload,

@@ -84,8 +84,10 @@ def calibrate(params: CalibrateParams) -> None:
     the square of the width of each input in float32, and samples of inputs: 3 GB for a Llama of 1.1 billion parameters.
     """
     from minifloat.calibration.options import RunOptions
+    from minifloat.calibration.result import held_out_path, require_free
     from minifloat.calibration.rules import parse_rule
-    from minifloat.calibration.session import TextOptions, collect, held_out_path, own_text_path, require_free
+    from minifloat.calibration.session import TextOptions, own_text_path
+    from minifloat.calibration.session import calibrate as run_calibration
     from minifloat.commands.display.console import progress_bar
     from minifloat.commands.display.stats import print_stats
     from minifloat.quantize.job import quantize_checkpoint
@@ -122,7 +124,7 @@ def calibrate(params: CalibrateParams) -> None:
                 progress=progress,
                 revision=params.revision,
             )
-        collected = collect(
+        collected = run_calibration(
             params.model,
             params.sources,
             text,
@@ -134,6 +136,7 @@ def calibrate(params: CalibrateParams) -> None:
                 work_dir=stats.with_name(f"{stats.name}.minifloat-work"),
                 device=params.device,
             ),
+            rule=rule,
             own_text_file=own_text_path(stats),
             write_copy=write_copy,
             from_quantized=params.from_quantized,

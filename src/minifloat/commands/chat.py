@@ -25,7 +25,8 @@ def chat(url: str, api_key: str | None, system: str | None, model: str | None, s
     /quit ends, /reset forgets the conversation, /system TEXT begins a new one with these instructions. Ctrl-C stops an
     answer.
     """
-    from minifloat.serve.client import ChatClient, converse
+    from minifloat.serve.client import ChatClient
+    from minifloat.serve.client import chat as chat_with
 
     stated = {name: value for name, value in sampling.items() if value is not None}
-    converse(ChatClient(url, api_key=api_key, model=model, sampling=stated), system=system, stats=stats)
+    chat_with(ChatClient(url, api_key=api_key, model=model, sampling=stated), system=system, stats=stats)

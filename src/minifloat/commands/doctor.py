@@ -9,6 +9,6 @@ import click
 def doctor() -> None:
     """Show what this installation has: versions, the native kernels, and what is slower without them."""
     from minifloat.commands.display.doctor import print_diagnosis
-    from minifloat.runtime.diagnosis import diagnose
+    from minifloat.runtime.diagnosis import doctor as diagnose
 
     print_diagnosis(diagnose())

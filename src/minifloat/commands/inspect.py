@@ -40,11 +40,11 @@ def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule
 
 
 def _inspect_stats(path: Path, rule_text: str, plot: Path | None, *, verbose: bool) -> None:
+    from minifloat.calibration.result import Calibration, require_free
     from minifloat.calibration.rules import parse_rule
-    from minifloat.calibration.session import Collected, require_free
     from minifloat.commands.display.stats import print_stats
 
-    collected, rule = Collected.load(path), parse_rule(rule_text)
+    collected, rule = Calibration.load(path), parse_rule(rule_text)
     print_stats(collected.stats, rule, collected.held_out, verbose=verbose)
     if plot is not None:
         from minifloat.calibration.page import stats_page

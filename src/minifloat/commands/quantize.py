@@ -26,9 +26,9 @@ from minifloat.errors import UsageError
 from minifloat.numerics.scheme import DEFAULT_SCHEME, SCHEMES
 
 if TYPE_CHECKING:
+    from minifloat.calibration.result import Calibration
     from minifloat.checkpoint.progress import Progress
     from minifloat.quantize.rounded import DataOptions
-    from minifloat.quantize.static_scales import Calibration
     from minifloat.rounding.budget.target import Budget
 
 
@@ -194,39 +194,35 @@ def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibrati
             f"{option}: with --data, static scales come from that text, after scales are folded; leave it out"
         )
     from minifloat.calibration.data import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN
-    from minifloat.calibration.options import RunOptions
-    from minifloat.calibration.rules import HistogramRule, parse_rule
-    from minifloat.calibration.session import Collected, TextOptions, collect
+    from minifloat.calibration.result import Calibration
+    from minifloat.calibration.session import TextOptions, calibrate
     from minifloat.quantize.job import quantize_checkpoint
-    from minifloat.quantize.static_scales import Calibration
 
-    rule = parse_rule(params.rule)
     if params.stats is not None:
-        collected = Collected.load(params.stats)
-    else:
-        collected = collect(
+        return Calibration.load(params.stats, params.rule, max_saturation=params.max_saturation)
+    return calibrate(
+        params.model,
+        params.sources,
+        TextOptions(
+            samples=params.calibration_samples or DEFAULT_SAMPLES,
+            seq_len=params.calibration_seq_len or DEFAULT_SEQ_LEN,
+            seed=params.calibration_seed,
+        ),
+        rule=params.rule,
+        max_saturation=params.max_saturation,
+        own_text_file=params.out.absolute().with_name(f"{params.out.absolute().name}.calibration-self.safetensors"),
+        write_copy=lambda folder: quantize_checkpoint(
             params.model,
-            params.sources,
-            TextOptions(
-                samples=params.calibration_samples or DEFAULT_SAMPLES,
-                seq_len=params.calibration_seq_len or DEFAULT_SEQ_LEN,
-                seed=params.calibration_seed,
-            ),
-            RunOptions(histogram=isinstance(rule, HistogramRule)),
-            own_text_file=params.out.absolute().with_name(f"{params.out.absolute().name}.calibration-self.safetensors"),
-            write_copy=lambda folder: quantize_checkpoint(
-                params.model,
-                folder,
-                "fp8",
-                revision=params.revision,
-                allow_partial=True,
-                from_quantized=params.from_quantized,
-            ),
-            from_quantized=params.from_quantized,
-            progress=progress,
+            folder,
+            "fp8",
             revision=params.revision,
-        )
-    return Calibration(collected.stats, rule, collected.held_out, params.max_saturation)
+            allow_partial=True,
+            from_quantized=params.from_quantized,
+        ),
+        from_quantized=params.from_quantized,
+        progress=progress,
+        revision=params.revision,
+    )
 
 
 def _budget(params: QuantizeParams) -> Budget | None:

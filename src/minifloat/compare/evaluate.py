@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import transformers
@@ -33,7 +33,7 @@ from minifloat.compare.models import (
     longest_window,
     match_experts_implementation,
 )
-from minifloat.compare.options import CompareOptions
+from minifloat.compare.options import CompareKeywords, CompareOptions
 from minifloat.compare.result import Comparison
 from minifloat.compare.scoring_pass import ModelsPass
 from minifloat.compare.tasks import load_tasks
@@ -46,7 +46,7 @@ def compare_models(
     data: SourceLike | Sequence[SourceLike] = (),
     *,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[CompareKeywords],
 ) -> Comparison:
     """Measure how far the candidates' predictions are from the baseline's, and judge whether they are close enough.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -16,6 +16,36 @@ from minifloat.runtime.lm_head import LM_HEADS
 
 KV_CACHES = ("auto", "none", "fp8")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class ServedKeywords(TypedDict, total=False):
+    """Those fields of `CompareOptions` that have a meaning for a server too; the others are about loaded models."""
+
+    window: int | None
+    max_tokens: int | None
+    tolerance: Tolerance
+    dtype: str | None
+    device: str | torch.device
+    impl: str
+    revision: str | None
+    command: str
+
+
+class CompareKeywords(ServedKeywords, total=False):
+    """The fields of `CompareOptions`, as keyword arguments."""
+
+    weight_only: bool
+    kv_cache: str
+    variants: bool
+    lm_head: str
+    activations: str
+    prompts: int
+    new_tokens: int
+    tasks: Sequence[str]
+    task_path: str | os.PathLike[str] | None
+    task_limit: int | None
+    attribute: float
+    resume: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)

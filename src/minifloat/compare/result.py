@@ -13,6 +13,7 @@ from minifloat.compare.generation import GreedyDivergence
 from minifloat.compare.summary import Summary
 from minifloat.compare.tasks import TaskDifference
 from minifloat.compare.verdict import Outcome, Verdict, worst_outcome
+from minifloat.report.short import ShortReport
 
 #: Version of the dictionary from `Comparison.to_dict`. It grows when the meaning of a key changes, not for a new key.
 SCHEMA_VERSION = 1
@@ -142,8 +143,8 @@ class CandidateResult:
         return (*self.texts, self.overall) if len(self.texts) > 1 else self.texts
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(ShortReport):
     """The result of `compare_models`.
 
     Attributes:
@@ -171,6 +172,14 @@ class Comparison:
     machine: dict[str, Any]
     command: str = ""
     notes: tuple[str, ...] = ()
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        return {
+            "baseline": self.baseline.name,
+            "tokens": f"{self.tokens_done:,} of {self.tokens_total:,}",
+            **{candidate.model.name: candidate.verdict.outcome.value for candidate in self.candidates},
+        }
 
     @property
     def partial(self) -> bool:

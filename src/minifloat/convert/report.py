@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minifloat.check.engine_verdict import EngineVerdict
+from minifloat.report.short import ShortReport
 
 #: Version of the JSON that `ConvertReport.to_dict` returns.
 SCHEMA_VERSION = 1
@@ -47,8 +48,8 @@ class Rounding:
     largest: float = 0.0
 
 
-@dataclass(frozen=True)
-class ConvertReport:
+@dataclass(frozen=True, repr=False)
+class ConvertReport(ShortReport):
     """The result of `convert_checkpoint`.
 
     Attributes:
@@ -78,6 +79,14 @@ class ConvertReport:
     notes: tuple[str, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     resumed_shards: int = field(default=0, compare=False)
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        return {
+            "layout": f"{self.source_layout} -> {self.layout or self.dtype}",
+            "tensors": str(len(self.tensors)),
+            "written to": self.destination,
+        }
 
     @property
     def source_bytes(self) -> int:

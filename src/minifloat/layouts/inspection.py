@@ -20,6 +20,8 @@ from minifloat.layouts import Description, describe
 from minifloat.layouts.stored import StoredWeight
 from minifloat.numerics.formats import FLOAT32
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec, WeightSpec
+from minifloat.report.short import ShortReport
+from minifloat.report.text import size_text
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class TensorRow:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, repr=False)
+class Inspection(ShortReport):
     """Summary of a checkpoint.
 
     Attributes:
@@ -64,6 +66,15 @@ class Inspection:
     shards: int
     rows: tuple[TensorRow, ...]
     ignored_files: tuple[str, ...] = field(default=())
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        return {
+            "model": f"{self.path} ({self.architecture})",
+            "layout": self.layout or "not quantized",
+            "size": f"{size_text(self.nbytes)} in {self.shards} file(s)",
+            "bits per weight": f"{self.bits_per_weight:.2f}",
+        }
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ from minifloat.numerics.formats import ElementFormat
 from minifloat.plan.hardware import Hardware
 from minifloat.plan.roofline import Bound
 from minifloat.plan.weights import Counts
+from minifloat.report.short import ShortReport
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class SchemePlan:
         }
 
 
-@dataclass(frozen=True)
-class ModelPlan:
+@dataclass(frozen=True, repr=False)
+class ModelPlan(ShortReport):
     """A model on one kind of machine, under every scheme.
 
     Attributes:
@@ -121,6 +122,16 @@ class ModelPlan:
     refused: dict[str, str]
     overtaking: str | None
     notes: tuple[str, ...]
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        fitting = [plan.scheme for plan in self.schemes if plan.fits]
+        return {
+            "model": f"{self.path} ({self.architecture})",
+            "on": f"{self.gpus} x {self.hardware.name}",
+            "tokens": f"{self.batch} x {self.context}",
+            "fits": ", ".join(fitting) or "nothing",
+        }
 
     @property
     def usable(self) -> int:

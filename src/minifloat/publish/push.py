@@ -24,14 +24,16 @@ from minifloat.hub.errors import first_line, hub_errors
 from minifloat.hub.ids import Origin, is_hub_id
 from minifloat.layouts import describe
 from minifloat.report.card import add_metadata, read_card, read_metadata, with_section, write_card
+from minifloat.report.short import ShortReport
+from minifloat.report.text import size_text
 
 #: Names of the files to upload beside the shards and the sidecars.
 _NAMED = (CONFIG_FILE, INDEX_FILE, HF_QUANT_CONFIG_FILE, REPORT_FILE, CARD_FILE)
 _OPTIONS = {"license": "--license NAME (apache-2.0, mit, other, ...)", "base_model": "--base-model ORG/NAME"}
 
 
-@dataclass(frozen=True)
-class PushReport:
+@dataclass(frozen=True, repr=False)
+class PushReport(ShortReport):
     """Report on an upload, or on a dry run.
 
     Attributes:
@@ -47,6 +49,14 @@ class PushReport:
     left: tuple[str, ...]
     notes: tuple[str, ...]
     url: str | None = None
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        return {
+            "repository": self.repo_id,
+            "files": f"{len(self.files)}, {size_text(self.nbytes)}",
+            "uploaded": self.url or "no, a dry run",
+        }
 
     @property
     def nbytes(self) -> int:

@@ -22,6 +22,7 @@ import numpy as np
 from minifloat._version import __version__
 from minifloat.architecture.families import family_of, unknown_family_notes
 from minifloat.architecture.groups import expert_group
+from minifloat.calibration.result import Calibration
 from minifloat.check.deployment import Reports, check_everywhere
 from minifloat.check.engine_verdict import engine_verdicts
 from minifloat.check.subject import Subject
@@ -67,7 +68,7 @@ from minifloat.quantize.quantized_source import (
     with_dequantized_copies,
 )
 from minifloat.quantize.report import QuantizeReport, TensorReport
-from minifloat.quantize.static_scales import Calibration, apply_calibration
+from minifloat.quantize.static_scales import apply_calibration
 from minifloat.quantize.stream import (
     Caster,
     copy_digest,

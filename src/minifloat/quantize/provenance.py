@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from minifloat._version import __version__
+from minifloat.calibration.result import Calibration
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.digest import combine
 from minifloat.hub import model_name, origin_of
 from minifloat.layouts import compressed_tensors
 from minifloat.plan.tensor_plan import QuantizationPlan
-from minifloat.quantize.static_scales import Calibration
 
 
 class _TensorEntry(Protocol):

@@ -12,6 +12,8 @@ from minifloat.numerics.cast_stats import CastStats
 from minifloat.plan.share import QuantizedShare
 from minifloat.plan.tensor_plan import Part, TensorPlan
 from minifloat.quantize.static_scales import ActivationReport
+from minifloat.report.short import ShortReport
+from minifloat.report.text import size_text
 
 #: Version of the JSON that `QuantizeReport.to_dict` returns.
 SCHEMA_VERSION = 1
@@ -93,8 +95,8 @@ class TensorReport:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class QuantizeReport:
+@dataclass(frozen=True, repr=False)
+class QuantizeReport(ShortReport):
     """The result of `quantize_checkpoint`.
 
     Attributes:
@@ -126,6 +128,17 @@ class QuantizeReport:
     rounding: dict[str, Any] | None = None
     seconds: float = field(default=0.0, compare=False)
     resumed_shards: int = field(default=0, compare=False)
+
+    def headline(self) -> dict[str, str]:
+        """Return the first things to know, for `ShortReport`."""
+        sqnr = self.total.sqnr_db
+        return {
+            "scheme": str(self.recipe.get("scheme")),
+            "tensors": f"{self.count('quantized')} quantized, {self.count('copied')} copied",
+            "size": f"{size_text(self.source_bytes)} -> {size_text(self.output_bytes)}",
+            "SQNR": f"{sqnr:.1f} dB" if math.isfinite(sqnr) else "exact",
+            "written to": self.destination,
+        }
 
     @property
     def source_bytes(self) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from minifloat.calibration.data import CalibrationSet, Source, SourceLike
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.calibration.own_text import WriteCopy
+from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import DEFAULT_RULE
 from minifloat.calibration.session import TextOptions, load_texts
 from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
@@ -24,7 +25,6 @@ from minifloat.numerics.scheme import Scheme
 from minifloat.plan.overrides import Override
 from minifloat.plan.tensor_plan import QuantizationPlan
 from minifloat.quantize.source_gain import SourceGain, source_gains, source_warnings
-from minifloat.quantize.static_scales import Calibration
 from minifloat.rounding.budget.formats import Planner, find_formats
 from minifloat.rounding.budget.search import WithinBudget, require_feasible, round_within_budget
 from minifloat.rounding.budget.target import Budget

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from minifloat.calibration.result import Calibration
 from minifloat.calibration.rules import Rule, history_rule
 from minifloat.calibration.scales import KVScales, StaticScales, activation_scales, kv_scales, saturation
-from minifloat.calibration.stats import ActivationStats
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import NotCalibratedError, SaturationError, UsageError
 from minifloat.numerics.divisor import scalar_global_divisor
@@ -55,33 +55,6 @@ class ActivationReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Activation statistics, and how `quantize_checkpoint` turns them into static scales.
-
-    Attributes:
-        stats: Statistics of the calibration set.
-        rule: Computes the amax of a module from its statistics.
-        held_out: Statistics of other text, with histograms; None: there is no held-out text.
-        max_saturation: Largest fraction of held-out elements of any module that may saturate; None: no limit.
-    """
-
-    stats: ActivationStats
-    rule: Rule
-    held_out: ActivationStats | None = None
-    max_saturation: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the rule and the calibration set as JSON values."""
-        return {
-            "rule": str(self.rule),
-            "data": dict(self.stats.data),
-            "sequences": self.stats.sequences,
-            "tokens": self.stats.tokens,
-            "held_out_tokens": None if self.held_out is None else self.held_out.tokens,
-        }
 
 
 def apply_calibration(

@@ -38,7 +38,7 @@ class Diagnosis:
     advice: tuple[str, ...]
 
 
-def diagnose() -> Diagnosis:
+def doctor() -> Diagnosis:
     """Examine the installation; this imports torch, to find the OpenMP runtime that comes with it."""
     versions = {"minifloat": __version__, "python": platform.python_version()}
     versions |= {package: _version(package) for package in _PACKAGES}

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +120,19 @@ def load(
         )
 
 
-def load_opened(checkpoint: Checkpoint, description: Description, **options: Any) -> PreTrainedModel:
+class LoadKeywords(TypedDict, total=False):
+    """Keyword arguments of `load` that say how a model is loaded, for functions that pass them on."""
+
+    dtype: torch.dtype | None
+    device: str | torch.device
+    weight_only: bool
+    prefill: str | None
+    impl: str
+    lm_head: str
+    activations: str
+
+
+def load_opened(checkpoint: Checkpoint, description: Description, **options: Unpack[LoadKeywords]) -> PreTrainedModel:
     """Load a checkpoint that is open and described already.
 
     Args:

@@ -65,7 +65,7 @@ class ChatClient:
                         yield piece
 
 
-def converse(
+def chat(
     client: ChatClient,
     *,
     system: str | None = None,

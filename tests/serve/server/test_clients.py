@@ -22,7 +22,7 @@ from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from serving import MODEL, PATIENCE, Client, running, wait_for
 
-from minifloat.serve.client import ChatClient, converse
+from minifloat.serve.client import ChatClient, chat
 from minifloat.serve.connection import ServerError
 from minifloat.serve.engine import Engine, SamplingParams
 from minifloat.serve.server import read_api_keys
@@ -450,7 +450,7 @@ def test_chat_keeps_the_conversation_and_obeys_reset_and_system(tokenizer: Any) 
     terminal = Terminal("one", "two", "/reset", "three", "/system be brief", "four", "/nonsense", "", "/quit", "five")
     with running(engine) as server:
         client = ChatClient(server.url, sampling={"max_tokens": 4})
-        converse(client, system="first", stats=True, read=terminal.read, write=terminal.write)
+        chat(client, system="first", stats=True, read=terminal.read, write=terminal.write)
     prompts = [tokenizer.decode(request.prompt) for request in engine.requests]
     assert len(prompts) == 4
     assert prompts[0] == "<s>system: first</s>user: one</s>assistant: "
@@ -466,9 +466,9 @@ def test_chat_shows_an_error_and_continues(tokenizer: Any) -> None:
     terminal = Terminal("bad", "good")
     with running(engine, api_keys=read_api_keys([KEY])) as server:
         client = ChatClient(f"{server.url}/v1/", api_key=KEY, sampling={"max_tokens": 6})
-        converse(client, read=terminal.read, write=terminal.write)
+        chat(client, read=terminal.read, write=terminal.write)
         with pytest.raises(ServerError, match="401"):
-            converse(ChatClient(server.url), read=terminal.read, write=terminal.write)
+            chat(ChatClient(server.url), read=terminal.read, write=terminal.write)
     assert "engine failed on this request: no" in terminal.shown
     assert "bad" not in tokenizer.decode(engine.requests[-1].prompt)
     with pytest.raises(ServerError, match="minifloat serve"):
@@ -487,5 +487,5 @@ def test_chat_stops_an_answer_at_ctrl_c(tokenizer: Any) -> None:
     engine = FakeEngine(tokenizer, seconds=0.05)
     with running(engine) as server:
         with pytest.raises(KeyboardInterrupt):
-            converse(ChatClient(server.url), read=terminal.read, write=write)
+            chat(ChatClient(server.url), read=terminal.read, write=write)
         assert server.idle()

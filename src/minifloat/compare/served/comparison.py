@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ from minifloat.compare.assembly import as_sources, assembled, judged, model_reco
 from minifloat.compare.corpus import Corpus, WindowBatch
 from minifloat.compare.metrics import Distribution, FloatArray, TokenScores, concatenate
 from minifloat.compare.models import ModelLike, Predictor, common_tokenizer, longest_window
-from minifloat.compare.options import CompareOptions
+from minifloat.compare.options import CompareOptions, ServedKeywords
 from minifloat.compare.result import Comparison, ModelRecord, ServedRecord
 from minifloat.compare.scoring_pass import BatchTokens, ScoringPass
 from minifloat.compare.served.answers import ServedModel
@@ -27,8 +27,6 @@ from minifloat.serve.connection import Connection
 #: Text that tokenizers cut differently: words, numbers, spaces, another script, an emoji.
 _SAMPLE = "The  year 2024 cost 1,234.50 euros;\n\tdéjà vu, 東京 and 🙂 don't_agree."
 _CONVERSATION = [{"role": "user", "content": "What is two plus two?"}]
-#: Options of `compare_models` that have a meaning for a server too; the others are about models that are loaded here.
-SERVED_OPTIONS = ("window", "max_tokens", "tolerance", "dtype", "device", "impl", "revision", "command")
 
 
 def compare_served(
@@ -39,7 +37,7 @@ def compare_served(
     model: str | None = None,
     api_key: str | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[ServedKeywords],
 ) -> Comparison:
     """Measure how far a server's predictions are from the baseline's, and judge whether they are close enough.
 
@@ -55,14 +53,14 @@ def compare_served(
         model: Name of the model on the server; None: the first that it lists.
         api_key: The server's key.
         progress: Called after each batch with tokens done, tokens in total, and the name of the text.
-        options: Those fields of `CompareOptions` that `SERVED_OPTIONS` names.
+        options: Fields of `CompareOptions`, those that `ServedKeywords` names.
 
     Raises:
         ServerError: If the server cannot be reached or refuses a request.
         UsageError: If the server gives no log-probabilities of prompts, or has another tokenizer.
         MinifloatError: As `compare_models`.
     """
-    unknown = options.keys() - set(SERVED_OPTIONS)
+    unknown = options.keys() - ServedKeywords.__annotations__.keys()
     if unknown:
         raise UsageError(f"{', '.join(sorted(unknown))}: not for a server, which runs its model as it does")
     settings = CompareOptions(**options)

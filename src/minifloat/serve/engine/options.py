@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
@@ -19,6 +21,28 @@ SPECULATIONS = ("self", "prompt", "draft")
 #: Default of `draft_tokens`: with one sequence, a step of one token and seven drafts reads the weights once.
 DRAFT_TOKENS = 7
 _RUNNERS = ("auto", "native", "device", "transformers")
+
+
+class EngineKeywords(TypedDict, total=False):
+    """Keyword arguments of `minifloat.serve.engine.Engine`, for functions that make one."""
+
+    dtype: str | None
+    device: str
+    kv_cache_memory: int | None
+    kv_cache_dtype: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    lm_head: str
+    activations: str
+    packed_cache: str | os.PathLike[str] | None
+    prefix_cache: bool
+    runner: str
+    impl: str
+    revision: str | None
+    speculate: str | None
+    draft: str | None
+    draft_tokens: int
 
 
 @dataclass(frozen=True)

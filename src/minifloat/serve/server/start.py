@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
+from minifloat.hub import model_name
 from minifloat.serve.server.settings import ServerSettings
 from minifloat.serve.sockets import bind
 from minifloat.serve.starting import importing, starting
 
 if TYPE_CHECKING:
     from minifloat.serve.engine import ModelInfo
+    from minifloat.serve.engine.options import EngineKeywords
 
 _LOG = logging.getLogger("minifloat.server")
 
 
 def serve_checkpoint(
     path: str | os.PathLike[str],
-    settings: ServerSettings,
+    settings: ServerSettings | None = None,
     *,
     max_queue: int = 256,
     threads: int | None = None,
     quiet: bool = False,
-    **engine: Any,
+    **engine: Unpack[EngineKeywords],
 ) -> None:
     """Load a checkpoint and serve it until SIGTERM or SIGINT.
 
     Args:
         path: Checkpoint: a folder or a model of the hub.
-        settings: Name, keys and limits of the server.
+        settings: Name, keys and limits of the server; None: the defaults, under the name of the folder or model.
         max_queue: Number of requests that may wait.
         threads: Number of threads to compute with; None: torch's choice.
         quiet: Whether to log warnings only.
@@ -39,12 +42,19 @@ def serve_checkpoint(
         UsageError: If an option is invalid or the address cannot be bound.
         CheckpointError: If the checkpoint cannot be loaded.
     """
+    settings = settings or ServerSettings(model_name(os.fspath(path)))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("minifloat").setLevel(logging.WARNING if quiet else logging.INFO)
     with bind(settings.host, settings.port) as listening:
         _LOG.info("opening %s; requests are answered once it is loaded", os.fspath(path))
-        known = {name: engine[name] for name in ("device", "packed_cache", "dtype", "lm_head") if name in engine}
-        with starting(path, **known):
+        packed_cache = engine.get("packed_cache")
+        with starting(
+            path,
+            engine.get("device", "cpu"),
+            packed_cache=None if packed_cache is None else Path(packed_cache),
+            dtype=engine.get("dtype"),
+            lm_head=engine.get("lm_head", "auto"),
+        ):
             # These imports take seconds; they follow the socket, so that an address in use is an error at once.
             from minifloat.kernels.threads import set_threads
             from minifloat.serve.engine import AsyncEngine, Engine
