@@ -270,7 +270,7 @@ def test_there_are_charts_for_both_widths_and_each_has_a_title() -> None:
     root = parse(stats_page(make_stats(), Max()))
     for name in ("wide", "narrow"):
         charts = [chart for part in root.iter("div") if part.get("class") == name for chart in part.iter(f"{SVG}svg")]
-        assert len(charts) == 4
+        assert len(charts) == 5
         assert all(chart.get("aria-label") and chart.get("role") == "img" for chart in charts)
 
 

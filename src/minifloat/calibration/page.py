@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from minifloat.architecture.groups import expert_group, fused_group
+from minifloat.calibration.magnitudes import channel_section, magnitude_section
 from minifloat.calibration.module_names import group_by_input, joined, running_order
 from minifloat.calibration.rules import HistoryRule, Rule
 from minifloat.calibration.scales import DEFAULT_MIN_TOKENS
@@ -52,8 +53,16 @@ def stats_page(stats: ActivationStats, rule: Rule, held_out: ActivationStats | N
         _cache_section(stats.kv, summary),
         _convergence_section(stats, summary),
         _held_out_section(summary.inputs, held_out),
+        magnitude_section(_by_kind(summary.inputs), _with_histograms(stats, held_out)),
+        channel_section(_by_kind(summary.inputs), stats),
         _expert_section(summary.inputs),
     )
+
+
+def _with_histograms(stats: ActivationStats, held_out: ActivationStats | None) -> ActivationStats:
+    """Return the statistics whose histograms are drawn: of the calibration text if it has them, else held out."""
+    recorded = any(module.histogram is not None for module in stats.inputs.values())
+    return stats if recorded or held_out is None else held_out
 
 
 def _warning_box(warnings: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ from minifloat.report.svg import (
     shorten,
     svg,
     text_width,
+    vertical_mark,
     x_axis,
     y_axis,
 )
@@ -81,6 +82,7 @@ def line_chart(
     width: int = 720,
     plot_height: int = 240,
     markers: bool = True,
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Return a chart of lines over a common x, with a legend below.
 
@@ -92,6 +94,7 @@ def line_chart(
         width: Pixels of the whole chart.
         plot_height: Pixels between the ends of the vertical axis; labels and legend are added to it.
         markers: Mark every point, if there is room. Points without a neighbour are always marked.
+        marks: Values of x to compare with, drawn as dashed lines, and the texts at the lines.
 
     Returns:
         An ``<svg>`` element, which says "nothing to show" if no point can be drawn.
@@ -102,11 +105,15 @@ def line_chart(
     drawn += [(position, end) for band in bands for position, *ends in band for end in ends]
     if not drawn:
         return empty(title, width)
-    top, bottom = ROW + PAD, ROW + PAD + plot_height
+    top = ROW * (1 + len(marks)) + PAD
+    bottom = top + plot_height
     vertical = PixelMapping.fit(y, [point[1] for point in drawn], bottom, top, rounded=True)
     left = max(text_width(y.text(tick)) for tick in vertical.ticks) + 10
-    horizontal = PixelMapping.fit(x, [point[0] for point in drawn], left + 6, width - 2 * PAD)
+    across = [point[0] for point in drawn] + [value for value, _ in marks]
+    horizontal = PixelMapping.fit(x, across, left + 6, width - 2 * PAD)
     parts = [label(0, FONT_SIZE, y.label), *y_axis(vertical, left, width - PAD), *x_axis(horizontal, top, bottom)]
+    for index, (value, text) in enumerate(marks):
+        parts += vertical_mark(horizontal(value), ROW * (index + 1), bottom, text, (left + width) / 2)
     marked = markers and max(map(len, lines)) <= (width - left) / 9
     for index, (line, band) in enumerate(zip(lines, bands, strict=True)):
         parts += area(index, band, horizontal, vertical)

@@ -98,6 +98,15 @@ def reference_line(x: float, bottom: float, text: str, width: int) -> list[str]:
     ]
 
 
+def vertical_mark(x: float, top: float, bottom: float, text: str, middle: float) -> list[str]:
+    """Return a dashed vertical line from `top` with its text beside its end, at the left if it is right of `middle`."""
+    place, anchor = (x - 4, "end") if x > middle else (x + 4, "start")
+    return [
+        rule(x, top + 4, x, bottom, 'stroke-dasharray="4 3"', opacity=0.8),
+        label(place, top + FONT_SIZE + 2, text, anchor),
+    ]
+
+
 def horizontal_bar(x: float, y: float, length: float) -> str:
     """Return a bar of the first series' colour in the row of text that begins at `y`."""
     return f'<rect x="{px(x)}" y="{px(y + 3)}" width="{px(length)}" height="{ROW - 4}" style="fill:{series_color(0)}"/>'
