@@ -40,6 +40,7 @@ FLOORS = (
     "compare",
     "convert",
     "bench",
+    "diagnosis",
     "checkpoint_report",
     "commands",
     "__init__",

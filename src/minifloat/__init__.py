@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from minifloat.compare import Comparison, Tolerance, compare_models
     from minifloat.compare.served import compare_served
     from minifloat.convert import ConvertReport, convert_checkpoint
+    from minifloat.diagnosis import Diagnosis, doctor
     from minifloat.errors import MinifloatError
     from minifloat.layouts.inspection import Inspection, inspect_checkpoint
     from minifloat.numerics.scheme import SCHEMES, Scheme
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from minifloat.rounding.budget.target import Budget
     from minifloat.rounding.methods import get_method
     from minifloat.rounding.options import RoundingOptions
-    from minifloat.runtime.diagnosis import Diagnosis, doctor
     from minifloat.runtime.load import load
     from minifloat.serve.client import ChatClient, chat
     from minifloat.serve.engine import AsyncEngine, Engine, SamplingParams
@@ -76,7 +76,7 @@ _EXPORTS = {
     "Comparison": "minifloat.compare",
     "ConvertReport": "minifloat.convert",
     "DataOptions": "minifloat.quantize.rounded",
-    "Diagnosis": "minifloat.runtime.diagnosis",
+    "Diagnosis": "minifloat.diagnosis",
     "Engine": "minifloat.serve.engine",
     "GainsReport": "minifloat.bench",
     "Inspection": "minifloat.layouts.inspection",
@@ -102,7 +102,7 @@ _EXPORTS = {
     "compare_models": "minifloat.compare",
     "compare_served": "minifloat.compare.served",
     "convert_checkpoint": "minifloat.convert",
-    "doctor": "minifloat.runtime.diagnosis",
+    "doctor": "minifloat.diagnosis",
     "generate": "minifloat.serve.text",
     "get_method": "minifloat.rounding.methods",
     "inspect_checkpoint": "minifloat.layouts.inspection",

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import click
 
+from minifloat.commands.options import json_option, print_json
+
 
 @click.command()
-def doctor() -> None:
-    """Show what this installation has: versions, the native kernels, and what is slower without them."""
-    from minifloat.commands.display.doctor import print_diagnosis
-    from minifloat.runtime.diagnosis import doctor as diagnose
+@json_option()
+def doctor(as_json: bool) -> None:
+    """Show what this machine and installation have, what is missing and what it costs, and what suits it.
 
-    print_diagnosis(diagnose())
+    Processor and kernels, GPUs, memory, disk, threads and limits, versions, extras, engines. The last line is "all
+    good", or what to do.
+    """
+    from minifloat.commands.display.doctor import print_diagnosis
+    from minifloat.diagnosis import doctor as examine
+
+    diagnosis = examine()
+    if as_json:
+        print_json(diagnosis)
+    else:
+        print_diagnosis(diagnosis)

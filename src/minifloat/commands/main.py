@@ -37,7 +37,7 @@ COMMANDS = {
     "report": "Show the results of quantize, compare and bench on a checkpoint.",
     "chat": "Talk to a server in the terminal.",
     "push": "Upload a checkpoint to the hub.",
-    "doctor": "Show versions, native kernels, and what is slower without them.",
+    "doctor": "Examine this machine: kernels, memory, engines, what to do.",
 }
 
 

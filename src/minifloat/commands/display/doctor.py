@@ -1,23 +1,59 @@
-"""Prints the diagnosis of an installation."""
+"""Prints the diagnosis of a machine and an installation."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from rich.markup import escape
+
 from minifloat.commands.display.console import make_console, make_table
-from minifloat.runtime.diagnosis import Diagnosis
+from minifloat.diagnosis import Diagnosis
+from minifloat.report.text import size_text
+
+ALL_GOOD = "All good."
 
 
 def print_diagnosis(diagnosis: Diagnosis) -> None:
-    """Print versions, cores, kernels and advice."""
+    """Print what was found, what suits it, and last what to do."""
     console = make_console()
     table = make_table("what", "found")
-    for name, version in diagnosis.versions.items():
-        table.add_row(name, version)
-    table.add_row("cores", str(diagnosis.cores))
-    quota = diagnosis.cpu_quota
-    table.add_row("CPU time limit", "none" if quota is None else f"{quota:.3g} cores (control group)")
-    table.add_row("threads at most", str(diagnosis.threads))
-    table.add_row("OpenMP", ", ".join(diagnosis.openmp) or "none seen")
-    table.add_row("native kernels", diagnosis.instruction_set or "none")
+    table.columns[1].no_wrap, table.columns[1].overflow = False, "fold"
+    for name, found in _rows(diagnosis):
+        table.add_row(name, escape(found))
     console.print(table)
-    for line in diagnosis.advice:
-        console.print(f"\n{line}")
+    for line in diagnosis.fits:
+        console.print(escape(f"\nFits here: {line}."), soft_wrap=True)
+    console.print()
+    if not diagnosis.advice:
+        console.print(ALL_GOOD)
+    for number, line in enumerate(diagnosis.advice, 1):
+        console.print(escape(f"To do {number}: {line.removesuffix('.')}."), soft_wrap=True)
+
+
+def _rows(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+    machine = diagnosis.machine
+    yield "processor", f"{machine.processor}, {machine.cores} cores"
+    kernels = machine.instruction_set or f"none: {machine.kernels_missing}"
+    others = ", ".join(name for name in machine.instruction_sets if name != machine.instruction_set)
+    yield "native kernels", f"{kernels}{f' (it can also run {others})' if others else ''}"
+    if diagnosis.kernels_note:
+        yield "not here", diagnosis.kernels_note
+    quota = machine.cpu_quota
+    limit = "" if quota is None else f"; control groups allow the time of {quota:.3g} cores"
+    yield "threads at most", f"{machine.threads}{limit}"
+    yield "OpenMP", ", ".join(machine.openmp) or "none seen"
+    limit = "" if machine.memory_limit is None else f"; control groups allow {size_text(machine.memory_limit)}"
+    yield "memory", f"{size_text(machine.memory_free)} free of {size_text(machine.memory)}{limit}"
+    yield "huge pages", machine.huge_pages or "the system does not say"
+    yield "disk, this folder", f"{size_text(machine.disk_free)} free"
+    for gpu in diagnosis.gpus:
+        yield "GPU", f"{gpu.name}, {size_text(gpu.memory)}, driver {gpu.driver}, compute capability {gpu.capability}"
+    if not diagnosis.gpus:
+        yield "GPU", "none that nvidia-smi sees"
+    yield from diagnosis.versions.items()
+    yield "torch is built for", "CPUs" if diagnosis.torch_cuda is None else f"CUDA {diagnosis.torch_cuda}"
+    for extra, missing in diagnosis.extras.items():
+        without = f"without {', '.join(missing)}: pip install 'minifloat[{extra}]'"
+        yield f"extra {extra}", without if missing else "installed"
+    for engine in ("vllm", "sglang", "transformers"):
+        yield f"engine {engine}", diagnosis.engines.get(engine, "not found in this environment or on PATH")

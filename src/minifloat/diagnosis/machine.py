@@ -1,0 +1,107 @@
+"""The processor, its kernels, memory, disk, threads, and the limits that control groups set."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from minifloat.kernels import native, processors
+
+_CPUINFO = Path("/proc/cpuinfo")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+#: Files with the memory limit of this process's control group, version 2 and version 1.
+_MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine has, of what matters to quantizing and serving.
+
+    Attributes:
+        processor: Its name.
+        cores: Processors that this process may be scheduled on.
+        cpu_quota: Processors' worth of time that control groups allow; None without a limit.
+        threads: Threads that the kernels use at most.
+        openmp: Paths of the OpenMP runtimes that are loaded.
+        instruction_sets: What the native kernels can use here, fastest first; empty without the native library.
+        instruction_set: The one in use; None without the native library.
+        kernels_missing: Why there is no native library; empty where there is one.
+        memory: Bytes of memory.
+        memory_free: Bytes that can be used now.
+        memory_limit: Bytes that control groups allow; None without a limit.
+        disk_free: Bytes free in the current folder.
+        huge_pages: "always", "madvise" or "never"; None where the system does not say.
+    """
+
+    processor: str
+    cores: int
+    cpu_quota: float | None
+    threads: int
+    openmp: tuple[str, ...]
+    instruction_sets: tuple[str, ...]
+    instruction_set: str | None
+    kernels_missing: str
+    memory: int
+    memory_free: int
+    memory_limit: int | None
+    disk_free: int
+    huge_pages: str | None
+
+
+def examine_machine() -> Machine:
+    """Examine this machine; torch must be imported already if its OpenMP runtime is to be seen."""
+    library = native.load()
+    memory = psutil.virtual_memory()
+    return Machine(
+        processor_name(),
+        processors.available(),
+        processors.cgroup_quota(),
+        processors.limit(),
+        processors.openmp_runtimes(),
+        () if library is None else library.isas,
+        None if library is None else library.isa,
+        native.why_unavailable() if library is None else "",
+        memory.total,
+        memory.available,
+        memory_limit(),
+        shutil.disk_usage(Path.cwd()).free,
+        huge_pages(),
+    )
+
+
+def processor_name(cpuinfo: Path = _CPUINFO) -> str:
+    """Return the name of the processor; the architecture where the system does not say."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def memory_limit(files: tuple[Path, ...] = _MEMORY_LIMITS) -> int | None:
+    """Return the bytes that control groups allow this process; None where they allow all of the machine's."""
+    for file in files:
+        try:
+            text = file.read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdecimal() and int(text) < psutil.virtual_memory().total:
+            return int(text)
+    return None
+
+
+def huge_pages(file: Path = _HUGE_PAGES) -> str | None:
+    """Return when the system gives transparent huge pages, the word in brackets of Linux's file."""
+    try:
+        text = file.read_text(encoding="ascii")
+    except OSError:
+        return None
+    return text.partition("[")[2].partition("]")[0] or None
