@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from minifloat.commands.main import main
 from minifloat.diagnosis import doctor, packages
-from minifloat.diagnosis.doctor import advice
+from minifloat.diagnosis.examination import advice
 from minifloat.diagnosis.fit import fitting
 from minifloat.diagnosis.gpu import Gpu, find_gpus
 from minifloat.diagnosis.machine import Machine, huge_pages, memory_limit, processor_name

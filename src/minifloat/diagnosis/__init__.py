@@ -4,11 +4,11 @@
     gpu.py        GPUs and their driver
     packages.py   versions, extras, engines in this environment and on PATH, versions with known problems
     fit.py        which engine and which scheme suit this machine
-    doctor.py     doctor and its result, with what to do
+    examination.py  doctor and its result, with what to do
 
 Every part is examined without starting an engine. Only the OpenMP runtime needs torch, which is imported for it.
 """
 
-from minifloat.diagnosis.doctor import Diagnosis, doctor
+from minifloat.diagnosis.examination import Diagnosis, doctor
 
 __all__ = ["Diagnosis", "doctor"]
