@@ -13,6 +13,7 @@ from minifloat.check.loading_rule import Case, LoadVerdict, apply_rules
 from minifloat.check.rules import RULES
 from minifloat.check.subject import Kind, Subject, Weight, kind_of
 from minifloat.check.target import ENGINES, Target
+from minifloat.errors import UnknownNameError, UsageError
 from minifloat.numerics.formats import E4M3
 from minifloat.numerics.granularity import TENSOR, block_granularity
 from minifloat.numerics.scheme import SCHEMES, KVSpec, Scheme, WeightSpec, weight_only
@@ -438,3 +439,37 @@ def test_queries_and_gates_of_linear_attention_must_be_quantized_alike() -> None
     mixed = subject("fp8-block", shapes=shapes, plain=("in_proj_z",), model_type="qwen3_5_text")
     report = judge("", None, Case(mixed, Target.parse("vllm:h100")))
     assert [finding.rule for finding in report.failures] == ["fused-layers-mixed"]
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "cpu-no-amx"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_with_the_plugin_linears_of_every_scheme_run_in_vllm_on_a_cpu(scheme: str, hardware: str) -> None:
+    report = judge("model", None, Case(subject(scheme), Target.parse(f"vllm+minifloat:{hardware}")))
+    assert report.verdict is LoadVerdict.LOADS
+    assert [kernel.name for _, kernel in report.kernels] == [
+        f"Minifloat{ {'fp8': 'Fp8', 'mxfp8': 'Mxfp8', 'mxfp4': 'Mxfp4', 'nvfp4': 'Nvfp4'}[scheme.split('-')[0]] }"
+        "LinearKernel (plugin)"
+    ]
+
+
+def test_the_plugin_computes_no_experts_and_no_other_layout() -> None:
+    for needy, rule in (
+        (subject("fp8-dynamic", experts=True), "vllm-cpu-experts"),
+        (subject("mxfp4", "gpt-oss"), "vllm-cpu-amx"),
+        (subject("mxfp4", experts=True), "vllm-cpu-mxfp4"),
+        (subject("nvfp4", "modelopt"), "vllm-cpu-small-formats"),
+    ):
+        assert rule in applied((needy, "vllm+minifloat:cpu-no-amx"))
+    evidence = applied((subject("mxfp4", experts=True), "vllm+minifloat:cpu"))["vllm-cpu-mxfp4"]
+    assert all("experts" in line for line in evidence)
+
+
+def test_a_plugin_is_refused_where_it_does_nothing() -> None:
+    target = Target.parse("vllm+minifloat:cpu:tp2")
+    assert (target.plugin, str(target)) == ("minifloat", "vllm+minifloat:cpu:tp2")
+    with pytest.raises(UsageError, match="computes on CPUs; on h100 it changes nothing"):
+        Target.of("vllm", "h100", plugin="minifloat")
+    with pytest.raises(UnknownNameError, match="plugin of sglang"):
+        Target.of("sglang", "cpu", plugin="minifloat")
+    with pytest.raises(UnknownNameError, match="plugin of vllm"):
+        Target.of("vllm", "cpu", plugin="zentorch")

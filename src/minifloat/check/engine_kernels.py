@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minifloat.check import vllm_plugin
 from minifloat.check.loading_rule import Case
 from minifloat.check.rules.machines import BEFORE_BLACKWELL, CPUS, NVIDIA
 from minifloat.check.subject import MXFP4_KINDS, MXFP8_KINDS, Kind
@@ -96,6 +97,10 @@ KERNELS: tuple[EngineKernel, ...] = (
 
 def kernel_for(case: Case, kind: Kind) -> EngineKernel | None:
     """Return the kernel of the case's engine for linears of a kind; None where it is not known."""
+    if case.target.plugin == vllm_plugin.NAME and case.subject.layout in vllm_plugin.LAYOUTS:
+        name = vllm_plugin.LINEAR_KERNELS.get(kind)
+        if name is not None and case.weights(kind, experts=False):
+            return EngineKernel("vllm", CPUS, (kind,), f"{name} (plugin)", _WEIGHT_ONLY, confirmed=True)
     for kernel in KERNELS:
         if kernel.engine != case.target.engine or case.target.hardware.name not in kernel.hardware:
             continue

@@ -104,6 +104,7 @@ class CheckReport(ShortReport):
             "engine_version": ENGINES[self.target.engine],
             "hardware": self.target.hardware.name,
             "tp": self.target.tp,
+            "plugin": self.target.plugin,
             "layout": self.layout,
             "verdict": self.verdict.name.lower(),
             "kernels": [

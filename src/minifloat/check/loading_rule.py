@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from minifloat.check import vllm_plugin
 from minifloat.check.subject import Kind, Subject, Weight
 from minifloat.check.target import Target
 
@@ -74,6 +75,7 @@ class LoadingRule:
         source: File and function of the engine's version in `ENGINES`, or a thread, that the rule was read from.
         confirmed_with: Engine and machine on which loading a checkpoint confirmed the behaviour; empty where the rule
             comes from the source alone.
+        lifted_by: Plugin of the engine that computes the linears at fault; with it, the rule is about experts alone.
     """
 
     name: str
@@ -84,6 +86,7 @@ class LoadingRule:
     cure: str = ""
     source: str
     confirmed_with: str = ""
+    lifted_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,19 @@ def apply_rules(rules: Iterable[LoadingRule], case: Case) -> Iterator[Finding]:
     for rule in rules:
         if case.target.hardware.name not in rule.hardware:
             continue
-        evidence = tuple(dict.fromkeys(rule.condition(case)))
+        is_lifted = rule.lifted_by and rule.lifted_by == case.target.plugin
+        evidence = tuple(dict.fromkeys(rule.condition(_without_plugins_linears(case) if is_lifted else case)))
         if evidence:
             confirmation = f"; seen with {rule.confirmed_with}" if rule.confirmed_with else ""
             source = f"{rule.source}{confirmation}"
             yield Finding(rule.name, rule.verdict, rule.problem, rule.cure, source, evidence)
+
+
+def _without_plugins_linears(case: Case) -> Case:
+    """Return the case without the linears that the plugin for vLLM computes."""
+    if case.subject.layout not in vllm_plugin.LAYOUTS:
+        return case
+    kept = tuple(
+        weight for weight in case.subject.weights if weight.is_expert or weight.kind not in vllm_plugin.LINEAR_KERNELS
+    )
+    return replace(case, subject=replace(case.subject, weights=kept))

