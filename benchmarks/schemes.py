@@ -1,4 +1,4 @@
-"""Measure perplexity, KL divergence, agreement and bits per weight of a model in every scheme, as a Markdown table.
+"""Measure perplexity, KL divergence, same top-1 and bits per weight of a model in every scheme, as a Markdown table.
 
     python benchmarks/schemes.py MODEL --data A.txt --data B.txt [--override 'down_proj=fp8' ...]
 
@@ -80,7 +80,7 @@ def _row(candidate: CandidateResult) -> str:
 
 
 def _cells(text: Summary) -> str:
-    ratio, kl, top1 = text.perplexity_ratio, text.kl_mean, text.top1_agreement
+    ratio, kl, top1 = text.perplexity_ratio, text.kl_mean, text.same_top1
     return (
         f"{ratio.value - 1:+.2%} [{ratio.low - 1:+.2%}, {ratio.high - 1:+.2%}] | "
         f"{kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}] | {top1.value:.2%}"

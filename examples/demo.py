@@ -71,7 +71,7 @@ def main(out: Path) -> None:
         print(
             f"{scheme:<10} {report.output_bytes / 2**20:>6.2f} MiB {source / report.output_bytes:>7.2f}x "
             f"{report.total.sqnr_db:>8.2f} {overall.candidate_perplexity:>11.3f} {overall.kl_mean.value:>8.5f} "
-            f"{overall.top1_agreement.value:>7.2%}  {candidate.verdict.outcome.name}"
+            f"{overall.same_top1.value:>7.2%}  {candidate.verdict.outcome.name}"
         )
     print(f"\nThe checkpoints are in {out}; each has a README.md (model card) and minifloat.json (every tensor).")
 

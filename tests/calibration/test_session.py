@@ -103,7 +103,7 @@ def test_the_command_line_goes_from_text_to_a_static_checkpoint(llama_folder: Pa
     report = json.loads((out / "minifloat.json").read_text())
     assert len(report["activations"]) == 2 * 7 + 2 * 2
     assert all(entry["saturated"] is not None for entry in report["activations"] if entry["tokens"])
-    options = ("--data", text, "--window", "32", "--prompts", "0", "--max-kl", "10", "--min-agreement", "0")
+    options = ("--data", text, "--window", "32", "--prompts", "0", "--max-kl", "10", "--min-top1", "0")
     compared = run("compare", llama_folder, out, *options, "--max-ppl-increase", "100%")
     assert compared.exit_code == 0, compared.output
     assert "E4M3 per tensor (static)" in compared.output

@@ -293,7 +293,7 @@ def test_compare_prints_a_row_per_text_and_generate_continues_the_prompt(
     text.write_text("the cat sat on the mat. " * 20)
     assert run("quantize", llama_folder, tmp_path / "out", "-q", "--scheme", "fp8").exit_code == 0
     options = ("--data", text, "--window", "32", "--new-tokens", "4")
-    bounds = ("--max-kl", "10", "--min-agreement", "0", "--max-ppl-increase", "100%")
+    bounds = ("--max-kl", "10", "--min-top1", "0", "--max-ppl-increase", "100%")
     result = run("compare", llama_folder, tmp_path / "out", *options, *bounds)
     assert result.exit_code == 0, result.output
     assert "text.txt" in result.output
@@ -301,7 +301,7 @@ def test_compare_prints_a_row_per_text_and_generate_continues_the_prompt(
     failed = run("compare", llama_folder, tmp_path / "out", *options, "--max-kl", "1e-9")
     assert failed.exit_code == 1
     assert run("compare", llama_folder, tmp_path / "out", *options, "--max-tokens", "60").exit_code == 3
-    refused = run("compare", llama_folder, llama_folder, *options, "--min-agreement", "many")
+    refused = run("compare", llama_folder, llama_folder, *options, "--min-top1", "many")
     assert (refused.exit_code, "could not convert string to float: 'many'" in refused.output) == (2, True)
     as_json = run("compare", llama_folder, llama_folder, *options, "--json")
     document = json.loads(as_json.stdout)

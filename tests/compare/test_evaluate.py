@@ -90,7 +90,7 @@ def test_kl_equals_torchs_kl(llama_folder: Path, make_llama: MakeModel, tmp_path
 def test_a_model_against_itself_has_no_difference(llama_folder: Path, text: Path) -> None:
     result = compare_models(llama_folder, llama_folder, [text], window=32)
     overall = result.candidates[0].overall
-    assert (overall.kl_mean.value, overall.kl_max, overall.top1_agreement.value) == (0, 0, 1)
+    assert (overall.kl_mean.value, overall.kl_max, overall.same_top1.value) == (0, 0, 1)
     assert overall.baseline_perplexity == overall.candidate_perplexity
     assert overall.baseline_bits_per_byte == overall.candidate_bits_per_byte
     assert result.outcome is Outcome.PASSED
@@ -228,7 +228,7 @@ def test_texts_are_weighted_by_their_tokens(
     assert [summary.name for summary in candidate.texts] == ["fox.txt", "short.txt"]
     weights = [summary.tokens for summary in candidate.texts]
     assert candidate.overall.tokens == sum(weights)
-    for field in ("kl_mean", "top1_agreement"):
+    for field in ("kl_mean", "same_top1"):
         mean = np.average([getattr(summary, field).value for summary in candidate.texts], weights=weights)
         assert getattr(candidate.overall, field).value == pytest.approx(mean)
     assert candidate.summaries == (*candidate.texts, candidate.overall)
@@ -291,7 +291,7 @@ def test_the_dictionary_is_valid_json_without_inf(llama_folder: Path, text: Path
     assert candidate["overall"]["kl_mean"] == {"value": 0, "low": None, "high": None}  # too few windows
     assert candidate["texts"][0]["tokens"] == 63
     assert candidate["verdict"]["outcome"] == document["outcome"] == "not enough data"
-    assert (document["schema_version"], document["dtype"], document["partial"]) == (1, "bfloat16", False)
+    assert (document["schema_version"], document["dtype"], document["partial"]) == (2, "bfloat16", False)
 
 
 def test_the_tolerance_decides_the_outcome(llama_folder: Path, tmp_path: Path, text: Path) -> None:

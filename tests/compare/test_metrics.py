@@ -12,7 +12,6 @@ from minifloat.compare.metrics import (
     TokenScores,
     concatenate,
     kl_divergence,
-    same_choice,
     score_tokens,
 )
 
@@ -102,15 +101,6 @@ def test_the_overlap_counts_tokens_among_the_first_ten_of_both_models() -> None:
     scores = score(p, q)
     assert scores.overlap[0] == 10
     assert not scores.agree[0]
-
-
-def test_a_different_first_choice_at_a_tie_of_the_baseline_counts_as_agreement() -> None:
-    p = torch.tensor([[0.50, 0.48, 0.02], [0.52, 0.40, 0.08], [0.40, 0.40, 0.20]]).log()
-    q = p[:, [1, 0, 2]]
-    scores = score(p, q)
-    assert scores.agree.tolist() == [False, False, True]  # of equals the first counts in both
-    assert scores.same_choice.tolist() == [True, False, True]
-    assert same_choice(Distribution(p), Distribution(q)).tolist() == [True, False, True]
 
 
 def test_probabilities_of_the_first_choices_equal_those_of_softmax() -> None:

@@ -37,7 +37,7 @@ def test_uniform_predictions_have_a_known_summary() -> None:
     assert summary.baseline_perplexity == pytest.approx(16)
     assert summary.baseline_bits_per_byte == pytest.approx(4 * 80 / 160)
     assert (summary.kl_mean.value, summary.kl_mean.high, summary.kl_max) == (0, 0, 0)
-    assert (summary.top1_agreement.low, summary.topk_overlap.low, summary.perplexity_ratio.low) == (1, 1, 1)
+    assert (summary.same_top1.low, summary.topk_overlap.low, summary.perplexity_ratio.low) == (1, 1, 1)
 
 
 def test_the_interval_of_the_ratio_is_paired() -> None:
@@ -54,12 +54,12 @@ def test_the_interval_of_the_ratio_is_paired() -> None:
     )
 
 
-def test_agreement_is_the_fraction_of_equal_first_choices() -> None:
+def test_same_top1_is_the_fraction_of_equal_first_choices() -> None:
     p, q = torch.eye(4), torch.eye(4)
     q[3] = torch.tensor([1.0, 0, 0, 0])
     summary = summary_of(p, q, units=1)
-    assert summary.top1_agreement.value == 0.75
-    assert not summary.top1_agreement.known
+    assert summary.same_top1.value == 0.75
+    assert not summary.same_top1.known
 
 
 def test_quantiles_are_taken_over_tokens() -> None:
@@ -77,9 +77,9 @@ def test_every_token_is_in_one_bin_and_sure_choices_flip_less() -> None:
     assert sum(margin.tokens for margin in summary.margins) == 4000
     assert [margin.low for margin in summary.margins] == list(MARGIN_EDGES)
     assert summary.margins[-1].high == math.inf
-    assert summary.margins[0].agreement < 0.7 < 0.99 < summary.margins[-2].agreement
-    weighted = sum(margin.tokens * margin.agreement for margin in summary.margins if margin.tokens) / 4000
-    assert weighted == pytest.approx(summary.top1_agreement.value)
+    assert summary.margins[0].same_top1 < 0.7 < 0.99 < summary.margins[-2].same_top1
+    weighted = sum(margin.tokens * margin.same_top1 for margin in summary.margins if margin.tokens) / 4000
+    assert weighted == pytest.approx(summary.same_top1.value)
 
 
 def test_units_may_have_any_numbers() -> None:

@@ -30,8 +30,7 @@ def summary(name: str = "text", ratio: Estimate | None = None, kl: Estimate | No
         kl_p99=EXACT,
         kl_p999=EXACT,
         kl_max=0,
-        top1_agreement=Estimate(1, 1, 1),
-        agreement=Estimate(1, 1, 1),
+        same_top1=Estimate(1, 1, 1),
         topk_overlap=Estimate(1, 1, 1),
         margins=(),
         kl_curve=(),
@@ -82,13 +81,13 @@ def test_one_failed_text_fails_the_verdict() -> None:
     assert judge([summary(), unsure], Tolerance()).outcome is Outcome.UNDECIDED
 
 
-def test_the_bound_on_agreement_is_a_lower_bound() -> None:
-    low = replace(summary(), agreement=Estimate(0.9, 0.89, 0.91))
-    assert judge([low], Tolerance()).unmet[0].quantity == "agreement"
-    assert judge([low], Tolerance(min_agreement=0.85)).outcome is Outcome.PASSED
+def test_the_bound_on_the_same_top1_is_a_lower_bound() -> None:
+    low = replace(summary(), same_top1=Estimate(0.9, 0.89, 0.91))
+    assert judge([low], Tolerance()).unmet[0].quantity == "same top-1"
+    assert judge([low], Tolerance(min_same_top1=0.85)).outcome is Outcome.PASSED
 
 
-@pytest.mark.parametrize("bad", [{"max_kl": -1}, {"min_agreement": 97}, {"max_ppl_increase": math.nan}])
+@pytest.mark.parametrize("bad", [{"max_kl": -1}, {"min_same_top1": 97}, {"max_ppl_increase": math.nan}])
 def test_a_tolerance_out_of_range_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="a tolerance is at least 0"):
         Tolerance(**bad)

@@ -298,7 +298,7 @@ def test_the_reference_line_of_dots_is_at_its_value() -> None:
 
 
 def test_an_axis_ends_at_its_high_end_even_if_all_values_lie_there() -> None:
-    axis = Axis("agreement", percent=True, high=1.0)
+    axis = Axis("same top-1", percent=True, high=1.0)
     found = texts(parse(dot_chart([("a", [Dot(1.0, "all")])], ["one"], title="t", axis=axis)))
     assert "100%" in found
     assert not {"120%", "150%"} & set(found)

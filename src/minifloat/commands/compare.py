@@ -59,7 +59,7 @@ class CompareParams:
 
     Attributes:
         max_ppl_increase: Largest relative increase of perplexity, as a fraction.
-        min_agreement: Smallest share of tokens with the same first choice, as a fraction.
+        min_same_top1: Smallest share of tokens with the same first choice, as a fraction.
         tasks: Names of tasks of lm-evaluation-harness with commas between.
         report: HTML file to write.
     """
@@ -75,7 +75,7 @@ class CompareParams:
     max_tokens: int | None
     max_ppl_increase: float
     max_kl: float
-    min_agreement: float
+    min_same_top1: float
     prompts: int
     new_tokens: int
     attribute: bool
@@ -136,12 +136,13 @@ def parse_fraction(text: str) -> float:
 )
 @click.option("--max-kl", type=float, default=0.02, show_default=True, help="Tolerance: largest mean nats per token.")
 @click.option(
-    "--min-agreement",
+    "--min-top1",
+    "min_same_top1",
     type=parse_fraction,
     metavar="FRACTION",
-    default="97%",
+    default="92%",
     show_default=True,
-    help="Tolerance: smallest share of tokens with the same first choice.",
+    help="Tolerance: smallest same top-1, the share of tokens at which both have the same most probable token.",
 )
 @click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=0), help="To continue greedily.")
 @click.option("--new-tokens", default=64, show_default=True, type=COUNT, help="Tokens per continuation.")
@@ -175,7 +176,8 @@ def parse_fraction(text: str) -> float:
 def compare(params: CompareParams) -> None:
     """Is each of CANDIDATES, or a running server, still the same model as BASELINE? Compare them on text and judge.
 
-    Perplexity, KL divergence and agreement come with 95% intervals. Exit status: 0 if every candidate is within the
+    Perplexity, KL divergence and same top-1 (the share of tokens at which both have the same most
+    probable token) come with 95% intervals. Exit status: 0 if every candidate is within the
     tolerance, 1 if one is not, 3 if the text is too short to decide, 130 after Ctrl-C, which reports what was measured
     by then.
     """
@@ -220,7 +222,7 @@ def _measure(params: CompareParams, progress: Progress | None) -> Comparison:
         revision=params.revision,
         window=params.window,
         max_tokens=params.max_tokens,
-        tolerance=Tolerance(params.max_ppl_increase, params.max_kl, params.min_agreement),
+        tolerance=Tolerance(params.max_ppl_increase, params.max_kl, params.min_same_top1),
         prompts=params.prompts,
         new_tokens=params.new_tokens,
         attribute=params.attribute_seconds if params.attribute else 0.0,
@@ -263,7 +265,7 @@ def _measure_served(params: CompareParams, progress: Progress | None) -> Compari
         revision=params.revision,
         window=params.window,
         max_tokens=params.max_tokens,
-        tolerance=Tolerance(params.max_ppl_increase, params.max_kl, params.min_agreement),
+        tolerance=Tolerance(params.max_ppl_increase, params.max_kl, params.min_same_top1),
         dtype=params.dtype,
         device=params.device,
         command=shlex.join(["minifloat", *sys.argv[1:]]),

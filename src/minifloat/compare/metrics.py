@@ -17,9 +17,6 @@ from torch import Tensor
 #: Number of most probable tokens whose overlap between two models is counted.
 TOP_K = 10
 
-#: Nats between the baseline's two first choices below which they are tied: one is less than 1.1 times as probable.
-TIE = 0.1
-
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -49,11 +46,6 @@ class TokenScores:
 
     def __len__(self) -> int:
         return len(self.kl)
-
-    @property
-    def same_choice(self) -> npt.NDArray[np.bool_]:
-        """Whether both models have the same first choice, or the baseline's two first choices are tied (`TIE`)."""
-        return self.agree | (self.margin < TIE)
 
 
 class Distribution:
@@ -91,16 +83,6 @@ class Distribution:
     def top_log_probabilities(self) -> Tensor:
         """Return the log-probabilities ``[R, k]`` of the tokens in `top`, in nats."""
         return self.top_logits - self.log_total[:, None]
-
-
-def same_choice(p: Distribution, q: Distribution) -> Tensor:
-    """Return ``[R]`` whether two models have the same first choice, or the baseline's two first choices are tied.
-
-    Args:
-        p: The baseline's distributions.
-        q: The candidate's distributions.
-    """
-    return (p.top[:, 0] == q.top[:, 0]) | (p.margin().float() < TIE)
 
 
 def kl_divergence(p: Distribution, q: Distribution) -> Tensor:

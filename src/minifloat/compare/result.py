@@ -16,7 +16,7 @@ from minifloat.compare.verdict import Outcome, Verdict, worst_outcome
 from minifloat.report.short import ShortReport
 
 #: Version of the dictionary from `Comparison.to_dict`. It grows when the meaning of a key changes, not for a new key.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)

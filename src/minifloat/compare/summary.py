@@ -28,14 +28,14 @@ class MarginBin:
         low: Smallest margin of the bin in nats.
         high: End of the bin, which no margin of it reaches; Inf in the last bin.
         tokens: Number of tokens.
-        agreement: Fraction of these tokens at which both models have the same first choice; NaN without tokens.
+        same_top1: Fraction of these tokens at which both models have the same first choice; NaN without tokens.
         kl_mean: Mean KL divergence of these tokens in nats; NaN without tokens.
     """
 
     low: float
     high: float
     tokens: int
-    agreement: float
+    same_top1: float
     kl_mean: float
 
 
@@ -60,11 +60,9 @@ class Summary:
         kl_p99: 99th percentile of the KL divergence.
         kl_p999: 99.9th percentile of the KL divergence.
         kl_max: Largest KL divergence.
-        top1_agreement: Fraction of the tokens at which both models have the same first choice.
-        agreement: Like `top1_agreement`, but tokens at which the probabilities of the baseline's two first choices are
-            within `minifloat.compare.metrics.TIE` nats (a tie) count as agreeing.
+        same_top1: Fraction of the tokens at which both models have the same first choice.
         topk_overlap: Fraction of the baseline's ten most probable tokens that are among the candidate's ten.
-        margins: Agreement by the baseline's margin.
+        margins: `same_top1` by the baseline's margin.
         kl_curve: Pairs of a fraction of the tokens and the KL divergence that this fraction stays below.
         positions: The KL divergence by position in the window; None if all windows are short.
     """
@@ -84,8 +82,7 @@ class Summary:
     kl_p99: Estimate
     kl_p999: Estimate
     kl_max: float
-    top1_agreement: Estimate
-    agreement: Estimate
+    same_top1: Estimate
     topk_overlap: Estimate
     margins: tuple[MarginBin, ...]
     kl_curve: tuple[tuple[float, float], ...]
@@ -138,8 +135,7 @@ def summarize(name: str, scores: TokenScores, nbytes: float, unit: str, vocab_si
         kl_p99=quantile(0.99),
         kl_p999=quantile(0.999),
         kl_max=float(scores.kl.max()),
-        top1_agreement=mean(scores.agree).clipped(0, 1),
-        agreement=mean(scores.same_choice).clipped(0, 1),
+        same_top1=mean(scores.agree).clipped(0, 1),
         topk_overlap=mean(scores.overlap / min(TOP_K, vocab_size)).clipped(0, 1),
         margins=_margins(scores),
         kl_curve=tuple(
@@ -156,9 +152,9 @@ def _margins(scores: TokenScores) -> tuple[MarginBin, ...]:
     for number, (low, high) in enumerate(zip(MARGIN_EDGES, (*MARGIN_EDGES[1:], math.inf), strict=True)):
         in_bin = numbers == number
         tokens = int(in_bin.sum())
-        agreement = float(scores.agree[in_bin].mean()) if tokens else math.nan
+        same_top1 = float(scores.agree[in_bin].mean()) if tokens else math.nan
         kl = float(scores.kl[in_bin].mean()) if tokens else math.nan
-        bins.append(MarginBin(low, high, tokens, agreement, kl))
+        bins.append(MarginBin(low, high, tokens, same_top1, kl))
     return tuple(bins)
 
 

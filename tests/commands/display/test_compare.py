@@ -34,14 +34,14 @@ def test_a_row_per_text_and_one_for_all_with_compact_intervals(printed_lines: Pr
     first = next(index for index, line in enumerate(lines) if line.startswith("text "))
     assert [line.split("  ")[0] for line in lines[first + 1 : first + 4]] == ["prose.txt", "code.txt", "all texts"]
     assert lines[first + 1].split(maxsplit=1)[1].split("  ") == [
-        "12,345", "8.38 -> 8.40", "+0.27% [0.17, 0.37]", "0.0040 [0.0036, 0.0044]", "99.2% [99.1, 99.3]",
+        "12,345", "8.38 -> 8.40", "+0.27% [0.17, 0.37]", "0.0040 [0.0036, 0.0044]", "98.0% [97.9, 98.1]",
     ]  # fmt: skip
 
 
 def test_the_verdict_is_the_last_line(printed_lines: PrintedLines) -> None:
     assert printed_lines(make_comparison())[-1].startswith("storybook-fp8-block: PASSED: every bound is kept")
     assert printed_lines(make_comparison(make_candidate(damage=4)))[-1].startswith(
-        "storybook-fp8-block: FAILED: agreement"
+        "storybook-fp8-block: FAILED: same top-1"
     )
     undecided = printed_lines(make_comparison(make_candidate(damage=2.6)))[-1]
     assert "NOT ENOUGH DATA" in undecided

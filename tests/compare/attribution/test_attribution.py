@@ -22,7 +22,7 @@ from minifloat.runtime.load import load
 MakeModel = Callable[..., Path]
 
 WINDOWS = torch.randint(0, 256, (6, 32), generator=torch.Generator().manual_seed(0))
-UNBOUNDED = Tolerance(max_ppl_increase=float("inf"), max_kl=float("inf"), min_agreement=0)
+UNBOUNDED = Tolerance(max_ppl_increase=float("inf"), max_kl=float("inf"), min_same_top1=0)
 #: Enough time to measure every module of such small models.
 SECONDS = 60.0
 
@@ -60,7 +60,7 @@ def test_an_output_layer_that_was_quantized_while_it_was_loaded_costs_no_bytes_a
     llama_folder: Path, tmp_path: Path
 ) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    tight = Tolerance(max_ppl_increase=0, max_kl=0, min_agreement=1)
+    tight = Tolerance(max_ppl_increase=0, max_kl=0, min_same_top1=1)
     candidate = predictor(tmp_path / "q", lm_head="fp8")
     found = attribute(predictor(llama_folder), candidate, WINDOWS, tight, SECONDS)
     (row,) = [row for row in found.rows if row.module == "lm_head"]

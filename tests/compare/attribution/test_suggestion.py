@@ -19,7 +19,6 @@ from minifloat.compare.attribution.budget import TimeBudget
 from minifloat.compare.attribution.differences import Difference, Location, find_differences
 from minifloat.compare.attribution.mixture import Distance, Mixtures
 from minifloat.compare.attribution.suggestion import KeepableGroups, ModuleGroup, suggest
-from minifloat.compare.metrics import TIE
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
 from minifloat.layouts import describe
@@ -40,20 +39,19 @@ def suggested(
     windows: torch.Tensor = WINDOWS,
     **bounds: float,
 ) -> Suggestion | None:
-    tolerance = Tolerance(**{"max_ppl_increase": math.inf, "min_agreement": 0.0, "max_kl": max_kl, **bounds})
+    tolerance = Tolerance(**{"max_ppl_increase": math.inf, "min_same_top1": 0.0, "max_kl": max_kl, **bounds})
     models = [Predictor.of(folder, OPTIONS) for folder in (baseline, candidate)]
     return attribute(models[0], models[1], windows, tolerance, seconds).suggestion
 
 
 def figures(baseline: Path, candidate: Path) -> tuple[float, float, float]:
-    """Return KL divergence, perplexity increase and agreement, computed with torch."""
+    """Return KL divergence, perplexity increase and same top-1, computed with torch."""
     models = [Predictor.of(folder, OPTIONS).model for folder in (baseline, candidate)]
     with torch.no_grad():
         p, q = (model(WINDOWS).logits[:, :-1].double().log_softmax(-1) for model in models)
     kl = nn.functional.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean()
     more = (p - q).gather(-1, WINDOWS[:, 1:, None]).mean()
-    first, second = p.topk(2).values.unbind(-1)
-    same = (p.argmax(-1) == q.argmax(-1)) | (first - second < TIE)
+    same = p.argmax(-1) == q.argmax(-1)
     return float(kl), float(more.exp() - 1), float(same.double().mean())
 
 
@@ -82,8 +80,8 @@ def test_a_checkpoint_quantized_as_suggested_has_the_measured_distance(
     assert found is not None
     quantize_checkpoint(plain, tmp_path / "better", scheme, overrides=found.overrides)
     after = figures(plain, tmp_path / "better")
-    assert (found.kl_before, found.ppl_increase_before, found.agreement_before) == pytest.approx(before, rel=1e-4)
-    assert (found.kl_after, found.ppl_increase_after, found.agreement_after) == pytest.approx(after, rel=1e-4)
+    assert (found.kl_before, found.ppl_increase_before, found.same_top1_before) == pytest.approx(before, rel=1e-4)
+    assert (found.kl_after, found.ppl_increase_after, found.same_top1_after) == pytest.approx(after, rel=1e-4)
     assert found.reaches
     assert not found.everything
     assert after[0] <= share * before[0] * 1.0001
@@ -166,9 +164,9 @@ def test_unnecessary_groups_are_dropped_the_most_expensive_first() -> None:
 
 def test_a_suggestion_keeps_every_bound(llama_folder: Path, tmp_path: Path) -> None:
     quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
-    found = suggested(llama_folder, tmp_path / "q", min_agreement=0.97)
+    found = suggested(llama_folder, tmp_path / "q", min_same_top1=0.97)
     assert found is not None
-    assert found.agreement_before < 0.97 <= found.agreement_after
+    assert found.same_top1_before < 0.97 <= found.same_top1_after
     torch.manual_seed(0)
     own = Predictor.of(llama_folder, OPTIONS).model.generate(
         WINDOWS[:, :1], do_sample=True, max_new_tokens=31, min_new_tokens=31, use_cache=False

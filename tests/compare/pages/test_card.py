@@ -40,7 +40,7 @@ def test_the_verdict_comes_before_the_numbers() -> None:
     section = card_section(make_comparison(make_candidate(damage=4)))
     verdict = section.index("- **storybook-fp8-block: FAILED: ")
     assert verdict < section.index("| text |")
-    assert "agreement 96.00% [95.50, 96.50] on code.txt (at least 97% is wanted)" in section[verdict:]
+    assert "same top-1 90.00% [89.50, 90.50] on code.txt (at least 92% is wanted)" in section[verdict:]
 
 
 def test_every_text_has_a_row_with_intervals() -> None:

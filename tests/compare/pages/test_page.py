@@ -75,7 +75,7 @@ def test_a_failed_verdict_names_every_broken_bound() -> None:
     ((kind, text),) = boxes(sections(make_comparison(make_candidate(damage=4)))["Verdict"])
     assert kind == "box failed"
     assert "FAILED: 2 of 9 bounds are broken" in text
-    assert "agreement 96.00% [95.50, 96.50] on code.txt (at least 97% is wanted)" in text
+    assert "same top-1 90.00% [89.50, 90.50] on code.txt (at least 92% is wanted)" in text
     assert "on all texts" in text
     assert "prose.txt" not in text
 
@@ -149,8 +149,8 @@ def test_every_text_has_its_numbers_with_intervals() -> None:
         "prose.txt", "0.00400 [0.00360, 0.00440]", "0.00133 [0.00123, 0.00143]", "0.0600 [0.0520, 0.0680]",
         "0.240 [0.200, 0.280]", "0.800",
     ]  # fmt: skip
-    assert rows(found["Agreement"])[2] == [
-            "all texts", "99.12% [99.01, 99.23]", "98.68% [98.57, 98.79]", "98.68% [98.57, 98.79]",
+    assert rows(found["Same top-1"])[2] == [
+            "all texts", "97.80% [97.69, 97.91]", "98.68% [98.57, 98.79]",
         ]  # fmt: skip
 
 
@@ -171,9 +171,9 @@ def test_every_chart_has_two_widths_and_a_title() -> None:
 def test_the_margins_have_their_token_counts_and_empty_bins_are_left_out() -> None:
     candidate = make_candidate()
     first, *others = candidate.overall.margins
-    margins = (replace(first, tokens=0, agreement=math.nan, kl_mean=math.nan), *others)
+    margins = (replace(first, tokens=0, same_top1=math.nan, kl_mean=math.nan), *others)
     candidate = replace(candidate, overall=replace(candidate.overall, margins=margins))
-    chart = next(sections(make_comparison(candidate))["Agreement"].iter(f"{SVG}svg"))
+    chart = next(sections(make_comparison(candidate))["Same top-1"].iter(f"{SVG}svg"))
     labels = [text.text or "" for text in chart.iter(f"{SVG}text")]
     assert "0.1 to 0.25 nats (3,086 tokens)" in labels
     assert "above 8 nats (3,086 tokens)" in labels
@@ -201,7 +201,7 @@ def test_models_settings_and_machine_are_listed() -> None:
 
 
 def test_parts_that_were_not_measured_are_left_out() -> None:
-    always = ["Verdict", "Perplexity", "KL divergence", "Agreement"]
+    always = ["Verdict", "Perplexity", "KL divergence", "Same top-1"]
     assert list(sections(make_comparison(replace(make_candidate(), worst=())))) == [*always, "What was run"]
     assert list(sections(make_comparison(full_candidate()))) == [
         *always, "Tasks", "Greedy generation", "Where the damage comes from", "Where they differ most", "What was run",

@@ -59,7 +59,7 @@ def test_the_same_model_passes_and_its_perplexity_is_that_of_the_model(model: Pa
     assert candidate.overall.candidate_perplexity == pytest.approx(alone.candidate_perplexity, rel=1e-5)
     assert candidate.overall.tokens == alone.tokens
     assert candidate.overall.kl_mean.value < 1e-5
-    assert candidate.overall.top1_agreement.value == 1.0
+    assert candidate.overall.same_top1.value == 1.0
     served = candidate.model.served
     assert served is not None
     assert served.alternatives == 20
@@ -75,7 +75,7 @@ def test_the_numbers_of_a_quantized_model_are_those_of_the_loaded_one(
         served = compare_served(folder, url, [text], **NO_TOLERANCE).candidates[0].overall
     loaded = compare_models(folder, tmp_path / "q", [text], prompts=0, **NO_TOLERANCE).candidates[0].overall
     assert served.perplexity_ratio.value == pytest.approx(loaded.perplexity_ratio.value, abs=1e-4)
-    assert served.top1_agreement.value == pytest.approx(loaded.top1_agreement.value, abs=0.02)
+    assert served.same_top1.value == pytest.approx(loaded.same_top1.value, abs=0.02)
     assert 0 < served.kl_mean.value <= loaded.kl_mean.value + 1e-6
 
 
@@ -89,7 +89,7 @@ def test_scales_that_are_wrong_in_one_layer_fail(model: Path, text: Path, tmp_pa
     for name in ("q", "wrong"):
         with serving(tmp_path / name) as url:
             arguments = ["compare", str(model), "--served", url, "--data", str(text), "--dtype", "float32"]
-            arguments += ["--window", "32", "--max-ppl-increase", "10%", "--min-agreement", "75%", "--max-kl", "0.1"]
+            arguments += ["--window", "32", "--max-ppl-increase", "10%", "--min-top1", "75%", "--max-kl", "0.1"]
             outcomes[name] = CliRunner().invoke(main, [*arguments, "--report", str(tmp_path / f"{name}.html")])
     assert outcomes["q"].exit_code == 0, outcomes["q"].output
     assert outcomes["wrong"].exit_code == 1, outcomes["wrong"].output

@@ -66,7 +66,7 @@ def print_comparison(comparison: Comparison) -> None:
 def _table(candidate: CandidateResult) -> Table:
     """Return the table of texts. On a narrow terminal names are folded, numbers never."""
     kl = "KL, nats" if candidate.model.served is None else "KL at least"
-    numbers = ("tokens", "perplexity", "change", kl, "agreement")
+    numbers = ("tokens", "perplexity", "change", kl, "same top-1")
     table = make_table("text", *numbers, right=numbers)
     names = table.columns[0]
     names.no_wrap, names.overflow, names.min_width = False, "fold", _MIN_NAME_COLUMNS
@@ -89,7 +89,7 @@ def _cells(summary: Summary) -> list[str]:
         f"{number(summary.baseline_perplexity, 3)} -> {number(summary.candidate_perplexity, 3)}",
         with_interval(increase(summary), as_percent=True, signed=True),
         with_interval(summary.kl_mean, digits=1),
-        with_interval(summary.agreement, as_percent=True, digits=1),
+        with_interval(summary.same_top1, as_percent=True, digits=1),
     ]
 
 
@@ -99,8 +99,7 @@ def _lines(candidate: CandidateResult) -> Iterator[str]:
         yield late_text(overall.positions.late)
     yield (
         f"KL median {number(overall.kl_median.value, 3)}, p99 {number(overall.kl_p99.value, 3)}, "
-        f"p99.9 {number(overall.kl_p999.value, 3)}, max {number(overall.kl_max, 3)}; same top-1 "
-        f"{with_interval(overall.top1_agreement, as_percent=True, digits=1)}, top-10 overlap "
+        f"p99.9 {number(overall.kl_p999.value, 3)}, max {number(overall.kl_max, 3)}; top-10 overlap "
         f"{with_interval(overall.topk_overlap, as_percent=True)}; bits per byte "
         f"{number(overall.baseline_bits_per_byte)} -> {number(overall.candidate_bits_per_byte)}"
     )

@@ -49,10 +49,10 @@ def _print_comparison(console: Console, results: Results, command: str) -> None:
                 name,
                 with_interval(increase(overall), as_percent=True, signed=True),
                 with_interval(overall.kl_mean),
-                with_interval(overall.agreement, as_percent=True),
+                with_interval(overall.same_top1, as_percent=True),
             ]
         )
-    _print_table(console, ("is it the same model?", "perplexity", "KL, nats", "agreement"), rows)
+    _print_table(console, ("is it the same model?", "perplexity", "KL, nats", "same top-1"), rows)
     for name, candidate in zip(names, comparison.candidates, strict=True):
         _say(console, f"{name}: {verdict_line(candidate)}")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minifloat.compare.attribution.differences import Difference, exchanged, is_stored_quantized
-from minifloat.compare.metrics import Distribution, kl_divergence, same_choice
+from minifloat.compare.metrics import Distribution, kl_divergence
 from minifloat.compare.models import Predictor
 from minifloat.compare.verdict import Tolerance
 
@@ -34,19 +34,19 @@ class Distance:
     Attributes:
         kl: Mean KL divergence in nats per token.
         ppl_increase: Perplexity over the baseline's perplexity, less 1.
-        agreement: Fraction of tokens with the same first choice, ties excepted.
+        same_top1: Fraction of tokens at which both models have the same most probable token.
     """
 
     kl: float
     ppl_increase: float
-    agreement: float
+    same_top1: float
 
     def within(self, tolerance: Tolerance) -> bool:
         """Return whether the values, without intervals, keep all bounds."""
         return (
             self.kl <= tolerance.max_kl
             and self.ppl_increase <= tolerance.max_ppl_increase
-            and self.agreement >= tolerance.min_agreement
+            and self.same_top1 >= tolerance.min_same_top1
         )
 
 
@@ -97,7 +97,7 @@ class Mixtures:
                     q = Distribution(runner.logits(features[rows]))
                     kl += float(kl_divergence(p, q).sum())
                     nll += float((q.nll(targets[rows]) - p.nll(targets[rows])).sum())
-                    agree += float(same_choice(p, q).sum())
+                    agree += float((p.top[:, 0] == q.top[:, 0]).sum())
         return Distance(kl / self.tokens, _expm1(nll / self.tokens), agree / self.tokens)
 
     def keeps_quantized(self, kept: Iterable[Difference]) -> bool:

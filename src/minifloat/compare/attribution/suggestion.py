@@ -43,8 +43,8 @@ class Suggestion:
         kl_after: Mean KL divergence with the suggestion.
         ppl_increase_before: The candidate's perplexity over the baseline's, less 1.
         ppl_increase_after: Perplexity increase with the suggestion.
-        agreement_before: Fraction of tokens at which the candidate has the baseline's first choice, ties excepted.
-        agreement_after: Agreement with the suggestion.
+        same_top1_before: Fraction of tokens at which the candidate has the baseline's first choice.
+        same_top1_after: The same fraction with the suggestion.
         reaches: Whether the model with the suggestion is within the tolerance.
         everything: Whether no module would stay quantized; another scheme is then better than the suggestion.
         tokens: Number of scored tokens of the sample.
@@ -57,8 +57,8 @@ class Suggestion:
     kl_after: float
     ppl_increase_before: float
     ppl_increase_after: float
-    agreement_before: float
-    agreement_after: float
+    same_top1_before: float
+    same_top1_after: float
     reaches: bool
     everything: bool
     tokens: int
@@ -176,8 +176,8 @@ def suggest(
         kl_after=after.kl,
         ppl_increase_before=before.ppl_increase,
         ppl_increase_after=after.ppl_increase,
-        agreement_before=before.agreement,
-        agreement_after=after.agreement,
+        same_top1_before=before.same_top1,
+        same_top1_after=after.same_top1,
         reaches=after.within(tolerance),
         everything=not mixtures.keeps_quantized(_differences(kept)),
         tokens=mixtures.tokens,

@@ -103,8 +103,7 @@ def _numbers(pairs: _Pairs) -> list[str]:
         "bits per byte",
         "mean KL",
         "KL p99",
-        "agreement",
-        "top-1",
+        "same top-1",
         "top-10",
     )
     rows = [
@@ -123,8 +122,7 @@ def _row(summary: Summary) -> list[str]:
         f"{number(summary.baseline_bits_per_byte)} -> {number(summary.candidate_bits_per_byte)}",
         with_interval(summary.kl_mean),
         with_interval(summary.kl_p99),
-        with_interval(summary.agreement, as_percent=True),
-        with_interval(summary.top1_agreement, as_percent=True),
+        with_interval(summary.same_top1, as_percent=True),
         with_interval(summary.topk_overlap, as_percent=True),
     ]
 

@@ -88,20 +88,20 @@ def size_chart(candidates: Sequence[CandidateResult]) -> str:
 
 
 def margin_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> str:
-    """Draw the agreement by the baseline's margin."""
+    """Draw the share of the same top-1 by the baseline's margin."""
     rows = []
     for place, first in enumerate(candidates[0].overall.margins):
-        agreements = [candidate.overall.margins[place].agreement for candidate in candidates]
+        shares = [candidate.overall.margins[place].same_top1 for candidate in candidates]
         reach = f"{first.low:g} to {first.high:g}" if math.isfinite(first.high) else f"above {first.low:g}"
         if first.tokens:
             rows.append(
                 (
                     f"{reach} nats ({first.tokens:,} tokens)",
-                    [Dot(agreement, f"{agreement:.2%}") for agreement in agreements],
+                    [Dot(share, f"{share:.2%}") for share in shares],
                 )
             )
     caption = "The same first choice, by how sure the baseline was: nats between its first and second choice"
-    return dot_figure(rows, names, caption, Axis("top-1 agreement", percent=True, high=1.0))
+    return dot_figure(rows, names, caption, Axis("same top-1", percent=True, high=1.0))
 
 
 def position_chart(candidates: Sequence[CandidateResult], names: Sequence[str]) -> str:

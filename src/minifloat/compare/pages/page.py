@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from minifloat.compare.intervals import Estimate
-from minifloat.compare.metrics import TIE
 from minifloat.compare.pages.charts import (
     change_chart,
     kl_chart,
@@ -88,7 +87,7 @@ def detail_sections(comparison: Comparison) -> list[str]:
         _perplexity(comparison, names),
         _divergence(comparison, names),
         _positions(comparison, names),
-        _agreement(comparison, names),
+        _same_top1(comparison, names),
         tasks_section([(name, candidate.tasks) for name, candidate in zip(names, comparison.candidates, strict=True)]),
         _generation(comparison, names),
         _damage(comparison, names),
@@ -126,7 +125,7 @@ def verdict_section(comparison: Comparison, title: str, others: Sequence[Candida
 
 def _overview(comparison: Comparison, names: Sequence[str]) -> str:
     """Return a table with one row per model, on all texts together."""
-    columns = ("model", "weights", "perplexity", "change", "mean KL", "agreement", "verdict")
+    columns = ("model", "weights", "perplexity", "change", "mean KL", "same top-1", "verdict")
     first = comparison.candidates[0].overall
     base: list[Cell] = [baseline_name(comparison), weights_text(comparison.baseline)]
     rows = [[*base, number(first.baseline_perplexity), "", "", "", "baseline"]]
@@ -138,7 +137,7 @@ def _overview(comparison: Comparison, names: Sequence[str]) -> str:
                 number(candidate.overall.candidate_perplexity),
                 _cell(increase(candidate.overall), as_percent=True, signed=True),
                 _cell(candidate.overall.kl_mean),
-                _cell(candidate.overall.agreement, as_percent=True),
+                _cell(candidate.overall.same_top1, as_percent=True),
                 Markup(f'<span class="words">{OUTCOMES[candidate.verdict.outcome].lower()}</span>'),
             ]
         )
@@ -211,16 +210,16 @@ def _positions(comparison: Comparison, names: Sequence[str]) -> str:
     return section("KL divergence by position", paragraph(note), chart, *parts) if parts else ""
 
 
-def _agreement(comparison: Comparison, names: Sequence[str]) -> str:
+def _same_top1(comparison: Comparison, names: Sequence[str]) -> str:
     def cells(summary: Summary) -> list[Cell]:
-        return [_cell(e, as_percent=True) for e in (summary.agreement, summary.top1_agreement, summary.topk_overlap)]
+        return [_cell(e, as_percent=True) for e in (summary.same_top1, summary.topk_overlap)]
 
     note = (
-        "A first choice that flips where the baseline hardly had one is no loss; one where it was sure is. Agreement "
-        f"does not count flips where the baseline's first two choices were within {TIE} nats."
+        "Same top-1 is the share of tokens at which both models have the same most probable token. One that differs "
+        "where the baseline hardly preferred its own is no loss; one that differs where it was sure is."
     )
-    rows = _by_text(comparison, names, ("agreement", "same first choice", "of the first ten in common"), cells)
-    return section("Agreement", paragraph(note), rows, margin_chart(comparison.candidates, names))
+    rows = _by_text(comparison, names, ("same top-1", "of the first ten in common"), cells)
+    return section("Same top-1", paragraph(note), rows, margin_chart(comparison.candidates, names))
 
 
 # ------------------------------------------------------------------------------------------------- what may be missing

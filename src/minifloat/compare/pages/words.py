@@ -16,11 +16,11 @@ from minifloat.compare.intervals import CONFIDENCE, FEWEST_UNITS
 from minifloat.compare.pages.numbers import NO_INTERVAL, change, number, percent, short, with_interval
 from minifloat.compare.positions import LateChange, PositionRange
 from minifloat.compare.result import CandidateResult, Comparison, ModelRecord, ServedRecord
-from minifloat.compare.verdict import Check, Outcome, Tolerance
+from minifloat.compare.verdict import SAME_TOP1, Check, Outcome, Tolerance
 from minifloat.report.text import short_names, size_text, visible
 
 OUTCOMES = {Outcome.PASSED: "PASSED", Outcome.FAILED: "FAILED", Outcome.UNDECIDED: "NOT ENOUGH DATA"}
-_INCREASE, _AGREEMENT = "perplexity increase", "agreement"
+_INCREASE = "perplexity increase"
 
 
 # ------------------------------------------------------------------------------------------------- verdicts
@@ -30,8 +30,8 @@ def tolerance_text(tolerance: Tolerance) -> str:
     """List the bounds of a tolerance."""
     return (
         f"perplexity increase at most {percent(tolerance.max_ppl_increase)}, mean KL at most "
-        f"{short(tolerance.max_kl)} nats per token, agreement on the first choice at least "
-        f"{percent(tolerance.min_agreement)}, ties excepted"
+        f"{short(tolerance.max_kl)} nats per token, same top-1 (the share of tokens at which both models "
+        f"have the same most probable token) at least {percent(tolerance.min_same_top1)}"
     )
 
 
@@ -72,7 +72,7 @@ def unmet_lines(candidate: CandidateResult) -> list[str]:
 def check_text(check: Check) -> str:
     """Describe a check: the estimate, the bound and, if it is undecided, the reason."""
     bound = (
-        f"at least {_bound(check)} is wanted" if check.quantity == _AGREEMENT else f"at most {_bound(check)} is allowed"
+        f"at least {_bound(check)} is wanted" if check.quantity == SAME_TOP1 else f"at most {_bound(check)} is allowed"
     )
     text = f"{_measured(check)} on {visible(check.text)} ({bound})"
     if check.outcome is not Outcome.UNDECIDED:
@@ -92,12 +92,12 @@ def _rounded(count: int) -> int:
 
 def _measured(check: Check) -> str:
     signed = check.quantity == _INCREASE
-    as_percent = signed or check.quantity == _AGREEMENT
+    as_percent = signed or check.quantity == SAME_TOP1
     return f"{check.quantity} {with_interval(check.estimate, as_percent=as_percent, signed=signed)}"
 
 
 def _bound(check: Check) -> str:
-    return percent(check.bound) if check.quantity in (_INCREASE, _AGREEMENT) else short(check.bound)
+    return percent(check.bound) if check.quantity in (_INCREASE, SAME_TOP1) else short(check.bound)
 
 
 def _ranked(checks: Sequence[Check]) -> list[Check]:
@@ -172,7 +172,7 @@ def served_text(served: ServedRecord) -> str:
     return visible(
         f"every KL divergence is a lower bound: the server gives the probabilities of {served.alternatives} tokens, "
         f"and those that it does not name have {served.unnamed_share:.2%} of the baseline's probability on average; "
-        "perplexity, and agreement on the first choice, are exact"
+        "perplexity and same top-1 are exact"
     )
 
 
