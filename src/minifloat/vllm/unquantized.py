@@ -52,7 +52,10 @@ class MinifloatBf16LinearMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ``x @ weight.T + bias``: ``[..., K]`` to ``[..., N]``."""
-        return packed.multiply(layer, x, bias) if packed.is_held(layer) else super().apply(layer, x, bias)
+        if packed.is_held(layer):
+            return packed.multiply(layer, x, bias)
+        theirs: Tensor = super().apply(layer, x, bias)
+        return theirs
 
 
 class MinifloatBf16EmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -70,7 +73,8 @@ class MinifloatBf16EmbeddingMethod(UnquantizedEmbeddingMethod):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ``x @ weight.T + bias``: ``[..., K]`` to ``[..., N]``."""
         if not packed.is_bf16_matrix(layer.weight):
-            return super().apply(layer, x, bias)
+            theirs: Tensor = super().apply(layer, x, bias)
+            return theirs
         if not packed.is_held(layer):
             packed.hold(layer, layer.weight.data, keep=True)
         return packed.multiply(layer, x, bias)
@@ -103,7 +107,9 @@ def replace_layers() -> None:
 def _packing(layer: Any) -> type:
     """Return a subclass of a layer that packs an unquantized weight."""
 
-    class Packing(layer):  # type: ignore[misc]
+    class Packing(layer):
+        quant_method: Any
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             method = _METHODS.get(type(self.quant_method))
