@@ -4,6 +4,7 @@ Every command has a function whose name has the name of the command in it, and d
 
     quantize_checkpoint(source, destination, "fp8-block")           -> QuantizeReport
     quantize_checkpoint(source, destination, "mxfp4", data="self")  -> the codes are chosen with text
+    preview_quantization(source, destination, "mxfp4")              -> what would be written: --dry-run
     calibrate(source, "text.jsonl")                                 -> Calibration, for "fp8-static" and FP8 KV caches
     inspect_checkpoint(path)                                        -> Inspection
     plan_model(path, "mxfp4", "h100")                               -> ModelPlan
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from minifloat.plan import ModelPlan, plan_model
     from minifloat.publish.push import PushReport, push_checkpoint
     from minifloat.quantize.job import quantize_checkpoint
+    from minifloat.quantize.preview import preview_quantization
     from minifloat.quantize.report import QuantizeReport
     from minifloat.quantize.rounded import DataOptions
     from minifloat.rounding.budget.target import Budget
@@ -108,6 +110,7 @@ _EXPORTS = {
     "inspect_checkpoint": "minifloat.layouts.inspection",
     "load": "minifloat.runtime.load",
     "plan_model": "minifloat.plan",
+    "preview_quantization": "minifloat.quantize.preview",
     "push_checkpoint": "minifloat.publish.push",
     "quantize_checkpoint": "minifloat.quantize.job",
     "quantize_tensor": "minifloat.numerics.tensor",
@@ -158,6 +161,7 @@ __all__ = [
     "inspect_checkpoint",
     "load",
     "plan_model",
+    "preview_quantization",
     "push_checkpoint",
     "quantize_checkpoint",
     "quantize_tensor",

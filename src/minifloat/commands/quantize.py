@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,6 +72,7 @@ class QuantizeParams(WritingParams):
     allow_partial: bool
     no_report: bool
     device: str
+    dry_run: bool
 
 
 def _scheme_help() -> str:
@@ -132,6 +134,7 @@ def _scheme_help() -> str:
 @click.option("--allow-partial", is_flag=True, help="Accept that less than half of the linear weights is quantized.")
 @no_report_option()
 @device_option("Where to cast: cpu, cuda or cuda:N.")
+@click.option("--dry-run", is_flag=True, help="Show what would be written, and which engines load it; write nothing.")
 @writing_options
 @pass_params(QuantizeParams)
 def quantize(params: QuantizeParams) -> None:
@@ -146,6 +149,9 @@ def quantize(params: QuantizeParams) -> None:
     from minifloat.quantize.data_hint import data_hint
     from minifloat.quantize.job import quantize_checkpoint
 
+    if params.dry_run:
+        _preview(params)
+        return
     with progress_bar(enabled=not (params.quiet or params.as_json)) as progress:
         report = quantize_checkpoint(
             params.model,
@@ -178,6 +184,48 @@ def quantize(params: QuantizeParams) -> None:
         draw_report(params.out, err=params.as_json, quiet=params.quiet)
     if not (params.as_json or params.quiet) and (hint := data_hint(report)):
         click.echo(hint)
+
+
+def _preview(params: QuantizeParams) -> None:
+    """Print what would be written; exit with status 2 if the disk has no room for it.
+
+    Raises:
+        UsageError: There is a budget, whose formats depend on text.
+    """
+    from minifloat.calibration.result import Calibration
+    from minifloat.commands.display.quantize import print_preview
+    from minifloat.plan.overrides import KEEP
+    from minifloat.quantize.preview import preview_quantization
+
+    if _budget(params) is not None:
+        raise UsageError(
+            "--dry-run: within a budget, formats depend on the damage that text shows; leave one of them out"
+        )
+    _data(params)  # raises for options that contradict each other
+    preview = preview_quantization(
+        params.model,
+        params.out,
+        params.scheme,
+        layout=params.layout,
+        overrides=[*params.override, *(f"{pattern}={KEEP}" for pattern in params.exclude)],
+        overwrite=params.overwrite,
+        calibration=None
+        if params.stats is None or _takes_hessians(params)
+        else Calibration.load(params.stats, params.rule, max_saturation=params.max_saturation),
+        calibrates=bool(params.sources or params.data),
+        kv_cache=params.kv_cache is not None,
+        from_quantized=params.from_quantized,
+        target=params.target,
+        revision=params.revision,
+        mtp=params.mtp,
+        allow_partial=params.allow_partial,
+    )
+    if params.as_json:
+        print_json(preview)
+    elif not params.quiet:
+        print_preview(preview, verbose=params.verbose)
+    if not preview.fits_on_disk:
+        sys.exit(2)
 
 
 def _calibration(params: QuantizeParams, progress: Progress | None) -> Calibration | None:

@@ -47,25 +47,25 @@ from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.errors import UsageError
 from minifloat.hub import is_hub_id, model_folder
 from minifloat.kernels import processors
-from minifloat.layouts import choose_writer, get_writer
+from minifloat.layouts import get_writer
 from minifloat.layouts.decoded import DecodedCheckpoint
 from minifloat.layouts.model_config import quantized_model_config
 from minifloat.layouts.plain_view import plain_view
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme, without_static_scales
 from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.overrides import Override
-from minifloat.plan.quantization import kept_experts, make_plan
-from minifloat.plan.share import QuantizedShare, require_share
+from minifloat.plan.quantization import kept_experts
+from minifloat.plan.share import QuantizedShare
 from minifloat.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan
 from minifloat.quantize.card import BUDGET_CHART, MODEL, model_card
 from minifloat.quantize.copied_codes import copied_codes, copy_codes
 from minifloat.quantize.engines import EngineChoice
+from minifloat.quantize.preview import planner_of
 from minifloat.quantize.provenance import describe_recipe, provenance, quantize_options
 from minifloat.quantize.quantized_source import (
     describe_source,
     dropped_tensors,
     source_notes,
-    with_dequantized_copies,
 )
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.static_scales import apply_calibration
@@ -188,14 +188,7 @@ def quantize_checkpoint(
         refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
         refuse_inside(checkpoint.path, Path(destination))
         CheckpointWriter.check_destination(destination, overwrite=overwrite)
-
-        def planner(scheme: Scheme, overrides: Sequence[Override]) -> QuantizationPlan:
-            writer_layout = choose_writer(layout, checkpoint.config, scheme)
-            plan = make_plan(checkpoint, scheme, writer_layout, overrides, mtp=mtp)
-            if not allow_partial:
-                require_share(plan)
-            return with_dequantized_copies(plan, checkpoint)
-
+        planner = planner_of(checkpoint, layout, mtp=mtp, allow_partial=allow_partial)
         with ExitStack() as stack:
             rounded = None
             if budget is not None and data_options is not None:

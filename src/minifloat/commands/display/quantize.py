@@ -9,6 +9,7 @@ from rich.table import Table
 from minifloat.commands.display.console import make_console, make_table, print_engines, print_outcome, shape_text
 from minifloat.commands.display.rounding import print_rounding
 from minifloat.plan.share import QuantizedShare
+from minifloat.quantize.preview import PlannedTensor, QuantizePreview
 from minifloat.quantize.report import QuantizeReport, TensorReport
 from minifloat.quantize.static_scales import ActivationReport
 from minifloat.report.text import layer_pattern, size_text
@@ -51,6 +52,38 @@ def print_quantize_report(report: QuantizeReport, *, verbose: bool) -> None:
     console.print(f"{report.share}{_kept(report.share)}.", soft_wrap=True, highlight=False, markup=False)
     print_outcome(console, report)
     print_engines(console, report.engines)
+
+
+def print_preview(preview: QuantizePreview, *, verbose: bool) -> None:
+    """Print a row per tensor, or one for the same tensor of all layers unless `verbose`; then totals and verdicts."""
+    console = make_console()
+    groups: dict[tuple[str, str, bool], list[PlannedTensor]] = {}
+    for tensor in preview.tensors:
+        name = tensor.name if verbose else layer_pattern(tensor.name)
+        groups.setdefault((name, tensor.becomes, tensor.quantized), []).append(tensor)
+    table = make_table("tensor", "count", "shape", "becomes", "bytes", right=("count", "bytes"))
+    for (name, becomes, quantized), tensors in groups.items():
+        table.add_row(
+            name,
+            str(len(tensors)),
+            shape_text({tensor.shape for tensor in tensors}),
+            becomes if quantized else f"copied ({becomes})",
+            size_text(sum(tensor.output_bytes for tensor in tensors)),
+        )
+    console.print(table)
+    console.print(
+        f"\n{len(preview.tensors)} tensors: {sum(tensor.quantized for tensor in preview.tensors)} to quantize in "
+        f"{preview.layout}. {size_text(preview.source_bytes)} -> {size_text(preview.output_bytes)} "
+        f"({preview.source_bytes / max(preview.output_bytes, 1):.2f}x smaller)."
+    )
+    console.print(f"{preview.share}{_kept(preview.share)}.", soft_wrap=True, highlight=False, markup=False)
+    for note in preview.notes:
+        console.print(f"Note: {note}", soft_wrap=True, markup=False)
+    print_engines(console, preview.engines)
+    room = "enough" if preview.fits_on_disk else f"too little: {size_text(preview.output_bytes)} are needed"
+    console.print(
+        f"\nDisk: {size_text(preview.disk_free)} free, {room}. Nothing was written (--dry-run).", soft_wrap=True
+    )
 
 
 def _kept(share: QuantizedShare) -> str:
