@@ -81,12 +81,28 @@ def test_bad_requests_are_refused(llama_folder: Path, text: Path, tmp_path: Path
         calibrate(llama_folder, [text], TextOptions(seq_len=1_000_000))
 
 
+def test_calibrate_prints_json_that_parses_and_nothing_else(llama_folder: Path, text: Path, tmp_path: Path) -> None:
+    stats = tmp_path / "stats.safetensors"
+    result = run("calibrate", llama_folder, stats, "--data", text, "--samples", "6", "--seq-len", "16", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["files"] == [str(stats), str(held_out_path(stats))]
+    assert document.items() >= json.loads(run("inspect", stats, "--json").stdout).items()
+    assert document["data"]["sources"][0]["name"] == str(text)
+
+
 def test_the_command_line_goes_from_text_to_a_static_checkpoint(llama_folder: Path, text: Path, tmp_path: Path) -> None:
     stats, out = tmp_path / "stats.safetensors", tmp_path / "out"
     result = run("calibrate", llama_folder, stats, "--data", text, "--samples", "20", "--seq-len", "32")
     assert result.exit_code == 0, result.output
     assert "self_attn.q_proj" in result.output
     assert "Written to" in result.output
+    as_json = json.loads(run("inspect", stats, "--json").stdout)
+    assert as_json["rule"] == "max"
+    assert (as_json["sequences"], as_json["tokens"], as_json["held_out_tokens"]) == (18, 18 * 32, 2 * 32)
+    scales = {row["module"]: row["scale"] for row in as_json["inputs"]}
+    assert len(scales) == 2 * 7
+    assert [row["tensor"].rsplit(".", 1)[1] for row in as_json["kv_cache"]] == ["k", "v"] * 2
     again = run("calibrate", llama_folder, stats, "--data", text)
     assert again.exit_code == 2
     assert "--overwrite" in again.output
@@ -101,6 +117,8 @@ def test_the_command_line_goes_from_text_to_a_static_checkpoint(llama_folder: Pa
     assert "static scale of" in result.output
     assert "model.layers.*.self_attn.k " in result.output
     report = json.loads((out / "minifloat.json").read_text())
+    written = {entry["module"]: entry["scale"] for entry in report["activations"]}
+    assert all(written[module] == scale for module, scale in scales.items())
     assert len(report["activations"]) == 2 * 7 + 2 * 2
     assert all(entry["saturated"] is not None for entry in report["activations"] if entry["tokens"])
     options = ("--data", text, "--window", "32", "--prompts", "0", "--max-kl", "10", "--min-top1", "0")

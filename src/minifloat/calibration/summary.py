@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from minifloat._version import __version__
@@ -91,6 +91,21 @@ class StatsSummary:
     caches: tuple[CacheSummary, ...]
     history_rule: HistoryRule
     warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary as JSON values; a change that is not finite becomes None."""
+        return {
+            "inputs": [_finite(asdict(row)) for row in self.inputs],
+            "kv_cache": [_finite(asdict(row)) for row in self.caches],
+            "history_rule": str(self.history_rule),
+            "warnings": list(self.warnings),
+        }
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose convergence is JSON, which has no infinity."""
+    moved = row["convergence"]
+    return row | {"convergence": moved | {"change": moved["change"] if math.isfinite(moved["change"]) else None}}
 
 
 def summarize(stats: ActivationStats, rule: Rule, held_out: ActivationStats | None = None) -> StatsSummary:

@@ -13,7 +13,9 @@ from minifloat.commands.options import (
     MODEL,
     SIZE,
     device_option,
+    json_option,
     pass_params,
+    print_json,
     revision_option,
     verbose_option,
 )
@@ -49,6 +51,7 @@ class CalibrateParams:
     rule: str
     overwrite: bool
     verbose: bool
+    as_json: bool
 
 
 @click.command()
@@ -71,6 +74,7 @@ class CalibrateParams:
 @click.option("--rule", default="max", show_default=True, help="For the table that is printed; STATS suits every rule.")
 @click.option("--overwrite", is_flag=True, help="Replace STATS if it exists.")
 @verbose_option("module")
+@json_option()
 @pass_params(CalibrateParams)
 def calibrate(params: CalibrateParams) -> None:
     """Run text through the BF16 checkpoint MODEL and record amax into the file STATS (*.safetensors).
@@ -88,6 +92,7 @@ def calibrate(params: CalibrateParams) -> None:
     from minifloat.calibration.rules import parse_rule
     from minifloat.calibration.session import TextOptions, own_text_path
     from minifloat.calibration.session import calibrate as run_calibration
+    from minifloat.calibration.summary import summarize
     from minifloat.commands.display.console import progress_bar
     from minifloat.commands.display.stats import print_stats
     from minifloat.quantize.job import quantize_checkpoint
@@ -109,7 +114,7 @@ def calibrate(params: CalibrateParams) -> None:
             params.model, folder, "fp8", revision=params.revision, from_quantized=params.from_quantized
         )
 
-    with progress_bar(enabled=True) as progress:
+    with progress_bar(enabled=not params.as_json) as progress:
         if params.hessians:
             save_hessians(
                 params.model,
@@ -146,5 +151,9 @@ def calibrate(params: CalibrateParams) -> None:
     files = collected.save(stats, overwrite=params.overwrite)
     if params.hessians:
         files = (*files, hessians_path(stats))
+    if params.as_json:
+        summary = summarize(collected.stats, rule, collected.held_out).to_dict()
+        print_json({**collected.to_dict(), "files": list(map(str, files)), **summary})
+        return
     print_stats(collected.stats, rule, collected.held_out, verbose=params.verbose)
     click.echo(f"Written to {', '.join(map(str, files))}")

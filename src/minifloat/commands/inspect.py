@@ -25,7 +25,7 @@ def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule
     from minifloat.checkpoint.layout import is_gguf
 
     if Path(model).is_file() and not is_gguf(model):
-        _inspect_stats(Path(model), rule, plot, verbose=verbose)
+        _inspect_stats(Path(model), rule, plot, verbose=verbose, as_json=as_json)
         return
     if plot is not None:
         raise UsageError("--plot draws activation statistics; MODEL is a folder")
@@ -39,16 +39,21 @@ def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule
         print_inspection(inspection, verbose=verbose)
 
 
-def _inspect_stats(path: Path, rule_text: str, plot: Path | None, *, verbose: bool) -> None:
+def _inspect_stats(path: Path, rule_text: str, plot: Path | None, *, verbose: bool, as_json: bool) -> None:
     from minifloat.calibration.result import Calibration, require_free
     from minifloat.calibration.rules import parse_rule
+    from minifloat.calibration.summary import summarize
     from minifloat.commands.display.stats import print_stats
 
-    collected, rule = Calibration.load(path), parse_rule(rule_text)
-    print_stats(collected.stats, rule, collected.held_out, verbose=verbose)
+    rule = parse_rule(rule_text)
+    collected = Calibration.load(path, rule)
+    if as_json:
+        print_json({**collected.to_dict(), **summarize(collected.stats, rule, collected.held_out).to_dict()})
+    else:
+        print_stats(collected.stats, rule, collected.held_out, verbose=verbose)
     if plot is not None:
         from minifloat.calibration.page import stats_page
 
         require_free([plot], overwrite=True)
         plot.write_text(stats_page(collected.stats, rule, collected.held_out), encoding="utf-8")
-        click.echo(f"Drawn to {plot}")
+        click.echo(f"Drawn to {plot}", err=as_json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -252,6 +252,6 @@ writing_options = stack(
 )
 
 
-def print_json(report: Report) -> None:
-    """Print a report as JSON."""
-    click.echo(json.dumps(report.to_dict(), indent=2))
+def print_json(report: Report | Mapping[str, Any]) -> None:
+    """Print a report, or JSON values, as JSON."""
+    click.echo(json.dumps(report if isinstance(report, Mapping) else report.to_dict(), indent=2))
