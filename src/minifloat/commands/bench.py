@@ -13,6 +13,7 @@ from minifloat.commands.options import (
     FOLDER,
     MODEL,
     SpeculationParams,
+    complete_scheme,
     device_option,
     engine_activations_option,
     json_option,
@@ -64,7 +65,13 @@ class BenchParams(SpeculationParams):
 @click.option("--baseline", type=MODEL, help="The checkpoint that OUT was made from: a folder or a model of the hub.")
 @revision_option("the baseline")
 @click.option("--shape", metavar="NAME", help="Instead of OUT: random weights of this shape, see below.")
-@click.option("--scheme", default=DEFAULT_SCHEME, show_default=True, help="With --shape: what to quantize to.")
+@click.option(
+    "--scheme",
+    shell_complete=complete_scheme,
+    default=DEFAULT_SCHEME,
+    show_default=True,
+    help="With --shape: what to quantize to.",
+)
 @click.option("--models-dir", type=FOLDER, help="With --shape: keep the models here, and reuse them.")
 @click.option("--input-len", default=256, show_default=True, type=COUNT, help="Tokens per prompt.")
 @click.option("--output-len", default=128, show_default=True, type=click.IntRange(min=2), help="Tokens per output.")

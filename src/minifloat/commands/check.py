@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import click
 
-from minifloat.commands.options import COUNT, MODEL, json_option, pass_params, print_json, revision_option
+from minifloat.commands.options import (
+    COUNT,
+    MODEL,
+    complete_scheme,
+    json_option,
+    pass_params,
+    print_json,
+    revision_option,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,12 @@ class CheckParams:
 )
 @click.option("--tp", default=1, show_default=True, type=COUNT, help="GPUs that share every matrix.")
 @click.option("--plugin", metavar="NAME", help="A plugin of the engine: minifloat, for vllm on a CPU.")
-@click.option("--scheme", metavar="NAME", help="For a model that is not quantized: what to quantize it to.")
+@click.option(
+    "--scheme",
+    shell_complete=complete_scheme,
+    metavar="NAME",
+    help="For a model that is not quantized: what to quantize it to.",
+)
 @click.option("--layout", metavar="NAME", help="With --scheme, as for `quantize`.")
 @click.option("--override", multiple=True, metavar="REGEX=SCHEME|bf16", help="With --scheme, as for `quantize`.")
 @click.option(

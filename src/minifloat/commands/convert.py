@@ -50,7 +50,7 @@ def convert(params: ConvertParams) -> None:
     from minifloat.commands.display.convert import print_convert_report
     from minifloat.convert import convert_checkpoint
 
-    with progress_bar(enabled=not (params.quiet or params.as_json)) as progress:
+    with progress_bar(enabled=not (params.quiet or params.as_json), in_bytes=True) as progress:
         report = convert_checkpoint(
             params.model,
             params.out,

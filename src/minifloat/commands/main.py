@@ -37,6 +37,7 @@ COMMANDS = {
     "report": "Show the results of quantize, compare and bench on a checkpoint.",
     "chat": "Talk to a server in the terminal.",
     "push": "Upload a checkpoint to the hub.",
+    "completion": "Print the script that completes commands in a shell.",
     "doctor": "Examine this machine: kernels, memory, engines, what to do.",
 }
 
@@ -60,7 +61,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS and not ctx.resilient_parsing:
             close = difflib.get_close_matches(args[0], COMMANDS, n=1)
             names = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
             raise click.UsageError(f"there is no command {args[0]!r}; {names}", ctx)

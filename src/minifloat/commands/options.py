@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _Params = TypeVar("_Params")
@@ -103,6 +104,17 @@ def revision_option(of: str = "MODEL") -> Callable[[_Command], _Command]:
     return click.option(
         "--revision", metavar="REV", help=f"Branch, tag or commit of {of} on the hub; {of}@REV is the same."
     )
+
+
+def complete_scheme(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the schemes that begin with what was typed, for completion in a shell."""
+    from minifloat.numerics.scheme import SCHEMES
+
+    return [
+        CompletionItem(scheme.name, help=scheme.summary)
+        for scheme in SCHEMES.values()
+        if scheme.name.startswith(incomplete)
+    ]
 
 
 def json_option() -> Callable[[_Command], _Command]:

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 import click
 
-from minifloat.commands.options import COUNT, MODEL, POSITIVE, json_option, pass_params, print_json, revision_option
+from minifloat.commands.options import (
+    COUNT,
+    MODEL,
+    POSITIVE,
+    complete_scheme,
+    json_option,
+    pass_params,
+    print_json,
+    revision_option,
+)
 
 _GIGA, _TERA = 10**9, 10**12
 
@@ -37,7 +46,14 @@ class PlanParams:
 @click.command()
 @click.argument("model", type=MODEL)
 @revision_option()
-@click.option("--scheme", default="all", show_default=True, metavar="NAME|all", help="What to quantize to.")
+@click.option(
+    "--scheme",
+    shell_complete=complete_scheme,
+    default="all",
+    show_default=True,
+    metavar="NAME|all",
+    help="What to quantize to.",
+)
 @click.option("--hardware", default="cpu", show_default=True, metavar="NAME", help="cpu (this machine), h100, ...")
 @click.option("--gpus", default=1, show_default=True, type=COUNT, help="Tensor parallelism.")
 @click.option("--context", type=COUNT, help="Tokens of a sequence.  [default: 4096, or the model's maximum if less]")

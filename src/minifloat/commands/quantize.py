@@ -16,6 +16,7 @@ from minifloat.commands.options import (
     POSITIVE,
     SIZE,
     WritingParams,
+    complete_scheme,
     device_option,
     pass_params,
     print_json,
@@ -85,6 +86,7 @@ def _scheme_help() -> str:
 @revision_option()
 @click.option(
     "--scheme",
+    shell_complete=complete_scheme,
     metavar="NAME",
     help=f"What to quantize to; with a budget the cheapest format.  [default: {DEFAULT_SCHEME}; mxfp4 with a budget]",
 )
@@ -152,7 +154,8 @@ def quantize(params: QuantizeParams) -> None:
     if params.dry_run:
         _preview(params)
         return
-    with progress_bar(enabled=not (params.quiet or params.as_json)) as progress:
+    only_casts = not (params.sources or params.data or _takes_hessians(params))
+    with progress_bar(enabled=not (params.quiet or params.as_json), in_bytes=only_casts) as progress:
         report = quantize_checkpoint(
             params.model,
             params.out,

@@ -7,8 +7,20 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
+
+from minifloat.report.text import size_text
 
 if TYPE_CHECKING:
     from minifloat.check.engine_verdict import EngineVerdict
@@ -23,9 +35,36 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=160)
 
 
+class RateColumn(ProgressColumn):
+    """How fast the work goes: bytes per second where the work is bytes, else its share per second or minute.
+
+    Args:
+        in_bytes: Whether the work is counted in bytes.
+    """
+
+    def __init__(self, *, in_bytes: bool) -> None:
+        super().__init__()
+        self._in_bytes = in_bytes
+
+    def render(self, task: Task) -> Text:
+        """Return the rate of a task; nothing while it is not known."""
+        if not task.speed or not task.total:
+            return Text("")
+        if self._in_bytes:
+            return Text(f"{size_text(task.speed)}/s")
+        share = 100 * task.speed / task.total
+        return Text(f"{share:.1f}%/s" if share >= 1 else f"{share * 60:.1f}%/min")
+
+
 @contextlib.contextmanager
-def progress_bar(enabled: bool) -> Iterator[ProgressCallback | None]:
-    """Show a progress bar on standard error during the block.
+def progress_bar(enabled: bool, *, in_bytes: bool = False) -> Iterator[ProgressCallback | None]:
+    """Show a progress bar on standard error during the block: bar, share, rate, time, time left, what is done.
+
+    rich leaves colors out where NO_COLOR is set.
+
+    Args:
+        enabled: Whether to show it on a terminal.
+        in_bytes: Whether the work is counted in bytes.
 
     Yields:
         A callback that moves the bar; None if it is not enabled or standard error is no terminal.
@@ -37,6 +76,7 @@ def progress_bar(enabled: bool) -> Iterator[ProgressCallback | None]:
     columns = (
         BarColumn(),
         TaskProgressColumn(),
+        RateColumn(in_bytes=in_bytes),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
