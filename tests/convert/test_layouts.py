@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.convert import convert_checkpoint
 from minifloat.layouts import describe
+from minifloat.layouts.reading import read_weight
 from minifloat.numerics.formats import E4M3, E8M0
 from minifloat.numerics.granularity import BLOCK_128, GROUP_32
 from minifloat.numerics.scheme import SCHEMES, ActivationSpec, Scheme, weight_only
@@ -320,3 +321,12 @@ def test_the_metadata_of_the_card_is_true_of_the_converted_model(
     expected = {key: value for key, value in before.items() if key != "base_model_relation"}
     library = "minifloat" if "layout" in target else "transformers"
     assert after == expected | relation | {"tags": tags, "library_name": library}
+
+
+def test_nvfp4_of_quantize_decodes_to_the_same_bits_in_both_layouts(tmp_path: Path) -> None:
+    quantize_checkpoint(INTEROP / "base-llama", tmp_path / "ours", "nvfp4")
+    report = convert_checkpoint(tmp_path / "ours", tmp_path / "modelopt", "modelopt")  # --allow-rounding is not needed
+    assert report.rounding.scales == 0
+    with Checkpoint.open(tmp_path / "ours") as ours, Checkpoint.open(tmp_path / "modelopt") as theirs:
+        for (name, mine), other in zip(describe(ours).weights.items(), describe(theirs).weights.values(), strict=True):
+            assert torch.equal(read_weight(ours, mine).dequantize(), read_weight(theirs, other).dequantize()), name

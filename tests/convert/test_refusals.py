@@ -37,12 +37,21 @@ def refused(source: Path, tmp_path: Path, layout: str | None, problem: str, kind
     ("name", "layout", "problem"),
     [
         ("llmc-fp8-w8a16", "fp8", "holds fp8-block only, not 'fp8'; use compressed-tensors"),
-        ("llmc-fp8-w8a16", "modelopt", "no quant_algo for 'fp8'"),
+        (
+            "llmc-fp8-w8a16",
+            "modelopt",
+            "no quant_algo for 'fp8': FP8_PER_CHANNEL_PER_TOKEN has these weights with",
+        ),
+        ("llmc-mxfp8a16", "modelopt", "MXFP8 has these weights .* quantize with --scheme mxfp8-w8a8, or use layout"),
         ("llmc-mxfp8a16", "mxfp8", "requires inputs quantized at run time"),
         ("llmc-fp8-static", "fp8", "holds fp8-block only, not 'fp8-static'"),
         ("llmc-fp8-block", "fp8", "is not made of whole 128x128 blocks"),
         ("llmc-fp8-block", "modelopt", "no quant_algo for 'fp8-block'"),
-        ("llmc-mxfp4a16", "modelopt", "no quant_algo for 'mxfp4'"),
+        (
+            "llmc-mxfp4a16",
+            "modelopt",
+            "none of FP8, .* has weights in E2M1 with E8M0 scales per group 1x32",
+        ),
         ("llmc-mixed", "fp8", "holds fp8-block only"),
         ("llmc-mixed", "mxfp8", "holds MXFP8 with MXFP8 inputs only"),
         ("llmc-nvfp4", "modelopt", r"weight_global_scale: .* reciprocal .* no float32; --allow-rounding"),

@@ -122,15 +122,16 @@ def test_mxfp8_codes_equal_those_of_compressed_tensors_for_the_same_scales(dtype
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-44, 1e-38, 7e-36, 9e-36, 1e-3, 0.1, 3.0, 448.0, 2688.0, 3e38, math.nan])
-def test_nvfp4_divisors_of_edge_values_equal_those_of_compressed_tensors(value: float) -> None:
+def test_nvfp4_divisors_of_edge_values_are_the_powers_of_two_below_those_of_compressed_tensors(value: float) -> None:
     amax = torch.tensor([value])
-    expected = ct_utils.generate_gparam(-amax, amax)
-    assert torch.equal(global_divisor(amax).reshape(1), expected)
+    theirs = float(ct_utils.generate_gparam(-amax, amax))
+    assert float(global_divisor(amax)) == 2.0 ** math.floor(math.log2(theirs))
 
 
-def test_nvfp4_divisors_of_random_values_equal_those_of_compressed_tensors() -> None:
+def test_nvfp4_divisors_of_random_values_are_the_powers_of_two_below_those_of_compressed_tensors() -> None:
     values = torch.rand(500, generator=torch.Generator().manual_seed(0)) * 10
-    expected = [float(ct_utils.generate_gparam(-value, value)) for value in values]
+    theirs = [float(ct_utils.generate_gparam(-value, value)) for value in values]
+    expected = [2.0 ** math.floor(math.log2(divisor)) for divisor in theirs]
     assert [float(global_divisor(value)) for value in values] == expected
 
 
@@ -142,13 +143,14 @@ def test_nvfp4_scales_and_packed_codes_equal_those_of_compressed_tensors(
     w, args = weights(*shape, dtype), arguments(4, **NVFP4_ARGS)
     w[2] = w[7]  # replace the tiny row, whose scale rounds to zero: the next test covers it
     low, high = minimum_and_maximum(w, GROUP_16)
-    divisor = ct_utils.generate_gparam(low.min(), high.max())
+    codes, scale, divisor = ours(w, NVFP4)
+    assert divisor is not None
+    theirs = ct_utils.generate_gparam(low.min(), high.max())
+    assert float(divisor) == 2.0 ** math.floor(math.log2(float(theirs)))  # a power of two, whose reciprocal is exact
+    divisor = divisor.reshape(1)
     block_scale, _ = ct_utils.calculate_qparams(low, high, args, global_scale=divisor)
     state = {"weight": w.float(), "weight_scale": block_scale, "weight_global_scale": divisor}
     expected = compress("nvfp4-pack-quantized", state, args)
-    codes, scale, our_divisor = ours(w, NVFP4)
-    assert our_divisor is not None
-    assert torch.equal(our_divisor.reshape(1), divisor)
     assert torch.equal(scale, expected["weight_scale"].view(torch.uint8))
     assert torch.equal(pack_nibbles(codes), expected["weight_packed"])
 

@@ -157,8 +157,9 @@ def test_four_over_six_is_chosen_where_it_is_exact() -> None:
 
 
 def test_the_search_stays_within_the_codes_of_positive_finite_numbers() -> None:
-    blocks = torch.cat([torch.full((1, 16), 6.0), gaussian(64, 16).clamp(-1, 1) * 6, gaussian(64, 16) * 1e-7])
-    blocks[1:65, 0] = 6.0
+    largest = E4M3.max * E2M1.max / 2.0**9  # the divisor is 2**9, so that its block has the largest scale
+    blocks = torch.cat([torch.full((1, 16), largest), gaussian(64, 16).clamp(-1, 1) * largest, gaussian(64, 16) * 1e-7])
+    blocks[1:65, 0] = largest
     found, first, _ = chosen(blocks)
     assert first.max() == E4M3.max_code
     assert first.min() == 1

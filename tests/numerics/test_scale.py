@@ -167,11 +167,22 @@ def test_float_scales_of_a_non_finite_amax_are_not_finite() -> None:
     assert [str(v) for v in float_scales(float32(math.nan, math.inf), E4M3).tolist()] == ["nan", "inf"]
 
 
-def test_the_nvfp4_divisor_is_the_reciprocal_times_2688() -> None:
+def test_the_nvfp4_divisor_is_the_largest_power_of_two_up_to_the_reciprocal_times_2688() -> None:
     values = gaussian(1000).abs() + 1e-3
-    expected = (np.float32(1) / values.numpy()) * np.float32(448 * 6)
+    quotient = (np.float32(1) / values.numpy()) * np.float32(448 * 6)
     found = torch.stack([global_divisor(value) for value in values])
-    np.testing.assert_array_equal(found.numpy(), expected)
+    np.testing.assert_array_equal(found.numpy(), 2.0 ** np.floor(np.log2(quotient.astype(np.float64))))
+
+
+def test_dividing_by_the_nvfp4_divisor_equals_multiplying_by_its_reciprocal() -> None:
+    scales = decode(torch.arange(1, E4M3.max_code + 1, dtype=torch.uint8), E4M3)
+    for amax_of_tensor in (gaussian(50).abs() + 1e-6).tolist():
+        divisor = global_divisor(float32(amax_of_tensor))
+        factor = np.float32(1) / np.float32(divisor)
+        np.testing.assert_array_equal((scales / divisor).numpy(), scales.numpy() * factor)
+
+
+def test_the_nvfp4_divisor_has_no_dimensions() -> None:
     assert global_divisor(float32(2688.0)).shape == ()
 
 

@@ -24,7 +24,7 @@ DIGESTS = {
     ("fp8-dynamic", "compressed-tensors"): "ec57949ea540bfc27c14e46d46e502e2e3078d335132f11046107286a794b81f",
     ("mxfp8", "compressed-tensors"): "583f6c15398f3bec5516428c95a929149b18c793ad924f0ae1e8fb7871d1a5fa",
     ("mxfp4", "compressed-tensors"): "29d57b2baa8de9cbb87051963a52468598eb3be8f4f3d0d33f2ee4206a976f3b",
-    ("nvfp4", "compressed-tensors"): "c117f811b126a3b27c41bcc280148bbcf7cf217fe1ad47b7a94e97ab7798b76b",
+    ("nvfp4", "compressed-tensors"): "fceedd04c72dca2fe805325fbd5a6f8211533ad249962cd5b0eef9d239e4fc8b",
     ("fp8-block", "fp8"): "9f40a24aaec06dc471755eedb9f10c0545deca59c9fe75cfdc161890974e98d8",
 }
 

@@ -85,8 +85,10 @@ def test_fused_layers_share_the_divisor_of_nvfp4_inputs_which_comes_from_the_lar
             expected = scalar_global_divisor(max(stats.inputs[name].max for name in members))
             assert all(written[name].tolist() == [expected] for name in members)
     for activation in report.activations:
-        assert activation.scale * E2M1.max == pytest.approx(activation.amax, rel=1e-6)
-        assert activation.amax == pytest.approx(E4M3.max * E2M1.max / float(written[activation.module][0]), rel=1e-6)
+        largest = E4M3.max * E2M1.max / float(written[activation.module][0])
+        assert activation.scale * E2M1.max == largest
+        assert largest / 2 < activation.amax * (1 + 1e-6)
+        assert activation.amax <= largest * (1 + 1e-6)
     assert len(report.notes) == (rule != "max")
     assert all("assumes one scale" in note for note in report.notes)
 
@@ -96,7 +98,7 @@ def test_a_conversion_to_modelopt_stores_the_factor_in_place_of_the_divisor(
 ) -> None:
     source, out, other = make_checkpoint(), tmp_path / "out", tmp_path / "modelopt"
     quantize_checkpoint(source, out, "nvfp4-w4a4", calibration=calibration(stats_of(source)))
-    convert_checkpoint(out, other, "modelopt", allow_rounding=True)
+    convert_checkpoint(out, other, "modelopt")  # the reciprocal is exact, so that nothing has to be rounded
     name = "model.layers.0.mlp.down_proj"
     with Checkpoint.open(out) as ours, Checkpoint.open(other) as theirs:
         divisor = ours.read(f"{name}.input_global_scale").view(np.float32)[0]

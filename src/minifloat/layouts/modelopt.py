@@ -30,7 +30,7 @@ from minifloat.layouts.stored import (
 from minifloat.layouts.writing import NO_NAMES, WeightTensors, codes_tensor, scale_tensor
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, ElementFormat
 from minifloat.numerics.granularity import BLOCK_128, CHANNEL, GROUP_16, GROUP_32, TENSOR, TOKEN, Granularity
-from minifloat.numerics.scheme import ActivationSpec, KVSpec, Scheme, WeightSpec
+from minifloat.numerics.scheme import SCHEMES, ActivationSpec, KVSpec, Scheme, WeightSpec
 
 NAME = "modelopt"
 
@@ -185,14 +185,40 @@ def _algorithm(scheme: Scheme) -> str:
     Raises:
         UsageError: If there is none.
     """
-    formats = (scheme.weight.element, scheme.weight.granularity, scheme.weight.scale)
-    inputs = scheme.activation
+    weights, inputs = _formats(scheme.weight), scheme.activation
     for name, (weight, activation) in ALGORITHMS.items():
-        if (weight.element, weight.granularity, weight.scale) == formats and activation == inputs:
+        if _formats(weight) == weights and activation == inputs:
             return name
-    raise UsageError(
-        f"layout {NAME!r} has no quant_algo for {scheme.name!r}, only {', '.join(ALGORITHMS)}; use compressed-tensors"
+    raise UsageError(f"layout {NAME!r} has no quant_algo for {scheme.name!r}: {_why_none(scheme)}")
+
+
+def _formats(weight: WeightSpec) -> tuple[ElementFormat, Granularity, ElementFormat]:
+    return weight.element, weight.granularity, weight.scale
+
+
+def _why_none(scheme: Scheme) -> str:
+    """Return why no `quant_algo` holds a scheme, and the cure."""
+
+    def inputs(activation: ActivationSpec | None) -> str:
+        return "16 bits" if activation is None else str(activation)
+
+    for name, (weight, activation) in ALGORITHMS.items():
+        if _formats(weight) == _formats(scheme.weight):
+            same = next((s.name for s in SCHEMES.values() if _holds(s, weight, activation)), None)
+            cure = "" if same is None else f"quantize with --scheme {same}, or "
+            return (
+                f"{name} has these weights with inputs in {inputs(activation)}, and this scheme has inputs in "
+                f"{inputs(scheme.activation)}; {cure}use layout compressed-tensors"
+            )
+    element, granularity, scale = _formats(scheme.weight)
+    return (
+        f"none of {', '.join(ALGORITHMS)} has weights in {element.name} with {scale.name} scales per {granularity}; "
+        "use layout compressed-tensors"
     )
+
+
+def _holds(scheme: Scheme, weight: WeightSpec, activation: ActivationSpec | None) -> bool:
+    return _formats(scheme.weight) == _formats(weight) and scheme.activation == activation
 
 
 def _group_size(algorithm: str) -> dict[str, int]:

@@ -12,10 +12,14 @@ from minifloat.numerics.formats import E2M1, E4M3, FLOAT32
 
 
 def scalar_global_divisor(tensor_amax: float) -> np.float32:
-    """Return the float32 by which NVFP4 divides the block scales of a tensor, ``E4M3.max * E2M1.max / amax``.
+    """Return the float32 by which NVFP4 divides the block scales of a tensor, a power of two.
 
-    The quotient is computed as the float32 reciprocal of amax times the constant (two roundings): compressed-tensors
-    computes it so and files must agree to the bit.
+    It is the largest power of two that is at most ``E4M3.max * E2M1.max / amax``, so that the largest block scale is
+    between half of E4M3's largest value and that value. Its reciprocal is a power of two as well. Layouts that store
+    the reciprocal (ModelOpt) therefore hold the same weights, bit for bit, and decoding rounds once less.
+
+    The quotient is computed as the float32 reciprocal of amax times the constant, as compressed-tensors computes it;
+    that divisor is at most twice as large.
 
     Args:
         tensor_amax: amax of the tensor, or of all tensors that share the divisor; rounded to float32.
@@ -26,4 +30,6 @@ def scalar_global_divisor(tensor_amax: float) -> np.float32:
     with np.errstate(over="ignore"):
         clamped = np.maximum(np.float32(tensor_amax), np.float32(FLOAT32.min_normal))
         quotient = np.float32(1.0) / clamped * np.float32(E4M3.max * E2M1.max)
-    return np.float32(quotient) if np.isfinite(quotient) else np.float32(1.0)
+    if not np.isfinite(quotient):
+        return np.float32(1.0)
+    return np.float32(np.ldexp(0.5, int(np.frexp(quotient)[1])))

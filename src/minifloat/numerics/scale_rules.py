@@ -71,10 +71,11 @@ def blocks_of(w: Tensor, granularity: Granularity) -> Tensor:
 
 
 def global_divisor(tensor_amax: Tensor) -> Tensor:
-    """Return the float32 by which NVFP4 divides the block scales of a tensor, ``E4M3.max * E2M1.max / amax``.
+    """Return the float32 by which NVFP4 divides the block scales of a tensor: a power of two.
 
-    The divisor places the largest block scale at the top of E4M3. The quotient is computed as the float32 reciprocal of
-    amax times the constant (two roundings): compressed-tensors computes it so and files must agree to the bit.
+    It is the largest power of two that is at most ``E4M3.max * E2M1.max / amax``. The largest block scale is therefore
+    in the upper half of E4M3's range, and the reciprocal, which some layouts store, is exact. The quotient is computed
+    as the float32 reciprocal of amax times the constant (two roundings), as compressed-tensors computes its divisor.
 
     Args:
         tensor_amax: float32, one element; amax of the tensor, or of all tensors that share the divisor.
@@ -91,7 +92,8 @@ def global_divisor(tensor_amax: Tensor) -> Tensor:
         raise ValueError(f"the divisor needs the amax of one tensor, got the shape {tuple(tensor_amax.shape)}")
     clamped = tensor_amax.reshape(()).to(torch.float32).clamp(min=FLOAT32.min_normal)
     quotient = clamped.reciprocal() * (E4M3.max * E2M1.max)
-    return torch.where(torch.isfinite(quotient), quotient, 1.0)
+    power = torch.ldexp(torch.tensor(0.5, device=quotient.device), torch.frexp(quotient).exponent)
+    return torch.where(torch.isfinite(quotient), power, 1.0)
 
 
 def float_scales(amax_grid: Tensor, element: ElementFormat) -> Tensor:

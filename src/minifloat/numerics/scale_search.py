@@ -74,18 +74,13 @@ def search_nvfp4_scales(w: Tensor, granularity: Granularity, divisor: Tensor) ->
     codes from the smallest subnormal to the largest finite value. With ``x = w * divisor``, ``c`` the value of a code,
     ``y = x * (1 / c)`` and ``q = decode(encode(y))``, the error of an element is ``d * d`` with ``d = y - q``, and the
     error of the block is the sum over its elements times ``c * c``. A later code wins only if its error is strictly
-    smaller. The divisor is that of `global_divisor`; the block of the tensor's amax therefore has the largest code
-    already and can only move down.
+    smaller. The divisor is that of `global_divisor`, a power of two.
 
     The offsets reach from 0.77 to 1.75 times the scale of amax; 1.5 times is the second scale of Four Over Six, which
     maps amax to 4 instead of 6. Offsets of 8 and more cannot win among normal codes: eight codes are one power of two,
     and every multiple of E2M1 by twice a scale, up to the largest multiple by the scale itself, is also one by the
     scale. Offsets of -3 and less, and 7, are left out: one block in 5,000 to 15,000 (normal weights and two language
     models) would win by one of them, which would lower the squared error of all blocks together by 0.001%.
-
-    A divisor with headroom above amax (``E4M3.max * E2M1.max / 1.5``, as Four Over Six has it) lowers the squared error
-    by a further 0.2% to 0.4% on normal weights and on the same two models, where the search itself lowers it by 27%.
-    The divisor stays that of compressed-tensors.
 
     Vector code can repeat the search bit for bit, as it can `search_e8m0_scales`: ``1 / c`` is one division, ``c * c``
     is exact, ``d * d`` is rounded before it is added, and the sum is the same fixed tree. The products x are at most
