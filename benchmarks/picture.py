@@ -2,7 +2,7 @@
 
     python benchmarks/picture.py quality FIGURES.json                          # about 3 minutes on two cores
     python benchmarks/picture.py speed FIGURES.json --models-dir DIR           # about half a minute a scheme
-    python benchmarks/picture.py draw FIGURES.json docs/images/schemes.svg
+    python benchmarks/picture.py draw FIGURES.json docs/images/schemes.svg --machine TEXT
 
 `quality` quantizes a trained model (examples/storybook-4m) to every scheme, rounded to nearest, and to mxfp4 with
 codes chosen with text that the model writes itself. It compares all of them with the original on the built-in text,
@@ -26,15 +26,13 @@ import click
 from machine_use import CpuTime, MachineUse
 
 from minifloat import SCHEMES, compare_models, quantize_checkpoint
-from minifloat.bench import bench
+from minifloat.bench import bench_checkpoint
 from minifloat.bench.figures import spread
 from minifloat.bench.shapes import make_pair
 from minifloat.bench.workload import Workload
-from minifloat.calibration.options import RunOptions
-from minifloat.calibration.rules import parse_rule
-from minifloat.calibration.session import TextOptions, collect
+from minifloat.calibration.result import Calibration
+from minifloat.calibration.session import TextOptions, calibrate
 from minifloat.numerics.scheme import get_scheme
-from minifloat.quantize.static_scales import Calibration
 from minifloat.report.picture import PictureRow, scheme_picture
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -91,7 +89,7 @@ def speed(figures: Path, models_dir: Path, schemes: tuple[str, ...], shape: str,
     for scheme in schemes or [name for name in SCHEMES if not _needs_scales(name)]:
         baseline, candidate = make_pair(models_dir, shape, scheme)
         before = CpuTime.now(())
-        report = bench(candidate, baseline, workload=Workload(32, 40, (1,), rounds))
+        report = bench_checkpoint(candidate, baseline, workload=Workload(32, 40, (1,), rounds))
         use = MachineUse.between(before, CpuTime.now(()))
         gains = report.decode_gains(1)
         step = statistics.median(report.candidate.batches[1].decode_ms)
@@ -109,14 +107,15 @@ def speed(figures: Path, models_dir: Path, schemes: tuple[str, ...], shape: str,
 @main.command()
 @click.argument("figures", type=click.Path(exists=True, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-def draw(figures: Path, out: Path) -> None:
+@click.option("--machine", required=True, help="The processor, for the caption.")
+def draw(figures: Path, out: Path, machine: str) -> None:
     """Draw FIGURES into the SVG file OUT."""
     data = _load(figures)
-    out.write_text(picture(data), encoding="utf-8")
+    out.write_text(picture(data, machine), encoding="utf-8")
     click.echo(f"Drawn to {out}")
 
 
-def picture(data: dict[str, Any]) -> str:
+def picture(data: dict[str, Any], processor: str) -> str:
     """Return the picture of the figures, the best KL divergence first."""
     quality_rows, speeds = data["quality"]["rows"], data["speed"]["rows"]
     rows = []
@@ -126,13 +125,14 @@ def picture(data: dict[str, Any]) -> str:
         gain = speeds.get(scheme, {}).get("gain")  # the codes do not change the speed
         rows.append(PictureRow(label, kl["kl"], kl["low"], kl["high"], gain))
     speed_record, quality_record = data["speed"], data["quality"]
-    machine = speed_record["machine"]
+    widest = max(row["spread"] for row in speeds.values())
+    rounds = min(len(row["rounds"]) for row in speeds.values())
     notes = (
         f"KL: {quality_record['model']}, {quality_record['tokens']:,} tokens, 95% intervals, inputs quantized as the "
         f"scheme declares ({quality_record['date']}).",
-        f"Speed: {speed_record['model']} shape, one sequence, {machine['threads']} threads, "
-        f"{machine['instruction_set']}, memory {machine['read_bandwidth'] / 1e9:.0f} GB/s ({speed_record['date']}).",
-        "Made by benchmarks/picture.py; the figures are beside this picture.",
+        f"Speed: {speed_record['model']} shape, one sequence, median of {rounds} rounds beside BF16 that spread by up to "
+        f"{widest:.0%}; {processor} ({speed_record['date']}).",
+        "Made by benchmarks/picture.py, whose commands and figures are in the JSON file beside this picture.",
     )
     return scheme_picture(rows, notes=notes)
 
@@ -144,15 +144,8 @@ def _needs_scales(name: str) -> bool:
 
 def _calibration(model: Path, folder: Path) -> Calibration:
     """Return statistics of the inputs on the example text, for the schemes with static scales."""
-    rule = parse_rule("max")
-    collected = collect(
-        str(model),
-        (str(TEXT),),
-        TextOptions(samples=SAMPLES, seq_len=256, seed=0),
-        RunOptions(),
-        own_text_file=folder / "own",
-    )
-    return Calibration(collected.stats, rule, collected.held_out, None)
+    text = TextOptions(samples=SAMPLES, seq_len=256, seed=0)
+    return calibrate(str(model), (str(TEXT),), text, own_text_file=folder / "own")
 
 
 def _load(figures: Path) -> dict[str, Any]:

@@ -16,19 +16,18 @@ from minifloat.errors import UsageError
 @verbose_option()
 @json_option()
 @click.option("--rule", default="max", show_default=True, help="For activation statistics: how they become scales.")
-@click.option("--plot", type=FOLDER, help="For activation statistics: draw them into an HTML file.")
+@click.option("--plot", type=FOLDER, help="Draw an HTML file; of a checkpoint it reads a sample of the weights.")
 def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule: str, plot: Path | None) -> None:
     """Show what the checkpoint MODEL holds: schemes, bytes, bits per weight. Reads headers only, on the hub too.
 
-    MODEL may also be a file of activation statistics that `calibrate` wrote.
+    --plot draws the magnitudes of the weights and of their scales, for which a sample of each weight is read. MODEL
+    may also be a file of activation statistics that `calibrate` wrote.
     """
     from minifloat.checkpoint.layout import is_gguf
 
     if Path(model).is_file() and not is_gguf(model):
         _inspect_stats(Path(model), rule, plot, verbose=verbose, as_json=as_json)
         return
-    if plot is not None:
-        raise UsageError("--plot draws activation statistics; MODEL is a folder")
     from minifloat.commands.display.inspect import print_inspection
     from minifloat.layouts.inspection import inspect_checkpoint
 
@@ -37,6 +36,19 @@ def inspect(model: str, revision: str | None, verbose: bool, as_json: bool, rule
         print_json(inspection)
     else:
         print_inspection(inspection, verbose=verbose)
+    if plot is not None:
+        _plot_checkpoint(model, revision, plot, as_json=as_json)
+
+
+def _plot_checkpoint(model: str, revision: str | None, plot: Path, *, as_json: bool) -> None:
+    from minifloat.checkpoint.files import written_whole
+    from minifloat.layouts.page import inspection_page
+
+    if plot.is_dir() or not plot.parent.is_dir():
+        raise UsageError(f"--plot {plot}: not a file in a folder that exists")
+    with written_whole(plot) as file:
+        file.write(inspection_page(model, revision=revision).encode())
+    click.echo(f"Drawn to {plot}", err=as_json)
 
 
 def _inspect_stats(path: Path, rule_text: str, plot: Path | None, *, verbose: bool, as_json: bool) -> None:

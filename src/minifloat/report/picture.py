@@ -87,7 +87,7 @@ def scheme_picture(rows: Sequence[PictureRow], *, notes: Sequence[str]) -> str:
         parts += [rule(0, y, _WIDTH, y, opacity=0.1), label(0, base + 14, row.name)]
         low, high = (value if value > 0 else kl.low for value in (row.low, row.high))
         parts += interval_dot(0, row.kl, low, high, kl, base + ROW / 2)
-        parts.append(label(middle - _GAP, base + 14, format_number(float(f"{row.kl:.{_SIGNIFICANT}g}")), "end"))
+        parts.append(label(middle - _GAP, base + 14, _short(row.kl), "end"))
         if row.speed is None:
             parts.append(label(middle + 6, base + 14, "not measured"))
             continue
@@ -99,8 +99,12 @@ def scheme_picture(rows: Sequence[PictureRow], *, notes: Sequence[str]) -> str:
         parts.append(f'<g opacity="0.75">{label(0, y, note)}</g>')
         y += ROW
     title = "KL divergence and decode speed of each scheme: " + "; ".join(
-        f"{row.name} KL {float(f'{row.kl:.{_SIGNIFICANT}g}'):g}"
-        + ("" if row.speed is None else f", {row.speed:.2f} times as fast as BF16")
+        f"{row.name} KL {_short(row.kl)}" + ("" if row.speed is None else f", {row.speed:.2f} times as fast as BF16")
         for row in rows
     )
     return standalone(svg(title, _WIDTH, y, parts))
+
+
+def _short(value: float) -> str:
+    """Return a number with `_SIGNIFICANT` digits, zeros at its end included."""
+    return f"{value:#.{_SIGNIFICANT}g}"
