@@ -130,8 +130,8 @@ def picture(data: dict[str, Any], processor: str) -> str:
     notes = (
         f"KL: {quality_record['model']}, {quality_record['tokens']:,} tokens, 95% intervals, inputs quantized as the "
         f"scheme declares ({quality_record['date']}).",
-        f"Speed: {speed_record['model']} shape, one sequence, median of {rounds} rounds beside BF16 that spread by up to "
-        f"{widest:.0%}; {processor} ({speed_record['date']}).",
+        f"Speed: {speed_record['model']} shape, one sequence, median of {rounds} rounds beside BF16, which spread by "
+        f"up to {widest:.0%}; {processor} ({speed_record['date']}).",
         "Made by benchmarks/picture.py, whose commands and figures are in the JSON file beside this picture.",
     )
     return scheme_picture(rows, notes=notes)

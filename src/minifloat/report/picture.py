@@ -7,6 +7,7 @@ lends it none.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ _WIDTH = 820
 _ROW = ROW + 8
 _GAP = 28  #: pixels between the two columns
 _SIGNIFICANT = 2
+_NOTE_LENGTH = 120  #: characters of a line below the chart
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def scheme_picture(rows: Sequence[PictureRow], *, notes: Sequence[str]) -> str:
         parts += [horizontal_bar(middle, base, length), label(middle + length + 4, base + 14, f"{row.speed:.2f}x")]
     parts.append(rule(0, end, _WIDTH, end, opacity=0.1))
     y = end + 2 * ROW + PAD
-    for note in notes:
+    for note in (line for note in notes for line in textwrap.wrap(note, _NOTE_LENGTH)):
         parts.append(f'<g opacity="0.75">{label(0, y, note)}</g>')
         y += ROW
     title = "KL divergence and decode speed of each scheme: " + "; ".join(
