@@ -34,6 +34,7 @@ print(candidate.verdict.outcome.name, f"KL {candidate.overall.kl_mean.value:.4f}
 import socket  # noqa: E402
 
 import uvicorn  # noqa: E402
+
 from minifloat.serve.server import ServerSettings, create_app  # noqa: E402
 
 with socket.socket() as free:

@@ -10,9 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import minifloat
-from minifloat.calibration.session import CalibrationRun, TextOptions
-
 HERE = Path(__file__).parent
 MODEL = HERE / "storybook-4m"
 TEXT = sys.argv[1] if len(sys.argv) > 1 else str(HERE / "texts" / "stories_calibration.txt")

@@ -28,7 +28,8 @@ def test_blocks_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     failures = []
     with Session(tmp_path) as session:
         for block in blocks(page):
-            if block.language in RUN and not block.not_run and (is_full() or not block.full):
+            runs = block.printed or (block.language in RUN and not block.not_run)
+            if runs and (is_full() or not block.full):
                 problem = failure(session, block)
                 if problem:
                     failures.append(f"{page.name}:{block.line}\n{problem}")
@@ -80,6 +81,16 @@ def test_a_usage_error_of_minifloat_is_found(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with Session(tmp_path / "folder") as session:
         assert "No such option" in str(failure(session, block))
+
+
+def test_a_false_print_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint('PASSED')\n```\n\n<!-- test: printed -->\n```text\nFAILED\n```\n")
+    code, shown = blocks(page)
+    (tmp_path / "folder").mkdir()
+    with Session(tmp_path / "folder") as session:
+        assert failure(session, code) is None
+        assert "the page shows\n    FAILED" in str(failure(session, shown))
 
 
 def test_python_that_raises_is_found(tmp_path: Path) -> None:

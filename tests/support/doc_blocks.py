@@ -7,6 +7,7 @@ Other languages show files and drawings. A comment directly before the fence cha
     <!-- test: full -->                        only with --full
     <!-- test: numbers within 20% -->          in place of `DEFAULT_TOLERANCE`; integers too
     <!-- test: numbers vary -->                numbers have to be there; their values are not compared
+    <!-- test: printed -->                     a text block: what the Python block before it printed
     <!-- test: status 1 -->                    the exit status of the last command
     <!-- test: first
     minifloat quantize MODEL OUT               lines that run before the block
@@ -52,6 +53,7 @@ class Block:
         tolerance: How far numbers may be from those of the page, as the comment says it; "" for the default.
         status: Exit status of the last command that the comment names.
         first: Lines that run before the block.
+        printed: Whether it shows what the Python block before it printed.
     """
 
     page: Path
@@ -64,6 +66,7 @@ class Block:
     tolerance: str = ""
     status: int = 0
     first: str = ""
+    printed: bool = False
 
     @property
     def steps(self) -> list[Step]:
@@ -115,8 +118,8 @@ def _options(marker: str, where: str) -> dict[str, object]:
     for option in filter(None, (part.strip() for part in head.split(";"))):
         if option.startswith("not run, "):
             options["not_run"] = option.removeprefix("not run, ")
-        elif option == "full":
-            options["full"] = True
+        elif option in ("full", "printed"):
+            options[option] = True
         elif option.startswith("numbers "):
             options["tolerance"] = option.removeprefix("numbers ")
         elif option.startswith("status "):

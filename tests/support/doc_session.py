@@ -107,6 +107,7 @@ class Session:
         self._servers: list[Any] = []
         self._python: tuple[Connection, Path] | None = None
         self._logs = 0
+        self.printed = ""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = str(free.getsockname()[1])
@@ -198,14 +199,16 @@ class Session:
         if not calls.poll(_TIMEOUT):
             return "", f"did not end within {_TIMEOUT} seconds"
         error = self._there(calls.recv())
-        return self._there(log.read_bytes()[before:].decode()), error
+        self.printed = self._there(log.read_bytes()[before:].decode())
+        return self.printed, error
 
 
 def failure(session: Session, block: Block) -> str | None:
     """Run a block, and say where it differs from its page; None where it does not."""
     if block.language == "python":
-        _, error = session.python(block.first + "\n" + block.text)
-        return error or None
+        return session.python(block.first + "\n" + block.text)[1] or None
+    if block.printed:
+        return difference(block.text, session.printed, tolerance(block.tolerance))
     for line in block.first.splitlines():
         output, status = session.run(line)
         if status:

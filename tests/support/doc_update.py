@@ -27,7 +27,7 @@ def renewed(step: Step, printed: str, allowed: doc_matching.Tolerance) -> tuple[
     shown = step.output or ""
     if doc_matching.difference(shown, printed, allowed) is None:
         return shown, None
-    if "error:" in printed and "error:" not in shown:
+    if shown.strip() and "error:" in printed and "error:" not in shown:
         return shown, printed
     blank = len(shown) - len(shown.rstrip("\n"))
     if "..." not in [line.strip() for line in shown.splitlines()]:
@@ -49,6 +49,8 @@ def update(page: Path, full: bool) -> None:
     pieces: list[tuple[Block, str]] = []
     with tempfile.TemporaryDirectory() as folder, Session(Path(folder)) as session:
         for block in blocks(page):
+            if block.printed:
+                pieces.append((block, "\n".join(line.rstrip() for line in session.printed.splitlines()) + "\n"))
             if block.language not in RUN or block.not_run or (block.full and not full):
                 continue
             where = f"{page.relative_to(ROOT)}:{block.line}"
