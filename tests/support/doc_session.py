@@ -179,7 +179,7 @@ class Session:
         end = time.monotonic() + _TIMEOUT
         while process.is_alive() and time.monotonic() < end:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{self._port}/ready", timeout=5).close()
+                urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5).close()
                 return "", 0
             time.sleep(0.05)
         return self._there(log.read_text()), process.exitcode or -1
