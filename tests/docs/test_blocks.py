@@ -80,7 +80,7 @@ def test_a_usage_error_of_minifloat_is_found(tmp_path: Path) -> None:
     block = _block(tmp_path, "```bash\nminifloat quantize --no-such-option\n```\n")
     (tmp_path / "folder").mkdir()
     with Session(tmp_path / "folder") as session:
-        assert "No such option" in str(failure(session, block))
+        assert "no such option" in str(failure(session, block))
 
 
 def test_a_false_print_is_found(tmp_path: Path) -> None:
