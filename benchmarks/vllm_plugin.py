@@ -125,7 +125,7 @@ def main(
                 for plugin in (False, True):
                     if plugin or without in folder.name:
                         contenders.append(
-                            start(vllm_python, folder.resolve(), plugin, threads, max(batches), Path(logs))
+                            start(vllm_python, folder, plugin, threads, max(batches), Path(logs))
                         )
             running = [contender for contender in contenders if not contender.refusal]
             draw = random.Random(0)
