@@ -97,8 +97,8 @@ def scheme_picture(rows: Sequence[PictureRow], *, notes: Sequence[str]) -> str:
         parts += [horizontal_bar(middle, base, length), label(middle + length + 4, base + 14, f"{row.speed:.2f}x")]
     parts.append(rule(0, end, _WIDTH, end, opacity=0.1))
     y = end + 2 * ROW + PAD
-    for note in (line for note in notes for line in textwrap.wrap(note, _NOTE_LENGTH)):
-        parts.append(f'<g opacity="0.75">{label(0, y, note)}</g>')
+    for line in (line for note in notes for line in textwrap.wrap(note, _NOTE_LENGTH)):
+        parts.append(f'<g opacity="0.75">{label(0, y, line)}</g>')
         y += ROW
     title = "KL divergence and decode speed of each scheme: " + "; ".join(
         f"{row.name} KL {_short(row.kl)}" + ("" if row.speed is None else f", {row.speed:.2f} times as fast as BF16")
