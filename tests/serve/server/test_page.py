@@ -14,6 +14,7 @@ from fake_engine import FakeEngine
 from serving import Client, running
 
 from minifloat.serve.server import read_api_keys
+from minifloat.serve.server.metrics import _medians_by_second
 
 KEY = "a-key-for-tests"
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -53,6 +54,23 @@ def test_the_status_describes_the_model_and_the_last_minute(client: Client) -> N
     assert {"running", "waiting", "kv_usage", "generation_tokens_per_second", "itl_ms"} <= set(now)
 
 
+def test_the_status_has_latency_queue_and_cache_over_time_and_the_last_errors(client: Client) -> None:
+    for _ in range(7):
+        assert client.post("/v1/completions", {"model": "absent", "prompt": "a"}).status == 404
+    client.complete(max_tokens=20)
+    now = client.get("/status").json["now"]
+    assert len(now["itl_history"]) == len(now["waiting_history"]) == 60
+    assert [(error["route"], error["status"]) for error in now["errors"]] == [("/v1/completions", 404)] * 5
+    assert all(0 <= error["seconds_ago"] < 60 for error in now["errors"])
+
+
+def test_medians_are_by_second_in_milliseconds() -> None:
+    found = _medians_by_second([(100.2, 0.01), (100.9, 0.03), (101.5, 0.05)], 102)
+    assert len(found) == 60
+    assert found[-2:] == [20.0, 50.0]
+    assert found[:-2] == [None] * 58
+
+
 @needs_chromium
 @pytest.mark.parametrize(("width", "mobile"), [(1280, False), (390, True)], ids=["desktop", "phone"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -73,6 +91,14 @@ def test_the_page_shows_the_model_and_tries_a_prompt(
             page.wait_for("/60 tokens; the first after/.test(document.getElementById('measured').textContent)")
             shown = page.evaluate("document.getElementById('output').textContent")
             assert "abc" in shown
+        curl = page.evaluate("document.getElementById('curl').textContent")
+        assert curl.startswith(f"curl {client.url}")
+        assert '"model":"tiny"' in curl
+        assert client.post("/v1/completions", {"model": "absent", "prompt": "a"}).status == 404
+        page.wait_for("/404 .v1.completions, \\d+ s ago/.test(document.getElementById('errors').textContent)")
+        fields = "[...document.querySelectorAll('#try .row label > *')]"
+        tops = f"new Set({fields}.map((field) => Math.round(field.getBoundingClientRect().top)))"
+        assert page.evaluate(f"{tops}.size") == 1, "the fields of a row sit at different heights"
         page.wait_for("document.getElementById('rate').textContent !== '0'")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the screen"
         if folder := os.environ.get("MINIFLOAT_SCREENSHOTS"):

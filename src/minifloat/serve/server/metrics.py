@@ -29,6 +29,8 @@ _WINDOW = 60
 _RATE_SECONDS = 5
 #: Number of latencies kept for the status page.
 _KEPT_LATENCIES = 4096
+#: Number of refused and failed requests on the status page, and the status from which an answer is one.
+_KEPT_ERRORS, _FIRST_ERROR = 5, 400
 
 
 class Metrics:
@@ -47,6 +49,7 @@ class Metrics:
         self._seconds: deque[_Second] = deque(maxlen=_WINDOW + 1)
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
         self._inter_token: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
+        self._errors: deque[tuple[float, str, int]] = deque(maxlen=_KEPT_ERRORS)
         self._make_gauges(engine.engine.info)
         self._make_counters()
         if engine.engine.speculator is not None:
@@ -136,7 +139,7 @@ class Metrics:
             second = int(time.monotonic())
             if not self._seconds or self._seconds[-1].at != second:
                 self._seconds.append(_Second(second))
-            self._seconds[-1].add(stats)
+            self._seconds[-1].add(stats, self._engine.waiting)
 
     def token(self, since_previous: float) -> None:
         """Record the time between two tokens of a request."""
@@ -174,6 +177,8 @@ class Metrics:
     def answered(self, route: str, status: int) -> None:
         """Count an HTTP response."""
         self._http.labels(route=route, status=str(status)).inc()
+        if status >= _FIRST_ERROR:
+            self._errors.append((time.monotonic(), route, status))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -185,7 +190,8 @@ class Metrics:
         with self._lock:
             seconds = list(self._seconds)
             first_tokens = [value for at, value in self._first_tokens if at > now - _WINDOW]
-            inter_token = [value for at, value in self._inter_token if at > now - _WINDOW]
+            pauses = [(at, value) for at, value in self._inter_token if at > now - _WINDOW]
+        inter_token = [value for _, value in pauses]
         by_second = {second.at: second for second in seconds}
         history = [by_second.get(int(now) - age) for age in range(_WINDOW, 0, -1)]
         rates = [0 if second is None else second.generated for second in history]
@@ -197,6 +203,13 @@ class Metrics:
             "prompt_tokens_per_second": sum(second.prompt for second in history[-_RATE_SECONDS:] if second)
             / _RATE_SECONDS,
             "history": rates,
+            "itl_history": _medians_by_second(pauses, int(now)),
+            "waiting_history": [0 if second is None else second.waiting for second in history],
+            "prefix_hit_share": _prefix_hit_share([second for second in history if second is not None]),
+            "errors": [
+                {"seconds_ago": round(now - at), "route": route, "status": status}
+                for at, route, status in reversed(self._errors)
+            ],
             "ttft_ms": _quantiles(first_tokens),
             "itl_ms": _quantiles(inter_token),
             "speculation": self._speculation(),
@@ -216,7 +229,7 @@ class Metrics:
 
 
 class _Second:
-    """Numbers of tokens in one second.
+    """Numbers of tokens in one second, and the longest queue.
 
     Args:
         at: The second, of the monotonic clock.
@@ -224,10 +237,28 @@ class _Second:
 
     def __init__(self, at: int) -> None:
         self.at, self.generated, self.prompt = at, 0, 0
+        self.waiting, self.prefix_queries, self.prefix_hits = 0, 0, 0
 
-    def add(self, stats: StepStats) -> None:
+    def add(self, stats: StepStats, waiting: int) -> None:
         self.generated += stats.generation_tokens
         self.prompt += stats.prompt_tokens
+        self.prefix_queries += stats.prefix_queries
+        self.prefix_hits += stats.prefix_hits
+        self.waiting = max(self.waiting, waiting)
+
+
+def _prefix_hit_share(seconds: list[_Second]) -> float | None:
+    """Return the share of the prompt tokens that the prefix cache had; None without a look-up."""
+    queries = sum(second.prefix_queries for second in seconds)
+    return sum(second.prefix_hits for second in seconds) / queries if queries else None
+
+
+def _medians_by_second(values: list[tuple[float, float]], now: int) -> list[float | None]:
+    """Return the median of each of the last seconds, in milliseconds; None for a second without a value."""
+    by_second: dict[int, list[float]] = {}
+    for at, value in values:
+        by_second.setdefault(int(at), []).append(value)
+    return [1e3 * median(by_second[second]) if second in by_second else None for second in range(now - _WINDOW, now)]
 
 
 def _quantiles(seconds: list[float]) -> dict[str, float] | None:
