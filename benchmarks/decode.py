@@ -38,8 +38,8 @@ import click
 import decode_report
 import instruction_sets
 from decode_engines import PIECES, SHAPE, Engine, Installed, Sizes, memory
-from machine_use import CpuTime, MachineUse
 
+from minifloat.bench.machine_use import CpuTime, MachineUse
 from minifloat.bench.workload import Workload
 from minifloat.errors import MinifloatError
 from minifloat.kernels.bandwidth import read_bandwidth

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from machine_use import peak_rss, rss
-
+from minifloat.bench.machine_use import peak_rss, rss
 from minifloat.bench.shapes import make_pair
 from minifloat.bench.worker import Worker
 from minifloat.errors import MinifloatError

@@ -25,8 +25,8 @@ import click
 import family_models
 import instruction_sets
 from decode_engines import Engine, Ours, Peer, Sizes
-from machine_use import CpuTime, MachineUse
 
+from minifloat.bench.machine_use import CpuTime, MachineUse
 from minifloat.bench.workload import Workload
 from minifloat.errors import MinifloatError
 from minifloat.kernels.bandwidth import read_bandwidth

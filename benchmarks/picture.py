@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from machine_use import CpuTime, MachineUse
 
 from minifloat import SCHEMES, compare_models, quantize_checkpoint
 from minifloat.bench import bench_checkpoint
 from minifloat.bench.figures import spread
+from minifloat.bench.machine_use import CpuTime, MachineUse
 from minifloat.bench.shapes import make_pair
 from minifloat.bench.workload import Workload
 from minifloat.calibration.result import Calibration

@@ -26,7 +26,6 @@ import time
 from pathlib import Path
 
 import click
-
 from minifloat.runtime.diagnosis import diagnose
 
 

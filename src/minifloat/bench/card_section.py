@@ -37,6 +37,7 @@ def gains_section(report: GainsReport) -> str:
         f"{machine['gpu'] or machine['instruction_set'] or 'no native kernels'}{read}",
         f"- prompts of {load.input_len} random tokens, outputs of {load.output_len}, rounds: {load.rounds}, "
         f"seed {load.seed}",
+        *(f"- not to be quoted: {markdown(doubt)}" for doubt in report.doubts),
         *(
             f"- {markdown(info['name'])} runs on transformers' code: {markdown(info['reason_not_native'])}"
             for info in (before.info, after.info)

@@ -169,5 +169,5 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Return the difference of the largest and the smallest value over the median; None without values."""
-    return (max(values) - min(values)) / statistics.median(values) if values else None
+    """Return the difference of the largest and the smallest value over the median; None for fewer than two."""
+    return (max(values) - min(values)) / statistics.median(values) if len(values) > 1 else None

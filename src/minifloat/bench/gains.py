@@ -24,7 +24,9 @@ from typing import Any
 import psutil
 
 from minifloat._version import __version__
+from minifloat.bench.doubts import Side, find_doubts
 from minifloat.bench.figures import BatchFigures, StepBytes, batch_figures, spread
+from minifloat.bench.machine_use import CpuTime, MachineUse
 from minifloat.bench.worker import Worker
 from minifloat.bench.workload import BatchTimings, Workload
 from minifloat.checkpoint import Checkpoint
@@ -64,6 +66,12 @@ class EngineFigures:
     batches: dict[int, BatchFigures]
     speculation: dict[str, Any] | None
 
+    @property
+    def side(self) -> Side:
+        """The part of the figures that decides whether they may be quoted."""
+        read = StepBytes(self.info["step_bytes"], self.info["kv_bytes_per_token"])
+        return Side(read, self.batches, drafts=self.speculation is not None)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
         return {
@@ -91,6 +99,7 @@ class GainsReport(ShortReport):
         together: Whether both engines stayed in memory during all rounds.
         baseline: Figures of the original model.
         candidate: Figures of the quantized model.
+        use: What else used the machine during the rounds; None where the system does not say.
     """
 
     date: str
@@ -100,6 +109,12 @@ class GainsReport(ShortReport):
     together: bool
     baseline: EngineFigures
     candidate: EngineFigures
+    use: MachineUse | None = None
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Reasons not to quote the figures, as sentences; empty if there is none."""
+        return find_doubts(self.workload, self.use, self.baseline.side, self.candidate.side)
 
     def headline(self) -> dict[str, str]:
         """Return the first things to know, for `ShortReport`."""
@@ -151,6 +166,8 @@ class GainsReport(ShortReport):
             "baseline": self.baseline.to_dict(),
             "candidate": self.candidate.to_dict(),
             "gains": self.gains,
+            "machine_use": None if self.use is None else asdict(self.use),
+            "doubts": list(self.doubts),
         }
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
@@ -232,6 +249,7 @@ def bench_checkpoint(
     with ExitStack() as stack:
         for contender in contenders:
             stack.callback(contender.close)
+        before_rounds = CpuTime.now(())
         for number in range(load.rounds):
             if gpu is not None:
                 bandwidths.append(gpu_read_bandwidth(gpu.device, _PROBE_BYTES, _PROBE_PASSES).median)
@@ -244,13 +262,15 @@ def bench_checkpoint(
                 contender.turn(load, number)
                 if not together:
                     contender.close()
+        running = [contender.process_id for contender in contenders if contender.process_id is not None]
+        use = MachineUse.between(before_rounds, CpuTime.now(running))
     if progress is not None:
         progress(load.rounds * len(contenders), load.rounds * len(contenders), "done")
     before, after = (
         contender.figures(load, seconds, bandwidths) for contender, seconds in zip(contenders, reads, strict=True)
     )
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return GainsReport(date, _machine(threads, gpu), load, tuple(bandwidths), together, before, after)
+    return GainsReport(date, _machine(threads, gpu), load, tuple(bandwidths), together, before, after, use)
 
 
 class _Contender:
@@ -267,6 +287,11 @@ class _Contender:
         self._loads: list[float] = []
         self._samples: dict[int, list[BatchTimings]] = {}
         self._state: dict[str, Any] = {"rss": 0, "peak_rss": 0, "speculation": None}
+
+    @property
+    def process_id(self) -> int | None:
+        """Id of the engine's process; None while there is none."""
+        return None if self._worker is None else self._worker.process_id
 
     def read_seconds(self) -> float:
         """Return the seconds to read all files, with the page cache filled by a first read."""

@@ -36,6 +36,7 @@ def gains_section(report: GainsReport) -> str:
         "What was gained",
         table(("", "baseline", "quantized", "gain"), gain_rows(report)),
         bullets(gain_sentences(report)),
+        paragraph(f"Not to be quoted: {' '.join(report.doubts)}") if report.doubts else "",
         _latency_chart(report),
     )
 

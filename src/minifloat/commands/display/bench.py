@@ -38,6 +38,10 @@ def print_gains(report: GainsReport) -> None:
         "smallest round\nover the median; gains are ratios inside rounds.",
         soft_wrap=True,
     )
+    if report.doubts:
+        console.print("\nNot to be quoted:", style="bold")
+        for doubt in report.doubts:
+            console.print(escape(f"  {doubt}"), soft_wrap=True)
     if not report.together:
         console.print("Memory does not hold both engines: each was loaded again for every round.")
     if (drafts := report.candidate.speculation) is not None:
@@ -97,7 +101,7 @@ def _decode_table(report: GainsReport) -> Table:
                 "" if figures.bandwidth_share is None else f"{figures.bandwidth_share:.0%}",
                 _percent(spread(decode_ms)),
                 _gain(statistics.median(gains) if gains else None),
-                _percent(spread(gains)),
+                _percent(spread(gains)) if engine is report.candidate else "",
             )
     return table
 
@@ -138,4 +142,4 @@ def _gain(value: float | None) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
+    return "-" if value is None else f"{value:.0%}"

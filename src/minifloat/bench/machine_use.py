@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if _STAT.exists() else 1
 
 
 @dataclass(frozen=True)
