@@ -228,14 +228,19 @@ def attribution_text(attribution: Attribution) -> str:
 def suggestion_text(suggestion: Suggestion) -> str:
     """Describe the effect of leaving the suggested modules unquantized."""
     if suggestion.everything:
-        return "Only with every module unquantized it is inside the tolerance: another scheme is the better answer"
-    end = "which is inside the tolerance" if suggestion.reaches else "which is not yet inside the tolerance"
+        return (
+            f"On the {suggestion.tokens:,} tokens of the sample, only with every module unquantized it is inside the "
+            "tolerance: another scheme is the better answer"
+        )
+    sample = f"on these {suggestion.tokens:,} tokens"
+    end = f"{'inside' if suggestion.reaches else 'not yet inside'} the tolerance {sample}, without an interval"
     count = len(suggestion.modules)
     modules = f"{count} {'module' if count == 1 else 'modules'}"
     return (
         f"Leaving {modules} unquantized costs {size_text(suggestion.extra_bytes)} and brings the mean KL "
         f"from {number(suggestion.kl_before, 3)} to {number(suggestion.kl_after, 3)} and the perplexity increase to "
-        f"{change(suggestion.ppl_increase_after)} (measured on {suggestion.tokens:,} tokens), {end}"
+        f"{change(suggestion.ppl_increase_after)}: {end}. It is no "
+        "verdict on all texts: quantize with these options and compare"
     )
 
 
