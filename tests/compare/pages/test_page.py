@@ -23,6 +23,7 @@ from comparisons import (
 
 from minifloat.compare.intervals import Estimate
 from minifloat.compare.pages.page import compare_page
+from minifloat.compare.pages.words import suggestion_text
 from minifloat.compare.result import Comparison
 from minifloat.compare.verdict import Outcome, Tolerance, judge
 
@@ -370,3 +371,11 @@ def test_a_long_token_is_cut() -> None:
 def test_the_hostile_text_of_these_tests_is_hostile() -> None:
     with pytest.raises(ElementTree.ParseError):
         ElementTree.fromstring(f"<p>{HOSTILE.replace(chr(0xD800), '')}</p>")
+
+
+def test_a_suggestion_promises_nothing_beyond_the_sample_that_it_was_measured_on() -> None:
+    suggestion = make_attribution().suggestion
+    assert suggestion is not None
+    text = suggestion_text(replace(suggestion, reaches=True, everything=False, tokens=2_000))
+    assert "inside the tolerance on these 2,000 tokens, without an interval" in text
+    assert text.endswith("It is no verdict on all texts: quantize with these options and compare")
