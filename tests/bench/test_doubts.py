@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -63,14 +61,19 @@ def test_one_value_has_no_spread() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' counters of CPU time")
-def test_the_work_of_another_process_is_found_and_that_of_a_measured_one_is_not() -> None:
-    busy = "import time\nend = time.perf_counter() + 0.6\nwhile time.perf_counter() < end: pass"
-    with subprocess.Popen([sys.executable, "-c", busy]) as other:
-        time.sleep(0.1)
-        before = CpuTime.now(()), CpuTime.now((other.pid,))
-        time.sleep(0.4)
-        unknown = MachineUse.between(before[0], CpuTime.now(()))
-        measured = MachineUse.between(before[1], CpuTime.now((other.pid,)))
-    assert unknown is not None
+def test_the_work_of_a_measured_process_is_its_own() -> None:
+    busy = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        without, measured = CpuTime.now(()), CpuTime.now((other.pid,))
+        other.communicate(b"\n")
+    assert without is not None
     assert measured is not None
-    assert unknown.others - measured.others > 0.2 / (os.cpu_count() or 1)
+    assert measured.own - without.own > 0.15
+
+
+def test_what_is_not_the_own_work_is_that_of_others() -> None:
+    use = MachineUse.between(CpuTime(10.0, 5.0, 0.0, 4.0), CpuTime(20.0, 12.0, 1.0, 9.0))
+    assert use is not None
+    assert (use.others, use.stolen) == pytest.approx((0.2, 0.1))
