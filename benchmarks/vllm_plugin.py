@@ -124,9 +124,7 @@ def main(
             for folder in folders:
                 for plugin in (False, True):
                     if plugin or without in folder.name:
-                        contenders.append(
-                            start(vllm_python, folder, plugin, threads, max(batches), Path(logs))
-                        )
+                        contenders.append(start(vllm_python, folder, plugin, threads, max(batches), Path(logs)))
             running = [contender for contender in contenders if not contender.refusal]
             draw = random.Random(0)
             for round_number in range(rounds + 1):  # the first one warms up

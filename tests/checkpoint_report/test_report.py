@@ -16,6 +16,7 @@ from pages import captions, loads_nothing, rows, sections, text_of
 from minifloat import quantize_checkpoint
 from minifloat.checkpoint_report import has_report, read_results, write_report
 from minifloat.commands.main import main
+from minifloat.commands.report import draw_report
 from minifloat.compare.result import Comparison
 from minifloat.errors import CheckpointError
 from minifloat.publish.push import push_checkpoint
@@ -153,6 +154,16 @@ def test_a_damaged_file_of_results_is_refused_by_name_and_replaced_by_the_next_r
     with pytest.raises(CheckpointError, match=message) as raised:
         write_report(out)
     assert "report.json" in str(raised.value)
+
+
+def test_a_result_that_cannot_be_added_is_said_and_does_not_fail_the_command(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (out / "report.json").write_text('{"schema_version": 1, "compare": 7}')
+    draw_report(out, make_gains(), err=False)
+    said = capsys.readouterr().err
+    assert f"The report beside {out} was not written" in said
+    assert "delete the file" in said
 
 
 def test_a_new_result_replaces_a_file_that_is_no_json(out: Path) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minifloat._version import __version__
 from minifloat.check.deployment import Reports, check_everywhere
 from minifloat.check.subject import Subject
 from minifloat.checkpoint import Checkpoint
@@ -66,7 +65,7 @@ def read_results(folder: str | os.PathLike[str]) -> Results:
         gains = _gains(stored)
     except (ValueError, TypeError) as error:
         raise CheckpointError(
-            root / RESULTS_FILE, f"not written by minifloat {__version__} ({error}); delete the file"
+            root / RESULTS_FILE, f"written by another version of minifloat or damaged ({error}); delete the file"
         ) from None
     done = _read(root, REPORT_FILE)
     if done is not None and not set(done) >= _DONE_KEYS:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from minifloat.commands.options import FOLDER
-from minifloat.errors import StorageError
+from minifloat.errors import MinifloatError
 
 if TYPE_CHECKING:
     from minifloat.bench import GainsReport
@@ -58,7 +58,7 @@ def draw_report(
 ) -> None:
     """Draw the report beside a checkpoint, and say so.
 
-    A folder that cannot be written to is no reason to fail: the results were printed.
+    A folder that cannot be written to, or a damaged report.json, is no reason to fail: the results were printed.
 
     Args:
         folder: The checkpoint.
@@ -72,5 +72,5 @@ def draw_report(
         path = write_report(folder, result)
         if not quiet:
             click.echo(f"Report: {path}", err=err)
-    except StorageError as error:
+    except MinifloatError as error:
         click.echo(f"The report beside {folder} was not written: {error}", err=True)
