@@ -26,7 +26,8 @@ import time
 from pathlib import Path
 
 import click
-from minifloat.runtime.diagnosis import diagnose
+
+from minifloat.diagnosis import doctor
 
 
 def measure(command: list[str]) -> tuple[float, float, int]:
@@ -90,7 +91,7 @@ def main(
                     results[name].append(figures)
     finally:
         shutil.rmtree(work)
-    diagnosis = diagnose()
+    diagnosis = doctor()
     total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     state = "read from the disk" if cold else "in the page cache"
     click.echo(f"{source.name}: {total:,} bytes {state}, {rounds} rounds after one to warm up")
