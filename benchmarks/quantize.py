@@ -94,7 +94,8 @@ def main(
     diagnosis = doctor()
     total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     state = "read from the disk" if cold else "in the page cache"
-    click.echo(f"{source.name}: {total:,} bytes {state}, {rounds} rounds after one to warm up")
+    machine = diagnosis.machine
+    click.echo(f"{machine.processor}, {machine.cores} cores, {machine.instruction_set}")
     click.echo(f"{platform.processor() or platform.machine()}, {diagnosis.cores} cores, {diagnosis.instruction_set}")
     click.echo(
         f"{'':<12} {'median s':>9} {'min s':>7} {'max s':>7} {'CPU s':>7} {'/ cp':>6} {'/ synced':>8} {'peak MiB':>9}"
