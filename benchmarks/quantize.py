@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -91,12 +90,11 @@ def main(
                     results[name].append(figures)
     finally:
         shutil.rmtree(work)
-    diagnosis = doctor()
     total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     state = "read from the disk" if cold else "in the page cache"
-    machine = diagnosis.machine
+    machine = doctor().machine
+    click.echo(f"{source.name}: {total:,} bytes {state}, {rounds} rounds after one to warm up")
     click.echo(f"{machine.processor}, {machine.cores} cores, {machine.instruction_set}")
-    click.echo(f"{platform.processor() or platform.machine()}, {diagnosis.cores} cores, {diagnosis.instruction_set}")
     click.echo(
         f"{'':<12} {'median s':>9} {'min s':>7} {'max s':>7} {'CPU s':>7} {'/ cp':>6} {'/ synced':>8} {'peak MiB':>9}"
     )
