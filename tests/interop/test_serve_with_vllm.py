@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 from agreement import Noise, greedy_differences
-from served import Served, free_port, served, start
-from tools import has_amx, python_of
+from served import Served, free_port, served, start, vllm_options
+from tools import has_amx
 from vllm_cases import CASES, STORIES, STORYBOOK
 
 from minifloat.runtime.load import load
@@ -20,7 +20,6 @@ from minifloat.runtime.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(1800)
 
-HARDWARE = "cpu" if has_amx() else "cpu-no-amx"
 #: Checkpoint -> the kernel that vLLM must log; none for BF16 weights.
 KERNELS = {
     "bf16": "",
@@ -54,10 +53,6 @@ def make(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         return parent / name
 
     return checkpoint
-
-
-def vllm_options() -> list[str]:
-    return ["--engine", "vllm", "--vllm-python", python_of("vllm"), "--hardware", HARDWARE, "--max-model-len", "256"]
 
 
 @pytest.fixture(scope="module", params=STARTED)

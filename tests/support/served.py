@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from tools import ROOT, environment
+from tools import ROOT, environment, has_amx, python_of
 
 #: Seconds until vLLM must be ready, on two busy processors.
 _START_SECONDS = 420.0
 _STOP_SECONDS = 60.0
 _NAME = "served"
+#: This machine, as `check` names it.
+HARDWARE = "cpu" if has_amx() else "cpu-no-amx"
 
 
 class Served:
@@ -53,6 +55,11 @@ class Served:
         """Send SIGTERM and return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(_STOP_SECONDS)
+
+
+def vllm_options() -> list[str]:
+    """Return the options of `minifloat serve` with vLLM in its environment of the tests."""
+    return ["--engine", "vllm", "--vllm-python", python_of("vllm"), "--hardware", HARDWARE, "--max-model-len", "256"]
 
 
 def free_port() -> int:

@@ -43,7 +43,7 @@ class ChatClient:
             ServerError: If the server cannot be reached or refuses.
         """
         if self.model is None:
-            self.model = self._server.first_model()
+            self.model = str(self._server.listed_model()["id"])
         return self.model
 
     def stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:

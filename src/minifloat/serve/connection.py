@@ -49,8 +49,11 @@ class Connection:
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._key = api_key
 
-    def first_model(self) -> str:
-        """Return the name of the first model that the server lists.
+    def listed_model(self, name: str | None = None) -> dict[str, Any]:
+        """Return what the server lists about a model (``/v1/models``).
+
+        Args:
+            name: Name of the model; None: the first one. A name that is not listed is returned alone.
 
         Raises:
             ServerError: If the server cannot be reached, refuses, or has no model.
@@ -58,7 +61,8 @@ class Connection:
         models = self.json("GET", "/v1/models").get("data")
         if not models:
             raise ServerError(f"{self.url}: the server has no model")
-        return str(models[0]["id"])
+        fitting = [dict(one) for one in models if name in (None, one["id"])]
+        return fitting[0] if fitting else {"id": name}
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request and return the answer, a JSON object.

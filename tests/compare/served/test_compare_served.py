@@ -122,7 +122,7 @@ def test_a_page_is_written_without_a_size(model: Path, text: Path) -> None:
 class Imitation:
     """A server whose answers a function makes of the bodies of requests."""
 
-    def __init__(self, complete: Callable[[dict[str, Any]], tuple[int, Any]]) -> None:
+    def __init__(self, complete: Callable[[dict[str, Any]], tuple[int, Any]], context: int | None = None) -> None:
         self.bodies: list[dict[str, Any]] = []
         imitation = self
 
@@ -131,7 +131,7 @@ class Imitation:
                 pass
 
             def do_GET(self) -> None:
-                self._answer(200, {"data": [{"id": "m"}]})
+                self._answer(200, {"data": [{"id": "m"} | ({"max_model_len": context} if context else {})]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -180,6 +180,17 @@ def test_a_server_that_allows_five_alternatives_is_asked_for_five(model: Path, t
     assert served.alternatives == 5
     assert result.candidates[0].overall.candidate_perplexity == pytest.approx(2.718281828)
     assert all(body["logprobs"] == 5 for body in server.bodies[1:])
+
+
+def test_windows_leave_room_for_a_token_in_the_context_of_the_server(model: Path, text: Path) -> None:
+    with Imitation(lambda body: (200, uniform(body)), context=24) as server:
+        compare_served(model, server.url, [text], max_tokens=100)
+    assert max(len(body["prompt"]) for body in server.bodies) == 23
+    with (
+        Imitation(lambda body: (200, uniform(body)), context=24) as server,
+        pytest.raises(UsageError, match="a window of 24 tokens is longer than the 23"),
+    ):
+        compare_served(model, server.url, [text], max_tokens=100, window=24)
 
 
 def test_a_server_that_names_tokens_by_their_text_is_understood(model: Path, text: Path) -> None:

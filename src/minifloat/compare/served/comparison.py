@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -68,12 +68,12 @@ def compare_served(
     for source in sources:
         locate(as_source(source))  # report a missing source before loading the model
     connection = Connection(url, api_key)
-    name = connection.first_model()  # reports a missing server before the model is loaded
+    listed = connection.listed_model(model)  # reports a missing server before the model is loaded
     predictor = Predictor.of(baseline, settings.load_options(), settings.revision)
     tokenizer = common_tokenizer([predictor])
-    served = ServedModel(connection, model or name, tokenizer)
+    served = ServedModel(connection, str(listed["id"]), tokenizer)
     _check_tokenizer(served, url, tokenizer)
-    window = window_tokens(settings.window, longest_window([predictor]))
+    window = window_tokens(settings.window, _longest(longest_window([predictor]), listed))
     predictor.check_window(window)
     corpus = Corpus(sources, tokenizer, window, settings.max_tokens, predictor.vocab_size)
     scoring = _ServedPass(predictor, served, corpus)
@@ -127,6 +127,13 @@ class _ServedPass(ScoringPass):
                 self.worst[0].add(scores, p, q, batch, where.start)
                 parts.append(scores)
         return [concatenate(parts)]
+
+
+def _longest(of_model: int | None, listed: Mapping[str, Any]) -> int | None:
+    """Return the tokens of the longest window: a server that lists its context must have room for a token behind it."""
+    context = listed.get("max_model_len")
+    known = [of_model, context - 1 if isinstance(context, int) else None]
+    return min((length for length in known if length is not None), default=None)
 
 
 def _check_tokenizer(served: ServedModel, url: str, tokenizer: PreTrainedTokenizerBase) -> None:
