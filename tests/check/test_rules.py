@@ -458,8 +458,10 @@ def test_the_plugin_computes_no_experts_and_no_other_layout() -> None:
         (subject("mxfp4", "gpt-oss"), "vllm-cpu-amx"),
         (subject("mxfp4", experts=True), "vllm-cpu-mxfp4"),
         (subject("nvfp4", "modelopt"), "vllm-cpu-small-formats"),
+        (subject("fp8-static", "fp8"), "vllm-cpu-static"),
     ):
         assert rule in applied((needy, "vllm+minifloat:cpu-no-amx"))
+    assert not applied((subject("fp8-block", "fp8"), "vllm+minifloat:cpu-no-amx"))
     evidence = applied((subject("mxfp4", experts=True), "vllm+minifloat:cpu"))["vllm-cpu-mxfp4"]
     assert all("experts" in line for line in evidence)
 

@@ -97,9 +97,9 @@ KERNELS: tuple[EngineKernel, ...] = (
 
 def kernel_for(case: Case, kind: Kind) -> EngineKernel | None:
     """Return the kernel of the case's engine for linears of a kind; None where it is not known."""
-    if case.target.plugin == vllm_plugin.NAME and case.subject.layout in vllm_plugin.LAYOUTS:
-        name = vllm_plugin.LINEAR_KERNELS.get(kind)
-        if name is not None and case.weights(kind, experts=False):
+    if case.target.plugin == vllm_plugin.NAME and case.weights(kind, experts=False):
+        name = vllm_plugin.kernel_of(kind, case.subject.layout)
+        if name is not None:
             return EngineKernel("vllm", CPUS, (kind,), f"{name} (plugin)", _WEIGHT_ONLY, confirmed=True)
     for kernel in KERNELS:
         if kernel.engine != case.target.engine or case.target.hardware.name not in kernel.hardware:

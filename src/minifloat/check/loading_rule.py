@@ -130,9 +130,9 @@ def apply_rules(rules: Iterable[LoadingRule], case: Case) -> Iterator[Finding]:
 
 def _without_plugins_linears(case: Case) -> Case:
     """Return the case without the linears that the plugin for vLLM computes."""
-    if case.subject.layout not in vllm_plugin.LAYOUTS:
-        return case
     kept = tuple(
-        weight for weight in case.subject.weights if weight.is_expert or weight.kind not in vllm_plugin.LINEAR_KERNELS
+        weight
+        for weight in case.subject.weights
+        if weight.is_expert or vllm_plugin.kernel_of(weight.kind, case.subject.layout) is None
     )
     return replace(case, subject=replace(case.subject, weights=kept))

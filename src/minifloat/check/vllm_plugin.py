@@ -12,8 +12,6 @@ from minifloat.layouts import compressed_tensors, fp8
 NAME = "minifloat"
 #: Versions of vLLM, without the local part: ``0.32.0`` stands for ``0.32.0+cpu`` too.
 TESTED_VERSIONS = ("0.32.0",)
-#: Layouts of checkpoints whose linears it computes.
-LAYOUTS = (compressed_tensors.NAME, fp8.NAME)
 #: Kinds of linears -> the kernel that vLLM's log names, on CPUs without AMX.
 LINEAR_KERNELS: dict[Kind, str] = {
     Kind.FP8_WEIGHT_ONLY: "MinifloatFp8LinearKernel",
@@ -37,3 +35,14 @@ def is_tested(version: str) -> bool:
         version: ``vllm.__version__``, with or without a local part.
     """
     return version.partition("+")[0] in TESTED_VERSIONS
+
+
+def kernel_of(kind: Kind | None, layout: str | None) -> str | None:
+    """Return the name of the kernel for linears of a kind in a layout; None: the plugin has none.
+
+    In layout `fp8`, vLLM rounds fused weights with one scale again before it asks for a kernel, with an operator that
+    its build for CPUs lacks; blocks stay as they are.
+    """
+    if kind is None or (layout != compressed_tensors.NAME and (layout, kind) != (fp8.NAME, Kind.FP8_BLOCK)):
+        return None
+    return LINEAR_KERNELS.get(kind)
