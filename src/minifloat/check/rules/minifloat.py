@@ -23,7 +23,7 @@ RULES: tuple[LoadingRule, ...] = (
         hardware=NVIDIA,
         verdict=LoadVerdict.DEGRADED,
         condition=conditions.anything,
-        problem="built for GPUs from Ampere on; run and measured on an H100 alone, and not since its last changes (docs/gpu.md)",
+        problem="built for GPUs from Ampere on; run on an H100 alone, and not since its last changes (docs/gpu.md)",
         source="serve/engine/device",
     ),
     LoadingRule(
