@@ -137,6 +137,18 @@ def test_the_terminal_shows_the_same_three_tables(out: Path) -> None:
     assert "loads on cpu" in result.output
 
 
+def test_the_terminal_says_as_the_page_why_gains_are_not_to_be_quoted(out: Path) -> None:
+    write_report(out, make_gains(1.8))
+    assert "Not to be quoted" not in run("report", out).output
+    write_report(out, make_gains(2.5))  # more than the bytes of a step explain
+    result = read_results(out).gains
+    assert result is not None
+    assert result.doubts
+    told = f"Not to be quoted: {' '.join(result.doubts)}"
+    assert told in run("report", out).output
+    assert told in text_of(sections(page_of(out))["What was gained"])
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

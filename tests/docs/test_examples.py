@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 from modes import full
 
+import minifloat
+from minifloat.checkpoint_report import read_results
 from minifloat.serve.engine import AsyncEngine, Engine
 from minifloat.serve.server.metrics import Metrics
 
@@ -46,9 +50,46 @@ def test_examples_run(name: str, expected: list[str], tmp_path: Path) -> None:
     assert [pattern for pattern in expected if not re.search(pattern, output)] == [], output
 
 
+@pytest.mark.full
+def test_the_demo_serves_measures_and_ends_with_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent / "src"))
+    monkeypatch.setattr(minifloat, "compare_models", partial(minifloat.compare_models, prompts=0, max_tokens=2000))
+    demo = runpy.run_path(str(EXAMPLES / "demo.py"), run_name="demo")
+
+    def ask_with_and_without_openai(url: str, model: str) -> None:
+        demo["ask"](url, model)
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "openai", None)
+            demo["ask"](url, model)
+
+    shorter = {"SAMPLES": 16, "NEW_TOKENS": 12, "WORKLOAD": minifloat.Workload(16, 4, (1,), 1)}
+    demo["main"].__globals__.update(shorter, ask=ask_with_and_without_openai)
+    demo["main"](tmp_path)
+    *output, last = capsys.readouterr().out.splitlines()
+    stories = [line for line in output if line.startswith(demo["PROMPT"])]
+    assert len(stories) == 4
+    assert stories[2] == stories[3] != demo["PROMPT"]
+    for start in (
+        "OpenAI(base_url=",
+        "a plain request",
+        "fp8-block",
+        "mxfp4",
+        "quantized to mxfp4",
+        "decode step, batch 1",
+    ):
+        assert [line for line in output if line.startswith(start)], start
+    assert last == f"Report: {tmp_path / 'mxfp4' / 'report.html'}"
+    results = read_results(tmp_path / "mxfp4")
+    assert results.comparison is not None
+    assert results.gains is not None
+    assert [other.model.name for other in results.others] == [str(tmp_path / "fp8-block")]
+
+
 def test_every_example_is_run() -> None:
     source = Path(__file__).read_text()
-    others = {path.name for path in EXAMPLES.glob("*.py")} - {"demo.py"}  # which ./scripts/demo runs
+    others = {path.name for path in EXAMPLES.glob("*.py")}
     assert {name for name in others if f'"{name}"' not in source} == set()
 
 

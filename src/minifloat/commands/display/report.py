@@ -66,6 +66,8 @@ def _print_gains(console: Console, results: Results, command: str) -> None:
     _print_table(console, ("what was gained", "baseline", "quantized", "gain"), gain_rows(results.gains))
     for text in gain_sentences(results.gains):
         _say(console, text)
+    if results.gains.doubts:
+        _say(console, f"Not to be quoted: {' '.join(results.gains.doubts)}")
 
 
 def _print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
