@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -104,3 +105,37 @@ def test_a_library_of_another_version_is_not_called(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="no C++ compiler on the path")
 def test_the_library_was_built_if_there_is_a_compiler() -> None:
     assert native.load() is not None, native.why_unavailable()
+
+
+class _SystemWithoutOpenmp:
+    """`ctypes.CDLL` of a system that finds libgomp only after it was opened by its path."""
+
+    def __init__(self) -> None:
+        self.real = ctypes.CDLL
+        self.opened: list[str] = []
+
+    def __call__(self, path: str, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL:
+        name = Path(path).name
+        if name in native.FILE_NAMES and "libgomp.so.1" not in self.opened:
+            raise OSError("libgomp.so.1: cannot open shared object file: No such file or directory")
+        self.opened.append(name)
+        return self.real(path, mode)
+
+
+@needs_library
+@pytest.mark.skipif(sys.platform != "linux", reason="the loader of Linux")
+def test_without_openmp_of_the_system_the_library_takes_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = _SystemWithoutOpenmp()
+    monkeypatch.setattr(native.ctypes, "CDLL", system)
+    library = native.open_library(native.folders()).library
+    assert library is not None
+    assert system.opened == ["libgomp.so.1", "libminifloat_native.so"]
+
+
+@needs_library
+def test_without_openmp_anywhere_the_reason_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.ctypes, "CDLL", _SystemWithoutOpenmp())
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
+    reason = native.open_library(native.folders()).reason
+    assert "cannot open shared object file" in reason
+    assert "install libgomp.so.1 (Debian and Ubuntu: libgomp1; Fedora: libgomp)" in reason

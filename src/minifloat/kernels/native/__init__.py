@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,9 @@ FILE_NAMES = ("libminifloat_native.so", "libminifloat_native.dylib")
 _REBUILD = (
     "install a C++ compiler (g++ or clang++) and reinstall minifloat, or in a checkout run what CMakeLists.txt says"
 )
+#: OpenMP's runtime of GNU, which the library is linked with and wheels of torch bring.
+_OPENMP = "libgomp.so.1"
+_INSTALL_OPENMP = f"install {_OPENMP} (Debian and Ubuntu: libgomp1; Fedora: libgomp)"
 
 
 @dataclass(frozen=True)
@@ -137,13 +141,35 @@ def open_library(candidates: list[Path]) -> LoadResult:
     if path is None:
         return LoadResult(None, f"the native library was not built; {_REBUILD}")
     try:
-        cdll = ctypes.CDLL(str(path))
+        cdll = _open(path)
         cdll.minifloat_isa_name.restype = ctypes.c_char_p
         cdll.minifloat_packed_bytes.restype = ctypes.c_int64
         cdll.minifloat_release_threads.restype = None
         version = cdll.minifloat_abi_version()
     except (OSError, AttributeError) as error:
-        return LoadResult(None, f"the native library does not load ({error}); {_REBUILD}")
+        cure = _INSTALL_OPENMP if _OPENMP in str(error) else _REBUILD
+        return LoadResult(None, f"the native library does not load ({error}); {cure}")
     if version != ABI_VERSION:
         return LoadResult(None, f"{path} is of another version of minifloat ({version}, not {ABI_VERSION}); {_REBUILD}")
     return LoadResult(Library(cdll, os.environ.get("MINIFLOAT_ISA") or None))
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Open the library. Where the system has no OpenMP, the library takes the one that torch brings.
+
+    torch itself is not imported.
+
+    Raises:
+        OSError: If the library or a library that it needs cannot be opened.
+    """
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        torch = importlib.util.find_spec("torch") if _OPENMP in str(error) else None
+        if torch is None or torch.origin is None:
+            raise
+        runtime = Path(torch.origin).parent / "lib" / _OPENMP
+        if not runtime.exists():
+            raise
+    ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(path))
