@@ -160,6 +160,10 @@ def test_twice_the_distance_needs_a_quarter_of_the_units() -> None:
     assert units_to_decide(estimate, 0.4375, 10) == 40
     assert units_to_decide(estimate, 0.5, 10) is None
     assert units_to_decide(Estimate(0.5, math.nan, math.nan), 0.75, 10) is None
+    assert units_to_decide(estimate, 0.5, 10, margin=0.25) == 40  # the upper half has to shrink to the margin
+    # 0.0625 above the bound: the lower half, 0.125, is nearer to it than the upper half to the end of the margin
+    assert units_to_decide(estimate, 0.4375, 10, margin=0.1875) == 40
+    assert units_to_decide(Estimate(0.5, math.nan, math.nan), 0.5, 10, margin=0.25) is None
 
 
 def test_an_estimate_is_mapped_and_clipped_with_its_ends() -> None:

@@ -31,7 +31,7 @@ from minifloat.errors import UsageError
 
 if TYPE_CHECKING:
     from minifloat.checkpoint.progress import Progress
-    from minifloat.compare import Comparison
+    from minifloat.compare import Comparison, Tolerance
 
 _INTERRUPTED = 130
 #: Parameters that say nothing about a server.
@@ -60,6 +60,7 @@ class CompareParams:
     Attributes:
         max_ppl_increase: Largest relative increase of perplexity, as a fraction.
         min_same_top1: Smallest share of tokens with the same first choice, as a fraction.
+        margin: Share of an allowed loss by which an interval may end beyond its bound.
         tasks: Names of tasks of lm-evaluation-harness with commas between.
         report: HTML file to write.
     """
@@ -76,6 +77,7 @@ class CompareParams:
     max_ppl_increase: float
     max_kl: float
     min_same_top1: float
+    margin: float
     prompts: int
     new_tokens: int
     attribute: bool
@@ -96,6 +98,12 @@ class CompareParams:
     no_report: bool
     update_card: bool
     as_json: bool
+
+    def tolerance(self) -> Tolerance:
+        """Return the bounds of the verdict."""
+        from minifloat.compare import Tolerance
+
+        return Tolerance(self.max_ppl_increase, self.max_kl, self.min_same_top1, self.margin)
 
 
 def parse_fraction(text: str) -> float:
@@ -143,6 +151,14 @@ def parse_fraction(text: str) -> float:
     default="92%",
     show_default=True,
     help="Tolerance: smallest same top-1, the share of tokens at which both have the same most probable token.",
+)
+@click.option(
+    "--margin",
+    type=parse_fraction,
+    metavar="FRACTION",
+    default="10%",
+    show_default=True,
+    help="Where a bound lies in the interval: pass if the interval ends at most this share of the allowed loss beyond.",
 )
 @click.option("--prompts", default=32, show_default=True, type=click.IntRange(min=0), help="To continue greedily.")
 @click.option("--new-tokens", default=64, show_default=True, type=COUNT, help="Tokens per continuation.")
@@ -212,7 +228,7 @@ def compare(params: CompareParams) -> None:
 
 
 def _measure(params: CompareParams, progress: Progress | None) -> Comparison:
-    from minifloat.compare import Tolerance, compare_models
+    from minifloat.compare import compare_models
 
     return compare_models(
         params.baseline,
@@ -222,7 +238,7 @@ def _measure(params: CompareParams, progress: Progress | None) -> Comparison:
         revision=params.revision,
         window=params.window,
         max_tokens=params.max_tokens,
-        tolerance=Tolerance(params.max_ppl_increase, params.max_kl, params.min_same_top1),
+        tolerance=params.tolerance(),
         prompts=params.prompts,
         new_tokens=params.new_tokens,
         attribute=params.attribute_seconds if params.attribute else 0.0,
@@ -247,7 +263,6 @@ def _measure_served(params: CompareParams, progress: Progress | None) -> Compari
     Raises:
         UsageError: If an option is given that is about models that are loaded here.
     """
-    from minifloat.compare import Tolerance
     from minifloat.compare.served import compare_served
 
     context = click.get_current_context()
@@ -265,7 +280,7 @@ def _measure_served(params: CompareParams, progress: Progress | None) -> Compari
         revision=params.revision,
         window=params.window,
         max_tokens=params.max_tokens,
-        tolerance=Tolerance(params.max_ppl_increase, params.max_kl, params.min_same_top1),
+        tolerance=params.tolerance(),
         dtype=params.dtype,
         device=params.device,
         command=shlex.join(["minifloat", *sys.argv[1:]]),

@@ -74,6 +74,10 @@ class Estimate:
         """Return the estimate of an increasing function of the value."""
         return Estimate(function(self.value), function(self.low), function(self.high))
 
+    def negated(self) -> Estimate:
+        """Return the estimate of the negative value."""
+        return Estimate(-self.value, -self.high, -self.low)
+
     def clipped(self, low: float, high: float) -> Estimate:
         """Return the estimate with its interval cut to the range of possible values."""
         if not self.known:
@@ -189,24 +193,29 @@ def fraction_interval(count: int, total: int) -> Estimate:
     return Estimate(fraction, max(middle - half, 0.0), min(middle + half, 1.0))
 
 
-def units_to_decide(estimate: Estimate, bound: float, count: int) -> int | None:
-    """Return about how many units would put the bound outside of the interval.
+def units_to_decide(estimate: Estimate, bound: float, count: int, margin: float = 0.0) -> int | None:
+    """Return about how many units would decide whether a value is at most `bound`.
 
-    The width of an interval shrinks with the square root of the number of units.
+    Either the interval excludes the bound, or it ends below ``bound + margin``; the smaller number is returned. The
+    width of an interval shrinks with the square root of the number of units. With a margin the number is at most that
+    of an interval as wide as half the margin, because no value is farther than that from both ends of the margin.
 
     Args:
         estimate: The value with its interval.
         bound: A bound inside of the interval.
         count: Number of units that gave the estimate.
+        margin: How far above the bound the interval may end.
 
     Returns:
-        The number of units; None where the value equals the bound or has no interval.
+        The number of units; None where there is no interval, or where the value equals the bound and there is no
+        margin.
     """
-    distance = abs(estimate.value - bound)
-    if not estimate.known or distance == 0:
+    if not estimate.known:
         return None
-    width = estimate.high - estimate.value if bound > estimate.value else estimate.value - estimate.low
-    return max(math.ceil(count * (width / distance) ** 2), count)
+    value, above, below = estimate.value, estimate.high - estimate.value, estimate.value - estimate.low
+    routes = [(above, bound + margin - value), (below, value - bound)]
+    factors = [(width / distance) ** 2 for width, distance in routes if distance > 0]
+    return max(math.ceil(count * min(factors)), count) if factors else None
 
 
 def _bca(draws: FloatArray, value: float, acceleration: float) -> tuple[float, float]:

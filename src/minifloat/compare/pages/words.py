@@ -16,7 +16,7 @@ from minifloat.compare.intervals import CONFIDENCE, FEWEST_UNITS
 from minifloat.compare.pages.numbers import NO_INTERVAL, change, number, percent, short, with_interval
 from minifloat.compare.positions import LateChange, PositionRange
 from minifloat.compare.result import CandidateResult, Comparison, ModelRecord, ServedRecord
-from minifloat.compare.verdict import SAME_TOP1, Check, Outcome, Tolerance
+from minifloat.compare.verdict import SAME_TOP1, Check, Outcome, Tolerance, Verdict
 from minifloat.report.text import short_names, size_text, visible
 
 OUTCOMES = {Outcome.PASSED: "PASSED", Outcome.FAILED: "FAILED", Outcome.UNDECIDED: "NOT ENOUGH DATA"}
@@ -31,7 +31,8 @@ def tolerance_text(tolerance: Tolerance) -> str:
     return (
         f"perplexity increase at most {percent(tolerance.max_ppl_increase)}, mean KL at most "
         f"{short(tolerance.max_kl)} nats per token, same top-1 (the share of tokens at which both models "
-        f"have the same most probable token) at least {percent(tolerance.min_same_top1)}"
+        f"have the same most probable token) at least {percent(tolerance.min_same_top1)}; where a bound lies in the "
+        f"interval, the interval may end beyond it by at most {percent(tolerance.margin)} of the loss that it allows"
     )
 
 
@@ -48,12 +49,22 @@ def verdict_line(candidate: CandidateResult) -> str:
     verdict = candidate.verdict
     if verdict.outcome is Outcome.PASSED:
         measured = ", ".join(_measured(check) for check in verdict.checks if check.text == candidate.overall.name)
-        if len(candidate.texts) == 1:
-            return f"PASSED: every bound is kept on {visible(candidate.overall.name)}: {measured}"
-        return f"PASSED: every bound is kept on every text; on {visible(candidate.overall.name)}: {measured}"
+        name, several = visible(candidate.overall.name), len(candidate.texts) > 1
+        kept = f"every bound is kept on {'every text' if several else name}{_within_margin_text(verdict)}"
+        return f"PASSED: {kept}; on {name}: {measured}" if several else f"PASSED: {kept}: {measured}"
     first, *others = _ranked(verdict.unmet)
     more = f"; and {len(others)} more" if others else ""
     return f"{OUTCOMES[verdict.outcome]}: {check_text(first)}{more}"
+
+
+def _within_margin_text(verdict: Verdict) -> str:
+    """Say which bounds are kept only within the margin; empty if none."""
+    within = verdict.within_margin
+    if not within:
+        return ""
+    first, more = check_text(_ranked(within)[0]), f", and {len(within) - 1} more" if len(within) > 1 else ""
+    margin = f"a margin of {percent(verdict.tolerance.margin)} of the allowed loss"
+    return f", {len(within)} of {len(verdict.checks)} within {margin}: {first}{more}"
 
 
 def verdict_count(candidate: CandidateResult) -> str:
@@ -70,18 +81,34 @@ def unmet_lines(candidate: CandidateResult) -> list[str]:
 
 
 def check_text(check: Check) -> str:
-    """Describe a check: the estimate, the bound and, if it is undecided, the reason."""
+    """Describe a check: the estimate, the bound and, if it is undecided, how near it is to its bound."""
     bound = (
-        f"at least {_bound(check)} is wanted" if check.quantity == SAME_TOP1 else f"at most {_bound(check)} is allowed"
+        f"at least {_limit(check, check.bound)} is wanted"
+        if check.quantity == SAME_TOP1
+        else f"at most {_limit(check, check.bound)} is allowed"
     )
+    undecided = check.outcome is Outcome.UNDECIDED
+    if check.within_margin or (undecided and check.estimate.known):
+        bound += f", {_limit(check, check.limit)} with the margin"
     text = f"{_measured(check)} on {visible(check.text)} ({bound})"
-    if check.outcome is not Outcome.UNDECIDED:
+    if not undecided:
         return text
-    if check.tokens_needed is not None:
-        return f"{text}: the bound lies in the interval; about {_rounded(check.tokens_needed):,} tokens would decide"
     if not check.estimate.known:
         return f"{text}: too few documents or windows for an interval"
-    return f"{text}: it lies on the bound"
+    near = f"{text}: the bound lies in the interval; {_nearness(check)}"
+    if check.tokens_needed is None:
+        return f"{near}; without a margin no number of tokens would decide"
+    return f"{near}; about {_rounded(check.tokens_needed):,} tokens would decide"
+
+
+def _nearness(check: Check) -> str:
+    """Say how far the value is from the bound, beside half the width of the interval."""
+    estimate, as_percent = check.estimate, _is_fraction(check)
+    scale, unit = (100, " percentage points") if as_percent else (1, "")
+    distance, reach = scale * (estimate.value - check.bound), scale * (estimate.high - estimate.low) / 2
+    side = "above" if distance > 0 else "below"
+    where = f"{number(abs(distance), 2)}{unit} {side} it" if distance else "on it"
+    return f"the value lies {where}, half the interval is {number(reach, 2)} wide"
 
 
 def _rounded(count: int) -> int:
@@ -92,12 +119,16 @@ def _rounded(count: int) -> int:
 
 def _measured(check: Check) -> str:
     signed = check.quantity == _INCREASE
-    as_percent = signed or check.quantity == SAME_TOP1
-    return f"{check.quantity} {with_interval(check.estimate, as_percent=as_percent, signed=signed)}"
+    return f"{check.quantity} {with_interval(check.estimate, as_percent=_is_fraction(check), signed=signed)}"
 
 
-def _bound(check: Check) -> str:
-    return percent(check.bound) if check.quantity in (_INCREASE, SAME_TOP1) else short(check.bound)
+def _is_fraction(check: Check) -> bool:
+    """Whether the quantity is a fraction, which is written in percent."""
+    return check.quantity in (_INCREASE, SAME_TOP1)
+
+
+def _limit(check: Check, value: float) -> str:
+    return percent(value) if _is_fraction(check) else short(value)
 
 
 def _ranked(checks: Sequence[Check]) -> list[Check]:
