@@ -12,17 +12,18 @@ from minifloat.commands.main import main
 from minifloat.numerics.scheme import SCHEMES
 from minifloat.plan import plan_model
 
-STORYBOOK = Path(__file__).parents[2] / "examples" / "storybook-4m"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STORYBOOK, LLAMA = EXAMPLES / "storybook-4m", EXAMPLES / "llama-70b"
 
 
 def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, ["plan", *(str(argument) for argument in arguments)])
 
 
-def test_every_scheme_has_a_row_in_both_tables() -> None:
+def test_every_scheme_has_a_row_in_every_table() -> None:
     output = run(STORYBOOK, "--hardware", "h100", "--gpus", "2").output
-    for name in ("bf16", *SCHEMES):
-        assert sum(line.split()[:1] == [name] for line in output.splitlines()) == 2
+    for name, tables in (("bf16", 2), *((name, 3) for name in SCHEMES)):  # bf16 loses nothing
+        assert sum(line.split()[:1] == [name] for line in output.splitlines()) == tables
     assert "minifloat serve OUT --engine vllm --tensor-parallel-size 2" in output
 
 
@@ -44,8 +45,38 @@ def test_the_printed_serve_command_is_valid() -> None:
 
 def test_a_model_that_does_not_fit_is_reported() -> None:
     big = run(STORYBOOK, "--hardware", "rtx4090", "--batch", "100000")
-    assert "Nothing fits" in big.output
+    assert "Nothing fits, and no number of devices up to 64 that can share this model holds it" in big.output
     assert big.exit_code == 0
+
+
+def test_where_nothing_fits_the_number_of_devices_is_said() -> None:
+    output = run(LLAMA, "--hardware", "rtx4090").output
+    by_number = {
+        number: [
+            scheme.scheme for scheme in plan_model(LLAMA, hardware="rtx4090").schemes if scheme.needed_gpus == number
+        ]
+        for number in (2, 4, 8)
+    }
+    assert by_number[8] == ["bf16"]
+    assert f"Nothing fits. It takes 2 devices (--gpus 2) for {', '.join(by_number[2])}, 4 devices" in output
+    assert "8 devices (--gpus 8) for bf16; or a shorter context" in output
+    on_two = run(LLAMA, "--hardware", "rtx4090", "--gpus", "2").output
+    assert f"Fastest of what fits, at the bound: {by_number[2][0]}" in on_two
+
+
+def test_the_recommended_scheme_comes_with_its_measured_loss_and_with_what_loses_less() -> None:
+    output = run(LLAMA, "--hardware", "h100", "--gpus", "2", "--batch", "32").output
+    fastest = "Fastest of what fits, at the bound: mxfp4 (on storybook-4m: perplexity +2.21% [1.80, 2.67], KL 0.0311 "
+    assert fastest in output
+    assert "Least loss of what fits: fp8 (on storybook-4m: perplexity +0.17%" in output
+    assert "a decode step takes 1.39 x as long" in output
+    assert "`minifloat compare` measures it" in output
+
+
+def test_what_was_not_measured_says_so() -> None:
+    output = run(LLAMA, "--scheme", "fp8-static", "--hardware", "h100").output
+    (row,) = [line for line in output.splitlines() if line.startswith("fp8-static") and "measured" in line]
+    assert row.split() == ["fp8-static", "+0.35%", *("not", "measured") * 3]
 
 
 def test_unknown_hardware_is_one_line_and_status_2() -> None:

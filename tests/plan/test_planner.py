@@ -100,6 +100,30 @@ def test_the_command_for_nvfp4_inputs_calibrates(llama_70b: Path) -> None:
     assert "--scheme nvfp4-w4a4 --calibration TEXT" in commands[0]
 
 
+def test_the_needed_devices_hold_the_model_and_half_as_many_do_not(llama_70b: Path) -> None:
+    one = plan_model(llama_70b, hardware="h100")
+    for name in ("bf16", "fp8"):
+        scheme = scheme_of(one, name)
+        assert not scheme.fits
+        assert scheme.needed_gpus == 2  # 141 GB and 73 GB on devices with 72 GB usable: the batch is one sequence
+        assert scheme_of(plan_model(llama_70b, hardware="h100", gpus=2), name).fits
+    assert scheme_of(one, "mxfp4").needed_gpus is None  # it fits
+    small = plan_model(llama_70b, hardware="rtx4090")
+    assert scheme_of(small, "bf16").needed_gpus == 8  # 64 heads: 3, 5, 6 and 7 devices cannot share them
+    assert not scheme_of(plan_model(llama_70b, hardware="rtx4090", gpus=4), "bf16").fits
+
+
+def test_the_least_loss_is_that_of_the_smallest_measured_divergence(llama_70b: Path) -> None:
+    plan = plan_model(llama_70b, hardware="h100", gpus=2, batch=32)
+    least = plan.least_loss
+    assert least is not None
+    divergences = {scheme.scheme: scheme.measured_kl for scheme in plan.schemes}
+    assert divergences["bf16"] is None
+    assert divergences["fp8-static"] is None  # perplexity alone was measured
+    assert least.measured_kl == min(value for value in divergences.values() if value is not None)
+    assert plan.to_dict()["least_loss"] == least.scheme == "fp8"
+
+
 def test_the_largest_batch_fits_and_one_more_does_not(llama_70b: Path) -> None:
     found = scheme_of(plan_model(llama_70b, "mxfp4", "h100", context=4096), "mxfp4").largest_batch
     assert found > 1

@@ -11,18 +11,23 @@ Runtimes, graphs and fragmentation use the share of the memory that is kept free
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from minifloat.errors import UsageError
 from minifloat.numerics.formats import BFLOAT16, FLOAT32, ElementFormat
 from minifloat.plan.cache import cache_bytes, state_bytes
 from minifloat.plan.hardware import Hardware
 from minifloat.plan.roofline import largest
 from minifloat.plan.shape import ModelShape
+from minifloat.plan.weights import check_parallel
 
 #: Tokens of a step of chunked prefill (the default of vLLM's API server).
 STEP_TOKENS = 2048
 #: Upper limits of searches that nothing else bounds.
 _MOST_SEQUENCES, _LONGEST_CONTEXT = 1 << 16, 1 << 24
+#: Devices up to which `devices_needed` searches.
+MOST_DEVICES = 64
 
 
 def activation_bytes(shape: ModelShape, context: int, batch: int, gpus: int) -> int:
@@ -78,3 +83,24 @@ class DeviceMemory:
     def largest_context(self, batch: int) -> int:
         """Return the largest number of tokens that each of `batch` sequences may have, up to the model's positions."""
         return largest(lambda context: self.fits(context, batch), self.shape.positions or _LONGEST_CONTEXT)
+
+
+def devices_needed(shape: ModelShape, more_than: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the smallest number of devices that can share a model by tensor parallelism and hold it.
+
+    Args:
+        shape: Sizes of the model; its heads decide which numbers can share it.
+        more_than: A number of devices that is too small.
+        fits: Whether a number of devices holds it.
+
+    Returns:
+        The number; None: no number up to `MOST_DEVICES` does.
+    """
+    for number in range(more_than + 1, MOST_DEVICES + 1):
+        try:
+            check_parallel(shape, number)
+        except UsageError:
+            continue
+        if fits(number):
+            return number
+    return None

@@ -7,6 +7,7 @@ from typing import Any
 
 from minifloat.numerics.formats import ElementFormat
 from minifloat.plan.hardware import Hardware
+from minifloat.plan.known_loss import MEASURED_MODELS, KnownLoss
 from minifloat.plan.roofline import Bound
 from minifloat.plan.weights import Counts
 from minifloat.report.short import ShortReport
@@ -43,6 +44,8 @@ class SchemePlan:
         activations: Estimated bytes of activations on one device.
         taken: Sum of `device_weights`, `cache` and `activations`.
         fits: Whether `taken` is at most `ModelPlan.usable`.
+        needed_gpus: Smallest number of devices that hold the planned batch, if it does not fit; None: it fits, or no
+            number that can share the model does, or the machine is a CPU.
         largest_batch: Number of sequences of the planned context that fit; 0: none.
         largest_batch_fp8: Number of sequences that fit with an FP8 KV cache.
         largest_context: Tokens that each sequence of the planned batch may have; 0: the batch does not fit.
@@ -54,6 +57,7 @@ class SchemePlan:
         linears_overtaken_from: `overtaken_from` for a step without attention, in tokens of a step, including those of
             prompts.
         commands: Commands that make and serve the checkpoint.
+        losses: What was measured of the scheme's loss, on other models than this one; empty: nothing.
     """
 
     scheme: str
@@ -63,6 +67,7 @@ class SchemePlan:
     activations: int
     taken: int
     fits: bool
+    needed_gpus: int | None
     largest_batch: int
     largest_batch_fp8: int
     largest_context: int
@@ -72,13 +77,21 @@ class SchemePlan:
     overtaken_from: int | None
     linears_overtaken_from: int | None
     commands: tuple[str, ...]
+    losses: tuple[KnownLoss, ...]
+
+    @property
+    def measured_kl(self) -> float | None:
+        """The mean KL divergence on the first model of `MEASURED_MODELS`, in nats per token; None: not measured."""
+        values = (loss.kl for loss in self.losses if loss.model == MEASURED_MODELS[0])
+        return next((kl.value for kl in values if kl is not None), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
-        return {
+        values = {
             name: value.to_dict() if isinstance(value, Bound) else value
             for name, value in ((name, getattr(self, name)) for name in self.__dataclass_fields__)
         }
+        return values | {"losses": [asdict(loss) for loss in self.losses]}
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,9 +156,16 @@ class ModelPlan(ShortReport):
         """The fitting scheme with the fastest decode step, by its bound; None: nothing fits."""
         return min((plan for plan in self.schemes if plan.fits), key=lambda plan: plan.decode.seconds, default=None)
 
+    @property
+    def least_loss(self) -> SchemePlan | None:
+        """The fitting scheme with the smallest measured KL; None: no scheme that fits was measured."""
+        measured = [(plan.measured_kl, plan) for plan in self.schemes if plan.fits]
+        known = [(kl, plan) for kl, plan in measured if kl is not None]
+        return min(known, key=lambda pair: pair[0])[1] if known else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
-        fastest = self.fastest
+        fastest, least_loss = self.fastest, self.least_loss
         return {
             "path": self.path,
             "architecture": self.architecture,
@@ -166,5 +186,6 @@ class ModelPlan(ShortReport):
             "refused": self.refused,
             "overtaking": self.overtaking,
             "fastest": None if fastest is None else fastest.scheme,
+            "least_loss": None if least_loss is None else least_loss.scheme,
             "notes": list(self.notes),
         }

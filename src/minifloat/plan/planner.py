@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from minifloat.errors import MinifloatError, TensorError, UsageError
 from minifloat.layouts import choose_writer, compressed_tensors
@@ -14,7 +15,8 @@ from minifloat.numerics.granularity import TENSOR
 from minifloat.numerics.scheme import SCHEMES, KVSpec, Scheme, get_scheme
 from minifloat.plan.cache import ENGINE_BLOCK, cache_bytes, state_bytes
 from minifloat.plan.hardware import CPU, Hardware, get_hardware
-from minifloat.plan.memory import STEP_TOKENS, DeviceMemory, activation_bytes
+from minifloat.plan.known_loss import known_losses
+from minifloat.plan.memory import STEP_TOKENS, DeviceMemory, activation_bytes, devices_needed
 from minifloat.plan.model_plan import CachePlan, ModelPlan, SchemePlan
 from minifloat.plan.model_source import ModelSource, open_source
 from minifloat.plan.overrides import KEEP
@@ -54,8 +56,9 @@ class _Request:
     def prefill(self, weights: Weights, element: ElementFormat) -> Bound:
         return bound(prefill_cost(weights, self.shape, element, self.element, self.context, self.gpus), self.hardware)
 
-    def memory(self, weights: Weights, element: ElementFormat) -> DeviceMemory:
-        return DeviceMemory(self.hardware, self.keep_free, self.shape, weights.device, element, self.gpus)
+    def memory(self, weights: Weights, element: ElementFormat, gpus: int | None = None) -> DeviceMemory:
+        """Return the memory of one of `gpus` devices, by default of those that are planned."""
+        return DeviceMemory(self.hardware, self.keep_free, self.shape, weights.device, element, gpus or self.gpus)
 
 
 def plan_model(
@@ -151,12 +154,14 @@ class _Candidate:
     Attributes:
         name: Name of the scheme, or `KEEP`.
         scheme: The scheme; None: the model as it is.
-        weights: Bytes and multiplications of the weights.
+        weigh: Gives the bytes and multiplications of the weights, by the number of devices that share them.
+        weights: Those of the planned number.
         needs_quantize: Whether `minifloat quantize` has yet to write it.
     """
 
     name: str
     scheme: Scheme | None
+    weigh: Callable[[int], Weights]
     weights: Weights
     needs_quantize: bool
 
@@ -165,33 +170,38 @@ def _candidates(
     source: ModelSource, schemes: Sequence[Scheme], request: _Request, *, strict: bool
 ) -> tuple[list[_Candidate], dict[str, str]]:
     """Return the model as it is and under each scheme, and why schemes are refused; `strict` raises instead."""
-    as_it_is = weigh(source.plans, source.copies, compressed_tensors.WRITER, request.shape, request.gpus)
+    unchanged = partial(weigh, source.plans, source.copies, compressed_tensors.WRITER, request.shape)
+    as_it_is = unchanged(request.gpus)
     if source.stored is not None and not strict:
         scheme = source.stored.scheme
         weights = replace(as_it_is, total=source.stored.nbytes)
-        return [_Candidate(scheme.name, scheme, weights, needs_quantize=False)], {}
-    candidates = [_Candidate(KEEP, None, as_it_is, needs_quantize=False)]
+        return [_Candidate(scheme.name, scheme, unchanged, weights, needs_quantize=False)], {}
+    candidates = [_Candidate(KEEP, None, unchanged, as_it_is, needs_quantize=False)]
     refused = {}
     for scheme in schemes:
         try:
-            weights = _weights(source, scheme, request)
+            quantized = _weigher(source, scheme, request)
+            weights = quantized(request.gpus)
         except (TensorError, UsageError) as error:
             if strict:
                 raise
             refused[scheme.name] = str(error)
         else:
-            candidates.append(_Candidate(scheme.name, scheme, weights, needs_quantize=source.stored is None))
+            candidates.append(_Candidate(scheme.name, scheme, quantized, weights, needs_quantize=source.stored is None))
     return candidates, refused
 
 
-def _weights(source: ModelSource, scheme: Scheme, request: _Request) -> Weights:
-    """Return the weights as `quantize` writes them, with the static scales of inputs and of an FP8 KV cache."""
+def _weigher(source: ModelSource, scheme: Scheme, request: _Request) -> Callable[[int], Weights]:
+    """Return what weighs the weights as `quantize` writes them, for a number of devices.
+
+    The weights include the static scales of inputs and of an FP8 KV cache.
+    """
     writer = choose_writer(None, source.config, scheme)
     plan = make_plan(source, scheme, writer)
     kv = KVSpec(E4M3, TENSOR) if request.element is E4M3 else None
     caches = dict.fromkeys(plan.attention_modules, (1.0, 1.0)) if kv else {}
     plan = plan.with_scales(dict.fromkeys(plan.static_modules, 1.0), kv, caches)
-    return weigh(plan.tensors, source.copies, writer, request.shape, request.gpus)
+    return partial(weigh, plan.tensors, source.copies, writer, request.shape)
 
 
 def _w8a8_weights(source: ModelSource, candidates: Sequence[_Candidate], request: _Request) -> Weights | None:
@@ -203,7 +213,7 @@ def _w8a8_weights(source: ModelSource, candidates: Sequence[_Candidate], request
         if candidate.name == _W8A8:
             return candidate.weights
     try:
-        return _weights(source, scheme, request)
+        return _weigher(source, scheme, request)(request.gpus)
     except MinifloatError:
         return None
 
@@ -212,6 +222,7 @@ def _scheme_plan(model: str, candidate: _Candidate, w8a8: Weights | None, reques
     weights, element = candidate.weights, arithmetic(candidate.scheme, request.hardware)
     memory = request.memory(weights, request.element)
     context, batch = request.context, request.batch
+    fits = memory.fits(context, batch)
     return SchemePlan(
         scheme=candidate.name,
         weights=weights.total,
@@ -219,7 +230,8 @@ def _scheme_plan(model: str, candidate: _Candidate, w8a8: Weights | None, reques
         cache=memory.cache(context, batch),
         activations=activation_bytes(request.shape, context, batch, request.gpus),
         taken=memory.taken(context, batch),
-        fits=memory.fits(context, batch),
+        fits=fits,
+        needed_gpus=None if fits or request.hardware.name == CPU else _needed_gpus(candidate, request),
         largest_batch=memory.largest_batch(context),
         largest_batch_fp8=request.memory(weights, E4M3).largest_batch(context),
         largest_context=memory.largest_context(batch),
@@ -229,7 +241,18 @@ def _scheme_plan(model: str, candidate: _Candidate, w8a8: Weights | None, reques
         overtaken_from=_overtaken(weights, element, w8a8, request, context),
         linears_overtaken_from=_overtaken(weights, element, w8a8, request, context=0),
         commands=_commands(model, candidate, memory, request),
+        losses=known_losses(candidate.name) if candidate.needs_quantize else (),
     )
+
+
+def _needed_gpus(candidate: _Candidate, request: _Request) -> int | None:
+    """Return the smallest number of devices that hold a model that the planned number does not hold."""
+
+    def fits(gpus: int) -> bool:
+        memory = request.memory(candidate.weigh(gpus), request.element, gpus)
+        return memory.fits(request.context, request.batch)
+
+    return devices_needed(request.shape, request.gpus, fits)
 
 
 def _overtaken(

@@ -6,9 +6,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from minifloat.commands.display.console import make_console, make_table
+from minifloat.commands.display.plan_loss import loss_note, loss_table, quality_text
 from minifloat.numerics.formats import BFLOAT16
-from minifloat.plan.hardware import Hardware
+from minifloat.plan.hardware import CPU, Hardware
+from minifloat.plan.memory import MOST_DEVICES
 from minifloat.plan.model_plan import ModelPlan, SchemePlan
+from minifloat.plan.overrides import KEEP
 from minifloat.plan.roofline import Bound
 
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
@@ -28,6 +31,10 @@ def print_plan(plan: ModelPlan) -> None:
     console.print(_memory_table(plan))
     console.print()
     console.print(_speed_table(plan))
+    losses = [loss for scheme in plan.schemes for loss in scheme.losses]
+    if losses:
+        console.print()
+        console.print(loss_table(plan))
     if plan.refused:
         console.print()
     for scheme, reason in plan.refused.items():
@@ -39,6 +46,8 @@ def print_plan(plan: ModelPlan) -> None:
         f"(operations per byte).{_crossover_note(plan)}",
         soft_wrap=True,
     )
+    if losses:
+        console.print(loss_note(losses), soft_wrap=True)
     for note in plan.notes:
         console.print(escape(note), soft_wrap=True)
     console.print()
@@ -116,7 +125,7 @@ def _memory_table(plan: ModelPlan) -> Table:
             f"{scheme.largest_batch:,}",
             f"{scheme.largest_batch_fp8:,}",
             f"{scheme.largest_context:,}",
-            "yes" if scheme.fits else "no",
+            "yes" if scheme.fits else "no" if scheme.needed_gpus is None else f"on {scheme.needed_gpus}",
         )
     return table
 
@@ -167,16 +176,47 @@ def _print_commands(plan: ModelPlan) -> None:
     console = make_console()
     fastest = plan.fastest
     if fastest is None:
-        console.print("Nothing fits: more devices (--gpus), a shorter context, a smaller batch, or an FP8 KV cache.")
+        console.print(escape(_nothing_fits(plan)), soft_wrap=True)
         return
     chosen = plan.schemes[-1] if len(plan.schemes) == 2 else fastest
     if not chosen.fits:
-        console.print(f"{chosen.scheme} does not fit; {fastest.scheme} does.")
+        devices = "" if chosen.needed_gpus is None else f" (it needs {chosen.needed_gpus} devices)"
+        console.print(f"{chosen.scheme} does not fit{devices}; {fastest.scheme} does.")
         chosen = fastest
     elif len(plan.schemes) > 2:
-        console.print(f"Fastest of what fits, at the bound: {chosen.scheme}")
+        console.print(
+            escape(f"Fastest of what fits, at the bound: {chosen.scheme}{quality_text(chosen)}"), soft_wrap=True
+        )
+        other = next((scheme for scheme in plan.schemes if scheme.fits and scheme.scheme == KEEP), plan.least_loss)
+        if other is not None and other is not chosen:
+            name, slower = f"{other.scheme}{quality_text(other)}", other.decode.seconds / chosen.decode.seconds
+            line = f"Least loss of what fits: {name}; a decode step takes {slower:.2f} x as long"
+            console.print(escape(line), soft_wrap=True)
     for command in chosen.commands:
         console.print(escape(f"    {command}"), soft_wrap=True)
+
+
+def _nothing_fits(plan: ModelPlan) -> str:
+    """Say what would fit: on how many devices under which scheme, or in how much memory."""
+    shorter = "a shorter context (--context), a smaller batch (--batch) or an FP8 KV cache (--kv-cache-dtype fp8)"
+    by_number = sorted({scheme.needed_gpus for scheme in plan.schemes if scheme.needed_gpus is not None})
+    if by_number:
+        groups = [
+            f"{number} devices (--gpus {number}) for "
+            f"{', '.join(scheme.scheme for scheme in plan.schemes if scheme.needed_gpus == number)}"
+            for number in by_number
+        ]
+        return f"Nothing fits. It takes {', '.join(groups)}; or {shorter}."
+    smallest = min(plan.schemes, key=lambda scheme: scheme.taken)
+    needed = (
+        f"{smallest.scheme} takes least, {_size(smallest.taken)} per device, of which {_size(plan.usable)} are usable"
+    )
+    if plan.hardware.name == CPU:
+        return f"Nothing fits: {needed}. Take {shorter}."
+    return (
+        f"Nothing fits, and no number of devices up to {MOST_DEVICES} that can share this model holds it: {needed}. "
+        f"Take {shorter}."
+    )
 
 
 def _size(nbytes: float) -> str:
