@@ -164,7 +164,11 @@ def parse_fraction(text: str) -> float:
 @click.option("--new-tokens", default=64, show_default=True, type=COUNT, help="Tokens per continuation.")
 @click.option("--attribute", is_flag=True, help="Find out which modules do the damage, and what to keep in BF16.")
 @click.option(
-    "--attribute-seconds", default=120.0, show_default=True, type=POSITIVE, help="Time budget of --attribute."
+    "--attribute-seconds",
+    default=120.0,
+    show_default=True,
+    type=POSITIVE,
+    help="Time of its search; the check of what it suggests comes after.",
 )
 @click.option("--tasks", metavar="NAME,NAME", help="Run tasks of lm-evaluation-harness (extra: eval).")
 @click.option("--task-path", type=FOLDER, help="A folder of task files.")

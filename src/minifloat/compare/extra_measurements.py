@@ -16,13 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from minifloat.checkpoint.progress import Progress
+from minifloat.compare.assembly import judged, model_record
 from minifloat.compare.attribution import attribute
 from minifloat.compare.corpus import Corpus
 from minifloat.compare.generation import Continuations, generate_greedy, greedy_divergence
 from minifloat.compare.models import Predictor
 from minifloat.compare.result import CandidateResult
+from minifloat.compare.scoring_pass import ModelsPass
 from minifloat.compare.tasks import LoadedTasks, TaskRun, compare_tasks, run_tasks
-from minifloat.compare.verdict import Tolerance
+from minifloat.compare.verdict import Tolerance, Verdict
 from minifloat.errors import MinifloatError
 from minifloat.runtime.tokens import end_tokens
 
@@ -43,7 +45,8 @@ class ExtraMeasurements:
         new_tokens: Largest number of tokens of a continuation.
         tasks: Tasks to run; None: none.
         task_limit: Number of items of each task to run; None: all.
-        attribution_seconds: Seconds to spend on attribution for each candidate; 0: no attribution.
+        attribution_seconds: Seconds to spend on attribution for each candidate, besides the scoring pass that judges
+            the suggestion; 0: no attribution.
         tolerance: Bounds that a suggested mixture has to keep.
         progress: Called during each measurement.
         notes: For each measurement that failed, its name and the error.
@@ -133,8 +136,15 @@ class ExtraMeasurements:
                 tolerance=self.tolerance,
                 seconds=self.attribution_seconds,
                 progress=self.progress,
+                confirm=self._verdict,
             )
             results[index] = replace(results[index], attribution=attribution)
+
+    def _verdict(self, mixture: Predictor) -> Verdict:
+        """Return the verdict on a mixture of the models, on all texts."""
+        scoring = ModelsPass(self.baseline, [mixture], self.corpus)
+        scoring.run(self.progress)
+        return judged(scoring, 0, model_record(mixture), self.tokenizer, self.tolerance).verdict
 
     def _windows(self) -> Tensor:
         """Return the windows of the most frequent length, ``[N, W]``, with the texts interleaved."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.checkpoint import Checkpoint
+from minifloat.compare import compare_models
 from minifloat.compare.attribution import Suggestion, attribute
 from minifloat.compare.attribution.budget import TimeBudget
 from minifloat.compare.attribution.differences import Difference, Location, find_differences
@@ -160,6 +161,72 @@ def test_unnecessary_groups_are_dropped_the_most_expensive_first() -> None:
     found = suggest(KeepableGroups(groups, tuple("abcd")), fake, Tolerance(), TimeBudget(SECONDS))
     assert found is not None
     assert (found.modules, found.extra_bytes, found.reaches, found.everything) == (("b", "c"), 23, True, False)
+
+
+class CountedBudget(TimeBudget):
+    """Time for a number of questions whether there is any left."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(SECONDS)
+        self._steps = steps
+
+    def until(self, fraction: float = 1.0) -> float:
+        self._steps -= 1
+        return float(self._steps >= 0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "enough", "kept", "reaches", "finished"),
+    [
+        (0, 1, 1, True, True),  # one wrong module needs no more than the first step
+        (0, 6, 1, False, False),
+        (2, 6, 4, False, False),
+        (3, 6, 8, True, False),  # 8 of 16 are enough, and 5 to 7 were not tried
+        (20, 6, 6, True, True),
+        (20, 16, 16, True, True),
+    ],
+)
+def test_few_modules_need_few_steps_and_a_search_that_ends_early_says_so(
+    steps: int, enough: int, kept: int, reaches: bool, finished: bool
+) -> None:
+    differences = [Difference((Location("", str(index)),)) for index in range(16)]
+    groups = tuple(ModuleGroup((d,), (f"m{n}",), 1, 16.0 - n) for n, d in enumerate(differences))
+
+    class Fake:
+        tokens = 1
+
+        def measure(self, kept: Iterable[Difference]) -> Distance:
+            return Distance(0.0 if set(differences[:enough]) <= set(kept) else 1.0, 0.0, 1.0)
+
+        def keeps_quantized(self, kept: Iterable[Difference]) -> bool:
+            return len(list(kept)) < 16
+
+    fake: Any = Fake()
+    found = suggest(KeepableGroups(groups, tuple(f"m{n}" for n in range(16))), fake, Tolerance(), CountedBudget(steps))
+    assert found is not None
+    assert (len(found.modules), found.reaches, found.finished) == (kept, reaches, finished)
+    assert found.everything == (kept == 16)
+
+
+def test_the_verdict_on_a_suggestion_is_that_of_a_checkpoint_quantized_as_suggested(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    quantize_checkpoint(llama_folder, tmp_path / "q", "mxfp4")
+    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 30)
+    options: Any = {"data": [tmp_path / "a.txt"], "window": 32, "prompts": 0, "lm_head": "bf16", "dtype": "float32"}
+    kl = compare_models(llama_folder, tmp_path / "q", **options).candidates[0].overall.kl_mean.value
+    options["tolerance"] = Tolerance(max_kl=kl / 2, max_ppl_increase=math.inf, min_same_top1=0)
+    with_attribution = compare_models(llama_folder, tmp_path / "q", **options, attribute=5.0).candidates[0].attribution
+    assert with_attribution is not None
+    found = with_attribution.suggestion
+    assert found is not None
+    assert found.verdict is not None
+    quantize_checkpoint(llama_folder, tmp_path / "better", "mxfp4", overrides=found.overrides)
+    expected = compare_models(llama_folder, tmp_path / "better", **options).candidates[0].verdict
+    assert found.verdict.outcome is expected.outcome
+    for check, other in zip(found.verdict.checks, expected.checks, strict=True):
+        values = [(e.value, e.low, e.high) for e in (check.estimate, other.estimate)]
+        assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-7)
 
 
 def test_a_suggestion_keeps_every_bound(llama_folder: Path, tmp_path: Path) -> None:

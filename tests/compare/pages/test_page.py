@@ -397,5 +397,36 @@ def test_a_suggestion_promises_nothing_beyond_the_sample_that_it_was_measured_on
     suggestion = make_attribution().suggestion
     assert suggestion is not None
     text = suggestion_text(replace(suggestion, reaches=True, everything=False, tokens=2_000))
-    assert "inside the tolerance on these 2,000 tokens, without an interval" in text
+    assert "to +0.80% on the 2,000 tokens of the sample: inside the tolerance there, without an interval" in text
     assert text.endswith("It is no verdict on all texts: quantize with these options and compare")
+
+
+@pytest.mark.parametrize(
+    ("kl", "said"),
+    [
+        (
+            around(0.01, 0.002),
+            "it is inside the tolerance; on prose.txt: perplexity increase +0.27% [0.17, 0.37], mean KL ",
+        ),
+        (around(0.025, 0.002), "it is outside of the tolerance: mean KL 0.0250 [0.0230, 0.0270] on prose.txt (at most"),
+        (around(0.019, 0.004), "it is not decided: mean KL 0.0190 [0.0150, 0.0230] on prose.txt (at most 0.02 is"),
+    ],
+)
+def test_a_suggestion_that_was_measured_on_all_texts_comes_with_that_verdict(kl: Estimate, said: str) -> None:
+    suggestion = make_attribution().suggestion
+    assert suggestion is not None
+    text = suggestion_text(replace(suggestion, verdict=judge([make_summary(kl_mean=kl)], Tolerance())))
+    assert f"Measured on every text, {said}" in text
+    assert "without an interval" not in text
+
+
+def test_a_search_that_the_time_ended_does_not_say_that_only_its_choice_is_enough() -> None:
+    suggestion = make_attribution().suggestion
+    assert suggestion is not None
+    everything = replace(suggestion, everything=True)
+    assert "only with every module" in suggestion_text(everything)
+    text = suggestion_text(replace(everything, finished=False))
+    assert "only" not in text
+    assert "the time was up before fewer modules were tried (--attribute-seconds)" in text
+    text = suggestion_text(replace(everything, reaches=False))
+    assert "outside of the tolerance even with every module unquantized" in text

@@ -106,6 +106,13 @@ class Mixtures:
             return any(map(is_stored_quantized, self._candidate.model.modules()))
 
     @contextmanager
+    def mixture(self, kept: Iterable[Difference]) -> Iterator[Predictor]:
+        """Give the candidate with some of the baseline's modules while the context lasts."""
+        self._runner.new_cache = self._candidate.new_cache
+        with self._mixed(kept):
+            yield self._runner
+
+    @contextmanager
     def _mixed(self, kept: Iterable[Difference]) -> Iterator[None]:
         """Mix the models; each module quantizes its inputs or not as in the predictor that it comes from."""
         with (

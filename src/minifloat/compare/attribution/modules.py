@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +16,14 @@ from minifloat.compare.attribution.differences import Difference, find_differenc
 from minifloat.compare.attribution.mixture import Mixtures, as_tensor
 from minifloat.compare.attribution.suggestion import KeepableGroups, Suggestion, suggest
 from minifloat.compare.models import Predictor, match_experts_implementation
-from minifloat.compare.verdict import Tolerance
+from minifloat.compare.verdict import Tolerance, Verdict
 from minifloat.runtime.linear import QuantizedWeight
 from minifloat.runtime.lm_head import LoadedLmHead
 
 #: Fractions of the time at which measuring modules alone, and models without one module, ends; the rest is for the
 #: suggestion.
 _ALONE_ENDS, _WITHOUT_ENDS = 0.4, 0.6
-#: Passes of the search, beside those of the bisection, for which the size of its sample leaves time.
+#: Passes of the search, beside those of doubling and bisection, for which the size of its sample leaves time.
 _PRUNING_PASSES = 8
 
 
@@ -78,6 +78,7 @@ def attribute(
     tolerance: Tolerance,
     seconds: float,
     progress: Progress | None = None,
+    confirm: Callable[[Predictor], Verdict] | None = None,
 ) -> Attribution:
     """Measure the damage of each module of the candidate, and suggest which modules to keep in 16 bits.
 
@@ -92,6 +93,8 @@ def attribute(
         tolerance: Bounds that the candidate with the suggested modules in 16 bits has to keep.
         seconds: Approximate time of the attribution. A few passes over 512 tokens run even if they take longer.
         progress: Called before each measurement with milliseconds spent, milliseconds in total, and its name.
+        confirm: Judges the candidate with the suggested modules on all texts, in addition to `seconds`; None: the
+            suggestion gets no verdict.
 
     Raises:
         UsageError: If the models have different architectures or sizes.
@@ -115,9 +118,9 @@ def attribute(
     keepable = KeepableGroups.of(baseline, candidate, damage, extra)
     suggestion = None
     if keepable.groups and budget.until():
-        passes = math.ceil(math.log2(len(keepable.groups) + 1)) + 1 + _PRUNING_PASSES
+        passes = 2 * math.ceil(math.log2(len(keepable.groups) + 1)) + 1 + _PRUNING_PASSES
         sample = measured.sample(windows, budget.until() / passes)
-        suggestion = suggest(keepable, Mixtures(baseline, candidate, sample), tolerance, budget)
+        suggestion = suggest(keepable, Mixtures(baseline, candidate, sample), tolerance, budget, confirm)
     budget.finish()
     return Attribution(rows, measured.mixtures.tokens, budget.spent, len(alone), len(rows), suggestion)
 

@@ -1,9 +1,12 @@
 """Suggestion of modules to keep in 16 bits, so that a quantized model is within the tolerance for few extra bytes.
 
-Modules are ranked by their damage per extra byte of keeping them. Bisection finds how many modules from the top of this
-ranking are enough; each step measures the mixture itself, because the damages of modules do not add up. Modules that
-turn out to be unnecessary are then dropped. Modules that servers fuse (q/k/v, gate/up, all experts of a layer) are kept
-or dropped together.
+Modules are ranked by their damage per extra byte of keeping them. Doubling and then bisection find how many modules
+from the top of this ranking are enough, so that few modules need few steps; each step measures the mixture itself,
+because the damages of modules do not add up. Modules that turn out to be unnecessary are then dropped. Modules that
+servers fuse (q/k/v, gate/up, all experts of a layer) are kept or dropped together.
+
+The search uses a sample of the text. What it finds is then measured on all texts, with intervals, and judged like a
+candidate.
 
 Left out: a proof that no cheaper choice exists. There are too many choices to try.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from minifloat.architecture.families import family_of
@@ -23,7 +26,7 @@ from minifloat.compare.attribution.budget import TimeBudget
 from minifloat.compare.attribution.differences import Difference
 from minifloat.compare.attribution.mixture import Distance, Mixtures
 from minifloat.compare.models import Predictor
-from minifloat.compare.verdict import Tolerance
+from minifloat.compare.verdict import Tolerance, Verdict
 from minifloat.plan.override_patterns import override_patterns
 from minifloat.plan.overrides import Override
 from minifloat.runtime.names import assign
@@ -33,7 +36,7 @@ from minifloat.runtime.names import assign
 class Suggestion:
     """Modules to leave in the baseline's precision, and the measured effect.
 
-    All measurements are of a sample of the text and have no interval.
+    All measurements but `verdict` are of a sample of the text and have no interval.
 
     Attributes:
         overrides: Values for ``minifloat quantize --override``, ``"REGEX=bf16"``.
@@ -48,6 +51,9 @@ class Suggestion:
         reaches: Whether the model with the suggestion is within the tolerance.
         everything: Whether no module would stay quantized; another scheme is then better than the suggestion.
         tokens: Number of scored tokens of the sample.
+        finished: Whether the search ended before the time was up; if not, fewer modules may be enough.
+        verdict: The verdict on the model with the suggestion, measured on all texts; None: it was not measured, because
+            it is outside of the tolerance on the sample already or keeps no module quantized.
     """
 
     overrides: tuple[str, ...]
@@ -62,6 +68,8 @@ class Suggestion:
     reaches: bool
     everything: bool
     tokens: int
+    finished: bool = True
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,7 @@ def suggest(
     mixtures: Mixtures,
     tolerance: Tolerance,
     budget: TimeBudget,
+    confirm: Callable[[Predictor], Verdict] | None = None,
 ) -> Suggestion | None:
     """Search for the modules to keep in 16 bits.
 
@@ -155,6 +164,7 @@ def suggest(
         mixtures: Measures mixtures of the baseline and the candidate.
         tolerance: Bounds to keep.
         budget: Time budget; when it is spent, the best choice so far is returned.
+        confirm: Judges a model on all texts, whatever time it takes; None: the suggestion gets no verdict.
 
     Returns:
         The suggestion; None if the candidate is already within the tolerance.
@@ -168,6 +178,11 @@ def suggest(
     if after.within(tolerance):
         kept, after = search.pruned(kept, after)
     modules = tuple(name for group in kept for name in group.modules)
+    everything = not mixtures.keeps_quantized(_differences(kept))
+    verdict = None
+    if confirm is not None and after.within(tolerance) and not everything:
+        with mixtures.mixture(_differences(kept)) as mixture:
+            verdict = confirm(mixture)
     return Suggestion(
         overrides=tuple(str(Override(pattern, None)) for pattern in override_patterns(modules, keepable.names)),
         modules=modules,
@@ -179,22 +194,35 @@ def suggest(
         same_top1_before=before.same_top1,
         same_top1_after=after.same_top1,
         reaches=after.within(tolerance),
-        everything=not mixtures.keeps_quantized(_differences(kept)),
+        everything=everything,
         tokens=mixtures.tokens,
+        finished=search.finished,
+        verdict=verdict,
     )
 
 
 class _Search:
-    """Measures choices of groups until one is within the tolerance or the time is up."""
+    """Measures choices of groups until one is within the tolerance or the time is up.
+
+    Attributes:
+        finished: Whether no step of `prefix` was left out because the time was up.
+    """
 
     def __init__(self, mixtures: Mixtures, tolerance: Tolerance, budget: TimeBudget) -> None:
         self._mixtures, self._tolerance, self._budget = mixtures, tolerance, budget
+        self.finished = True
 
     def prefix(self, ranked: Sequence[ModuleGroup]) -> tuple[list[ModuleGroup], Distance]:
-        """Return the shortest prefix of the ranking that is within the tolerance; all groups if none is."""
-        low, high = 0, len(ranked)
-        reached = self._measure(ranked)
-        while reached.within(self._tolerance) and high - low > 1 and self._budget.until():
+        """Return the shortest prefix of the ranking that is within the tolerance; all groups if none is.
+
+        When the time is up, it is the shortest such prefix that was measured, or the longest one if none is within.
+        """
+        low, high = 0, 1
+        reached = self._measure(ranked[:high])
+        while not reached.within(self._tolerance) and high < len(ranked) and self._has_time():
+            low, high = high, min(2 * high, len(ranked))
+            reached = self._measure(ranked[:high])
+        while reached.within(self._tolerance) and high - low > 1 and self._has_time():
             middle = (low + high) // 2
             distance = self._measure(ranked[:middle])
             if distance.within(self._tolerance):
@@ -216,6 +244,10 @@ class _Search:
             if distance.within(self._tolerance):
                 kept, reached = fewer, distance
         return kept, reached
+
+    def _has_time(self) -> bool:
+        self.finished = self.finished and self._budget.until() > 0
+        return self.finished
 
     def _measure(self, groups: Sequence[ModuleGroup]) -> Distance:
         self._budget.report(f"a suggestion of {sum(len(group.modules) for group in groups)} modules")

@@ -257,22 +257,44 @@ def attribution_text(attribution: Attribution) -> str:
 
 
 def suggestion_text(suggestion: Suggestion) -> str:
-    """Describe the effect of leaving the suggested modules unquantized."""
-    if suggestion.everything:
+    """Describe the effect of leaving the suggested modules unquantized, with the verdict on all texts if it has one."""
+    sample = f"the {suggestion.tokens:,} tokens of the sample"
+    more_time = "" if suggestion.finished else "; the time was up before fewer modules were tried (--attribute-seconds)"
+    if suggestion.everything and not suggestion.reaches:
         return (
-            f"On the {suggestion.tokens:,} tokens of the sample, only with every module unquantized it is inside the "
-            "tolerance: another scheme is the better answer"
+            f"On {sample}, it is outside of the tolerance even with every module unquantized: the models differ by "
+            "more than the modules that an override of quantize keeps"
         )
-    sample = f"on these {suggestion.tokens:,} tokens"
-    end = f"{'inside' if suggestion.reaches else 'not yet inside'} the tolerance {sample}, without an interval"
+    if suggestion.everything:
+        only = "only " if suggestion.finished else ""
+        return (
+            f"On {sample}, {only}with every module unquantized it is inside the tolerance"
+            f"{more_time or ': another scheme is the better answer'}"
+        )
     count = len(suggestion.modules)
     modules = f"{count} {'module' if count == 1 else 'modules'}"
-    return (
+    effect = (
         f"Leaving {modules} unquantized costs {size_text(suggestion.extra_bytes)} and brings the mean KL "
         f"from {number(suggestion.kl_before, 3)} to {number(suggestion.kl_after, 3)} and the perplexity increase to "
-        f"{change(suggestion.ppl_increase_after)}: {end}. It is no "
-        "verdict on all texts: quantize with these options and compare"
+        f"{change(suggestion.ppl_increase_after)} on {sample}{more_time}"
     )
+    if suggestion.verdict is not None:
+        return f"{effect}. {_confirmed_text(suggestion.verdict)}"
+    end = f"{'inside' if suggestion.reaches else 'not yet inside'} the tolerance there, without an interval"
+    return f"{effect}: {end}. It is no verdict on all texts: quantize with these options and compare"
+
+
+def _confirmed_text(verdict: Verdict) -> str:
+    """Describe the verdict on a suggestion, measured on all texts."""
+    if verdict.outcome is Outcome.PASSED:
+        last = verdict.checks[-1].text
+        measured = ", ".join(_measured(check) for check in verdict.checks if check.text == last)
+        within = _within_margin_text(verdict)
+        return f"Measured on every text, it is inside the tolerance{within}; on {visible(last)}: {measured}"
+    first, *others = _ranked(verdict.unmet)
+    more = f"; and {len(others)} more" if others else ""
+    said = "outside of the tolerance" if verdict.outcome is Outcome.FAILED else "not decided"
+    return f"Measured on every text, it is {said}: {check_text(first)}{more}"
 
 
 def override_options(suggestion: Suggestion | None) -> list[str]:
