@@ -23,13 +23,14 @@ COMPARE = "compare {plain} {quantized} --data {text} --window 64 --prompts 1 --n
 
 #: Command -> how often it opens the plain and the quantized checkpoint.
 OPENINGS: dict[str, dict[str, int]] = {
-    QUANTIZE: {"plain": 1},
-    f"{QUANTIZE} --target transformers:cpu": {"plain": 1},
+    # The new checkpoint once, by the report beside it.
+    QUANTIZE: {"plain": 1, "new": 1},
+    f"{QUANTIZE} --target transformers:cpu": {"plain": 1, "new": 1},
     # Once to calibrate and once to quantize: `quantize_checkpoint` takes a path, and statistics already collected.
-    f"{QUANTIZE_STATIC} --calibration-samples 4": {"plain": 2},
+    f"{QUANTIZE_STATIC} --calibration-samples 4": {"plain": 2, "new": 1},
     CALIBRATE: {"plain": 1},
     f"{CALIBRATE} --held-out 0": {"plain": 1},
-    f"{CALIBRATE} --max-memory 140000": {"plain": 1},
+    f"{CALIBRATE} --max-memory 140000B": {"plain": 1},
     # Once more by the engine that writes the text.
     CALIBRATE.replace("{text}", "self"): {"plain": 2},
     "convert {quantized} {new} --dequantize": {"quantized": 1},
@@ -53,9 +54,9 @@ def folders(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.fixture
-def openings(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The number of calls of `Checkpoint.open` so far, by the name of the folder in `folders`."""
-    names = {path.resolve(): name for name, path in folders.items()}
+def openings(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The number of calls of `Checkpoint.open` so far, by the name of the folder in `folders`, or "new"."""
+    names = {path.resolve(): name for name, path in folders.items()} | {(tmp_path / "new").resolve(): "new"}
     counts: Counter[str] = Counter()
     open_checkpoint = Checkpoint.open
 

@@ -364,7 +364,7 @@ def test_salts_keep_requests_apart(llama_folder: Path) -> None:
         ({"kv_cache_dtype": "fp4"}, "unknown kv_cache_dtype"),
         ({"lm_head": "int4"}, "unknown lm_head"),
         ({"max_model_len": 100000}, "positions"),
-        ({"kv_cache_memory": 100}, "fewer than one sequence"),
+        ({"kv_cache_memory": 100}, "less than a sequence"),
         ({"max_num_seqs": 600}, "max_num_batched_tokens"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"kv_cache_dtype": "fp8"}, "k_scale"),

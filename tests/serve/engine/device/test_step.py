@@ -272,12 +272,20 @@ def test_all_that_a_step_makes_is_on_the_device_of_its_inputs(element: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("scheme", "pieces"), [("fp8", 1), ("fp8-dynamic", 1), ("mxfp4", 1), ("mxfp8", 1), ("fp8-static", 1), ("nvfp4", 3)]
+    ("scheme", "growth", "pieces"),
+    [
+        *((scheme, 8.0, 1) for scheme in ("fp8", "fp8-dynamic", "mxfp4", "mxfp8", "fp8-static")),
+        ("nvfp4", 1.0, 1),
+        ("nvfp4", 8.0, 3),
+    ],
 )
-def test_products_with_one_input_are_one_where_their_scales_allow_it(scheme: str, pieces: int) -> None:
-    """A scale per tensor becomes one per row; NVFP4's second scale is the whole tensor's and cannot."""
-    plain = model_of("llama")
-    model = quantized(model_of("llama"), scheme)
+def test_products_with_one_input_are_one_where_their_scales_allow_it(scheme: str, growth: float, pieces: int) -> None:
+    """A scale per tensor becomes one per row; NVFP4's second scale is the whole tensor's, and has to be the same."""
+    plain, model = model_of("llama"), model_of("llama")
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.weight.data *= growth
+    attention.v_proj.weight.data *= growth**2
+    model = quantized(model, scheme)
     layer = device_decoder(model).layers[0]
     assert len(layer.qkv.weights) == pieces
     x = torch.randn(3, 64)
