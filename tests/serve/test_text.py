@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from minifloat.commands.main import main
 from minifloat.errors import CheckpointError, UsageError
 from minifloat.quantize.job import quantize_checkpoint
 from minifloat.runtime.load import load
@@ -164,6 +166,16 @@ def test_an_error_in_the_model_reaches_the_reader(model: PreTrainedModel, monkey
     monkeypatch.setattr(model, "forward", broken)
     with pytest.raises(RuntimeError, match="the kernel broke"):
         list(generate(model, PROMPT))
+
+
+def test_logits_that_are_nan_end_the_command_with_one_line(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] *= torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    result = CliRunner().invoke(main, ["generate", str(folder), "Once", "-n", "2"])
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+    assert "minifloat: error: the text ended with an error: the model's logits are not finite" in result.output
 
 
 def test_an_empty_prompt_begins_with_the_begin_token(model: PreTrainedModel) -> None:

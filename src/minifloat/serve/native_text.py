@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.errors import UsageError
+from minifloat.errors import MinifloatError, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,6 +98,6 @@ def native_pieces(engine: Engine, prompt: str, params: SamplingParams) -> Iterat
 def _pieces(engine: Engine, tokens: tuple[int, ...], params: SamplingParams) -> Iterator[str]:
     for delivery in engine.generate([tokens], params, stream=True):
         if delivery.error is not None:
-            raise RuntimeError(delivery.error)
+            raise MinifloatError(f"the text ended with an error: {delivery.error}")
         if delivery.text:
             yield delivery.text
