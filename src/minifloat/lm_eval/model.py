@@ -168,9 +168,9 @@ class MinifloatLM(HFLM):  # type: ignore[misc]  # the harness has no types
             order = sorted(range(len(requests)), key=lambda index: requests[index][1])
             for start in range(0, len(order), _TOGETHER):
                 together = order[start : start + _TOGETHER]
-                first = {tuple(requests[index][1]): index for index in together}.values()
-                others = [index for index in together if index not in {*first}]
-                for indices in (list(first), others):
+                first = {*{tuple(requests[index][1]): index for index in together}.values()}
+                for leads in (True, False):
+                    indices = [index for index in together if (index in first) is leads]
                     self._run(indices, [self._scoring(requests[index]) for index in indices], answered)
         return [answers[index] for index in range(len(requests))]
 
