@@ -8,6 +8,6 @@ models were compared on.
 from __future__ import annotations
 
 from minifloat.checkpoint_report.results import Results, read_results
-from minifloat.checkpoint_report.update import PAGE_FILE, has_report, write_report
+from minifloat.checkpoint_report.update import PAGE_FILE, draw_results, has_report, write_report
 
-__all__ = ["PAGE_FILE", "Results", "has_report", "read_results", "write_report"]
+__all__ = ["PAGE_FILE", "Results", "draw_results", "has_report", "read_results", "write_report"]

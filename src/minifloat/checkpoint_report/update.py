@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from minifloat.checkpoint.files import resolve_folder, written_whole
 from minifloat.checkpoint_report.page import report_page
-from minifloat.checkpoint_report.results import read_results, store_result
+from minifloat.checkpoint_report.results import Results, read_results, store_result
 
 if TYPE_CHECKING:
     from minifloat.bench.gains import GainsReport
@@ -35,7 +35,15 @@ def write_report(folder: str | os.PathLike[str], result: Comparison | GainsRepor
     """
     if result is not None:
         store_result(folder, result)
-    results = read_results(folder)
+    return draw_results(read_results(folder))
+
+
+def draw_results(results: Results) -> Path:
+    """Write report.html beside the checkpoint that the results are of, and return its path.
+
+    Raises:
+        StorageError: The system refused to write.
+    """
     path = results.path / PAGE_FILE
     with written_whole(path) as file:
         file.write(report_page(results).encode())

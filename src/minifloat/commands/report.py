@@ -31,11 +31,12 @@ def report(out: Path) -> None:
     The results are those that `quantize`, `compare` and `bench` left beside the checkpoint. Its report.html is drawn
     again.
     """
-    from minifloat.checkpoint_report import read_results, write_report
+    from minifloat.checkpoint_report import draw_results, read_results
     from minifloat.commands.display.report import print_results
 
-    path = write_report(out)
-    print_results(read_results(out))
+    results = read_results(out)
+    path = draw_results(results)
+    print_results(results)
     click.echo(f"Report: {path}")
 
 
