@@ -36,11 +36,18 @@ class EngineChoice:
         self, checkpoint: Checkpoint, planner: Planner, overrides: Sequence[Override], target: str | None
     ) -> None:
         self._checkpoint, self._planner, self._overrides = checkpoint, planner, overrides
+        self._plans: dict[Scheme, QuantizationPlan] = {}
         self._target = None if target is None else Target.parse(target)
+
+    def plan(self, scheme: Scheme) -> QuantizationPlan:
+        """Return the plan of a scheme with the overrides of the run, made once."""
+        if scheme not in self._plans:
+            self._plans[scheme] = self._planner(scheme, self._overrides)
+        return self._plans[scheme]
 
     def default(self, scheme: Scheme) -> tuple[Scheme, tuple[str, ...]]:
         """Return the default scheme, or one that loads where the default does not, with a note on that choice."""
-        plan = self._planner(scheme, self._overrides)
+        plan = self.plan(scheme)
         if self._loads(plan):
             return scheme, ()
         other = self._alternative(scheme)
@@ -108,7 +115,7 @@ class EngineChoice:
         best, most = None, 0
         for other in _candidates(scheme):
             try:
-                plan = self._planner(other, self._overrides)
+                plan = self.plan(other)
             except (TensorError, UsageError):
                 continue
             if self._target is not None:
@@ -123,7 +130,7 @@ class EngineChoice:
     def _names(self, scheme: Scheme) -> str:
         if self._target is not None:
             return f"on {self._target}"
-        verdicts = self._verdicts(self._planner(scheme, self._overrides))
+        verdicts = self._verdicts(self.plan(scheme))
         return f"in {', '.join(short_name(engine) for engine in others_that_load(verdicts))}"
 
     def _advice(self, other: Scheme | None) -> str:

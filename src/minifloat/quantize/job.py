@@ -211,7 +211,7 @@ def quantize_checkpoint(
             engine_notes: tuple[str, ...] = ()
             if scheme is None and budget is None:
                 chosen_scheme, engine_notes = choice.default(chosen_scheme)
-            plan = planner(chosen_scheme, parsed_overrides)
+            plan = choice.plan(chosen_scheme)
             caster.require(dict.fromkeys([plan.scheme, *plan.modules.values()]))
             if rounded is None:
                 rounded = stack.enter_context(_rounding(checkpoint, plan, data_options, Path(destination), progress))

@@ -175,7 +175,7 @@ def preview_quantization(
         engine_notes: tuple[str, ...] = ()
         if scheme is None:
             wanted, engine_notes = choice.default(wanted)
-        plan = planner(wanted, parsed)
+        plan = choice.plan(wanted)
         notes: tuple[str, ...] = ()
         if calibration is not None or not calibrates:
             plan, _, notes = apply_calibration(plan, checkpoint, calibration, kv_cache=kv_cache)
