@@ -35,11 +35,8 @@ CALLS = [
     (os, "fsync"),
     (os, "unlink"),
     (os, "rmdir"),
-    (Path, "mkdir"),
-    (Path, "rename"),
-    (Path, "replace"),
-    (Path, "unlink"),
-    (Path, "rmdir"),
+    (os, "mkdir"),
+    (os, "rename"),
 ]
 
 

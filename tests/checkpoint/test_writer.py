@@ -378,21 +378,116 @@ def test_a_damaged_line_of_the_journal_marks_no_shard_as_finished(tmp_path, line
         assert list(writer.finished) == ["m-1.safetensors"]
 
 
-@pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "header", "another file", "fifo"])
+@pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "header", "another file", "fifo", "link", "a bit"])
 def test_a_journaled_shard_with_a_damaged_file_is_written_again(tmp_path, damage):
     path = interrupted(tmp_path / "out") / "output" / "m-2.safetensors"
     data = path.read_bytes()
     path.unlink()
     if damage == "fifo":
         os.mkfifo(path)
+    elif damage == "link":
+        (tmp_path / "elsewhere").write_bytes(data)
+        path.symlink_to(tmp_path / "elsewhere")
     elif damage != "missing":
         another = safetensors.numpy.save({"c": np.zeros(3)})
-        damaged = {"shorter": data[:-1], "longer": data + b"\0", "header": bytes(8) + data[8:], "another file": another}
+        flipped = data[:-1] + bytes([data[-1] ^ 1])
+        damaged = {
+            "a bit": flipped,
+            "shorter": data[:-1],
+            "longer": data + b"\0",
+            "header": bytes(8) + data[8:],
+            "another file": another,
+        }
         path.write_bytes(damaged[damage])
     with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
         assert list(writer.finished) == ["m-1.safetensors"]
+        assert list(writer.damaged) == ["m-2.safetensors"]
         write_shard(writer, "m-2.safetensors")
     assert path.read_bytes() == data
+    assert not path.is_symlink()
+
+
+@pytest.mark.parametrize("changed", ["size", "digest", "pieces", "record"])
+def test_a_line_of_the_journal_with_a_changed_value_marks_no_shard_as_finished(tmp_path, changed):
+    journal = interrupted(tmp_path / "out", ["m-1.safetensors"]) / "journal.jsonl"
+    entry = json.loads(journal.read_text())
+    digit = next(digit for digit in str(entry[changed]) if digit.isdigit() or digit.islower())
+    at = journal.read_text().index(f'"{changed}"') + len(changed) + 2
+    text = journal.read_text()
+    journal.write_text(text[:at] + text[at:].replace(digit, "7" if digit != "7" else "8", 1))
+    with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
+        assert writer.finished == {}
+
+
+# What lies in the work folder under our names and is not ours
+
+
+OURS = ["lock", "journal.jsonl", "minifloat-state.json", "output", "pending"]
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("kind", ["link to a file", "link to a folder", "hard link", "fifo"])
+def test_what_is_planted_in_the_work_folder_changes_nothing_outside_of_it(tmp_path, name, kind):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "thesis.tex").write_text("ten years")
+    work = interrupted(tmp_path / "out")
+    shutil.rmtree(work / name) if (work / name).is_dir() else (work / name).unlink()
+    if kind == "fifo":
+        os.mkfifo(work / name)
+    elif kind == "hard link":
+        (work / name).hardlink_to(victim / "thesis.tex")
+    else:
+        (work / name).symlink_to(victim / "thesis.tex" if kind == "link to a file" else victim)
+    try:
+        with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
+            write_shard(writer, "m-3.safetensors")
+            writer.write_file("config.json", b"{}")
+    except DestinationError as error:
+        assert f"out.minifloat-work/{name}: " in str(error)
+        assert "minifloat did not create it; move it away" in str(error)
+    assert contents(victim) == {"thesis.tex": b"ten years"}
+
+
+@pytest.mark.parametrize("name", ["lock", "output"])
+def test_a_planted_link_is_refused_by_its_name(tmp_path, name):
+    work = interrupted(tmp_path / "out")
+    shutil.rmtree(work / name) if name == "output" else (work / name).unlink(missing_ok=True)
+    (work / name).symlink_to(tmp_path)
+    with pytest.raises(
+        DestinationError, match=rf"minifloat-work/{name}: .*; minifloat did not create it; move it away"
+    ):
+        CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1)
+
+
+def test_the_work_folder_is_readable_by_its_owner_only_and_the_output_is_not_so(tmp_path):
+    with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
+        assert writer.work.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "usual").mkdir()
+    assert write_model(tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+@pytest.mark.parametrize("of", ["folder", "lock"])
+def test_a_work_folder_of_another_user_is_refused(tmp_path, monkeypatch, of):
+    work = interrupted(tmp_path / "out")
+    if of == "folder":
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(DestinationError, match=r"work: belongs to user \d+, not to user 12345"):
+            CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1)
+        return
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to somebody else")
+    os.chown(work / "journal.jsonl", 12345, 12345)
+    with pytest.raises(DestinationError, match=r"journal\.jsonl: belongs to user 12345, the folder to user 0"):
+        CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1)
+
+
+def test_a_state_file_that_is_nested_deeply_starts_the_work_over(tmp_path):
+    work = interrupted(tmp_path / "out")
+    (work / "minifloat-state.json").write_bytes(b"[" * 60_000)
+    with CheckpointWriter(tmp_path / "out", fingerprint="f", total_bytes=1) as writer:
+        assert writer.finished == {}
+        assert "cannot be read" in writer.restarted_because
 
 
 def test_a_discarded_shard_stays_discarded_in_the_next_run(tmp_path):
@@ -571,15 +666,14 @@ def test_a_refused_creation_of_the_folder_is_an_error_with_the_cure(tmp_path, mo
 
 def test_an_interrupt_between_the_two_renames_puts_the_old_checkpoint_back(tmp_path, monkeypatch):
     old = contents(write_model(tmp_path / "out"))
-    rename = Path.rename
+    rename = os.rename
 
-    def interrupt(self, target):
-        renamed = rename(self, target)
-        if self.name == "out":
+    def interrupt(source, target, **folders):
+        rename(source, target, **folders)
+        if Path(source).name == "out":
             raise KeyboardInterrupt
-        return renamed
 
-    monkeypatch.setattr(Path, "rename", interrupt)
+    monkeypatch.setattr(os, "rename", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_model(tmp_path / "out", overwrite=True)
     assert contents(tmp_path / "out") == old
@@ -587,20 +681,68 @@ def test_an_interrupt_between_the_two_renames_puts_the_old_checkpoint_back(tmp_p
 
 def test_a_destination_that_cannot_be_renamed_keeps_the_old_one_and_the_work(tmp_path, monkeypatch):
     old = contents(write_model(tmp_path / "out"))
-    rename = Path.rename
+    rename = os.rename
 
-    def refuse(self, target):
-        if self.name == "output":
+    def refuse(source, target, **folders):
+        if source == "output":
             raise OSError(errno.EBUSY, "Device or resource busy")
-        return rename(self, target)
+        rename(source, target, **folders)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", refuse)
+        patch.setattr(os, "rename", refuse)
         with pytest.raises(StorageError, match="cannot put the finished output in place: Device or resource busy"):
             write_model(tmp_path / "out", overwrite=True, config=b'{"new": 1}')
     assert contents(tmp_path / "out") == old
     write_model(tmp_path / "out", overwrite=True, config=b'{"new": 1}')
     assert contents(tmp_path / "out") == old | {"config.json": b'{"new": 1}'}
+
+
+@pytest.mark.parametrize("call", ["fsync", "unlink"])
+def test_a_cleanup_that_fails_after_the_rename_is_a_warning_and_the_output_is_complete(
+    tmp_path, monkeypatch, caplog, call
+):
+    expected = contents(write_model(tmp_path / "expected"))
+    rename = os.rename
+
+    def refuse(*arguments, **folders):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def rename_and_break(source, target, **folders):
+        rename(source, target, **folders)
+        if source == "output":
+            monkeypatch.setattr(os, call, refuse)
+
+    monkeypatch.setattr(os, "rename", rename_and_break)
+    out = write_model(tmp_path / "out")
+    monkeypatch.undo()
+    assert contents(out) == expected
+    assert "out is complete, but not all of" in caplog.text
+    assert "Input/output error" in caplog.text
+    write_model(tmp_path / "out", overwrite=True)
+    assert names_in(tmp_path) == ["expected", "out"]
+
+
+@needs_proc
+@pytest.mark.parametrize("name", ["model.safetensors", "journal.jsonl", "lock", "out.minifloat-work", "out"])
+def test_a_file_that_cannot_be_closed_is_no_traceback(tmp_path, monkeypatch, name):
+    close, refused = os.close, []
+
+    def refuse(descriptor):
+        named = Path(f"/proc/self/fd/{descriptor}").readlink().name.removesuffix(" (deleted)")
+        close(descriptor)
+        if named == name:
+            refused.append(named)
+            raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", refuse)
+        if name == "model.safetensors":
+            with pytest.raises(StorageError, match=r"model\.safetensors: cannot close it: Input/output error"):
+                write_model(tmp_path / "out")
+        else:
+            write_model(tmp_path / "out")
+    assert refused
+    assert (tmp_path / "out").exists() == (name != "model.safetensors")
 
 
 def test_written_bytes_go_to_the_disk_before_the_shard_is_complete(tmp_path, monkeypatch):

@@ -42,6 +42,12 @@ def new_hasher(*, parallel: bool = False) -> Hasher:
     return _new()
 
 
+def digest_bytes(data: Any) -> bytes:
+    """Return the digest of a contiguous buffer."""
+    hasher = _new(data)
+    return hasher.digest()
+
+
 def name_digest(hasher: Hasher) -> str:
     """Return the digest with the name of its algorithm, ``"blake3:..."``."""
     return f"{ALGORITHM}:{hasher.hexdigest()}"

@@ -56,16 +56,26 @@ def read_header(path: Path) -> tuple[ShardHeader, os.stat_result]:
         FileNotFoundError: If there is no such file.
     """
     descriptor, status = open_regular(path)
+    try:
+        return header_of(descriptor, status.st_size, path), status
+    finally:
+        os.close(descriptor)
+
+
+def header_of(descriptor: int, file_bytes: int, path: Path) -> ShardHeader:
+    """Return the checked header of an open file.
+
+    Raises:
+        HeaderError: If the header is not valid for this file.
+        StorageError: If the operating system refuses a read.
+    """
 
     def read(start: int, count: int) -> bytes:
         data = bytearray(count)
         read_exactly(descriptor, memoryview(data), start, path)
         return bytes(data)
 
-    try:
-        return check_header(read, path=path, file_bytes=status.st_size), status
-    finally:
-        os.close(descriptor)
+    return check_header(read, path=path, file_bytes=file_bytes)
 
 
 def check_header(read: Callable[[int, int], bytes], *, path: Path, file_bytes: int) -> ShardHeader:

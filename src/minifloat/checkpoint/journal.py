@@ -1,4 +1,8 @@
-"""The journal of finished shards: one JSON line per shard, readable after a kill at any byte."""
+"""The journal of finished shards: one JSON line per shard, readable after a kill at any byte.
+
+Each line ends with a digest of itself, and holds the digest of the bytes that were written to the shard. A resumed run
+reads its finished shards again and believes neither a line nor a shard that has changed.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,65 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from minifloat.checkpoint.files import is_safe_name, storage_errors
-from minifloat.checkpoint.header import read_header
-from minifloat.errors import CheckpointError, StorageError
+from minifloat.checkpoint.digest import digest_bytes, name_digest, new_hasher
+from minifloat.checkpoint.files import is_safe_name, read_exactly, storage_errors
+from minifloat.checkpoint.header import header_of
+from minifloat.checkpoint.own_folder import OwnFolder
+from minifloat.errors import CheckpointError, DestinationError, StorageError
+
+#: Largest journal that is read: that of a model with millions of tensors.
+_LIMIT = 2**30
+#: Shards that are read again at a time.
+_READERS = 4
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """What was written to a shard.
+
+    Attributes:
+        size: Bytes of the file.
+        pieces: Sizes of its consecutive pieces, of which each has a digest; the header is the first one.
+        digest: Digest of the digests of the pieces.
+    """
+
+    size: int
+    pieces: tuple[int, ...]
+    digest: str
 
 
 class Journal:
     """An append-only file of JSON objects. Thread-safe.
 
     Attributes:
-        entries: The objects that were in the file when it was opened. A line that is cut short, and everything after
-            it, is removed from the file.
+        entries: The objects that were in the file when it was opened. A line that is damaged or cut short, and
+            everything after it, is removed from the file.
+
+    Raises:
+        DestinationError: If the file is not one of this user, or larger than any journal.
+        StorageError: If the operating system refuses.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: OwnFolder, name: str) -> None:
+        self._path = folder.path / name
         self._lock = threading.Lock()
-        with storage_errors(path, "open the journal"):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            data = path.read_bytes()
-            self.entries, self._size = _whole_lines(data)
-            os.ftruncate(self._descriptor, self._size)
+        with storage_errors(self._path, "open the journal"):
+            self._descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT)
+            try:
+                size = os.fstat(self._descriptor).st_size
+                if size > _LIMIT:
+                    raise DestinationError(f"{self._path}: {size:,} bytes are more than any journal has; delete it")
+                data = bytearray(size)
+                read_exactly(self._descriptor, memoryview(data), 0, self._path)
+                self.entries, self._size = _whole_lines(bytes(data))
+                os.ftruncate(self._descriptor, self._size)
+            except BaseException:
+                os.close(self._descriptor)
+                raise
 
     def append(self, entry: dict[str, Any]) -> None:
         """Append an object and sync it to the disk.
@@ -37,7 +76,7 @@ class Journal:
         Raises:
             StorageError: If the operating system refuses; the journal is then unchanged.
         """
-        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        line = _line(json.dumps(entry, separators=(",", ":")).encode())
         with self._lock, storage_errors(self._path, "write the journal"):
             try:
                 count = 0
@@ -50,8 +89,18 @@ class Journal:
             self._size += len(line)
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
+        """Close the file.
+
+        Raises:
+            StorageError: If the operating system refuses.
+        """
+        with storage_errors(self._path, "close the journal"):
+            os.close(self._descriptor)
+
+
+def _line(text: bytes) -> bytes:
+    """Return the line of a JSON object: the object with one more member, the digest of its text."""
+    return b'%s,"line":"%s"}\n' % (text[:-1], digest_bytes(text).hex().encode())
 
 
 def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
@@ -59,8 +108,11 @@ def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
     entries: list[dict[str, Any]] = []
     size = 0
     for line in data.splitlines(keepends=True):
+        text = line[: line.rfind(b',"line":"')] + b"}"
+        if line != _line(text):
+            break
         try:
-            entry = json.loads(line) if line.endswith(b"\n") else None
+            entry = json.loads(text)
         except (ValueError, RecursionError):
             break
         if not isinstance(entry, dict):
@@ -70,22 +122,83 @@ def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
     return entries, size
 
 
-def finished_shards(entries: Sequence[Mapping[str, Any]], output: Path) -> dict[str, dict[str, Any]]:
-    """Return the records of journaled shards whose files are present with a valid header and the journaled size."""
-    shards: dict[str, tuple[int, dict[str, Any]]] = {}
+def shard_entry(name: str, written: WrittenShard, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the journal's object for a finished shard."""
+    return {
+        "file": name,
+        "size": written.size,
+        "digest": written.digest,
+        "pieces": written.pieces,
+        "record": record,
+    }
+
+
+def discarded_entry(name: str) -> dict[str, Any]:
+    """Return the journal's object for a shard that is to be written again."""
+    return {"file": name, "discarded": True}
+
+
+def finished_shards(
+    entries: Sequence[Mapping[str, Any]], output: OwnFolder
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the records of the journaled shards that hold what was written, and why each other one does not.
+
+    Args:
+        entries: Objects of the journal.
+        output: The folder of the shards, of which every byte is read.
+
+    Returns:
+        The record by name of a finished shard; the reason by name of a shard that has to be written again.
+    """
+    shards: dict[str, tuple[WrittenShard, dict[str, Any]]] = {}
     for entry in entries:
-        name, size, record = entry.get("file"), entry.get("size"), entry.get("record")
+        name = entry.get("file")
         if not isinstance(name, str) or not is_safe_name(name):
             continue
         shards.pop(name, None)
-        if isinstance(size, int) and isinstance(record, dict):
-            shards[name] = (size, record)
-    return {name: record for name, (size, record) in shards.items() if _is_whole(output / name, size)}
+        written, record = _written(entry), entry.get("record")
+        if written is not None and isinstance(record, dict):
+            shards[name] = (written, record)
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="minifloat-verify") as pool:
+        reasons = dict(zip(shards, pool.map(lambda name: _damage(output, name, shards[name][0]), shards), strict=True))
+    finished = {name: record for name, (_, record) in shards.items() if not reasons[name]}
+    return finished, {name: reason for name, reason in reasons.items() if reason}
 
 
-def _is_whole(path: Path, size: int) -> bool:
+def _written(entry: Mapping[str, Any]) -> WrittenShard | None:
+    size, pieces, digest = entry.get("size"), entry.get("pieces"), entry.get("digest")
+    if type(size) is not int or not isinstance(pieces, list) or not isinstance(digest, str):
+        return None
+    if not all(type(piece) is int and piece > 0 for piece in pieces) or sum(pieces) != size:
+        return None
+    return WrittenShard(size, tuple(pieces), digest)
+
+
+def _damage(output: OwnFolder, name: str, written: WrittenShard) -> str:
+    """Return why a file is not the shard that was written; empty if it is."""
     try:
-        _, status = read_header(path)
-    except (CheckpointError, StorageError, FileNotFoundError):
-        return False
-    return status.st_size == size
+        descriptor = output.open_file(name, os.O_RDONLY)
+    except FileNotFoundError:
+        return "is missing"
+    except (DestinationError, OSError) as error:
+        return f"cannot be used: {error}"
+    path = output.path / name
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != written.size:
+            return f"has {size:,} bytes, {written.size:,} were written"
+        hasher = new_hasher()
+        buffer, at = bytearray(max(written.pieces, default=0)), 0
+        for piece in written.pieces:
+            view = memoryview(buffer)[:piece]
+            read_exactly(descriptor, view, at, path)
+            hasher.update(digest_bytes(view))
+            at += piece
+        if name_digest(hasher) != written.digest:
+            return "holds other bytes than were written"
+        header_of(descriptor, size, path)
+    except (CheckpointError, StorageError) as error:
+        return f"cannot be used: {error}"
+    finally:
+        os.close(descriptor)
+    return ""

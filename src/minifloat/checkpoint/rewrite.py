@@ -91,9 +91,14 @@ def restart_if_source_changed(writer: CheckpointWriter, digests: Mapping[str, Se
 
 
 def restart_notes(writer: CheckpointWriter) -> tuple[str, ...]:
-    """Return the notes for the report about an earlier run that was not continued, if there was one."""
+    """Return the notes for the report about work of an earlier run that was not continued, if there was some."""
     because = writer.restarted_because
-    return () if because is None else (f"An earlier, unfinished run was not continued: {because}.",)
+    notes = [] if because is None else [f"An earlier, unfinished run was not continued: {because}."]
+    notes += [
+        f"{name} of the earlier run was written again, because the file {reason}: check the disk."
+        for name, reason in writer.damaged.items()
+    ]
+    return tuple(notes)
 
 
 def write_sidecars(checkpoint: Checkpoint, writer: CheckpointWriter) -> None:

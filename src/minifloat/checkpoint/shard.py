@@ -7,21 +7,27 @@ reader accepts.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from minifloat.checkpoint.digest import digest_bytes, name_digest, new_hasher
 from minifloat.checkpoint.files import Buffer, byte_view, storage_errors
 from minifloat.checkpoint.header import encode_header
+from minifloat.checkpoint.journal import WrittenShard
+from minifloat.checkpoint.own_folder import OwnFolder
 from minifloat.checkpoint.tensors import OutputTensor
+from minifloat.errors import StorageError
 
 #: Bytes that are written before the operating system is asked to start moving them to the disk.
 _WRITE_BACK_BYTES = 64 << 20
+#: Bytes that have a digest of their own at most, which a resumed run reads into memory at a time.
+_PIECE_BYTES = 16 << 20
 #: ``SYNC_FILE_RANGE_WRITE`` of Linux.
 _START_WRITING = 2
 #: Error numbers of file systems that cannot reserve space.
@@ -37,36 +43,37 @@ class ShardWriter:
 
     def __init__(
         self,
-        path: Path,
+        folder: OwnFolder,
+        name: str,
         tensors: Sequence[OutputTensor],
         metadata: Mapping[str, str],
-        journal: Callable[[int, dict[str, Any]], None],
+        journal: Callable[[WrittenShard, dict[str, Any]], None],
     ) -> None:
         """Create the file at its full size.
 
         Args:
-            path: Path of the new file.
+            folder: Folder of the new file.
+            name: Name of the new file.
             tensors: Tensors that the file will hold.
             metadata: Free-form strings for its header.
-            journal: Called with the file's size and the caller's record when every byte is on the disk.
+            journal: Called with what was written and the caller's record when every byte is on the disk.
 
         Raises:
             StorageError: If the operating system refuses; a full disk is reported now rather than after the work.
         """
-        self.path = path
+        self.path, self._folder = folder.path / name, folder
         self._header, self._spans = encode_header(tensors, metadata)
         self._size = len(self._header) + sum(size for _, size in self._spans.values())
-        self._written: dict[str, list[tuple[int, int]]] = {name: [] for name in self._spans}
+        self._written: dict[str, list[tuple[int, int, bytes]]] = {name: [] for name in self._spans}
         self._unsent = 0
         self._journal = journal
         self._lock = threading.Lock()
-        with storage_errors(path, f"create a file of {self._size} bytes"):
-            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with storage_errors(self.path, f"create a file of {self._size} bytes"):
+            self._descriptor: int | None = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 _reserve(self._descriptor, self._size)
             except BaseException:
-                self.close()
-                path.unlink()
+                self.abandon()
                 raise
 
     def write(self, tensor: str, data: Buffer, start: int = 0) -> None:
@@ -84,9 +91,14 @@ class ShardWriter:
         offset, size = self._spans[tensor]
         if start < 0 or start + len(view) > size:
             raise AssertionError(f"{tensor}: bytes {start} to {start + len(view)} of a tensor of {size}")
+        pieces = [  # hashed outside of the lock, while the bytes are in the cache
+            (start + at, start + at + len(piece), digest_bytes(piece))
+            for at in range(0, len(view), _PIECE_BYTES)
+            for piece in (view[at : at + _PIECE_BYTES],)
+        ]
         self._write_at(view, offset + start)
         with self._lock:
-            self._written[tensor].append((start, start + len(view)))
+            self._written[tensor] += pieces
             self._unsent += len(view)
             descriptor = self._descriptor if self._unsent >= _WRITE_BACK_BYTES else None
             if descriptor is not None:
@@ -103,26 +115,50 @@ class ShardWriter:
         Raises:
             StorageError: If the operating system refuses.
         """
-        for tensor, (_, size) in self._spans.items():
-            end = 0
-            for start, stop in sorted(self._written[tensor]):
-                if start != end:
-                    raise AssertionError(f"{tensor}: byte {min(start, end)} was written twice or never")
-                end = stop
-            if end != size:
-                raise AssertionError(f"{tensor}: byte {end} was never written")
+        written = self._check_written()
         self._write_at(memoryview(self._header), 0)
         with storage_errors(self.path, "sync"):
             os.fsync(self._open_descriptor())
         self.close()
-        self._journal(self._size, record)
+        self._journal(written, record)
+
+    def _check_written(self) -> WrittenShard:
+        """Check that every byte was written once; return the digest of all pieces in their order in the file."""
+        pieces, hasher = [len(self._header)], new_hasher()
+        hasher.update(digest_bytes(self._header))
+        for tensor, (_, size) in self._spans.items():
+            end = 0
+            for start, stop, digest in sorted(self._written[tensor]):
+                if start != end:
+                    raise AssertionError(f"{tensor}: byte {min(start, end)} was written twice or never")
+                pieces.append(stop - start)
+                hasher.update(digest)
+                end = stop
+            if end != size:
+                raise AssertionError(f"{tensor}: byte {end} was never written")
+        return WrittenShard(self._size, tuple(pieces), name_digest(hasher))
 
     def close(self) -> None:
-        """Close the file without finishing it."""
+        """Close the file without finishing it.
+
+        Raises:
+            StorageError: If the operating system refuses, as a network file system does that cannot store the bytes.
+        """
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            os.close(descriptor)
+            with storage_errors(self.path, "close it"):
+                os.close(descriptor)
+
+    def abandon(self) -> None:
+        """Close and delete the unfinished file, which frees its space on a full disk.
+
+        Raises:
+            StorageError: If the operating system refuses to delete it.
+        """
+        with contextlib.suppress(StorageError):
+            self.close()
+        self._folder.remove(self.path.name)
 
     def _write_at(self, view: memoryview, offset: int) -> None:
         # The lock costs no speed, because the operating system lets one thread at a time write to a file. Without it a

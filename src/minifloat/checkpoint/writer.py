@@ -11,9 +11,12 @@ job:
         pending/                config.json, index and other small files, which move to output/ at the very end
         replaced/               the previous destination, during the instant of an overwrite
 
+The work folder is this user's alone, and is reached through its descriptor (`own_folder.py`): a link, a FIFO or a file
+of somebody else in it is refused.
+
 No loader accepts shards without a config.json, and `Checkpoint.open` refuses these folders while the state file exists.
 A run resumes the work of an earlier run if both have the same fingerprint, into which the caller puts everything that
-determines the result.
+determines the result. Finished shards are read again, and one that does not hold what was written is written anew.
 
 Not supported: several processes that share the work, and file systems without `flock` or atomic renames.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import threading
@@ -29,18 +33,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from minifloat.checkpoint.files import is_safe_name, list_folder, storage_errors, sync_folder
-from minifloat.checkpoint.journal import Journal, finished_shards
+from minifloat.checkpoint.files import is_safe_name, list_folder, parse_object, storage_errors, sync_folder
+from minifloat.checkpoint.journal import Journal, WrittenShard, discarded_entry, finished_shards, shard_entry
 from minifloat.checkpoint.layout import CONFIG_FILE, SHARD_SUFFIX, STATE_FILE
 from minifloat.checkpoint.lock import FolderLock
+from minifloat.checkpoint.own_folder import OwnFolder
 from minifloat.checkpoint.reader import Checkpoint
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.tensors import OutputTensor
-from minifloat.errors import DestinationError, StorageError
+from minifloat.errors import CheckpointError, DestinationError, StorageError
+
+_LOG = logging.getLogger(__name__)
 
 WORK_SUFFIX = ".minifloat-work"
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
+_STATE_LIMIT = 1 << 16  #: bytes
 _STATE_DRAFT = f"{STATE_FILE}.draft"
 _LOCK = "lock"
 _JOURNAL = "journal.jsonl"
@@ -59,6 +67,7 @@ class CheckpointWriter:
         finished: Records passed to `ShardWriter.commit` by name of the finished shard, of this run and of the earlier
             run that it resumes.
         restarted_because: Why the work of an earlier run was discarded; None if there was none or it is resumed.
+        damaged: Why a finished shard of the earlier run has to be written again, by name of the shard.
     """
 
     def __init__(
@@ -82,12 +91,14 @@ class CheckpointWriter:
         self.work = self.destination.with_name(self.destination.name + WORK_SUFFIX)
         self.finished: dict[str, dict[str, Any]] = {}
         self.restarted_because: str | None = None
+        self.damaged: dict[str, str] = {}
         self._overwrite = overwrite
         self._mutex = threading.Lock()
         self._open_shards: dict[str, ShardWriter] = {}
         self._journal: Journal | None = None
         self._resumed = False
         self._lock: FolderLock | None = None
+        self._output: OwnFolder | None = None
         try:
             self._claim()
             self._resume(fingerprint)
@@ -103,21 +114,32 @@ class CheckpointWriter:
         self.close()
 
     def close(self) -> None:
-        """Stop writing and release the lock. Finished shards stay in the work folder, so that a run can resume."""
+        """Stop writing and release the lock. Finished shards stay in the work folder, so that a run can resume.
+
+        An error of the operating system is not raised: all that counts is on the disk already, or is written again.
+        """
         with self._mutex:
             shards, self._open_shards = self._open_shards, {}
             journal, self._journal = self._journal, None
+            output, self._output = self._output, None
             lock, self._lock = self._lock, None
+        if lock is None:
+            return
         with contextlib.suppress(OSError, StorageError):
             for shard in shards.values():
-                shard.close()
-                shard.path.unlink()  # it cannot be resumed, and deleting it frees space on a full disk
-            if self._resumed and lock and not self.finished:
-                self._remove_work()
-        if journal:
-            journal.close()
-        if lock:
-            lock.release(remove=not (self.work / STATE_FILE).exists())
+                shard.abandon()  # it cannot be resumed
+            if self._resumed and not self.finished:
+                _remove_work(lock.folder)
+        with contextlib.suppress(StorageError):
+            if journal:
+                journal.close()
+        with contextlib.suppress(OSError):
+            if output:
+                output.close()
+        unfinished = True
+        with contextlib.suppress(StorageError):
+            unfinished = lock.folder.has(STATE_FILE)
+        lock.release(remove=not unfinished)
 
     def shard(self, file_name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> ShardWriter:
         """Start a shard.
@@ -133,14 +155,16 @@ class CheckpointWriter:
         if not is_safe_name(file_name) or not file_name.endswith(SHARD_SUFFIX) or file_name in self.finished:
             raise AssertionError(f"{file_name!r} is not the name of a shard that is still to be written")
 
-        def journal(size: int, record: dict[str, Any]) -> None:
-            sync_folder(self.work / _OUTPUT)
-            self._require_journal().append({"file": file_name, "size": size, "record": record})
+        output = self._require_output()
+
+        def journal(written: WrittenShard, record: dict[str, Any]) -> None:
+            output.sync()
+            self._require_journal().append(shard_entry(file_name, written, record))
             with self._mutex:
                 self._open_shards.pop(file_name, None)
                 self.finished[file_name] = record
 
-        shard = ShardWriter(self.work / _OUTPUT / file_name, tensors, metadata, journal)
+        shard = ShardWriter(output, file_name, tensors, metadata, journal)
         with self._mutex:
             self._open_shards[file_name] = shard
         return shard
@@ -152,10 +176,8 @@ class CheckpointWriter:
             StorageError: If the operating system refuses.
         """
         del self.finished[file_name]
-        self._require_journal().append({"file": file_name, "discarded": True})
-        path = self.work / _OUTPUT / file_name
-        with storage_errors(path, "delete"):
-            path.unlink()
+        self._require_journal().append(discarded_entry(file_name))
+        self._require_output().remove(file_name)
 
     def start_over(self, because: str) -> None:
         """Delete all finished shards, because the source changed or cannot be used.
@@ -180,7 +202,13 @@ class CheckpointWriter:
         parts = PurePosixPath(name).parts
         if not parts or not all(map(is_safe_name, parts)) or name.endswith(SHARD_SUFFIX):
             raise AssertionError(f"{name!r} is not the relative name of a small file")
-        _write_synced(self.work.joinpath(_PENDING, *parts), data)
+        with contextlib.ExitStack() as stack:
+            folder = self._require_folder()
+            for part in (_PENDING, *parts[:-1]):
+                folder = folder.folder(part)
+                stack.callback(folder.close)
+            folder.write(parts[-1], data)
+            folder.sync()
 
     def commit(self) -> Path:
         """Move the complete output to the destination.
@@ -194,38 +222,41 @@ class CheckpointWriter:
         """
         if self._open_shards:
             raise AssertionError(f"unfinished shards: {', '.join(self._open_shards)}")
-        output = self.work / _OUTPUT
-        self._join_pending(output)
-        unused = Checkpoint.open_unfinished(output).ignored_files  # guards against bugs of the caller
+        self._join_pending()
+        unused = Checkpoint.open_unfinished(self.work / _OUTPUT).ignored_files  # guards against bugs of the caller
         if unused:
             raise AssertionError(f"shards that the index does not name: {', '.join(unused)}")
         self._require_destination()
-        replaced = self.work / _REPLACED
+        work = self._require_folder()
         with storage_errors(self.destination, "put the finished output in place"):
             try:
                 if os.path.lexists(self.destination):
-                    self.destination.rename(replaced)
-                output.rename(self.destination)
+                    os.rename(self.destination, _REPLACED, dst_dir_fd=work.descriptor)
+                os.rename(_OUTPUT, self.destination, src_dir_fd=work.descriptor)
             except BaseException:  # including Ctrl-C
-                if replaced.exists() and not os.path.lexists(self.destination):
-                    replaced.rename(self.destination)
+                if work.has(_REPLACED) and not os.path.lexists(self.destination):
+                    os.rename(_REPLACED, self.destination, src_dir_fd=work.descriptor)
                 raise
-        sync_folder(self.destination.parent)
-        self._remove_work()
-        self.close()
+        self._clean_up(work)
         return self.destination
 
-    def _join_pending(self, output: Path) -> None:
+    def _clean_up(self, work: OwnFolder) -> None:
+        """Remove the work folder of a complete output; a refusal of the operating system is no failure of the run."""
+        try:
+            sync_folder(self.destination.parent)
+            _remove_work(work)
+        except StorageError as error:
+            _LOG.warning("%s is complete, but not all of %s could be removed: %s", self.destination, self.work, error)
+        self.close()
+
+    def _join_pending(self) -> None:
         """Move the small files beside the shards, config.json last, and sync all folders."""
-        pending = self.work / _PENDING
-        with storage_errors(output, "complete the output"):
-            files = sorted(path.relative_to(pending) for path in pending.rglob("*") if path.is_file())
-            for name in sorted(files, key=lambda name: name == Path(CONFIG_FILE)):
-                (output / name).parent.mkdir(parents=True, exist_ok=True)
-                (pending / name).rename(output / name)
-            folders = [path for path in output.rglob("*") if path.is_dir()]
-        for folder in (*folders, output):
-            sync_folder(folder)
+        output = self._require_output()
+        with contextlib.closing(self._require_folder().folder(_PENDING)) as pending:
+            for name in sorted(pending.names(), key=lambda name: (name == CONFIG_FILE, name)):
+                with storage_errors(output.path / name, "complete the output"):
+                    pending.move(name, output, name)
+        output.sync()
 
     @staticmethod
     def check_destination(destination: str | os.PathLike[str], *, overwrite: bool) -> None:
@@ -253,26 +284,26 @@ class CheckpointWriter:
 
     def _require_our_folder(self) -> None:
         """Raise unless this class created the work folder, because files in it will be deleted."""
-        if self.work.is_symlink() or not self.work.is_dir():
-            raise DestinationError(f"{self.work}: the work goes into a folder of this name; move that file away")
-        foreign = sorted(name for name in list_folder(self.work) if name not in _OURS and not name.startswith("."))
+        with contextlib.closing(OwnFolder.open(self.work)) as work:
+            foreign = sorted(name for name in work.names() if name not in _OURS and not name.startswith("."))
         if foreign:
             raise DestinationError(
                 f"{self.work}: holds {foreign[0]!r}, which minifloat did not create; move the folder away"
             )
 
     def _recover_commit(self) -> None:
-        replaced = self.work / _REPLACED
+        work = self._require_folder()
         if not os.path.lexists(self.destination):
-            if replaced.exists():
+            if work.has(_REPLACED):
+                work.folder(_REPLACED).close()  # a link is refused
                 with storage_errors(self.destination, "undo an interrupted overwrite"):
-                    replaced.rename(self.destination)
-        elif not (self.work / _OUTPUT).exists():
-            self._remove_work()
-        elif replaced.exists():
+                    os.rename(_REPLACED, self.destination, src_dir_fd=work.descriptor)
+        elif not work.has(_OUTPUT):
+            _remove_work(work)
+        elif work.has(_REPLACED):
             raise DestinationError(
-                f"{replaced}: the former content of {self.destination}, from an interrupted overwrite, cannot go back "
-                "because something new is there; move it away"
+                f"{work.path / _REPLACED}: the former content of {self.destination}, from an interrupted overwrite, "
+                "cannot go back because something new is there; move it away"
             )
 
     def _require_destination(self) -> None:
@@ -292,47 +323,34 @@ class CheckpointWriter:
 
     def _resume(self, fingerprint: str) -> None:
         """Load the finished shards of an earlier run with the same fingerprint, or start over."""
-        earlier = self._read_fingerprint()
-        output, pending = self.work / _OUTPUT, self.work / _PENDING
+        work = self._require_folder()
+        earlier = _read_fingerprint(work)
         if earlier != fingerprint:
-            if earlier is not None or output.exists():
+            if earlier is not None or work.has(_OUTPUT):
                 self.restarted_because = (
                     "the interrupted run was of another source, scheme, option or version"
                     if earlier is not None
                     else "the state of the interrupted run cannot be read"
                 )
-            self._remove_work()
-            state = {"version": _STATE_VERSION, "fingerprint": fingerprint}
-            _write_synced(self.work / _STATE_DRAFT, json.dumps(state).encode())
+            _remove_work(work)
+            work.write(_STATE_DRAFT, json.dumps({"version": _STATE_VERSION, "fingerprint": fingerprint}).encode())
             with storage_errors(self.work, "create the state file"):
-                (self.work / _STATE_DRAFT).replace(self.work / STATE_FILE)
-        self._journal = Journal(self.work / _JOURNAL)
-        with storage_errors(self.work, "clear unfinished files"):
-            output.mkdir(exist_ok=True)
-            self.finished = finished_shards(self._journal.entries, output)
-            for path in output.iterdir():
-                if path.name not in self.finished:
-                    _remove(path)
-            _remove(pending)
-            pending.mkdir()
-        sync_folder(self.work)
+                work.move(_STATE_DRAFT, work, STATE_FILE)
+        self._journal = Journal(work, _JOURNAL)
+        self._output = work.folder(_OUTPUT)
+        self.finished, self.damaged = finished_shards(self._journal.entries, self._output)
+        for name in self._output.names():
+            if name not in self.finished:
+                self._output.remove(name)
+        work.remove(_PENDING)
+        work.folder(_PENDING).close()
+        work.sync()
         sync_folder(self.work.parent)
         self._resumed = True
 
-    def _read_fingerprint(self) -> str | None:
-        """Return the fingerprint in the state file; None if there is none, or it cannot be read."""
-        try:
-            state = json.loads((self.work / STATE_FILE).read_bytes())
-        except (OSError, ValueError):
-            return None
-        if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
-            return None
-        fingerprint = state.get("fingerprint")
-        return fingerprint if isinstance(fingerprint, str) else None
-
     def _check_space(self, total_bytes: int) -> None:
         with storage_errors(self.work, "read the free space"):
-            done = sum((self.work / _OUTPUT / name).stat().st_size for name in self.finished)
+            done = sum((self.work / _OUTPUT / name).lstat().st_size for name in self.finished)
             free = shutil.disk_usage(self.work).free
         if total_bytes - done > free:
             raise StorageError(
@@ -340,17 +358,20 @@ class CheckpointWriter:
                 f"the disk has {free:,} bytes free; free some space or choose a destination on another disk"
             )
 
-    def _remove_work(self) -> None:
-        """Delete all files of this class in the work folder except the lock; the state file last."""
-        for name in (_OUTPUT, _PENDING, _REPLACED, _JOURNAL, _STATE_DRAFT, STATE_FILE):
-            path = self.work / name
-            with storage_errors(path, "delete"):
-                _remove(path)
-
     def _require_journal(self) -> Journal:
         if self._journal is None:
             raise AssertionError("the writer is closed")
         return self._journal
+
+    def _require_output(self) -> OwnFolder:
+        if self._output is None:
+            raise AssertionError("the writer is closed")
+        return self._output
+
+    def _require_folder(self) -> OwnFolder:
+        if self._lock is None:
+            raise AssertionError("the writer is closed")
+        return self._lock.folder
 
 
 def _is_empty_folder(path: Path) -> bool:
@@ -358,18 +379,17 @@ def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and not list_folder(path)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with storage_errors(path, "write"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+def _read_fingerprint(work: OwnFolder) -> str | None:
+    """Return the fingerprint in the state file; None if there is none, or it cannot be read."""
+    try:
+        state = parse_object(work.read(STATE_FILE, _STATE_LIMIT), work.path / STATE_FILE, CheckpointError)
+    except (FileNotFoundError, StorageError, CheckpointError):
+        return None
+    fingerprint = state.get("fingerprint")
+    return fingerprint if state.get("version") == _STATE_VERSION and isinstance(fingerprint, str) else None
 
 
-def _remove(path: Path) -> None:
-    """Delete a file or a folder, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _remove_work(work: OwnFolder) -> None:
+    """Delete all that a writer puts into a work folder except the lock; the state file last."""
+    for name in (_OUTPUT, _PENDING, _REPLACED, _JOURNAL, _STATE_DRAFT, STATE_FILE):
+        work.remove(name)

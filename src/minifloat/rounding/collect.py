@@ -199,7 +199,7 @@ def _take_back(folder: Path, work: Path) -> None:
     """Move the layers of a run that was killed while it completed the folder back to its work."""
     for file in sorted(folder.glob("layer-*.safetensors")):
         with storage_errors(file, "move"):
-            if work.is_dir() and not (work / file.name).exists():
+            if work.is_dir() and not work.is_symlink() and not (work / file.name).exists():
                 file.replace(work / file.name)
             else:
                 file.unlink()

@@ -41,7 +41,7 @@ class TensorFile:
     """A file of tensors of any dtype at known locations. A context manager.
 
     Args:
-        path: The file; created if it does not exist.
+        path: The file, no link; created if it does not exist.
 
     Raises:
         StorageError: The system refused an operation; the methods raise it too.
@@ -50,7 +50,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with storage_errors(path, "open it"):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def __enter__(self) -> TensorFile:
         return self

@@ -17,14 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from minifloat.checkpoint.files import list_folder, storage_errors, sync_folder
+from minifloat.checkpoint.files import parse_object, storage_errors
 from minifloat.checkpoint.lock import FolderLock
-from minifloat.errors import CheckpointError, DestinationError
+from minifloat.checkpoint.own_folder import OwnFolder
+from minifloat.errors import CheckpointError, DestinationError, StorageError
 
 _LOG = logging.getLogger(__name__)
 
 _LOCK = "lock"
 _STATE = "calibration.json"
+_STATE_LIMIT = 1 << 16  #: bytes
 _ARGUMENTS = "arguments"
 _DRAFT = "draft"
 _REFERENCE = "reference"
@@ -52,7 +54,7 @@ class WorkFolder(Generic[Result]):
         finished: The results of each finished layer, in order.
 
     Raises:
-        DestinationError: The folder has other files in it, or another process uses it.
+        DestinationError: The folder has other files in it, is a link or of another user, or another process uses it.
         StorageError: The system refused an operation; the methods raise it too.
     """
 
@@ -64,8 +66,9 @@ class WorkFolder(Generic[Result]):
         write: Callable[[Result, Path], object],
     ) -> None:
         self.path, self._read, self._write = path, read, write
-        if path.exists():
-            foreign = sorted(name for name in list_folder(path) if not _OURS.fullmatch(name)) if path.is_dir() else [""]
+        if os.path.lexists(path):
+            with contextlib.closing(OwnFolder.open(path)) as folder:
+                foreign = sorted(name for name in folder.names() if not _OURS.fullmatch(name))
             if foreign:
                 raise DestinationError(
                     f"{path / foreign[0]} is not the work of a run over layers; choose another folder, or delete it"
@@ -117,26 +120,26 @@ class WorkFolder(Generic[Result]):
     def keep_draft(self, layer: int) -> None:
         """Rename the draft, which must be synced, to the hidden states that enter a layer."""
         with storage_errors(self.draft, "rename"):
-            self.draft.replace(self.hidden(layer))
-        sync_folder(self.path)
+            self._folder.move(_DRAFT, self._folder, self.hidden(layer).name)
+        self._folder.sync()
 
     def finish(self, layer: int, result: Result) -> None:
         """Record a layer as finished, and delete the hidden states that entered it."""
         self._write(result, self.results(layer))
         self.finished.append(self._read(self.results(layer)))
-        self._delete(self.hidden(layer).name)
+        self._folder.remove(self.hidden(layer).name)
 
     def restart(self) -> None:
         """Delete all work."""
         self.finished = []
-        for name in list_folder(self.path):
+        for name in self._folder.names():
             if name not in (_LOCK, _STATE):
-                self._delete(name)
+                self._folder.remove(name)
 
     def remove(self) -> None:
         """Delete the folder; no method may be called afterwards."""
         self.restart()
-        self._delete(_STATE)
+        self._folder.remove(_STATE)
         if self._lock is not None:
             self._lock.release(remove=True)
             self._lock = None
@@ -147,34 +150,39 @@ class WorkFolder(Generic[Result]):
 
     def _resume(self, fingerprint: str) -> None:
         """Load the finished layers of earlier work with the same fingerprint; delete any other work."""
-        for name in list_folder(self.path):
+        folder = self._folder
+        for name in folder.names():
             if name.startswith(".") or name in _SCRATCH:
-                self._delete(name)
-        state = self.path / _STATE
-        try:
-            earlier = json.loads(state.read_text())["fingerprint"]
-        except (OSError, ValueError, KeyError, TypeError):
-            earlier = None
+                folder.remove(name)
+            else:
+                with storage_errors(self.path / name, "open it"):
+                    os.close(folder.open_file(name, os.O_RDONLY))  # what is no file of this user is refused
+        earlier = self._read_fingerprint()
         if earlier != fingerprint:
             if earlier is not None:
                 _LOG.warning("%s: the model, the data or the options changed: earlier work is not continued", self.path)
             self.restart()
-            self._write_state(state, fingerprint)
+            folder.write(_DRAFT, json.dumps({"fingerprint": fingerprint}).encode())
+            with storage_errors(self.path / _STATE, "write"):
+                folder.move(_DRAFT, folder, _STATE)
+            folder.sync()
         while self.results(len(self.finished)).exists():
             try:
                 self.finished.append(self._read(self.results(len(self.finished))))
             except CheckpointError:
                 break
 
-    def _write_state(self, state: Path, fingerprint: str) -> None:
-        with storage_errors(state, "write"):
-            with open(self.draft, "w") as file:
-                json.dump({"fingerprint": fingerprint}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            self.draft.replace(state)
-        sync_folder(self.path)
+    def _read_fingerprint(self) -> str | None:
+        """Return the fingerprint of earlier work; None if there is none, or it cannot be read."""
+        try:
+            state = parse_object(self._folder.read(_STATE, _STATE_LIMIT), self.path / _STATE, CheckpointError)
+        except (FileNotFoundError, StorageError, CheckpointError):
+            return None
+        fingerprint = state.get("fingerprint")
+        return fingerprint if isinstance(fingerprint, str) else None
 
-    def _delete(self, name: str) -> None:
-        with storage_errors(self.path / name, "delete"), contextlib.suppress(FileNotFoundError):
-            (self.path / name).unlink()
+    @property
+    def _folder(self) -> OwnFolder:
+        if self._lock is None:
+            raise AssertionError("the work folder is closed")
+        return self._lock.folder

@@ -1,0 +1,217 @@
+"""`OwnFolder`: a work folder that belongs to this user, in which no name is followed out of it.
+
+A work folder has a name that anybody can guess, and may lie where others can write, such as /tmp. Who creates it first,
+or plants a link in it, must not be able to have files of this user emptied or deleted. So the folder is opened once,
+and everything in it is reached through its descriptor, without following links; what is of another owner or of another
+kind than expected is refused, not replaced.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from minifloat.checkpoint.files import read_exactly, storage_errors
+from minifloat.errors import DestinationError
+
+_CURE = "minifloat did not create it; move it away, or choose another name"
+#: Errors of `os.open` with `O_NOFOLLOW` for a link, a file where a folder is expected, a folder or a socket.
+_OTHER_KIND = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO)
+
+
+class OwnFolder:
+    """An open folder of this user. All names are bare names of entries in it.
+
+    Attributes:
+        path: Its path, for messages and for readers.
+        descriptor: Its descriptor, for the ``dir_fd`` of calls of the operating system.
+    """
+
+    def __init__(self, path: Path, descriptor: int, owner: int) -> None:
+        self.path, self.descriptor, self._owner = path, descriptor, owner
+
+    @classmethod
+    def open(cls, path: Path, *, created: bool = False) -> OwnFolder:
+        """Open an existing folder.
+
+        Args:
+            path: The folder; its parents may be links, it may not.
+            created: This process has just created it, so that its owner is this user, whatever number a network file
+                system shows.
+
+        Raises:
+            DestinationError: If it is no folder, or belongs to another user.
+            StorageError: If the operating system refuses.
+            FileNotFoundError: If there is no such folder.
+        """
+        descriptor = _open_folder(path, path)
+        status = os.fstat(descriptor)
+        if not created and status.st_uid != os.geteuid():
+            os.close(descriptor)
+            raise DestinationError(f"{path}: belongs to user {status.st_uid}, not to user {os.geteuid()}; {_CURE}")
+        return cls(path, descriptor, status.st_uid)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def names(self) -> list[str]:
+        """Return the names of all entries, in no particular order."""
+        with storage_errors(self.path, "list the folder"):
+            return os.listdir(self.descriptor)  # noqa: PTH208  Path has no folder by descriptor
+
+    def has(self, name: str) -> bool:
+        """Return whether there is an entry of this name, of any kind."""
+        with storage_errors(self.path / name, "look it up"):
+            try:
+                os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+            return True
+
+    def open_file(self, name: str, flags: int) -> int:
+        """Return a descriptor of a regular file of this user that has no other name.
+
+        Args:
+            name: Name of the file.
+            flags: Flags of `os.open`; the file is created with ``O_CREAT``.
+
+        Raises:
+            DestinationError: If the entry is a link, folder, FIFO, socket or device, is of another user, or is a hard
+                link to a file that has other names too.
+            OSError: If the operating system refuses.
+        """
+        try:
+            descriptor = os.open(
+                name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=self.descriptor
+            )
+        except OSError as error:
+            if error.errno in _OTHER_KIND:
+                raise DestinationError(f"{self.path / name}: is not a regular file; {_CURE}") from None
+            raise
+        status = os.fstat(descriptor)
+        reason = ""
+        if not stat.S_ISREG(status.st_mode):
+            reason = "is not a regular file"
+        elif status.st_uid != self._owner:
+            reason = f"belongs to user {status.st_uid}, the folder to user {self._owner}"
+        elif status.st_nlink > 1:
+            reason = "is a file that has other names too (hard links)"
+        if reason:
+            os.close(descriptor)
+            raise DestinationError(f"{self.path / name}: {reason}; {_CURE}")
+        return descriptor
+
+    def read(self, name: str, limit: int) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            DestinationError: If `open_file` refuses it, or it has more than `limit` bytes.
+            StorageError: If the operating system refuses.
+            FileNotFoundError: If there is no such file.
+        """
+        try:
+            descriptor = self.open_file(name, os.O_RDONLY)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            with storage_errors(self.path / name, "open it"):
+                raise
+        try:
+            size = os.fstat(descriptor).st_size
+            if size > limit:
+                raise DestinationError(f"{self.path / name}: {size} bytes, at most {limit} are credible; {_CURE}")
+            data = bytearray(size)
+            read_exactly(descriptor, memoryview(data), 0, self.path / name)
+        finally:
+            os.close(descriptor)
+        return bytes(data)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Create a file, or empty one of this user, write it and sync it.
+
+        Raises:
+            DestinationError: If `open_file` refuses it.
+            StorageError: If the operating system refuses.
+        """
+        with (
+            storage_errors(self.path / name, "write"),
+            os.fdopen(self.open_file(name, os.O_WRONLY | os.O_CREAT), "wb") as file,
+        ):
+            file.truncate()
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def folder(self, name: str) -> OwnFolder:
+        """Open a folder in this folder; create it if it is missing.
+
+        Raises:
+            DestinationError: If the entry is a link or no folder, or belongs to another user than this folder.
+            StorageError: If the operating system refuses.
+        """
+        path = self.path / name
+        with storage_errors(path, "create the folder"):
+            try:
+                os.mkdir(name, dir_fd=self.descriptor)
+            except FileExistsError:
+                created = False
+            else:
+                created = True
+            descriptor = _open_folder(name, path, self.descriptor)
+        status = os.fstat(descriptor)
+        if not created and status.st_uid != self._owner:
+            os.close(descriptor)
+            raise DestinationError(f"{path}: belongs to user {status.st_uid}, not to user {self._owner}; {_CURE}")
+        return OwnFolder(path, descriptor, status.st_uid)
+
+    def remove(self, name: str) -> None:
+        """Delete an entry, if there is one: a folder with all that is in it, of a link only the link itself.
+
+        Raises:
+            StorageError: If the operating system refuses.
+        """
+        with storage_errors(self.path / name, "delete"):
+            try:
+                status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode):
+                    shutil.rmtree(name, dir_fd=self.descriptor)
+                else:
+                    os.unlink(name, dir_fd=self.descriptor)
+            except FileNotFoundError:
+                return
+
+    def move(self, name: str, target: OwnFolder, new_name: str) -> None:
+        """Rename an entry into another folder, or within this one; a file of the new name is replaced.
+
+        Raises:
+            OSError: If the operating system refuses.
+        """
+        os.rename(name, new_name, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
+
+    def sync(self) -> None:
+        """Sync the names in the folder, so that they survive a power cut.
+
+        Raises:
+            StorageError: If the operating system refuses.
+        """
+        with storage_errors(self.path, "sync the folder"):
+            os.fsync(self.descriptor)
+
+
+def _open_folder(name: str | Path, path: Path, parent: int | None = None) -> int:
+    """Return a descriptor of a folder that is no link."""
+    try:
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in _OTHER_KIND:
+            raise DestinationError(f"{path}: the work goes into a folder of this name; {_CURE}") from None
+        with storage_errors(path, "open the folder"):
+            raise
