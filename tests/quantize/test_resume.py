@@ -146,6 +146,28 @@ def test_a_failed_run_is_resumed_and_reports_its_finished_shards(
     assert report.notes == ()
 
 
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-static"])
+def test_a_finished_shard_with_a_flipped_bit_is_written_again_with_a_note(
+    make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    source = make_checkpoint(shards=4)
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(StorageError):
+            quantize_checkpoint(source, tmp_path / "out", scheme)
+    shard = "model-00001-of-00004.safetensors"
+    flip_last_byte(tmp_path / "out.minifloat-work" / "output" / shard)
+    report = quantize_checkpoint(source, tmp_path / "out", scheme)
+    assert report.resumed_shards == 1
+    assert [note for note in report.notes if shard in note] == [
+        f"{shard} of the earlier run was written again, because the file holds other bytes than were written: "
+        "check the disk."
+    ]
+    quantize_checkpoint(source, tmp_path / "fresh", scheme)
+    weights = [name for name in digests(tmp_path / "fresh") if name.endswith(".safetensors")]
+    assert all(digests(tmp_path / "out")[name] == digests(tmp_path / "fresh")[name] for name in weights)
+
+
 @pytest.mark.parametrize("change", ["weights", "scheme", "version", "config"])
 def test_a_changed_source_scheme_or_version_starts_over_with_a_note(
     make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
