@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from minifloat.diagnosis import doctor, packages
 from minifloat.diagnosis.examination import advice
 from minifloat.diagnosis.fit import fitting
 from minifloat.diagnosis.gpu import Gpu, find_gpus
-from minifloat.diagnosis.machine import Machine, huge_pages, memory_limit, processor_name
+from minifloat.diagnosis.machine import Machine, huge_pages, memory_limit, not_built, processor_name
 
 GOOD = Machine(
     processor="A processor",
@@ -27,6 +29,7 @@ GOOD = Machine(
     openmp=("/lib/libgomp.so.1",),
     instruction_sets=("amx", "avx2"),
     instruction_set="amx",
+    not_built="",
     kernels_missing="",
     memory=64 << 30,
     memory_free=60 << 30,
@@ -52,6 +55,7 @@ def test_a_machine_that_lacks_nothing_gets_no_advice() -> None:
     [
         ({"kernels_missing": "not built", "instruction_set": None}, "native kernels are not available: not built"),
         ({"instruction_set": "avx2"}, "MINIFLOAT_ISA forces the kernels to avx2; this processor has amx"),
+        ({"not_built": "amx"}, "the kernels were built without amx, which this processor has: reinstall from source"),
         ({"openmp": ("/a/libgomp.so", "/b/libomp.so")}, "2 OpenMP runtimes are loaded (/a/libgomp.so, /b/libomp.so)"),
         ({"huge_pages": "never"}, "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"),
         ({"memory_free": 100 << 20}, "100.00 MiB of memory are free"),
@@ -99,6 +103,16 @@ def test_the_files_of_linux_are_read(tmp_path: Path) -> None:
     assert huge_pages(file) == "madvise"
     file.write_text("processor : 0\nmodel name\t: A CPU @ 2 GHz\n")
     assert processor_name(file) == "A CPU @ 2 GHz"
+    vnni = "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni avx512vbmi gfni"
+    file.write_text(f"model name\t: A CPU\nflags\t\t: fpu {vnni}\n")
+    assert not_built(("avx512", "baseline"), file) == "avx512_vnni"
+    assert not_built(("avx512_vnni", "baseline"), file) == ""
+    for vendor, fastest in (("AuthenticAMD", "avx512_bf16"), ("GenuineIntel", "avx512_vnni")):
+        file.write_text(f"vendor_id\t: {vendor}\nflags\t\t: {vnni} avx512_bf16\n")
+        assert not_built(("baseline",), file) == fastest
+    file.write_text("processor : 0\nFeatures\t: fp asimd bf16\n")
+    assert not_built(("baseline",), file) == "neon_bf16"
+    assert not_built(("baseline",), tmp_path / "missing") == ""
     file.write_text("4096\n")
     assert memory_limit((tmp_path / "missing", file)) == 4096
     file.write_text("max\n")
@@ -138,3 +152,14 @@ def test_the_command_prints_what_the_function_found_and_ends_with_what_to_do() -
     document = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).stdout)
     assert document["machine"]["instruction_sets"] == list(found.machine.instruction_sets)
     assert document["advice"] == list(found.advice)
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    of_users = {
+        extra: names for extra, names in project["optional-dependencies"].items() if extra not in ("dev", "docs")
+    }
+    for extra, requirements in of_users.items():
+        names = tuple(re.split(r"[<>=\[]", requirement)[0] for requirement in requirements)
+        assert packages.EXTRAS[extra] == tuple(name for name in names if name != "minifloat")
+    assert packages.EXTRAS.keys() == of_users.keys()

@@ -38,6 +38,15 @@ def test_a_program_in_c_gets_the_products_of_a_double_loop(tmp_path: Path) -> No
     assert run(program).split() == list(library.isas)
 
 
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
+def test_a_build_for_this_processor_alone_has_its_fastest_instruction_set(tmp_path: Path) -> None:
+    library = native.load()
+    if library is None:
+        pytest.skip(native.why_unavailable())
+    said = run("cmake", "-S", REPOSITORY, "-B", tmp_path, "-DMINIFLOAT_ISAS=native", f"-DCMAKE_CXX_COMPILER={COMPILER}")
+    assert f"instruction sets: {' '.join(dict.fromkeys((library.isas[0], 'baseline')))}\n" in said
+
+
 @pytest.fixture(scope="module")
 def arm_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = [tool for tool in ("cmake", ARM_COMPILER, ARM_EMULATOR) if shutil.which(tool) is None]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from minifloat.calibration.stats import ActivationStats, ModuleStats
 from minifloat.calibration.summary import InputSummary, number
 from minifloat.numerics.formats import E4M3
-from minifloat.numerics.histogram import BINS_PER_OCTAVE, FINITE_BINS, bin_edges
+from minifloat.numerics.histogram import BINS_PER_OCTAVE, FINITE_BINS, bin_edges, octaves
 from minifloat.report.axes import Axis
 from minifloat.report.charts import Series, line_chart
 from minifloat.report.heatmap import heatmap
@@ -44,7 +44,7 @@ def magnitude_section(groups: Mapping[str, Sequence[InputSummary]], stats: Activ
         counts = _scaled_counts(group, stats)
         if counts is None or not counts.sum():
             continue
-        series.append(Series(name, _octaves(counts)))
+        series.append(Series(name, _drawn(counts)))
         rows.append([name, *map(_percent, _shares(counts))])
     if not series:
         return ""
@@ -85,16 +85,11 @@ def _scaled_counts(group: Sequence[InputSummary], stats: ActivationStats) -> npt
     return total
 
 
-def _octaves(counts: npt.NDArray[np.int64]) -> list[tuple[float, float]]:
+def _drawn(counts: npt.NDArray[np.int64]) -> list[tuple[float, float]]:
     """Return the middle of each octave in the range that is drawn, and its share of the elements."""
-    edges = bin_edges()
-    points = []
     smallest = E4M3.min_positive * 2.0**-_BELOW
-    for start in range(BINS_PER_OCTAVE, FINITE_BINS, BINS_PER_OCTAVE):
-        share = float(counts[start : start + BINS_PER_OCTAVE].sum() / counts.sum())
-        if edges[start] >= smallest and share > _SMALLEST:
-            points.append((float(edges[start] * math.sqrt(2)), share))
-    return points
+    drawn = ((start, share) for start, share in octaves(counts) if start >= smallest and share > _SMALLEST)
+    return [(start * math.sqrt(2), share) for start, share in drawn]
 
 
 def _shares(counts: npt.NDArray[np.int64]) -> list[float]:

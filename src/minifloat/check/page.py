@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from minifloat.check.deployment import Reports, cell_text, loads_in
+from minifloat.check.deployment import Reports, cell_text
 from minifloat.check.target import ENGINES
 from minifloat.plan.hardware import ENGINE_HARDWARE
 from minifloat.report.page import bullets, code, folded, section, table
@@ -33,18 +33,6 @@ def engines_section(reports: Reports, model: str) -> str:
         folded("Why", bullets(reasons)) if reasons else "",
         code(f"minifloat check {model} --engine ENGINE --hardware HARDWARE"),
     )
-
-
-def engine_sentences(reports: Reports) -> list[str]:
-    """Return a sentence per engine about the machines on which it loads the checkpoint, and on which it does not."""
-    sentences = []
-    for engine, by_machine in reports.items():
-        loading = loads_in(by_machine)
-        others = [name for name in by_machine if name not in loading]
-        where = f"loads on {', '.join(loading)}" if loading else "loads nowhere"
-        rest = f"; not, or not known, on {', '.join(others)}" if loading and others else ""
-        sentences.append(f"{ENGINES[engine]}: {where}{rest}.")
-    return sentences
 
 
 def _reasons(reports: Reports) -> list[str]:

