@@ -1,0 +1,180 @@
+"""Files that `calibrate` writes: they are refused, or can be used and written again.
+
+The digests in a changed file are made right again, because a stranger would do that too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+
+from fuzzing import small
+from fuzzing.mutation import (
+    change,
+    change_bytes,
+    decoded,
+    encoded,
+    join_safetensors,
+    split_safetensors,
+    words_of,
+)
+from fuzzing.target import Target
+from minifloat import Calibration, Checkpoint, quantize_checkpoint
+from minifloat.calibration.identity import ModelIdentity
+from minifloat.calibration.rules import parse_rule
+from minifloat.calibration.stats import ActivationStats, KVStats, ModuleStats
+from minifloat.calibration.stats_file import read_stats, write_stats
+from minifloat.calibration.summary import summarize
+from minifloat.errors import MinifloatError
+from minifloat.numerics.histogram import count_magnitudes
+from minifloat.rounding.saved import LayerHessians, pack_symmetric, read_saved_layer, write_saved_layer
+from minifloat.rounding.stages import Stage
+
+#: The order of the tensors in the digest of a statistics file.
+_TENSORS = ("amax", "tokens", "histogram", "bins", "channel_amax", "k_amax", "v_amax")
+_HESSIANS = "minifloat Hessians"
+_RULES = ("max", "percentile:99", "mse", "moving-average:0.9")
+
+
+def _run(data: bytes) -> None:
+    path = small.fresh("statistics.safetensors")
+    path.write_bytes(data)
+    parts = split_safetensors(data)
+    if parts is not None and _metadata(parts[0]).get("format") == _HESSIANS:
+        return _use_layer(path)
+    stats = read_stats(path)
+    copy = small.fresh("copy.safetensors")
+    write_stats(stats, copy)
+    again = read_stats(copy)
+    assert again.inputs == stats.inputs
+    assert again.data == stats.data
+    for rule in _RULES:
+        _unless_refused(lambda rule=rule: summarize(stats, parse_rule(rule), stats))
+    calibration = Calibration(stats)
+    for scheme in ("fp8-static", "nvfp4-w4a4"):
+        output = small.fresh("static")
+        _unless_refused(
+            lambda output=output, scheme=scheme: quantize_checkpoint(
+                small.checkpoint(), output, scheme, calibration=calibration, kv_cache=True
+            )
+        )
+        if output.is_dir():
+            _require_scales(output)
+    return None
+
+
+def _unless_refused(step: object) -> None:
+    try:
+        step()  # type: ignore[operator]
+    except MinifloatError:
+        pass
+
+
+def _require_scales(folder: Path) -> None:
+    """Raise unless every scale of inputs and caches is a positive finite number."""
+    with Checkpoint.open(folder) as written:
+        for name, info in written.tensors.items():
+            if name.endswith(("input_scale", "k_scale", "v_scale", "input_global_scale")):
+                bits = written.read(name).tobytes()
+                values = np.frombuffer(bits, "<f4") if info.dtype == "F32" else _of_bf16(bits)
+                assert np.isfinite(values).all(), name
+                assert (values > 0).all(), name
+
+
+def _of_bf16(bits: bytes) -> np.ndarray:
+    return (np.frombuffer(bits, "<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _use_layer(path: Path) -> None:
+    layer = read_saved_layer(path)
+    for stage, (row, tokens) in enumerate(zip(layer.stages, layer.tokens, strict=True)):
+        assert len(row.slots) == len(tokens), "a stage has other tokens than slots"
+        for slot in range(len(tokens)):
+            layer.hessian(stage, slot)
+            layer.held_out(stage, slot)
+            layer.largest(stage, slot)
+
+
+def _metadata(header: object) -> dict[str, str]:
+    found = header.get("__metadata__") if isinstance(header, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _mutate(data: bytes, largest: int, random: Random) -> bytes:
+    parts = split_safetensors(data)
+    if parts is None or random.random() < 0.1:
+        return change_bytes(data, random)[:largest]
+    header, tail = parts
+    metadata = _metadata(header)
+    content = decoded(str(metadata.get("content", "{}")).encode("utf-8", "surrogatepass"))
+    kind = random.randrange(3)
+    if kind == 0:
+        header = change(header, random, _WORDS)
+    elif kind == 1 and content is not None:
+        metadata["content"] = encoded(change(content, random, _WORDS | words_of(content))).decode()
+    elif tail:
+        flipped = bytearray(tail)
+        for _ in range(random.choice((1, 1, 2, 4))):
+            position = random.randrange(len(flipped))
+            flipped[position] = random.choice((0, 1, 0x7F, 0x80, 0xFF, random.randrange(256)))
+        tail = bytes(flipped)
+    return join_safetensors(_with_digest(header, tail), tail)[:largest]
+
+
+def _with_digest(header: object, tail: bytes) -> object:
+    """Return the header with the digest that its content and these data have; a header that has none, unchanged."""
+    metadata = _metadata(header)
+    content = metadata.get("content")
+    if not isinstance(content, str) or not isinstance(header, dict):
+        return header
+    hessians = metadata.get("format") == _HESSIANS
+    names = sorted(set(header) - {"__metadata__"}) if hessians else list(_TENSORS)
+    digest = hashlib.sha256(content.encode("utf-8", "replace"))
+    for name in names:
+        try:
+            begin, end = header[name]["data_offsets"]
+            shape = list(header[name]["shape"])
+            part = tail[begin:end]
+        except (KeyError, TypeError, ValueError):
+            return header
+        title = f"{name}\0" if hessians else f"\0{name} {shape}\0"
+        digest.update(title.encode("utf-8", "replace") + part)
+    metadata["sha256"] = digest.hexdigest()
+    return header
+
+
+def _seeds() -> dict[str, bytes]:
+    random = np.random.default_rng(0)
+
+    def module(tokens: list[int], histogram: bool = True) -> ModuleStats:
+        counts = np.array(tokens, np.int64)
+        amax = np.where(counts > 0, random.random(len(tokens)), 0).astype(np.float32)
+        magnitudes = count_magnitudes(random.normal(size=50).astype(np.float32)) if histogram else None
+        return ModuleStats(amax, counts, magnitudes, random.random(128, dtype=np.float32))
+
+    with Checkpoint.open(small.checkpoint()) as checkpoint:
+        identity = ModelIdentity.of(checkpoint)
+        linears = [name.removesuffix(".weight") for name in checkpoint.tensors if "_proj" in name]
+    heads = random.random((2, 3, 4), dtype=np.float32)
+    shared = module([3, 0, 4])
+    inputs = {name: shared if "down" not in name else module([2, 2, 2]) for name in linears}
+    kv = {f"model.layers.{layer}.self_attn": KVStats(heads[0], heads[1]) for layer in range(2)}
+    stats = ActivationStats(identity, 3, 7, {"source": "text", "seed": 0}, inputs, kv)
+    path = small.fresh("seed.safetensors")
+    write_stats(stats, path)
+    seeds = {"statistics": path.read_bytes()}
+    hessian = pack_symmetric(torch.eye(4))
+    tensors = {"hessian.0.0": hessian, "amax.0.0": torch.ones(4), "held_out.0.0": torch.ones(2, 4)}
+    layer = LayerHessians([Stage("mlp", (("mlp.up_proj",),), 4, outer=False)], [[5]], tensors)
+    write_saved_layer(layer, path)
+    return seeds | {"hessians": path.read_bytes()}
+
+
+_WORDS = {*_TENSORS, "F32", "I64", "F16", "U8", "content", "sha256", "schema_version", "version", "format", "stages"}
+_WORDS |= {"slots", "tokens", "width", "outer", "path", "hessian.0.0", "held_out.0.0", "channels", "kv", "inputs", "1", "2"}
+
+TARGET = Target(_run, _seeds, seconds=5, mutate=_mutate)
