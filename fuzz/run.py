@@ -27,8 +27,9 @@ from fuzzing.target import NAMES
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "fuzz"
 NATIVE = "native"
-#: Largest input in bytes, seconds after which an input counts as a hang, and memory of a process.
-LIMITS = {"max_len": 16384, "timeout": 60, "rss_limit_mb": 6144}
+#: Largest input in bytes, seconds after which an input counts as a hang, and megabytes of memory of a process. Targets
+#: limit the processor time of an input themselves.
+LIMITS = {"max_len": 16384, "timeout": 300, "rss_limit_mb": 6144}
 _STATUS = re.compile(r"^#\d+\s+\w+\s+cov: (\d+) .*?corp: (\d+)", re.MULTILINE)
 
 

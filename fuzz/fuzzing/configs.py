@@ -50,7 +50,9 @@ def _run(data: bytes) -> None:
         except MinifloatError:
             refused += 1
     if refused < len(steps):
-        engine = Engine(folder, runner="native", dtype="float32", kv_cache_memory=1 << 20, max_num_seqs=2, tokenizer=_tokenizer())
+        engine = Engine(
+            folder, runner="native", dtype="float32", kv_cache_memory=1 << 20, max_num_seqs=2, tokenizer=_tokenizer()
+        )
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0))
 
 

@@ -120,7 +120,18 @@ def _seeds() -> dict[str, bytes]:
     return {"interrupted": encoded(whole), "flipped": encoded(whole | {"flips": [[0, 4000, 1]]})}
 
 
-_WORDS = {"file", "size", "record", "discarded", "tensors", "version", "fingerprint", "source_digest", "digest", "sha256"}
+_WORDS = {
+    "file",
+    "size",
+    "record",
+    "discarded",
+    "tensors",
+    "version",
+    "fingerprint",
+    "source_digest",
+    "digest",
+    "sha256",
+}
 _WORDS |= {f"model-{shard + 1:05d}-of-{_SHARDS:05d}.safetensors" for shard in range(_SHARDS)}
 
 TARGET = Target(_run, _seeds, seconds=5, mutate=json_mutator(_WORDS))

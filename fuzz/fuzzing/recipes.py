@@ -44,12 +44,25 @@ def _seeds() -> dict[str, bytes]:
         f"{scheme}": encoded({"scheme": scheme, "overrides": [r"layers\.0\.=bf16", "down_proj=fp8-dynamic"]})
         for scheme in ("fp8-dynamic", "mxfp4", "nvfp4")
     }
-    seeds["layout"] = encoded({"scheme": "fp8-block", "layout": "fp8", "allow_partial": True, "target": "vllm:h100:tp2"})
+    seeds["layout"] = encoded(
+        {"scheme": "fp8-block", "layout": "fp8", "allow_partial": True, "target": "vllm:h100:tp2"}
+    )
     seeds["judge"] = encoded({"scheme": "mxfp8", "judge": "sglang:b200", "base_model": "org/name", "mtp": True})
     return seeds
 
 
-_WORDS = {*SCHEMES, *WRITERS, "modelopt", "=bf16", "(q|k)_proj=", r"layers\.(0|1)\.", "vllm:", "sglang:", ":tp4", "vllm"}
+_WORDS = {
+    *SCHEMES,
+    *WRITERS,
+    "modelopt",
+    "=bf16",
+    "(q|k)_proj=",
+    r"layers\.(0|1)\.",
+    "vllm:",
+    "sglang:",
+    ":tp4",
+    "vllm",
+}
 _WORDS |= {"h100", "b200", "cpu", "lm_head=mxfp4", "embed=fp8-block", ".*=nvfp4", *_FIELDS}
 
 TARGET = Target(_run, _seeds, seconds=10, mutate=json_mutator(_WORDS))

@@ -108,7 +108,10 @@ def _judge_choices(answer: dict[str, Any]) -> None:
 def _seeds() -> dict[str, bytes]:
     schema = {
         "type": "object",
-        "properties": {"name": {"type": "string", "pattern": "^[a-z]{1,5}$", "maxLength": 5}, "age": {"type": "integer"}},
+        "properties": {
+            "name": {"type": "string", "pattern": "^[a-z]{1,5}$", "maxLength": 5},
+            "age": {"type": "integer"},
+        },
         "required": ["name"],
         "additionalProperties": False,
         "$defs": {"a": {"enum": [1, "x", None]}},
@@ -121,7 +124,9 @@ def _seeds() -> dict[str, bytes]:
         "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"5": 2.5}, "min_tokens": 2, "stop": ["the", "\n"],
         "stop_token_ids": [7], "ignore_eos": True, "user": "u", "cache_salt": "s",
     }  # fmt: skip
-    grammar = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}}
+    grammar = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    }
     bodies: dict[str, tuple[str, Any]] = {
         "text": (_PATHS[0], text | sampling),
         "stream": (_PATHS[0], text | {"stream": True, "stream_options": {"include_usage": True}, "logprobs": 2}),
@@ -135,7 +140,9 @@ def _seeds() -> dict[str, bytes]:
         "raw": (_PATHS[0], '{"model": "fuzzed", "prompt": "x", "max_tokens": 1, "max_tokens": 2}'),
     }
     seeds = {name: encoded({"path": path, "body": body}) for name, (path, body) in bodies.items()}
-    return seeds | {"leaves": encoded({"path": _PATHS[0], "body": text | {"stream": True, "max_tokens": 50}, "leave": 10})}
+    return seeds | {
+        "leaves": encoded({"path": _PATHS[0], "body": text | {"stream": True, "max_tokens": 50}, "leave": 10})
+    }
 
 
 _WORDS = {
@@ -148,6 +155,4 @@ _WORDS = {
     "add_generation_prompt", "<s>", "</s>", "<|endoftext|>", "stream", "echo", "n", "leave", "structured_outputs", "guided_json",
 }  # fmt: skip
 
-TARGET = Target(
-    _run, _seeds, seconds=5, mutate=json_mutator(_WORDS), packages=("minifloat.serve", "minifloat.report")
-)
+TARGET = Target(_run, _seeds, seconds=5, mutate=json_mutator(_WORDS), packages=("minifloat.serve", "minifloat.report"))

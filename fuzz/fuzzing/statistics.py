@@ -175,6 +175,19 @@ def _seeds() -> dict[str, bytes]:
 
 
 _WORDS = {*_TENSORS, "F32", "I64", "F16", "U8", "content", "sha256", "schema_version", "version", "format", "stages"}
-_WORDS |= {"slots", "tokens", "width", "outer", "path", "hessian.0.0", "held_out.0.0", "channels", "kv", "inputs", "1", "2"}
+_WORDS |= {
+    "slots",
+    "tokens",
+    "width",
+    "outer",
+    "path",
+    "hessian.0.0",
+    "held_out.0.0",
+    "channels",
+    "kv",
+    "inputs",
+    "1",
+    "2",
+}
 
 TARGET = Target(_run, _seeds, seconds=5, mutate=_mutate)

@@ -23,7 +23,14 @@ from torch import Tensor
 
 from minifloat.calibration.identity import ModelIdentity
 from minifloat.checkpoint import Checkpoint
-from minifloat.checkpoint.files import byte_view, open_regular, read_exactly, storage_errors, written_whole
+from minifloat.checkpoint.files import (
+    byte_view,
+    open_regular,
+    parse_object,
+    read_exactly,
+    storage_errors,
+    written_whole,
+)
 from minifloat.checkpoint.header import encode_header, read_header, strict_json
 from minifloat.checkpoint.tensors import OutputTensor, TensorInfo
 from minifloat.errors import CheckpointError, StatsError
@@ -177,11 +184,24 @@ def read_saved_layer(path: Path) -> SavedLayer:
         digest.update(_bytes_of(_read_bytes(path, infos[name])))
     if digest.hexdigest() != metadata.get("sha256"):
         raise StatsError(path, "damaged: its content does not match its SHA-256; copy it again or calibrate again")
-    rows = strict_json(metadata["content"])["stages"]
-    stages = tuple(
-        Stage(row["path"], tuple(map(tuple, row["slots"])), int(row["width"]), outer=row["outer"]) for row in rows
-    )
-    return SavedLayer(path, digest.hexdigest(), stages, tuple(tuple(row["tokens"]) for row in rows), infos)
+    content = parse_object(metadata["content"].encode(), path, StatsError, strict_json)
+    try:
+        stages, tokens = zip(*map(_stage, content["stages"]), strict=True) if content["stages"] else ((), ())
+    except (ValueError, TypeError, KeyError) as error:
+        raise StatsError(path, f"not valid: {type(error).__name__}: {error}; calibrate again") from None
+    return SavedLayer(path, digest.hexdigest(), stages, tokens, infos)
+
+
+def _stage(row: Mapping[str, Any]) -> tuple[Stage, tuple[int, ...]]:
+    """Return a stage and the tokens of its slots; an exception means that the row is not valid."""
+    stage_path, slots, width, tokens = row["path"], row["slots"], row["width"], row["tokens"]
+    texts = [stage_path, *(name for slot in slots for name in slot)]
+    counts = [width, *tokens]
+    if not all(isinstance(text, str) for text in texts) or not isinstance(row["outer"], bool | None):
+        raise ValueError("expected names, and whether a stage is an outer one")
+    if not all(type(count) is int and count >= 0 for count in counts) or len(tokens) != len(slots):
+        raise ValueError("expected a width, and a number of tokens for each slot")
+    return Stage(stage_path, tuple(map(tuple, slots)), width, outer=row["outer"]), tuple(tokens)
 
 
 @dataclass(frozen=True)

@@ -292,10 +292,13 @@ void for_panels(int64_t panels, int threads, const Function& function) {
 }  // namespace
 
 Header plan_layout(const minifloat_pack_args& a) {
+    // No product of sizes up to this overflows; larger weights fit into no memory.
+    constexpr int64_t kMostRowsOrCols = int64_t{1} << 30;
     Header h = {};
     const bool whole_row = a.block_cols >= a.cols;
     const bool bf16 = a.element == MINIFLOAT_WEIGHT_BF16;
     if (a.rows < 1 || a.cols < 1 || a.block_rows < 1 || a.block_cols < 1) return h;
+    if (a.rows > kMostRowsOrCols || a.cols > kMostRowsOrCols) return h;
     if (a.element < MINIFLOAT_E4M3 || a.element > MINIFLOAT_WEIGHT_BF16) return h;
     if (a.element == MINIFLOAT_E2M1 && a.cols % 2 != 0) return h;
     if (bf16 && a.grid != MINIFLOAT_GRID_ROW) return h;
@@ -312,7 +315,9 @@ Header plan_layout(const minifloat_pack_args& a) {
     h.grid = a.grid;
     h.rows = a.rows;
     h.cols = a.cols;
-    h.block_cols = a.grid == MINIFLOAT_GRID_BLOCK ? a.block_cols : a.cols;
+    h.block_cols = a.grid != MINIFLOAT_GRID_BLOCK            ? a.cols
+                   : a.block_cols > kMostRowsOrCols ? kMostRowsOrCols
+                                                    : a.block_cols;
     h.block_lanes = 0;
     if (a.grid == MINIFLOAT_GRID_BLOCK)
         h.block_lanes = a.block_rows % kPanelRows == 0 || a.block_rows >= a.rows ? 1 : kPanelRows;
