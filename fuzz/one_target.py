@@ -2,8 +2,8 @@
 
     python fuzz/one_target.py NAME FOLDER [options of libFuzzer]
 
-FOLDER/corpus grows by inputs that reach new branches. FOLDER/failures gets one input for each reason of failure, with the
-traceback beside it; a failure does not end the process, unless it is a crash or a memory or time limit of libFuzzer.
+FOLDER/corpus grows by inputs that reach new branches. FOLDER/failures gets one input for each reason of failure, with
+the traceback beside it; a failure does not end the process, unless it is a crash or a limit of libFuzzer.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 
 import atheris
-from fuzzing.target import Failure, corpus, load, outcome
 from fuzzing.target import NAMES as NAMES
+from fuzzing.target import Failure, corpus, load, outcome
 
 _LARGEST_MESSAGE = 20_000
 
@@ -43,7 +43,8 @@ class _Failures:
 def main() -> None:
     """Fuzz until libFuzzer's time is over."""
     name, folder, *options = sys.argv[1:]
-    with atheris.instrument_imports(include=["minifloat", "h11", "uvicorn.protocols"], enable_loader_override=False):
+    packages = ["minifloat", "h11", "uvicorn.protocols"]
+    with atheris.instrument_imports(include=packages, enable_loader_override=False):
         target = load(name)
         seeds = target.seeds()
         for data in [*seeds.values(), *corpus(name).values()]:

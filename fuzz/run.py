@@ -4,9 +4,9 @@
     ./scripts/fuzz 5 --only headers,native
 
 Python targets run under Atheris, guided by the branches of minifloat that an input reaches. The target `native` is a
-program with libFuzzer, AddressSanitizer and UndefinedBehaviorSanitizer around the C functions. build/fuzz/NAME holds the
-corpus that grew, which the next run continues, and `failures`. To mend a failure: copy its input to fuzz/corpus/NAME,
-where tests/fuzz replays it, and make that test pass. The exit status is 1 if anything failed.
+program with libFuzzer, AddressSanitizer and UndefinedBehaviorSanitizer around the C functions. build/fuzz/NAME holds
+the corpus that grew, which the next run continues, and `failures`. To mend a failure: copy its input to
+fuzz/corpus/NAME, where tests/fuzz replays it, and make that test pass. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations

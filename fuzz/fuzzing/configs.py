@@ -61,13 +61,13 @@ def _seeds() -> dict[str, bytes]:
     return {form.replace("/", "-"): encoded({"model": form, "config": config}) for form, config in configs.items()}
 
 
-_WORDS = {
-    "rope_scaling", "rope_parameters", "rope_type", "factor", "yarn", "linear", "dynamic", "llama3", "sliding_window",
-    "layer_types", "head_dim", "num_experts", "num_local_experts", "text_config", "auto_map", "quantization_config",
-    "mixtral", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3", "mistral", "group_size", "block_structure",
-    "ignore", "targets", "config_groups", "weight_block_size", "modules_to_not_convert", "kv_cache_scheme", "sparsity_config",
-    "quant_method", "mxfp4", "fp8", "modelopt", "compressed-tensors", "lm_head", "re:.*", "Linear", "partial_rotary_factor",
-}  # fmt: skip
-_WORDS |= words_of(small.LLAMA)
+_TEXTS = """
+rope_scaling rope_parameters rope_type factor yarn linear dynamic llama3 sliding_window layer_types head_dim
+num_experts num_local_experts text_config auto_map quantization_config mixtral qwen3 qwen3_moe gemma3_text
+gpt_oss deepseek_v3 mistral group_size block_structure ignore targets config_groups weight_block_size
+modules_to_not_convert kv_cache_scheme sparsity_config quant_method mxfp4 fp8 modelopt compressed-tensors
+lm_head re:.* Linear partial_rotary_factor
+"""
+_WORDS = words_of(small.LLAMA) | set(_TEXTS.split())
 
 TARGET = Target(_run, _seeds, seconds=10, mutate=json_mutator(_WORDS))

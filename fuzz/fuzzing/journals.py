@@ -1,11 +1,12 @@
 """The work folder of an interrupted run: `quantize` resumes to the bytes of an undisturbed run, or refuses.
 
-An input is JSON: `journal` has the lines of the journal (objects, or texts that are written as they are), `state` is the
-file of the fingerprint, and `flips` are bytes of finished shards that change: shard, position, mask.
+An input is JSON: `journal` has the lines of the journal (objects, or texts that are written as they are), `state` is
+the file of the fingerprint, and `flips` are bytes of finished shards that change: shard, position, mask.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
@@ -61,10 +62,8 @@ def _interrupted() -> Path:
         if (work / _JOURNAL).stat().st_size:
             raise _Interrupted
 
-    try:
+    with contextlib.suppress(_Interrupted):
         quantize_checkpoint(_source(), output, "fp8-dynamic", workers=1, progress=stop)
-    except _Interrupted:
-        pass
     copy = small.scratch() / "interrupted"
     shutil.copytree(work, copy)
     shutil.rmtree(work)

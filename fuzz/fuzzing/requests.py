@@ -1,7 +1,7 @@
 """Requests of the API: each is answered, with a status below 500 and the form that the API promises.
 
-An input is JSON: `path`, and `body`, which is sent as JSON, or as it is if it is a text; `leave` is the number of bytes of
-the answer after which the client disconnects.
+An input is JSON: `path`, and `body`, which is sent as JSON, or as it is if it is a text; `leave` is the number of bytes
+of the answer after which the client disconnects.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _seeds() -> dict[str, bytes]:
     chat = common | {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}
     sampling = {
         "temperature": 0.8, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "n": 2, "repetition_penalty": 1.1,
-        "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"5": 2.5}, "min_tokens": 2, "stop": ["the", "\n"],
-        "stop_token_ids": [7], "ignore_eos": True, "user": "u", "cache_salt": "s",
+        "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"5": 2.5}, "min_tokens": 2,
+        "stop": ["the", "\n"], "stop_token_ids": [7], "ignore_eos": True, "user": "u", "cache_salt": "s",
     }  # fmt: skip
     grammar = {
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
@@ -145,14 +145,14 @@ def _seeds() -> dict[str, bytes]:
     }
 
 
-_WORDS = {
-    *_PATHS, MODEL, "prompt", "messages", "role", "content", "system", "user", "assistant", "tool", "type", "text", "image_url",
-    "best_of", "suffix", "max_completion_tokens", "tools", "tool_choice", "functions", "$ref", "$defs", "#", "#/$defs/a",
-    "anyOf", "allOf", "oneOf", "not", "if", "then", "enum", "const", "pattern", "format", "date-time", "uuid", "minimum",
-    "maximum", "multipleOf", "items", "prefixItems", "minItems", "maxItems", "uniqueItems", "patternProperties", "minLength",
-    "^a{1000}$", "(a|b)*c", "[^\\x00-\\x7f]+", "^(?=x)y$", "string", "number", "integer", "object", "array", "boolean", "null",
-    "response_format", "json_object", "json_schema", "prompt_logprobs", "top_logprobs", "continue_final_message", "logprobs",
-    "add_generation_prompt", "<s>", "</s>", "<|endoftext|>", "stream", "echo", "n", "leave", "structured_outputs", "guided_json",
-}  # fmt: skip
+_TEXTS = r"""
+prompt messages role content system user assistant tool type text image_url best_of suffix max_completion_tokens
+tools tool_choice functions $ref $defs # #/$defs/a anyOf allOf oneOf not if then enum const pattern format
+date-time uuid minimum maximum multipleOf items prefixItems minItems maxItems uniqueItems patternProperties
+minLength ^a{1000}$ (a|b)*c [^\x00-\x7f]+ ^(?=x)y$ string number integer object array boolean null
+response_format json_object json_schema prompt_logprobs top_logprobs continue_final_message logprobs
+add_generation_prompt <s> </s> <|endoftext|> stream echo n leave structured_outputs guided_json
+"""
+_WORDS = {*_PATHS, MODEL, *_TEXTS.split()}
 
-TARGET = Target(_run, _seeds, seconds=5, mutate=json_mutator(_WORDS), packages=("minifloat.serve", "minifloat.report"))
+TARGET = Target(_run, _seeds, seconds=5, mutate=json_mutator(_WORDS))

@@ -5,7 +5,9 @@ The digests in a changed file are made right again, because a stranger would do 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -67,11 +69,9 @@ def _run(data: bytes) -> None:
     return None
 
 
-def _unless_refused(step: object) -> None:
-    try:
-        step()  # type: ignore[operator]
-    except MinifloatError:
-        pass
+def _unless_refused(step: Callable[[], object]) -> None:
+    with contextlib.suppress(MinifloatError):
+        step()
 
 
 def _require_scales(folder: Path) -> None:

@@ -6,7 +6,7 @@ import importlib
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -27,16 +27,12 @@ class Target:
         mutate: Returns a changed input from an input, the largest size and a source of random numbers; None: bytes are
             changed without knowledge of the format.
         seconds: Processor time that one input may take.
-        packages: Packages whose branches guide the fuzzer.
-        words: Texts that matter to the format.
     """
 
     run: Callable[[bytes], None]
     seeds: Callable[[], Mapping[str, bytes]]
     seconds: float
     mutate: Callable[[bytes, int, Random], bytes] | None = None
-    packages: tuple[str, ...] = ("minifloat",)
-    words: tuple[str, ...] = field(default=())
 
 
 @dataclass(frozen=True)
