@@ -84,7 +84,9 @@ def test_versions_below_the_first_that_works_are_named() -> None:
         (line,) = packages.problems({problem.package: "0.1.dev2+cpu"})
         assert line.startswith(f"{problem.package} 0.1.dev2+cpu: ")
         assert f"pip install -U {problem.package}" in line
-    assert list(packages.problems({"torch": "not installed"})) == []
+    assert list(packages.problems({"compressed-tensors": "not installed"})) == []
+    (line,) = packages.problems({"torch": "not installed"})
+    assert line.startswith("torch is not installed")
 
 
 def test_gpus_are_read_from_nvidia_smi() -> None:

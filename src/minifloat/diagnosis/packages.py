@@ -11,6 +11,8 @@ from importlib import metadata
 from minifloat.check import ENGINES
 
 _PACKAGES = ("torch", "transformers", "safetensors", "huggingface-hub", "numpy", "accelerate", "compressed-tensors")
+_REQUIRED = ("torch", "transformers", "safetensors")
+_MISSING = "not installed"
 #: Extra for users -> the packages that it installs, as in pyproject.toml.
 EXTRAS = {
     "serve": ("fastapi", "llguidance", "prometheus-client", "pydantic", "uvicorn"),
@@ -59,7 +61,7 @@ def version_of(package: str) -> str | None:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that matter; "not installed" where one is missing."""
-    return {package: version_of(package) or "not installed" for package in _PACKAGES}
+    return {package: version_of(package) or _MISSING for package in _PACKAGES}
 
 
 def missing_of_extras() -> dict[str, tuple[str, ...]]:
@@ -84,7 +86,10 @@ def engines() -> dict[str, str]:
 
 
 def problems(installed: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence on each package whose version is known to fail, and on engines that `check` does not know."""
+    """Yield a sentence on each package that is missing or known to fail, and on engines that `check` does not know."""
+    for package in _REQUIRED:
+        if installed.get(package) == _MISSING:
+            yield f"{package} is not installed: most commands need it; pip install {package}"
     for problem in PROBLEMS:
         version = installed.get(problem.package, "")
         if (numbers := _numbers(version)) and numbers < problem.below:

@@ -59,7 +59,7 @@ def test_the_status_has_latency_queue_and_cache_over_time_and_the_last_errors(cl
         assert client.post("/v1/completions", {"model": "absent", "prompt": "a"}).status == 404
     client.complete(max_tokens=20)
     now = client.get("/status").json["now"]
-    assert len(now["itl_history"]) == len(now["waiting_history"]) == 60
+    assert len(now["itl_history"]) == len(now["ttft_history"]) == len(now["waiting_history"]) == 60
     assert [(error["route"], error["status"]) for error in now["errors"]] == [("/v1/completions", 404)] * 5
     assert all(0 <= error["seconds_ago"] < 60 for error in now["errors"])
 
@@ -100,6 +100,9 @@ def test_the_page_shows_the_model_and_tries_a_prompt(
         tops = f"new Set({fields}.map((field) => Math.round(field.getBoundingClientRect().top)))"
         assert page.evaluate(f"{tops}.size") == 1, "the fields of a row sit at different heights"
         page.wait_for("document.getElementById('rate').textContent !== '0'")
+        for name in ("history", "ttft-history", "itl-history"):  # some second is above the ground line
+            line = f"document.getElementById('{name}').getAttribute('d')"
+            page.wait_for(f"{line}.match(/[\\d.]+ [\\d.]+/g).some((point) => Number(point.split(' ')[1]) < 18)")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the screen"
         if folder := os.environ.get("MINIFLOAT_SCREENSHOTS"):
             page.screenshot(Path(folder) / f"page-{width}-{'dark' if dark else 'light'}.png")

@@ -189,9 +189,8 @@ class Metrics:
         now = time.monotonic()
         with self._lock:
             seconds = list(self._seconds)
-            first_tokens = [value for at, value in self._first_tokens if at > now - _WINDOW]
+            first_tokens = [(at, value) for at, value in self._first_tokens if at > now - _WINDOW]
             pauses = [(at, value) for at, value in self._inter_token if at > now - _WINDOW]
-        inter_token = [value for _, value in pauses]
         by_second = {second.at: second for second in seconds}
         history = [by_second.get(int(now) - age) for age in range(_WINDOW, 0, -1)]
         rates = [0 if second is None else second.generated for second in history]
@@ -203,6 +202,7 @@ class Metrics:
             "prompt_tokens_per_second": sum(second.prompt for second in history[-_RATE_SECONDS:] if second)
             / _RATE_SECONDS,
             "history": rates,
+            "ttft_history": _medians_by_second(first_tokens, int(now)),
             "itl_history": _medians_by_second(pauses, int(now)),
             "waiting_history": [0 if second is None else second.waiting for second in history],
             "prefix_hit_share": _prefix_hit_share([second for second in history if second is not None]),
@@ -210,8 +210,8 @@ class Metrics:
                 {"seconds_ago": round(now - at), "route": route, "status": status}
                 for at, route, status in reversed(self._errors)
             ],
-            "ttft_ms": _quantiles(first_tokens),
-            "itl_ms": _quantiles(inter_token),
+            "ttft_ms": _quantiles([value for _, value in first_tokens]),
+            "itl_ms": _quantiles([value for _, value in pauses]),
             "speculation": self._speculation(),
             "attention_share": self._attention_share(),
         }
