@@ -6,6 +6,7 @@
     │   ├── PatternError              a regular expression does not compile or matches nothing
     │   ├── DestinationError          the output folder exists, or cannot be created there
     │   ├── DataError                 calibration text is missing, empty, too short or unreadable
+    │   ├── ChatTemplateError         a chat template refuses messages, is not valid, or takes too much time or memory
     │   └── ContextLengthError        a prompt leaves no room in the model's context
     ├── CheckpointError               a file of the checkpoint is invalid
     │   ├── NotACheckpointError       no config.json, no safetensors
@@ -92,6 +93,10 @@ class DestinationError(UsageError):
 
 class DataError(UsageError):
     """The text for calibration is missing, empty, too short or unreadable."""
+
+
+class ChatTemplateError(UsageError):
+    """A chat template refuses the messages, is not valid, or takes too much time or memory."""
 
 
 class ContextLengthError(UsageError):

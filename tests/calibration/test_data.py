@@ -601,7 +601,7 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path: Path, tokenizer: Any) 
 def test_a_chat_template_that_raises_is_reported(tmp_path: Path, tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT}])
-    with pytest.raises(DataError, match="line 1: the model's chat template refuses it: roles must alternate"):
+    with pytest.raises(DataError, match="line 1: the chat template refuses the messages: roles must alternate"):
         load_calibration_data(path, tokenizer)
 
 

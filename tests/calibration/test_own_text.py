@@ -160,7 +160,7 @@ def test_every_second_sequence_of_a_chat_model_begins_with_the_users_turn(copy: 
 @pytest.mark.parametrize(
     ("template", "note"),
     [
-        ("{{ raise_exception('no users here') }}", "refuses a user's message: no users here"),
+        ("{{ raise_exception('no users here') }}", "refuses the messages: no users here"),
         ("[user] {{ messages[0].content | lower }}", "does not render the content"),
         ("{{ messages[0].content }}", "nothing before the content"),
         ("a very long system prompt{{ messages[0].content }}", "takes 25 of 24 tokens"),

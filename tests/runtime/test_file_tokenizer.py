@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from minifloat.errors import CheckpointError
+from minifloat.errors import ChatTemplateError, CheckpointError
 from minifloat.runtime.file_tokenizer import FileTokenizer
+from minifloat.runtime.templates import apply_chat_template, chat_tokens
 from minifloat.runtime.tokenizer import load_tokenizer, serving_tokenizer
 from minifloat.runtime.tokenizer_files import _REGISTERED, _UNREGISTERED, _USUALLY_GENERIC, read_file_tokenizer
 
@@ -219,14 +220,12 @@ def test_the_tokenizer_of_the_example_is_that_of_transformers() -> None:
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_chats_are_those_of_transformers(name: str, template: str, tmp_path: Path) -> None:
     ours, theirs = both(save(tmp_path / "m", name, chat_template=template))
-    for options in (
-        {"tokenize": False},
-        {"return_dict": False},
-        {"return_dict": False, "sanitize_control_tokens": True},
-    ):
-        arguments: dict[str, Any] = {"add_generation_prompt": True, "flag": "yes </s>", **options}
-        found = ours.apply_chat_template(CHAT, **arguments)
-        assert found == theirs.apply_chat_template(CHAT, **arguments)
+    options: dict[str, Any] = {"add_generation_prompt": True, "flag": "yes </s>"}
+    text = theirs.apply_chat_template(CHAT, tokenize=False, **options)
+    tokens = theirs.apply_chat_template(CHAT, return_dict=False, sanitize_control_tokens=True, **options)
+    for tokenizer in (ours, theirs):
+        assert apply_chat_template(tokenizer, CHAT, **options) == text
+        assert chat_tokens(tokenizer, CHAT, **options) == tokens
 
 
 def test_a_chat_template_of_its_own_file_comes_first(tmp_path: Path) -> None:
@@ -238,7 +237,7 @@ def test_a_chat_template_of_its_own_file_comes_first(tmp_path: Path) -> None:
 
 def test_control_tokens_in_messages_do_not_become_control_tokens(tmp_path: Path) -> None:
     ours, _ = both(save(tmp_path / "m", "generic", chat_template=TEMPLATES[0]))
-    tokens = ours.apply_chat_template(CHAT, sanitize_control_tokens=True)
+    tokens = chat_tokens(ours, CHAT)
     # Four messages end with </s>, which the template writes; that of the message is text.
     assert [tokens.count(ours.convert_tokens_to_ids(text)) for text in CONTROL] == [1, 4, 0]
 
@@ -247,8 +246,10 @@ def test_control_tokens_in_messages_do_not_become_control_tokens(tmp_path: Path)
 def test_templates_that_leave_the_sandbox_or_refuse_are_errors(code: str, tmp_path: Path) -> None:
     ours, theirs = both(save(tmp_path / "m", "generic", chat_template="{{ " + code + ".__subclasses__() }}"))
     for tokenizer in (ours, theirs):
-        with pytest.raises(Exception, match=r"unsafe|undefined|no$|underscore|not set"):
-            tokenizer.apply_chat_template(CHAT, tokenize=False)
+        with pytest.raises(ChatTemplateError, match=r"unsafe|undefined|no$|underscore|not set"):
+            apply_chat_template(tokenizer, CHAT)
+    with pytest.raises(Exception, match=r"unsafe|undefined|no$|underscore|not set"):
+        theirs.apply_chat_template(CHAT, tokenize=False)
 
 
 def test_special_tokens_map_counts_where_the_config_lists_no_added_tokens(tmp_path: Path) -> None:

@@ -46,8 +46,9 @@ from minifloat.calibration.readers import first_line
 from minifloat.calibration.token_file import TextSettings, WrittenText, read_token_file, write_token_file
 from minifloat.checkpoint import Checkpoint
 from minifloat.checkpoint.progress import Progress
-from minifloat.errors import AlreadyQuantizedError, DataError, UsageError
+from minifloat.errors import AlreadyQuantizedError, ChatTemplateError, DataError, UsageError
 from minifloat.runtime.config import plain_config
+from minifloat.runtime.templates import apply_chat_template
 from minifloat.serve.engine import Engine, Request, SamplingParams
 
 _LOG = logging.getLogger(__name__)
@@ -234,9 +235,9 @@ def _chat_prompt(
     if not tokenizer.chat_template:
         return [], ""
     try:
-        rendered = str(tokenizer.apply_chat_template([{"role": "user", "content": _CONTENT}], tokenize=False))
-    except Exception as error:  # a template is a program by the model's author and may raise any exception
-        return [], f"it refuses a user's message: {first_line(error)}"
+        rendered = apply_chat_template(tokenizer, [{"role": "user", "content": _CONTENT}])
+    except ChatTemplateError as error:
+        return [], f"it fails on a user's message: {first_line(error)}"
     before, found, _ = rendered.partition(_CONTENT)
     if not found:
         return [], "it does not render the content of a user's message"

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from minifloat.calibration.readers import READERS, Source, choose_column, clip, first_line, hub_rows, locate
-from minifloat.errors import DataError
+from minifloat.errors import ChatTemplateError, DataError
+from minifloat.runtime.templates import apply_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,9 +166,9 @@ class Reading:
         if not self.tokenizer.chat_template:
             raise DataError(f"{where}: chat messages, but the model's tokenizer has no chat template; give plain text")
         try:
-            return str(self.tokenizer.apply_chat_template([dict(turn) for turn in messages], tokenize=False))
-        except Exception as error:  # a template is a program by the model's author and may raise any exception
-            raise DataError(f"{where}: the model's chat template refuses it: {first_line(error)}") from error
+            return apply_chat_template(self.tokenizer, messages)
+        except ChatTemplateError as error:
+            raise DataError(f"{where}: {first_line(error)}") from error
 
 
 def sequence_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:

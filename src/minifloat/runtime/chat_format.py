@@ -121,6 +121,11 @@ def render(template: str, messages: Sequence[Mapping[str, str]], variables: Mapp
     return _compiled(template).render(messages=[dict(message) for message in messages], **values)
 
 
+def visible_length(rendered: str) -> int:
+    """Return the number of characters of a rendered chat without the marks of `ControlTokens`."""
+    return len(rendered) - rendered.count(_START) - rendered.count(_END)
+
+
 class ControlTokens:
     """The control tokens of one chat template.
 
@@ -135,6 +140,12 @@ class ControlTokens:
         control = [text for text, special in added.items() if special or (text in literals and not text.isspace())]
         self._control = _any_of(control)
         self._marked = re.compile(f"{_START}({_any_of(added).pattern}){_END}|[{_START}{_END}]")
+
+    @classmethod
+    @functools.lru_cache(maxsize=16)
+    def of(cls, template: str, added: tuple[tuple[str, bool], ...]) -> ControlTokens:
+        """Return the control tokens of a template, given the added tokens as pairs."""
+        return cls(template, dict(added))
 
     def mark(self, text: str) -> str:
         """Return a text with marks around its control tokens; marks that it has already are dropped."""

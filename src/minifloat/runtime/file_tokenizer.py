@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from minifloat.runtime.chat_format import ControlTokens
+    from tokenizers import AddedToken, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -95,53 +92,7 @@ class FileTokenizer:
         """The special tokens."""
         return [token for text in self._special if (token := self.backend.token_to_id(text)) is not None]
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = False,
-        tokenize: bool = True,
-        return_dict: bool = False,
-        sanitize_control_tokens: bool = False,
-        **variables: Any,
-    ) -> str | list[int]:
-        """Return the tokens of messages, or their text.
-
-        Args:
-            messages: ``role``, ``content`` and further texts of each message.
-            chat_template: Jinja source instead of the tokenizer's own.
-            add_generation_prompt: Whether the assistant's answer begins at the end.
-            tokenize: Whether to return tokens.
-            return_dict: Must be False.
-            sanitize_control_tokens: Whether control tokens in messages and variables are tokenized as text.
-            variables: Further variables of the template.
-
-        Raises:
-            ValueError: If there is no template or no message, or an argument has another value.
-            Exception: Whatever the template raises.
-        """
-        from minifloat.runtime import chat_format
-
-        template = chat_template or self.chat_template
-        if template is None or not messages or return_dict or (sanitize_control_tokens and not tokenize):
-            raise ValueError("expected a chat template, messages, return_dict=False, and tokens to be sanitized")
-        if not sanitize_control_tokens:
-            values = {**self._named, **variables, "add_generation_prompt": add_generation_prompt}
-            text = chat_format.render(template, messages, values)
-            return self(text, add_special_tokens=False).input_ids if tokenize else text
-        control = _control_tokens(template, tuple(self._added().items()))
-        messages = [{name: control.mark(value) for name, value in message.items()} for message in messages]
-        marked = {name: control.mark(value) if isinstance(value, str) else value for name, value in variables.items()}
-        values = {**self._named, **marked, "add_generation_prompt": add_generation_prompt}
-        return control.encode(
-            chat_format.render(template, messages, values),
-            lambda text: self(text, add_special_tokens=False).input_ids,
-            self._encode_as_text,
-            self.convert_tokens_to_ids,
-        )
-
-    def _encode_as_text(self, text: str) -> list[int]:
+    def encode_as_text(self, text: str) -> list[int]:
         """Return the tokens of a text in which no added token is recognized."""
         if self.backend.normalizer is not None:
             text = self.backend.normalizer.normalize_str(text)
@@ -150,10 +101,15 @@ class FileTokenizer:
             words = [word for word, _ in self.backend.pre_tokenizer.pre_tokenize_str(text)]
         return [token.id for word in words for token in self.backend.model.tokenize(word)]
 
-    def _added(self) -> dict[str, bool]:
-        """Return the added tokens, and whether each is special."""
-        tokens = sorted(self.backend.get_added_tokens_decoder().items())
-        return {token.content: token.special for _, token in tokens}
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """Special tokens by transformers' names."""
+        return dict(self._named)
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        """The tokens that were added to the vocabulary, by their ids."""
+        return dict(self.backend.get_added_tokens_decoder())
 
     def _id(self, name: str) -> int | None:
         text = self._named.get(name)
@@ -162,10 +118,3 @@ class FileTokenizer:
     def _name(self, token: int) -> str | None:
         name = self.backend.id_to_token(int(token))
         return None if name is None else str(name)
-
-
-@functools.lru_cache(maxsize=16)
-def _control_tokens(template: str, added: tuple[tuple[str, bool], ...]) -> ControlTokens:
-    from minifloat.runtime.chat_format import ControlTokens
-
-    return ControlTokens(template, dict(added))

@@ -336,18 +336,6 @@ def test_a_second_signal_ends_the_server_before_its_requests(tokenizer: Any) -> 
         stream.close()
 
 
-def test_connections_beyond_the_limit_get_503(tokenizer: Any) -> None:
-    with running(FakeEngine(tokenizer), max_connections=3) as client:
-        held = [client.connect() for _ in range(3)]
-        assert wait_for(lambda: len(client.server.server_state.connections) == 3)
-        refused = client.get("/health")
-        assert (refused.status, refused.error["code"]) == (503, "too_many_connections")
-        assert refused.headers["retry-after"] == "1"
-        for connection in held:
-            connection.close()
-        assert wait_for(lambda: client.get("/health").status == 200)
-
-
 # ------------------------------------------------------------------------------------------------- commands
 
 

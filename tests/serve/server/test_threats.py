@@ -210,9 +210,8 @@ def test_endless_headers_are_refused(client: Client) -> None:
     assert client.get("/health").status == 200
 
 
-def test_connections_with_a_slow_body_or_no_request_are_closed(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minifloat.serve.server.connection._KEEP_ALIVE_SECONDS", 0.3)
-    with running(FakeEngine(tokenizer), read_timeout=0.3) as client:
+def test_connections_with_a_slow_body_or_no_request_are_closed(tokenizer: Any) -> None:
+    with running(FakeEngine(tokenizer), read_timeout=0.3, keep_alive_timeout=0.3) as client:
         head = ("POST /v1/completions HTTP/1.1", "Host: localhost", JSON, "Content-Length: 100")
         assert raw(client, *head, body=b"{").startswith(b"HTTP/1.1 408")
         with client.connect() as silent:

@@ -22,6 +22,7 @@ from minifloat.compare.scoring_pass import BatchTokens, ScoringPass
 from minifloat.compare.served.answers import ServedModel
 from minifloat.compare.served.distributions import served_distribution
 from minifloat.errors import UsageError
+from minifloat.runtime.templates import apply_chat_template
 from minifloat.serve.connection import Connection
 
 #: Text that tokenizers cut differently: words, numbers, spaces, another script, an emoji.
@@ -156,7 +157,7 @@ def _template_notes(served: ServedModel, tokenizer: PreTrainedTokenizerBase) -> 
     if getattr(tokenizer, "chat_template", None) is None:
         return []
     found = served.tokens(messages=_CONVERSATION)
-    text = str(tokenizer.apply_chat_template(_CONVERSATION, tokenize=False, add_generation_prompt=True))
+    text = apply_chat_template(tokenizer, _CONVERSATION, add_generation_prompt=True)
     expected = list(tokenizer(text, add_special_tokens=False).input_ids)
     if found is None or found == expected:
         return []

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI, Request
@@ -17,6 +18,7 @@ from starlette.responses import JSONResponse
 from minifloat._version import __version__
 from minifloat.errors import MinifloatError
 from minifloat.serve.server import completions, routes
+from minifloat.serve.server.acceptor import fitting_connections
 from minifloat.serve.server.connection import Server, address
 from minifloat.serve.server.errors import APIError, from_http, from_minifloat, from_validation
 from minifloat.serve.server.middleware import Guard, RequestLog
@@ -111,6 +113,7 @@ def serve(engine: AsyncEngine, settings: ServerSettings, listening: socket.socke
         settings: Name, keys and limits of the server.
         listening: Socket from `connection.listen`.
     """
+    settings = replace(settings, max_connections=fitting_connections(settings.max_connections))
     server = Server(create_app(engine, settings), engine, settings)
     _LOG.info("serving %s on %s", settings.model_name, address(listening))
     asyncio.run(server.serve(sockets=[listening]))

@@ -1,18 +1,23 @@
-"""The HTTP server: uvicorn with h11, with limits on connections, and a shutdown that loses no admitted request."""
+"""The HTTP server: uvicorn, with connections and an acceptor of our own, and a shutdown that loses no admitted request.
+
+`http_connection` has the deadlines of a connection and their limit, `acceptor` the descriptors.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
+import sys
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from minifloat.serve.server.errors import RETRY_AFTER, APIError
+from minifloat.serve.server.acceptor import Acceptor
+from minifloat.serve.server.http_connection import ConnectionLimit, HTTPConnection
 from minifloat.serve.server.settings import ServerSettings
 from minifloat.serve.sockets import bind
 
@@ -22,52 +27,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("minifloat.server")
 #: Seconds after the drain in which the last answers are still written.
 _FINAL_WRITE_SECONDS = 5
-_KEEP_ALIVE_SECONDS = 30
 _POLL_SECONDS = 0.05
-
-
-class _Protocol(H11Protocol):
-    """Refuses connections beyond the limit and closes those without a first request.
-
-    uvicorn waits for the first request of a connection forever, and applies its limit only once a request has come.
-    """
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._first_head = self.loop.call_later(self.timeout_keep_alive, self._close_if_silent)
-        limit = self.config.limit_concurrency
-        if limit is not None and len(self.connections) > limit:
-            transport.write(_TOO_MANY)
-            transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._first_head.cancel()
-        super().connection_lost(exc)
-
-    def _close_if_silent(self) -> None:
-        if self.cycle is None:
-            self.transport.close()
-
-
-def _too_many_connections() -> bytes:
-    """Return the response to a connection beyond the limit, which is sent before any request."""
-    error = APIError(
-        503, "the server has reached its limit of connections; try again later", code="too_many_connections"
-    )
-    body = error.body.model_dump_json().encode()
-    lines = (
-        "HTTP/1.1 503 Service Unavailable",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-        f"Retry-After: {RETRY_AFTER}",
-        "Connection: close",
-        "",
-        "",
-    )
-    return "\r\n".join(lines).encode() + body
-
-
-_TOO_MANY = _too_many_connections()
 
 
 class Server(uvicorn.Server):
@@ -80,23 +40,37 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, engine: AsyncEngine, settings: ServerSettings) -> None:
+        self._limit = ConnectionLimit(settings)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http=functools.partial(HTTPConnection, self._limit),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="on",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=settings.max_connections,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(settings.shutdown_timeout) + _FINAL_WRITE_SECONDS,
                 h11_max_incomplete_event_size=settings.max_header_bytes,
             )
         )
         self._engine, self._seconds = engine, settings.shutdown_timeout
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, and accept connections of the sockets."""
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(uvicorn.config.STARTUP_FAILURE)
+        connection: Any = self.config.http_protocol_class
+        protocol = functools.partial(
+            connection,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        self.servers: Any = [Acceptor(listening, protocol, self._limit.make_room) for listening in sockets or ()]
+        self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, let the engine finish its requests and wait until the answers are written."""

@@ -19,6 +19,10 @@ from minifloat.errors import ContextLengthError, EngineStopped, KernelUnavailabl
 #: Seconds after which a client may try again when the queue is full or the server is going away.
 RETRY_AFTER = 1
 
+#: Error of a text with half of a surrogate pair, which JSON can escape. It is no character: neither UTF-8, nor
+#: tokenizers, nor answers can contain it.
+NOT_UNICODE = "expected Unicode; found half of a surrogate pair, which has no UTF-8"
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _FIELD = re.compile(r"^([a-z_]+):")  #: messages of the engine begin with the parameter at fault
 #: Parameters of the engine that the API names differently.
@@ -128,6 +132,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
         return invalid(f"{cause.field}: {cause}", cause.field)
+    if not path and first["type"] == "string_unicode":
+        return invalid(f"the name of a field: {NOT_UNICODE}")
     if not path:
         return invalid("the body must be a JSON object; send it with Content-Type: application/json")
     names = [
@@ -136,6 +142,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
     param = names[0] + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in names[1:])
     if first["type"] == "extra_forbidden":
         return invalid(f"unknown field {param!r}; fields that this server does not know are refused", param)
+    if first["type"] == "string_unicode":
+        return invalid(f"{param}: {NOT_UNICODE}", param)
     if first["type"] == "missing":
         return invalid(f"the field {param!r} is missing", param)
     return invalid(f"{param}: {first['msg'].removeprefix('Value error, ')}", param)

@@ -1,8 +1,9 @@
 """Middleware of every request: an id, the log, and the guard.
 
 It is plain ASGI, because Starlette's `BaseHTTPMiddleware` buffers streams and hides that a client has disconnected. The
-guard refuses, in this order: headers that are too large, foreign host names (a web page may rebind its own name to
-127.0.0.1), callers without a key, and bodies that are too large, counted as they arrive, or too slow.
+guard refuses, in this order: headers that are too large, a body without a definite end, foreign host names (a web page
+may rebind its own name to 127.0.0.1), callers without a key, and bodies that are too large, counted as they arrive, or
+too slow.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             self._check_headers(scope)
+            self._check_framing(scope)
             self._check_host(headers)
             self._check_key(scope)
             self._check_body(scope, headers)
@@ -114,6 +116,19 @@ class Guard:
         size += sum(len(name) + len(value) for name, value in scope["headers"])
         if size > self._settings.max_header_bytes:
             raise APIError(431, f"the headers have more than {self._settings.max_header_bytes} bytes", headers=_CLOSE)
+
+    def _check_framing(self, scope: Scope) -> None:
+        """Refuse a body whose end a proxy may see elsewhere, by which a request could hide in another one.
+
+        Source: RFC 9112, sections 6.1 and 6.3.
+        """
+        names = {name for name, _ in scope["headers"]}
+        if b"transfer-encoding" not in names:
+            return
+        if b"content-length" in names:
+            raise APIError(400, "the request has both Content-Length and Transfer-Encoding", headers=_CLOSE)
+        if scope["http_version"] == "1.0":
+            raise APIError(400, "the request has Transfer-Encoding, which HTTP/1.0 does not know", headers=_CLOSE)
 
     def _check_host(self, headers: Headers) -> None:
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()

@@ -7,9 +7,11 @@ judges the rest, such as the room in the context.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,7 +24,7 @@ from pydantic import (
 )
 
 from minifloat.serve.engine.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS
-from minifloat.serve.server.errors import FieldError
+from minifloat.serve.server.errors import NOT_UNICODE, FieldError
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
@@ -81,6 +83,23 @@ def _whole(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         return handler([int(item) if isinstance(item, float) and item.is_integer() else item for item in value])
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _is_unicode(value: Any) -> Any:
+    """Refuse a text, or a list of texts or parts, with half of a surrogate pair. Accept all other values.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for item in value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]:
+        text = item.text if isinstance(item, TextPart) else item
+        if isinstance(text, str) and not text.isascii() and _SURROGATE.search(text):
+            raise ValueError(NOT_UNICODE)
+    return value
+
+
+Unicode = AfterValidator(_is_unicode)
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES), WrapValidator(_whole)]
 Count = Annotated[int, Field(ge=1, le=_TOKEN_MAX), WrapValidator(_whole)]
 Natural = Annotated[int, Field(ge=0, le=_TOKEN_MAX), WrapValidator(_whole)]
@@ -99,11 +118,12 @@ Prompt = Annotated[
         f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either; token ids are integers "
         f"from 0 on, and no list is empty"
     ),
+    Unicode,
 ]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)],
-    _one_of(f"a string, or at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARACTERS} characters"),
+    _one_of(f"a string, or at most {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARACTERS} Unicode characters"),
 ]
 
 
@@ -281,6 +301,7 @@ class TextPart(_Strict):
 Content = Annotated[
     str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)],
     _one_of(f'a string, or 1 to {MAX_PARTS} parts {{"type": "text", "text": ...}}; only text is supported'),
+    Unicode,
 ]
 
 
@@ -361,7 +382,7 @@ class TokenizeRequest(_Strict):
     )
 
     model: str | None = Field(default=None, max_length=512)
-    prompt: str | None = None
+    prompt: Annotated[str, Unicode] | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -381,7 +402,7 @@ class DetokenizeRequest(_Strict):
 
 
 def _check_size(schema: Any) -> None:
-    """Refuse a schema that is too large or too deep to be compiled into a grammar.
+    """Refuse a schema that is too large or too deep to be compiled into a grammar, or is not Unicode.
 
     Raises:
         ValueError: If it is.
@@ -393,6 +414,8 @@ def _check_size(schema: Any) -> None:
             return
         if nodes > MAX_SCHEMA_NODES:
             raise ValueError(f"the schema has more than {MAX_SCHEMA_NODES} values")
+        for node in level:
+            _is_unicode(list(node) if isinstance(node, dict) else node)
         level = [
             child
             for node in level

@@ -35,8 +35,11 @@ class ServerSettings:
         chat_template: Jinja template instead of the tokenizer's own.
         max_body_bytes: Size of the largest body of a request.
         max_header_bytes: Size of the largest request line with headers.
-        max_connections: Number of open connections; more get 503.
+        max_connections: Number of open connections. Beyond it, the oldest one that waits for its client makes room; if
+            all are at work, more get 503.
+        keep_alive_timeout: Seconds that a connection may be open without a byte of a next request.
         read_timeout: Seconds in which a client must have sent the head, and then the body, of a request.
+        write_timeout: Seconds in which a client must take 64 KiB of its answer, or all that is written of it.
         request_timeout: Seconds from the arrival of a request to the end of its answer.
         shutdown_timeout: Seconds that admitted requests have to finish after SIGTERM.
         render_seconds: Seconds of processor time that a chat template may take.
@@ -53,7 +56,9 @@ class ServerSettings:
     max_body_bytes: int = 8 * _MIB
     max_header_bytes: int = 16 * 1024
     max_connections: int = 2048
+    keep_alive_timeout: float = 30.0
     read_timeout: float = 30.0
+    write_timeout: float = 30.0
     request_timeout: float = 600.0
     shutdown_timeout: float = 30.0
     render_seconds: float = 2.0

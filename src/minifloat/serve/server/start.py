@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from minifloat.hub import model_name
+from minifloat.serve.server.log import logging_to_stderr
 from minifloat.serve.server.settings import ServerSettings
 from minifloat.serve.sockets import bind
 from minifloat.serve.starting import importing, starting
@@ -43,9 +44,7 @@ def serve_checkpoint(
         CheckpointError: If the checkpoint cannot be loaded.
     """
     settings = settings or ServerSettings(model_name(os.fspath(path)))
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("minifloat").setLevel(logging.WARNING if quiet else logging.INFO)
-    with bind(settings.host, settings.port) as listening:
+    with logging_to_stderr(quiet=quiet), bind(settings.host, settings.port) as listening:
         _LOG.info("opening %s; requests are answered once it is loaded", os.fspath(path))
         packed_cache = engine.get("packed_cache")
         with starting(
