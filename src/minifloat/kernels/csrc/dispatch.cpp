@@ -56,8 +56,13 @@ constexpr int32_t kIsaCount = sizeof kIsas / sizeof kIsas[0];
 
 bool known_dtype(int32_t dtype) { return dtype >= MINIFLOAT_BF16 && dtype <= MINIFLOAT_F32; }
 
+// A format whose values, and the steps between them, are normal numbers of float32 with room for a scale.
 bool known_format(const minifloat_format& f) {
-    return f.bits >= 2 && f.bits <= 8 && f.mantissa_bits >= 0 && f.mantissa_bits < f.bits - 1 && f.max > 0.0f;
+    constexpr int32_t kSmallestExponent = -100;
+    constexpr float kLargest = 0x1p100f;
+    if (f.bits < 2 || f.bits > 8 || f.mantissa_bits < 0 || f.mantissa_bits >= f.bits - 1) return false;
+    if (f.emin < kSmallestExponent || f.emin > -kSmallestExponent) return false;
+    return f.max >= __builtin_ldexpf(1.0f, f.emin) && f.max <= kLargest;  // no NaN either
 }
 
 bool valid(const minifloat_quantize_rows_args& a) {
