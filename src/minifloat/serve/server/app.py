@@ -106,7 +106,7 @@ async def _answer_unexpected_error(request: Request, error: Exception) -> JSONRe
 
 
 def serve(engine: AsyncEngine, settings: ServerSettings, listening: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT, then finish the admitted requests.
+    """Serve until SIGTERM, SIGINT or SIGHUP, then finish the admitted requests.
 
     Args:
         engine: Engine that has not been started.

@@ -8,8 +8,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +35,7 @@ _POLL_SECONDS = 0.05
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGTERM or SIGINT, then finishes the admitted requests; a second signal ends it at once.
+    """Serves until SIGTERM, SIGINT or SIGHUP, then finishes the admitted requests; a second signal ends it at once.
 
     Args:
         app: The application to serve.
@@ -87,6 +91,20 @@ class Server(uvicorn.Server):
             await asyncio.sleep(_POLL_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Treat SIGHUP, which a terminal sends when it closes, as SIGTERM, unless the process ignores it (nohup)."""
+        with super().capture_signals():
+            here = threading.current_thread() is threading.main_thread()
+            if not here or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+                yield
+                return
+            before = signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop at the first signal, and abort at the second.

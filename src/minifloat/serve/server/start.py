@@ -29,7 +29,7 @@ def serve_checkpoint(
     quiet: bool = False,
     **engine: Unpack[EngineKeywords],
 ) -> None:
-    """Load a checkpoint and serve it until SIGTERM or SIGINT.
+    """Load a checkpoint and serve it until SIGTERM, SIGINT or SIGHUP.
 
     Args:
         path: Checkpoint: a folder or a model of the hub.
