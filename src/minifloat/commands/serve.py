@@ -148,7 +148,13 @@ class ServeParams(_VllmParams, SpeculationParams):
 @env_option(
     "--max-prompt-characters", type=COUNT, help="Longest prompt to tokenize.  [default: 32 per token of context]"
 )
-@env_option("--max-connections", default=2048, show_default=True, type=COUNT, help="Open connections; more get 503.")
+@env_option(
+    "--max-connections",
+    default=2048,
+    show_default=True,
+    type=COUNT,
+    help="Open connections; idle ones make room, then 503.",
+)
 @env_option("--request-timeout", default=600.0, show_default=True, type=POSITIVE, help="Seconds for one answer.")
 @env_option("--shutdown-timeout", default=30.0, show_default=True, type=_SECONDS, help="Seconds to finish at SIGTERM.")
 @env_option("--threads", type=COUNT, help="Threads to compute with.  [default: torch's]")

@@ -68,6 +68,16 @@ def test_the_answer_to_a_body_that_is_too_large_arrives_while_the_client_sends(
             assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
 
+def test_small_writes_are_sent_at_once(client: Client) -> None:
+    """With Nagle's algorithm, the body of an answer on a kept connection came 40 ms after its head."""
+    with client.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        name = connection.getsockname()
+        (served,) = [one for one in client.server.server_state.connections if one.client == name]
+        assert served.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_client_that_sends_on_after_its_refusal_is_cut_off(tokenizer: object) -> None:
     with running(FakeEngine(tokenizer), max_body_bytes=1 << 16) as client:
         with client.connect() as connection:

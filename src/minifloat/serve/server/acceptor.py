@@ -75,6 +75,9 @@ class Acceptor:
                 self._retry = self._loop.call_later(_FREED_SECONDS if freed else _RETRY_SECONDS, self._resume)
                 return
             accepted.setblocking(False)
+            # asyncio sets it only on sockets that were made with IPPROTO_TCP. Without it, the second write of an answer
+            # waits for the client to acknowledge the first, 40 ms.
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             task = self._loop.create_task(self._open(accepted))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
