@@ -76,7 +76,7 @@ def _start(target: str, folder: Path, seconds: int, program: Path | None, log: P
     """Run the process of a target until its time is over, or an input ends it."""
     limits = [f"-{name}={value}" for name, value in LIMITS.items()]
     options = [f"-max_total_time={seconds}", *limits, f"-artifact_prefix={folder / 'failures'}{os.sep}"]
-    options += ["-print_final_stats=1", "-detect_leaks=0"]
+    options += ["-print_final_stats=1", "-detect_leaks=0", "-report_slow_units=1000000"]
     if program is not None:
         (folder / "corpus").mkdir(exist_ok=True)
         seeds = ROOT / "fuzz" / "corpus" / target

@@ -122,4 +122,5 @@ def write_index(writer: CheckpointWriter, shards: Mapping[str, Sequence[OutputTe
 
 def encode_json(value: Any) -> bytes:
     """Return `value` as indented JSON that ends with a newline."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes its escape in JSON

@@ -374,7 +374,10 @@ def answers(port: int) -> bool:
         return False
 
 
-def test_serve_drains_at_sigterm_and_ends_with_status_0(served: tuple[subprocess.Popen[str], int]) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGHUP], ids=["sigterm", "sighup"])
+def test_serve_drains_at_a_signal_and_ends_with_status_0(
+    served: tuple[subprocess.Popen[str], int], stop: signal.Signals
+) -> None:
     process, port = served
     client = Client(port, None, None)  # type: ignore[arg-type]
     results: list[Any] = []
@@ -393,7 +396,7 @@ def test_serve_drains_at_sigterm_and_ends_with_status_0(served: tuple[subprocess
         return finished + int(now["running"] + now["waiting"])
 
     assert wait_for(lambda: admitted() == 10)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(stop)
     for thread in threads:
         thread.join()
     assert [answer.status for answer in results] == [200] * 10
