@@ -119,6 +119,16 @@ class FakeEngine:
     def waiting(self) -> int:
         return len(self._at_work) - self.running
 
+    @property
+    def kv_usage(self) -> float:
+        return self.running / 8
+
+    def discard(self, work: _Work) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def part_seconds(self) -> dict[str, float]:
         return {}
 

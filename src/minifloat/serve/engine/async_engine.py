@@ -106,6 +106,11 @@ class AsyncEngine:
         return self.engine.running
 
     @property
+    def kv_usage(self) -> float:
+        """The share of the KV cache's blocks that are in use."""
+        return self.engine.kv_usage
+
+    @property
     def waiting(self) -> int:
         """Requests that have been submitted and do not run."""
         return max(len(self._streams) - self.engine.running, 0)
@@ -136,8 +141,7 @@ class AsyncEngine:
         added: Future[None] = Future()
         self._streams[request.request_id] = stream
         try:
-            begin = self.engine.begin
-            sequence = begin(request) if request.params.grammar is None else await asyncio.to_thread(begin, request)
+            sequence = await self._begin(request)
             self._commands.put(("add", sequence, added))
             if self._ended:
                 self._refuse_commands()
@@ -147,6 +151,19 @@ class AsyncEngine:
             self.cancel(request.request_id)
             raise
         return stream
+
+    async def _begin(self, request: Request) -> Sequence:
+        """Return the sequence of a request, when its grammar is compiled."""
+        if request.params.grammar is None:
+            return self.engine.begin(request)
+        await asyncio.to_thread(self.engine.prepare_grammars)
+        grammar = self.engine.compile(request.params.grammar)
+        try:
+            await asyncio.wrap_future(grammar.ready)
+            return self.engine.begin(request, grammar)
+        except BaseException:
+            grammar.close()
+            raise
 
     async def generate(
         self, prompt: str | Sequences[int], params: SamplingParams | None = None
@@ -196,6 +213,7 @@ class AsyncEngine:
         self._commands.put(("stop", None, None))
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self.engine.close)
         await asyncio.sleep(0)  # the last deliveries are on their way to the loop
 
     def _work(self) -> None:
@@ -217,8 +235,11 @@ class AsyncEngine:
         """Refuse the commands in the queue; both threads call this, for a command may come while the thread ends."""
         with suppress(queue.Empty):
             while True:
-                _, _, done = self._commands.get_nowait()
-                if done is not None and done.set_running_or_notify_cancel():
+                _, subject, done = self._commands.get_nowait()
+                if done is None:
+                    continue
+                self.engine.discard(subject)
+                if done.set_running_or_notify_cancel():
                     done.set_exception(EngineStopped("the engine has stopped"))
 
     def _obey(self) -> None:
@@ -239,10 +260,12 @@ class AsyncEngine:
 
     def _add(self, sequence: Sequence, done: Future[None]) -> None:
         if not done.set_running_or_notify_cancel():
+            self.engine.discard(sequence)
             return
         try:
             self.engine.add(sequence)
         except Exception as error:  # passed on to the caller
+            self.engine.discard(sequence)
             done.set_exception(error)
         else:
             done.set_result(None)

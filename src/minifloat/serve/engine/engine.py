@@ -28,11 +28,20 @@ from minifloat.serve.detokenize import TokenDecoder
 from minifloat.serve.engine.cache import BlockPool
 from minifloat.serve.engine.computing import Step, launch, launch_next
 from minifloat.serve.engine.device.runner import DeviceRunner
-from minifloat.serve.engine.grammar import Grammars
+from minifloat.serve.engine.grammar import Grammar, Grammars, GrammarState
 from minifloat.serve.engine.listener import EngineListener, Reporter
 from minifloat.serve.engine.opening import open_model, read_decoder, sampling_defaults
 from minifloat.serve.engine.options import DRAFT_TOKENS, EngineOptions
-from minifloat.serve.engine.sampling import SamplingParams, SamplingState, TokenChoice
+from minifloat.serve.engine.sampling import (
+    Logits,
+    NonFiniteLogits,
+    Postponed,
+    SamplingParams,
+    SamplingState,
+    TokenChoice,
+    await_grammars,
+    choose,
+)
 from minifloat.serve.engine.scheduler import Scheduler, WorkItem
 from minifloat.serve.engine.sequence import Delivery, GeneratedText, Request, Sequence, State
 from minifloat.serve.engine.speculation import Speculator
@@ -53,6 +62,8 @@ _PROMPT_TOKENS_BESIDE = 40
 #: The same on a GPU, where some hundred tokens cost little more than one: with this many, arithmetic takes as long as
 #: reading the weights.
 _PROMPT_TOKENS_BESIDE_ON_GPU = 256
+#: Seconds that a step waits if all its sequences wait for their grammars.
+_IDLE_SECONDS = 0.02
 #: Default of `max_num_batched_tokens`.
 _STEP_TOKENS, _STEP_TOKENS_ON_GPU = 512, 4096
 
@@ -185,6 +196,9 @@ class Engine:
             self.speculator = Speculator(drafter, self._scheduler.room, longest=draft_tokens, weight_bytes=weight_bytes)
             self.info = dataclasses.replace(self.info, speculation=drafter.name, draft_bytes=drafter.memory)
         self._sequences: dict[str, Sequence] = {}
+        #: Sequences that wait for their grammars, with the logits of the next token; None: there is room for no more.
+        self._postponed: dict[str, tuple[Sequence, Logits | None]] = {}
+        self._unsettled: list[Sequence] = []  # their grammars may have ended with the tokens of this step
         self._next: Step | None = None  # the step that the device computes already
 
     @property
@@ -223,18 +237,45 @@ class Engine:
             if any(not 0 <= token < self.info.vocab_size for token in tokens):
                 raise UsageError(f"{name}: expected token ids of 0 .. {self.info.vocab_size - 1}")
 
-    def begin(self, request: Request) -> Sequence:
-        """Return the sequence of a request, for `add`.
+    def prepare_grammars(self) -> None:
+        """Start what grammars need, which takes a second for a large vocabulary. Any thread may call this.
 
-        Any thread may call this, because compiling a grammar takes time.
+        Raises:
+            KernelUnavailable: If llguidance is missing or cannot read the tokenizer.
+        """
+        self._grammars.prepare()
+
+    def compile(self, grammar: Grammar) -> GrammarState:
+        """Return the state of a new text in a grammar, which is compiled meanwhile. Any thread may call this.
+
+        Raises:
+            QueueFull: If too many other grammars are at work.
+            KernelUnavailable: As `prepare_grammars`.
+        """
+        return self._grammars.begin(grammar)
+
+    def begin(self, request: Request, grammar: GrammarState | None = None) -> Sequence:
+        """Return the sequence of a request, for `add` or `discard`. Any thread may call this.
+
+        Args:
+            request: The request.
+            grammar: What `compile` has returned for the grammar of the request, when it is ready; None: this function
+                compiles the grammar, and waits for it.
 
         Raises:
             UsageError: If the request can never run (`check`), or its grammar cannot be used.
-            KernelUnavailable: If the request has a grammar, and llguidance is missing or cannot read the tokenizer.
+            QueueFull: As `compile`.
+            KernelUnavailable: As `prepare_grammars`.
         """
         params = request.params
         self.check(request.prompt, params)
-        grammar = None if params.grammar is None else self._grammars.begin(params.grammar)
+        if grammar is None and params.grammar is not None:
+            grammar = self.compile(params.grammar)
+            try:
+                grammar.ready.result()
+            except BaseException:
+                grammar.close()
+                raise
         stops = {*self._end_tokens, *params.stop_token_ids}
         room = self.info.max_model_len - len(request.prompt)
         max_length = len(request.prompt) + (room if params.max_tokens is None else min(params.max_tokens, room))
@@ -258,6 +299,15 @@ class Engine:
             raise UsageError(f"request_id: {sequence.request_id!r} is at work already")
         self._sequences[sequence.request_id] = sequence
         self._scheduler.add(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forget a sequence of `begin` that `add` has not got."""
+        if sequence.sampling.grammar is not None:
+            sequence.sampling.grammar.close()
+
+    def close(self) -> None:
+        """End the processes of grammars; the next request with a grammar starts them again."""
+        self._grammars.close()
 
     def cancel(self, request_id: str) -> Delivery | None:
         """End a request now, and return its last delivery; None if there is no such request any more."""
@@ -296,6 +346,7 @@ class Engine:
         """
         with current(self._device):
             started = time.perf_counter()
+            deliveries = self._resume()
             step, self._next = self._next, None
             if step is None or step.is_stale:
                 step = self._launch(self._scheduler.schedule())
@@ -304,13 +355,18 @@ class Engine:
             choices, now = step.wait(), time.monotonic()
             items = [item for item in step.items if item.sequence.state is State.RUNNING]
             self._scheduler.computed(items)
-            deliveries = [self._fail(name, error) for name, error in step.failures.items()]
+            deliveries += [self._fail(name, error) for name, error in step.failures.items()]
             deliveries += [self._scored(item.sequence) for item in items if item.ends_scoring]
-            deliveries += [
-                self._deliver_all(sequence, chosen, now)
-                for sequence, chosen in zip(step.sequences, choices, strict=True)
-                if sequence.state is State.RUNNING
-            ]
+            for sequence, chosen in zip(step.sequences, choices, strict=True):
+                if sequence.state is State.RUNNING:
+                    if isinstance(chosen[0], Postponed):
+                        self._postponed[sequence.request_id] = sequence, chosen[0].logits
+                    else:
+                        deliveries.append(self._deliver_all(sequence, chosen, now))
+            deliveries += self._settle()
+            if self._postponed and not step.items and not deliveries:
+                waiting = [sequence.sampling.grammar for sequence, _ in self._postponed.values()]
+                self._grammars.wait_for_any([grammar for grammar in waiting if grammar is not None], _IDLE_SECONDS)
             generated, seconds = sum([len(delivery.tokens) for delivery in deliveries]), time.perf_counter() - started
             speculation = None if self.speculator is None else self.speculator.last
             self._reporter.step(self._scheduler, items, generated, seconds, self._runner.weight_bytes, speculation)
@@ -329,13 +385,56 @@ class Engine:
                 self.speculator.verified(drafts[sequence.request_id], len(chosen) - 1)
         return step
 
+    def _resume(self) -> list[Delivery]:
+        """Choose the next tokens of postponed sequences whose grammars have answered, and return their deliveries."""
+        deliveries: list[Delivery] = []
+        for name, (sequence, logits) in list(self._postponed.items()):
+            grammar = sequence.sampling.grammar
+            assert grammar is not None
+            if logits is None:
+                self._unsettled.append(sequence)
+                del self._postponed[name]
+            elif grammar.done:
+                deliveries.append(self._finish(sequence, Delivery(name), "stop"))
+            elif grammar.known:
+                del self._postponed[name]
+                choice: TokenChoice | Exception
+                try:
+                    choice = choose(logits, sequence.sampling, int(logits.argmax()))
+                except (NonFiniteLogits, UsageError) as error:
+                    choice = error
+                deliveries.append(self._deliver(sequence, choice, time.monotonic()))
+        return deliveries
+
+    def _settle(self) -> list[Delivery]:
+        """End the sequences whose grammars have ended with their last tokens, and return their last deliveries."""
+        unsettled, self._unsettled = self._unsettled, []
+        await_grammars([sequence.sampling for sequence in unsettled], until_added=True)
+        deliveries: list[Delivery] = []
+        for sequence in unsettled:
+            name, grammar = sequence.request_id, sequence.sampling.grammar
+            if grammar is None or name not in self._sequences:
+                continue
+            if grammar.error is not None:
+                deliveries.append(self._fail(name, grammar.error))
+            elif grammar.done:
+                deliveries.append(self._finish(sequence, Delivery(name), "stop"))
+            elif len(sequence.tokens) >= sequence.max_length:
+                if grammar.added:
+                    deliveries.append(self._finish(sequence, Delivery(name), "length"))
+                else:  # "stop" or "length": the grammar has not answered yet
+                    self._scheduler.finish(sequence)
+                    self._postponed[name] = sequence, None
+        return deliveries
+
     def _scored(self, sequence: Sequence) -> Delivery:
         """End a request that asks for nothing but the log-probabilities of its prompt."""
         return self._finish(sequence, Delivery(sequence.request_id, prompt_logprobs=sequence.reported_scores), "length")
 
     def _fail(self, request_id: str, error: Exception) -> Delivery:
         """End a request with an error."""
-        return self._finish(self._sequences[request_id], Delivery(request_id), "error", str(error))
+        last = Delivery(request_id, caused_by_request=isinstance(error, UsageError))
+        return self._finish(self._sequences[request_id], last, "error", str(error))
 
     def _deliver_all(self, sequence: Sequence, choices: Choices, now: float) -> Delivery:
         """Add tokens to a sequence until it ends, and return one delivery."""
@@ -350,6 +449,7 @@ class Engine:
 
     def _release(self, sequence: Sequence) -> None:
         """Forget what runner and drafter keep of a sequence that has lost its blocks or is finished."""
+        self._postponed.pop(sequence.request_id, None)  # its logits are computed again
         self._runner.release(sequence)
         if self.speculator is not None:
             self.speculator.drafter.release(sequence)
@@ -373,7 +473,6 @@ class Engine:
             return self._finish(sequence, Delivery(name, prompt_logprobs=prompt_logprobs), "length")
         token = choice.token
         sequence.tokens.append(token)
-        sequence.sampling.add(token)
         self._reporter.token(sequence, now)
         logprobs = None if choice.logprob is None else (self._texts.logprob(choice),)
         length = len(sequence.tokens) - sequence.prompt_length
@@ -383,9 +482,12 @@ class Engine:
         text, stop = ("", None) if ends or stops else sequence.text.add(token)
         reason = token if stops and not ends else stop
         delivery = Delivery(name, (token,), text, logprobs, stop_reason=reason, prompt_logprobs=prompt_logprobs)
-        if ends or stops or stop is not None or sequence.sampling.ended:
+        if ends or stops or stop is not None:
             return self._finish(sequence, delivery, "stop")
-        if len(sequence.tokens) >= sequence.max_length:
+        sequence.sampling.add(token)
+        if sequence.sampling.grammar is not None:
+            self._unsettled.append(sequence)
+        elif len(sequence.tokens) >= sequence.max_length:
             return self._finish(sequence, delivery, "length")
         return delivery
 
@@ -393,6 +495,7 @@ class Engine:
         """Take a sequence out of the engine, and return its last delivery."""
         self._scheduler.finish(sequence)
         self._release(sequence)
+        self.discard(sequence)
         del self._sequences[sequence.request_id]
         sequence.timings.finished = time.monotonic()
         rest, stop = ("", None) if delivery.stop_reason in sequence.request.params.stop else sequence.text.finish()

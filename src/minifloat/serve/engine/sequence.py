@@ -61,6 +61,7 @@ class Delivery:
         finish_reason: "stop", "length", "cancelled" or "error" in the last delivery, else None.
         stop_reason: The stop string or stop token id of the request that ended the text, or None.
         error: Message of the error, if the reason is "error".
+        caused_by_request: Whether the request is at fault, for example with a grammar at its limits.
         usage: Token counts, in the last delivery.
         timings: Times, in the last delivery.
         prompt_logprobs: Log-probabilities of the prompt's tokens in the first delivery, if the request asks for them;
@@ -77,6 +78,7 @@ class Delivery:
     usage: TokenUsage | None = None
     timings: Timings | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    caused_by_request: bool = False
 
     def renamed(self, request_id: str) -> Delivery:
         """Return a copy with another request id."""
@@ -104,6 +106,7 @@ class Delivery:
             last.usage,
             last.timings,
             prompt_logprobs[-1] if prompt_logprobs else None,
+            any(each.caused_by_request for each in deliveries),
         )
 
 

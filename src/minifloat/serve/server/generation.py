@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
 
-from minifloat.errors import MinifloatError
+from minifloat.errors import MinifloatError, UsageError
 from minifloat.serve.engine import Delivery, Request
-from minifloat.serve.server.errors import APIError
+from minifloat.serve.server.errors import APIError, from_minifloat
 
 if TYPE_CHECKING:
     from minifloat.serve.engine import AsyncEngine, RequestStream
@@ -73,6 +73,8 @@ class Generation:
 
 
 def _checked(delivery: Delivery) -> Delivery:
+    if delivery.finish_reason == "error" and delivery.caused_by_request:
+        raise from_minifloat(UsageError(delivery.error or ""))
     if delivery.finish_reason == "error":
         raise APIError(500, f"the engine failed on this request: {delivery.error}", code="engine_error")
     if delivery.finish_reason == "cancelled":

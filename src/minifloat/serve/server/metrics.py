@@ -45,7 +45,6 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._lock = threading.Lock()
-        self._last_usage = 0.0
         self._seconds: deque[_Second] = deque(maxlen=_WINDOW + 1)
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
         self._inter_token: deque[tuple[float, float]] = deque(maxlen=_KEPT_LATENCIES)
@@ -61,7 +60,8 @@ class Metrics:
         running.set_function(lambda: self._engine.running)
         waiting = self._gauge("num_requests_waiting", "Waiting requests.")
         waiting.set_function(lambda: self._engine.waiting)
-        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.")
+        kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.")
+        kv_usage.set_function(lambda: self._engine.kv_usage)
         self._bandwidth = self._gauge(
             "decode_bandwidth_bytes_per_second", "Bytes of weights read per second of the last step."
         )
@@ -118,7 +118,6 @@ class Metrics:
 
     def step(self, stats: StepStats) -> None:
         """Record a finished step."""
-        self._kv_usage.set(stats.kv_usage)
         if stats.seconds > 0:
             self._bandwidth.set(stats.weight_bytes_read / stats.seconds)
         self._prompt_tokens.inc(stats.prompt_tokens)
@@ -135,7 +134,6 @@ class Metrics:
             ):
                 counter.inc(count)
         with self._lock:
-            self._last_usage = stats.kv_usage
             second = int(time.monotonic())
             if not self._seconds or self._seconds[-1].at != second:
                 self._seconds.append(_Second(second))
@@ -197,7 +195,7 @@ class Metrics:
         return {
             "running": self._engine.running,
             "waiting": self._engine.waiting,
-            "kv_usage": self._last_usage,
+            "kv_usage": self._engine.kv_usage,
             "generation_tokens_per_second": sum(rates[-_RATE_SECONDS:]) / _RATE_SECONDS,
             "prompt_tokens_per_second": sum(second.prompt for second in history[-_RATE_SECONDS:] if second)
             / _RATE_SECONDS,

@@ -17,7 +17,14 @@ drafter-invariant speculative decoding", 2024), and the result does not depend o
 
 from __future__ import annotations
 
-from minifloat.serve.engine.sampling.choose import NonFiniteLogits, TokenChoice, TokenLogprob, choose, sample
+from minifloat.serve.engine.sampling.choose import (
+    NonFiniteLogits,
+    Postponed,
+    TokenChoice,
+    TokenLogprob,
+    choose,
+    sample,
+)
 from minifloat.serve.engine.sampling.draw import Logits, draw, race
 from minifloat.serve.engine.sampling.params import (
     MAX_LOGIT_BIAS,
@@ -27,7 +34,7 @@ from minifloat.serve.engine.sampling.params import (
     MODEL_DEFAULTS,
     SamplingParams,
 )
-from minifloat.serve.engine.sampling.state import SamplingState
+from minifloat.serve.engine.sampling.state import SamplingState, await_grammars
 
 __all__ = [
     "MAX_LOGIT_BIAS",
@@ -37,10 +44,12 @@ __all__ = [
     "MODEL_DEFAULTS",
     "Logits",
     "NonFiniteLogits",
+    "Postponed",
     "SamplingParams",
     "SamplingState",
     "TokenChoice",
     "TokenLogprob",
+    "await_grammars",
     "choose",
     "draw",
     "race",

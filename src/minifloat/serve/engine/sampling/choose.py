@@ -11,8 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from minifloat.errors import UsageError
+from minifloat.serve.engine.grammar import GrammarPending
 from minifloat.serve.engine.sampling.draw import Logits
-from minifloat.serve.engine.sampling.state import SamplingState
+from minifloat.serve.engine.sampling.state import SamplingState, await_grammars
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,18 @@ class NonFiniteLogits(Exception):
     """The model's logits for a sequence are NaN or Inf."""
 
 
+class Postponed(Exception):
+    """The choice of a token waits for the grammar, which does not say yet which tokens may follow.
+
+    Args:
+        logits: float32 ``[vocab]``; they are copied, because the next step may overwrite them.
+    """
+
+    def __init__(self, logits: Logits) -> None:
+        super().__init__("the grammar has not answered yet")
+        self.logits = logits.copy()
+
+
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice | Exception]:
     """Choose the next token of each sequence.
 
@@ -56,14 +69,16 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
         states: States of the sequences.
 
     Returns:
-        For each sequence the choice, or the error: `NonFiniteLogits`, or UsageError for a grammar at its limits.
+        For each sequence the choice, or the error: `NonFiniteLogits`, `Postponed`, or UsageError for a grammar at its
+        limits.
     """
+    await_grammars(states)
     rows: Logits = logits.numpy()
     choices: list[TokenChoice | Exception] = []
     for row, token, state in zip(rows, rows.argmax(axis=-1).tolist(), states, strict=True):
         try:
             choices.append(choose(row, state, token))
-        except (NonFiniteLogits, UsageError) as error:  # an error of this sequence; the others continue
+        except (NonFiniteLogits, Postponed, UsageError) as error:  # of this sequence; the others continue
             choices.append(error)
     return choices
 
@@ -79,13 +94,17 @@ def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0) -> T
 
     Raises:
         NonFiniteLogits: If the largest logit is NaN or Inf.
+        Postponed: If the grammar does not say yet which tokens may follow.
         UsageError: For a grammar at its limits.
     """
     if not math.isfinite(logits[best]):
         raise NonFiniteLogits(f"the model's logits are not finite (one is {logits[best]})")
     params, token = state.params, best
     if params.changes_logits or not params.is_greedy:
-        changed = state.change(logits) if params.changes_logits else logits
+        try:
+            changed = state.change(logits) if params.changes_logits else logits
+        except GrammarPending:
+            raise Postponed(logits) from None
         token = int(changed.argmax()) if params.is_greedy else state.draw(changed, ahead)
     if params.logprobs is None:
         return TokenChoice(token)

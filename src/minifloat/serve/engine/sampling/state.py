@@ -22,6 +22,8 @@ _NONE: list[float] = []
 #: Philox's counter at the times of the first position; those of the next begin `_RACE_STRIDE` later. Far from the
 #: counters of `SamplingState.uniform`, so that the numbers differ.
 _FIRST_RACE, _RACE_STRIDE = 1 << 192, 1 << 64
+#: Seconds that a step waits for grammars that answer late.
+_GRAMMAR_SECONDS = 0.01
 _LEAST_TIME = np.finfo(np.float64).tiny  #: keeps quotients finite
 
 
@@ -69,13 +71,13 @@ class SamplingState:
         if self.grammar is not None:
             self.grammar.add(token)
 
-    @property
-    def ended(self) -> bool:
-        """Whether the grammar allows no further token."""
-        return self.grammar is not None and self.grammar.done
-
     def change(self, logits: Logits) -> Logits:
-        """Return the logits ``[vocab]`` after biases, penalties and forbidden tokens; the argument is not changed."""
+        """Return the logits ``[vocab]`` after biases, penalties and forbidden tokens; the argument is not changed.
+
+        Raises:
+            GrammarPending: If the grammar does not say yet which tokens may follow.
+            UsageError: If the grammar cannot be used any more.
+        """
         params = self.params
         logits = logits.copy()
         if params.logit_bias:
@@ -88,10 +90,13 @@ class SamplingState:
             tokens = np.fromiter(self._counts.keys(), dtype=np.int64)
             counts = np.fromiter(self._counts.values(), dtype=np.float32)
             logits[tokens] -= np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
-        if self.length < params.min_tokens:
-            logits[self._end] = -np.inf
         if self.grammar is not None:
             self.grammar.forbid(logits)
+        if self.length < params.min_tokens:
+            ends = logits[self._end]
+            logits[self._end] = -np.inf
+            if self.grammar is not None and not np.isfinite(logits.max()):  # the grammar allows only the end
+                logits[self._end] = ends
         return logits
 
     def uniform(self, ahead: int = 0) -> float:
@@ -135,3 +140,19 @@ class SamplingState:
         if self.races:
             return race(logits, self.params, self.times(len(logits), ahead))
         return draw(logits, self.params, self.uniform(ahead))
+
+
+def await_grammars(states: Sequence[SamplingState], *, until_added: bool = False) -> None:
+    """Wait, for a moment, for the grammars of some sequences, but not for those that were late the last time.
+
+    Args:
+        states: States of the sequences.
+        until_added: Wait only until it is known whether the texts have ended.
+    """
+    grammars = [state.grammar for state in states if state.grammar is not None]
+    prompt = [grammar for grammar in grammars if not grammar.late]
+    if prompt:
+        prompt[0].wait_for(prompt, _GRAMMAR_SECONDS, until_added=until_added)
+    if not until_added:
+        for grammar in grammars:
+            grammar.late = not grammar.known

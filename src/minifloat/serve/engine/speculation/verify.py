@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from minifloat.errors import UsageError
-from minifloat.serve.engine.sampling import Logits, NonFiniteLogits, SamplingState, TokenChoice, choose
+from minifloat.serve.engine.sampling import (
+    Logits,
+    NonFiniteLogits,
+    Postponed,
+    SamplingState,
+    TokenChoice,
+    await_grammars,
+    choose,
+)
 
 #: The next tokens of a sequence: one or more, of which only the last can be an error.
 Choices = list[TokenChoice | Exception]
@@ -25,6 +33,7 @@ def verify(logits: Tensor, states: Sequence[SamplingState], drafts: Sequence[Seq
     Returns:
         For each sequence 1 to 1 + drafts choices.
     """
+    await_grammars(states)
     rows: Logits = logits.numpy()
     best = rows.argmax(axis=-1).tolist()
     first = 0
@@ -34,7 +43,7 @@ def verify(logits: Tensor, states: Sequence[SamplingState], drafts: Sequence[Seq
         for ahead, draft in enumerate((*proposed, None)):
             try:
                 choice = choose(rows[first + ahead], state, best[first + ahead], ahead)
-            except (NonFiniteLogits, UsageError) as error:  # an error of this sequence; the others continue
+            except (NonFiniteLogits, Postponed, UsageError) as error:  # of this sequence; the others continue
                 choices.append(error)
                 break
             choices.append(choice)
