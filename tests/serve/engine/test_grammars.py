@@ -89,7 +89,7 @@ def test_a_grammar_that_takes_too_much_memory_is_ended_by_the_system(case: Case)
 
 
 def test_texts_that_use_up_the_processor_time_of_their_grammar_fail(case: Case) -> None:
-    grammars = case.grammars(seconds=1e-9, seconds_per_token=0.0)
+    grammars = case.grammars(seconds=0.0)
     state = case.begin(grammars, Grammar.json_object())
     state.add(case.tokens("{")[-1])
     state.wait_for([state], SECONDS)

@@ -234,7 +234,7 @@ class Engine:
             ("logit_bias", tuple(params.logit_bias)),
             ("stop_token_ids", params.stop_token_ids),
         ):
-            if any(not 0 <= token < self.info.vocab_size for token in tokens):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self.info.vocab_size):
                 raise UsageError(f"{name}: expected token ids of 0 .. {self.info.vocab_size - 1}")
 
     def prepare_grammars(self) -> None:

@@ -59,7 +59,7 @@ class CompletionLogprobs(BaseModel):
 
     def __add__(self, later: CompletionLogprobs) -> CompletionLogprobs:
         """Return the log-probabilities of this text followed by those of a later one."""
-        return CompletionLogprobs(
+        return CompletionLogprobs.model_construct(  # validating them again takes long
             text_offset=self.text_offset + later.text_offset,
             token_logprobs=self.token_logprobs + later.token_logprobs,
             tokens=self.tokens + later.tokens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Depends
@@ -20,11 +21,11 @@ from minifloat.serve.server.errors import APIError
 from minifloat.serve.server.generation import Disconnected, Generation, unless_disconnected
 from minifloat.serve.server.openapi import streamed
 from minifloat.serve.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingRequest
-from minifloat.serve.server.service import Service, require_json
+from minifloat.serve.server.service import BoundedRoute, Service, require_json
 from minifloat.serve.server.sse import EventStream, timeout_error
 from minifloat.serve.server.writers import ChatWriter, CollectedChoice, EchoedPrompt, TextWriter, Writer
 
-router = APIRouter(tags=["OpenAI"], dependencies=[Depends(require_json)])
+router = APIRouter(route_class=BoundedRoute, tags=["OpenAI"], dependencies=[Depends(require_json)])
 
 
 @router.post("/v1/completions", response_model=None, responses=streamed(Completion, Completion))
@@ -95,13 +96,27 @@ async def _respond(
     try:
         async with asyncio.timeout(seconds):
             await unless_disconnected(request.receive, _collect(generation, choices))
+        if any(choice.prompt_logprobs for choice in choices):
+            return await asyncio.to_thread(_large, writer, choices, body.n)
+        return JSONResponse(writer.answer(choices, _usage(choices, body.n)).model_dump())
     except TimeoutError:
         raise timeout_error(seconds) from None
     except Disconnected:
         return Response(status_code=499)  # no client reads it; the status is for the log
     finally:
         generation.cancel()
-    return JSONResponse(writer.answer(choices, _usage(choices, body.n)).model_dump())
+
+
+def _large(writer: Writer, choices: list[CollectedChoice], per_prompt: int) -> Response:
+    """Return a whole answer that may take a second to write; other threads can run meanwhile.
+
+    `model_dump` and `json.dumps` are single calls, during which no other Python code runs.
+    """
+    answer = writer.answer(choices, _usage(choices, per_prompt))
+    pieces = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=dict).iterencode(
+        answer
+    )
+    return Response("".join(pieces).encode(), media_type="application/json")
 
 
 async def _collect(generation: Generation, choices: list[CollectedChoice]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Receive
@@ -27,10 +27,14 @@ class Generation:
 
     Args:
         streams: Stream of each choice, in the order of the choices.
+
+    Attributes:
+        held: Gives back what the answer holds of the server, once it is written; called by `cancel`.
     """
 
     def __init__(self, streams: Sequence[RequestStream]) -> None:
         self._streams = streams
+        self.held: Callable[[], None] | None = None
 
     @classmethod
     async def submit(cls, engine: AsyncEngine, requests: Sequence[Request]) -> Generation:
@@ -51,7 +55,13 @@ class Generation:
         return cls(streams)
 
     def cancel(self) -> None:
-        """Cancel the choices that are not finished."""
+        """Cancel the choices that are not finished; the answer has been written, or will not be."""
+        self._stop()
+        held, self.held = self.held, None
+        if held is not None:
+            held()
+
+    def _stop(self) -> None:
         for stream in self._streams:
             stream.cancel()
 
@@ -69,7 +79,7 @@ class Generation:
             async for index, delivery in _merged(self._streams):
                 yield index, _checked(delivery)
         finally:
-            self.cancel()
+            self._stop()
 
 
 def _checked(delivery: Delivery) -> Delivery:

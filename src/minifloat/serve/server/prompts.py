@@ -1,7 +1,8 @@
 """Turns the text, token ids or messages of a request into the tokens of a prompt.
 
 Tokenizing a megabyte takes a second, so it runs in a thread beside the event loop, after a cheap check of the length.
-There is one such thread, so that long prompts do not take every core from the engine.
+There is one such thread for long texts and one for all else: long prompts do not take every core from the engine, and
+short ones do not wait for them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
+#: Characters, or tokens, of a text that is processed in less than about 10 ms.
+_SHORT = 10_000
+
 
 class Prompts:
     """Encodes and decodes prompts.
@@ -35,14 +39,23 @@ class Prompts:
         self.template = template
         self._tokenizer, self._max_characters, self._vocab_size = tokenizer, max_characters, vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="minifloat-tokenizer")
+        self._long_thread = ThreadPoolExecutor(1, thread_name_prefix="minifloat-long-texts")
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads."""
+        for thread in (self._thread, self._long_thread):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def run_in_thread(self, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run a slow function in the tokenizer's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        return await self._run(self._thread, work, *arguments)
+
+    async def _run(self, thread: ThreadPoolExecutor, work: Callable[..., _Result], *arguments: Any) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(thread, work, *arguments)
+
+    def _thread_for(self, length: int) -> ThreadPoolExecutor:
+        """Return the thread for a text of `length` characters or tokens."""
+        return self._thread if length <= _SHORT else self._long_thread
 
     async def encode(
         self, prompt: str | list[int], *, add_special_tokens: bool = True, may_be_empty: bool = False
@@ -61,7 +74,7 @@ class Prompts:
                 f"prompt: it has {len(prompt)} characters; at most {self._max_characters} are tokenized "
                 "(see --max-model-len and --max-prompt-characters)"
             )
-        tokens = await self.run_in_thread(self._encode, prompt, add_special_tokens)
+        tokens = await self._run(self._thread_for(len(prompt)), self._encode, prompt, add_special_tokens)
         if not tokens and not may_be_empty:
             if self._tokenizer.bos_token_id is None:
                 raise UsageError("prompt: it is empty, and the tokenizer has no token that begins a text (BOS)")
@@ -82,7 +95,7 @@ class Prompts:
         if size > self._max_characters:
             raise UsageError(f"messages: they have {size} characters; at most {self._max_characters} are tokenized")
         rendered_messages = [message.for_template() for message in messages]
-        tokens = await self.run_in_thread(self.template.encode, rendered_messages, options)
+        tokens = await self._run(self._thread_for(size), self.template.encode, rendered_messages, options)
         if not tokens:
             raise UsageError("messages: the chat template turns them into an empty prompt")
         return tuple(tokens)
@@ -95,9 +108,9 @@ class Prompts:
         """
         if tokens and max(tokens) >= self._vocab_size:
             raise UsageError(f"tokens: token id {max(tokens)}; the model has {self._vocab_size} tokens")
-        return str(await self.run_in_thread(self._tokenizer.decode, list(tokens)))
+        return str(await self._run(self._thread_for(len(tokens)), self._tokenizer.decode, list(tokens)))
 
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Return the names of tokens in the vocabulary."""
         name = self._tokenizer.convert_ids_to_tokens
-        return await self.run_in_thread(lambda: [str(name(token)) for token in tokens])
+        return await self._run(self._thread_for(len(tokens)), lambda: [str(name(token)) for token in tokens])

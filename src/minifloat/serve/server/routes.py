@@ -16,9 +16,9 @@ from minifloat.serve.server.answers import Health, ModelCard, ModelList, Text, T
 from minifloat.serve.server.errors import APIError
 from minifloat.serve.server.openapi import answers, failures, text
 from minifloat.serve.server.protocol import DetokenizeRequest, TokenizeRequest
-from minifloat.serve.server.service import Service, require_json
+from minifloat.serve.server.service import BoundedRoute, Service, require_json
 
-router = APIRouter(tags=["server"])
+router = APIRouter(route_class=BoundedRoute, tags=["server"])
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request as HTTPRequest
+from fastapi.routing import APIRoute
+from starlette.responses import Response
 
-from minifloat.errors import ContextLengthError
+from minifloat.errors import ContextLengthError, QueueFull
 from minifloat.serve.engine import MODEL_DEFAULTS, Grammar, Request, SamplingParams
 from minifloat.serve.server.chat import ChatTemplate
 from minifloat.serve.server.errors import APIError, invalid
@@ -28,6 +32,25 @@ if TYPE_CHECKING:
     from minifloat.serve.engine import AsyncEngine
 
 _SEEDS = 2**64
+#: Commas in a body. Parsing JSON is one call, during which no other Python code runs: 50 ns for each small number.
+_MAX_COMMAS = 1 << 19
+
+
+class BoundedRoute(APIRoute):
+    """A route that refuses bodies of very many values before they are parsed."""
+
+    def get_route_handler(self) -> Callable[[HTTPRequest], Coroutine[Any, Any, Response]]:
+        """Return the handler."""
+        handle = super().get_route_handler()
+
+        async def bounded(request: HTTPRequest) -> Response:
+            if (await request.body()).count(b",") > _MAX_COMMAS:
+                raise APIError(
+                    413, f"the body has more than {_MAX_COMMAS} commas; send fewer prompts at a time, or texts"
+                )
+            return await handle(request)
+
+        return bounded
 
 
 async def require_json(caller: HTTPRequest) -> None:
@@ -51,6 +74,7 @@ class Service:
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine, self.settings, self.info = engine, settings, engine.engine.info
         self.created = int(time.time())
+        self._held_logprobs = 0
         max_characters = settings.prompt_characters(self.info.max_model_len)
         tokenizer = engine.engine.tokenizer
         template = ChatTemplate(tokenizer, settings.chat_template, settings.render_seconds, max_characters)
@@ -94,6 +118,7 @@ class Service:
 
         Raises:
             MinifloatError: If the engine refuses the request.
+            QueueFull: If there is no room for the answers, or for the log-probabilities of the prompts.
             APIError: If the request has more answers, or more log-probabilities of prompts, than the limits.
         """
         max_answers = self.engine.max_queue + self.info.max_num_seqs
@@ -101,6 +126,7 @@ class Service:
             raise invalid(
                 f"prompt: {len(prompts)} with {request.n} answers each; at most {max_answers} answers in all", "n"
             )
+        count = 0
         if prompt_logprobs is not None:
             count = sum(map(len, prompts)) * request.n * (1 + prompt_logprobs)
             if count > MAX_PROMPT_LOGPROBS:
@@ -116,7 +142,30 @@ class Service:
             Request(f"{name}-{index}", prompt, params[choice], salt)
             for index, (prompt, choice) in enumerate((prompt, n) for prompt in prompts for n in range(request.n))
         ]
-        return name, await Generation.submit(self.engine, requests)
+        self._hold(count)
+        try:
+            generation = await Generation.submit(self.engine, requests)
+        except BaseException:
+            self._hold(-count)
+            raise
+        generation.held = partial(self._hold, -count)
+        return name, generation
+
+    def _hold(self, count: int) -> None:
+        """Count log-probabilities of prompts, which take about 200 bytes each until their answer is written.
+
+        Args:
+            count: Number of log-probabilities of a request that begins, or the negative number of one that ends.
+
+        Raises:
+            QueueFull: If all requests together would hold more than `MAX_PROMPT_LOGPROBS`.
+        """
+        if count > 0 and self._held_logprobs + count > MAX_PROMPT_LOGPROBS:
+            raise QueueFull(
+                f"logprobs: other requests hold {self._held_logprobs} numbers for the tokens of their prompts, at most "
+                f"{MAX_PROMPT_LOGPROBS} in all; try again later"
+            )
+        self._held_logprobs += count
 
     def _params(
         self,

@@ -323,10 +323,11 @@ class Grammars:
                     else:
                         state.mask = content
             else:
+                is_last = compiled.asked.count(number) == 1  # else a token was added meanwhile
                 if kind != worker.ADDED or content != b"\0":
                     compiled.asked.popleft()
-                if (state := compiled.states.get(number)) is not None:
-                    _note(state, kind, content)
+                if is_last and (text := compiled.states.get(number)) is not None:
+                    _note(text, kind, content)
             self._answers.notify_all()
 
     def _ended(self, compiled: Compiled) -> None:
