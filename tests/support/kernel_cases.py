@@ -258,6 +258,7 @@ class Kernels:
         y: torch.Tensor,
         threads: int,
         int8_inputs: bool = False,
+        batch_invariant: bool = False,
     ) -> structs.LinearArgs:
         """The struct for a call; it points into the tensors, and keeps alive only the lists of pointers."""
         pointers = _pointers([weight.blob for weight in weights])
@@ -276,6 +277,7 @@ class Kernels:
             bias_dtype=_CODES[bias_dtypes.pop()] if bias_dtypes else 0,
             threads=threads,
             int8_inputs=int8_inputs,
+            batch_invariant=batch_invariant,
         )
 
     def linear(
@@ -286,6 +288,7 @@ class Kernels:
         threads: int = 1,
         y: torch.Tensor | None = None,
         int8_inputs: bool = False,
+        batch_invariant: bool = False,
     ) -> torch.Tensor:
         """The result for `x`, whose rows may be any distance apart; into `y` where it is given.
 
@@ -296,7 +299,7 @@ class Kernels:
         biases = [biases] if isinstance(biases, torch.Tensor) else biases
         width = sum(weight.stored.shape[0] for weight in weights)
         buffer = garbage(x.shape[0], width + _PADDING, x.dtype) if y is None else y
-        args = self.linear_args(x, weights, biases, buffer, threads, int8_inputs)
+        args = self.linear_args(x, weights, biases, buffer, threads, int8_inputs, batch_invariant)
         self.library.linear(args)
         return _checked(buffer, width) if y is None else y
 
@@ -313,6 +316,7 @@ class Kernels:
         biases: Sequence[torch.Tensor] | None = None,
         threads: int = 1,
         int8_inputs: bool = False,
+        batch_invariant: bool = False,
     ) -> torch.Tensor:
         """`counts` rows of the result for each expert."""
         offsets = torch.tensor([0, *counts]).cumsum(0)
@@ -334,6 +338,7 @@ class Kernels:
             bias_dtype=_CODES[biases[0].dtype] if biases else 0,
             threads=threads,
             int8_inputs=int8_inputs,
+            batch_invariant=batch_invariant,
         )
         self.library.moe(args)
         return _checked(buffer, width)

@@ -12,6 +12,7 @@ from minifloat.commands.options import (
     COUNT,
     MODEL,
     activations_option,
+    deterministic_option,
     device_option,
     lm_head_option,
     packed_cache_option,
@@ -37,6 +38,7 @@ class GenerateParams:
     lm_head: str
     activations: str
     packed_cache: Path | None
+    deterministic: bool
     device: str
     threads: int | None
 
@@ -53,6 +55,7 @@ class GenerateParams:
 @lm_head_option()
 @activations_option()
 @packed_cache_option()
+@deterministic_option()
 @device_option()
 @threads_option()
 @pass_params(GenerateParams)
@@ -81,6 +84,7 @@ def _pieces(params: GenerateParams) -> Iterator[str]:
             lm_head=params.lm_head,
             activations=params.activations,
             packed_cache=params.packed_cache,
+            deterministic=params.deterministic,
         )
     from minifloat.serve.engine import Engine, SamplingParams
 

@@ -203,6 +203,13 @@ def packed_cache_option() -> Callable[[_Command], _Command]:
     )
 
 
+def deterministic_option(option: Callable[..., Any] = click.option) -> Callable[[_Command], _Command]:
+    """Return the flag ``--deterministic``; `option`: `click.option` or `env_option`."""
+    help_text = "The same bits whatever else runs: batch, chunks, cache, drafts, threads (CPU; slower prompts)."
+    decorator: Callable[[_Command], _Command] = option("--deterministic", is_flag=True, help=help_text)
+    return decorator
+
+
 @dataclass(frozen=True)
 class SpeculationParams:
     """Parameters of drafts; `minifloat.serve.engine.Engine` describes them."""

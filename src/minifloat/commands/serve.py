@@ -19,6 +19,7 @@ from minifloat.commands.options import (
     POSITIVE,
     SIZE,
     SpeculationParams,
+    deterministic_option,
     engine_activations_option,
     env_option,
     lm_head_option,
@@ -92,6 +93,7 @@ class ServeParams(_VllmParams, SpeculationParams):
     activations: str
     packed_cache: Path | None
     no_prefix_cache: bool
+    deterministic: bool
     chat_template: Path | None
     max_body_size: int
     max_prompt_characters: int | None
@@ -143,6 +145,7 @@ class ServeParams(_VllmParams, SpeculationParams):
 @packed_cache_option()
 @speculation_options
 @env_option("--no-prefix-cache", is_flag=True, help="Do not share equal beginnings of prompts.")
+@deterministic_option(env_option)
 @env_option("--chat-template", type=_FILE, help="A Jinja file instead of the model's chat template.")
 @env_option("--max-body-size", default="8MiB", show_default=True, type=SIZE, metavar="SIZE", help="Largest request.")
 @env_option(
@@ -254,6 +257,7 @@ def _serve_here(params: ServeParams) -> None:
         speculate=params.speculate,
         draft=params.draft,
         draft_tokens=params.draft_tokens,
+        deterministic=params.deterministic,
     )
 
 

@@ -30,6 +30,7 @@ def open_text_model(
     lm_head: str = "auto",
     activations: str = "bf16",
     packed_cache: Path | None = None,
+    deterministic: bool = False,
 ) -> Engine | PreTrainedModel:
     """Return an engine on the native decoder, or transformers' model where the decoder would compute something else.
 
@@ -40,6 +41,7 @@ def open_text_model(
         lm_head: Output layer, as in `Engine`.
         activations: Inputs of quantized weights, as in `Engine`.
         packed_cache: As in `Engine`; not used by transformers' model.
+        deterministic: As in `Engine`; transformers' model does not have it.
 
     Raises:
         CheckpointError: If the folder cannot be loaded.
@@ -65,9 +67,17 @@ def open_text_model(
                     packed_cache=packed_cache,
                     prefix_cache=False,
                     checkpoint=checkpoint,
+                    deterministic=deterministic,
                 )
             except UsageError as error:
+                if deterministic:
+                    raise
                 _LOG.info("transformers' code runs this model: %s", error)
+        if deterministic:
+            cure = "; --weight-only leaves out the quantized inputs that it declares" if place.type == "cpu" else ""
+            raise UsageError(
+                f"deterministic: only the native decoder of the CPU has it; this model runs elsewhere ({place}){cure}"
+            )
         from minifloat.runtime.load import load_opened
 
         return load_opened(

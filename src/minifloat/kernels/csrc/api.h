@@ -14,7 +14,7 @@ extern "C" {
 #define MINIFLOAT_API __attribute__((visibility("default")))
 
 // Incremented whenever a struct or the meaning of a field changes, so that a stale library is detected and not called.
-#define MINIFLOAT_ABI_VERSION 17
+#define MINIFLOAT_ABI_VERSION 18
 
 enum minifloat_status {
     MINIFLOAT_OK = 0,
@@ -171,6 +171,8 @@ struct minifloat_linear_args {
     int32_t x_dtype, bias_dtype;  // minifloat_dtype
     int32_t threads;
     int32_t int8_inputs;  // not 0: x may be rounded to int8 (linear/int8_x.h); minifloat_rounds_inputs says where it is
+    // Not 0: the bits of a row of y do not depend on m or on the other rows; x is not rounded then.
+    int32_t batch_invariant;
 };
 
 // Row t of y = row x_rows[t] of x times the expert that owns t: a linear over experts, tokens sorted by expert.
@@ -185,7 +187,7 @@ struct minifloat_moe_args {
     int32_t experts;
     int32_t x_dtype, bias_dtype;
     int32_t threads;
-    int32_t int8_inputs;  // as of a linear
+    int32_t int8_inputs, batch_invariant;  // as of a linear
 };
 
 // The elements of a KV cache; kernels/decoder/cache.py describes its layout.
@@ -393,7 +395,7 @@ struct minifloat_decoder {
     int32_t layer_count, rotary_count;
     float embedding_factor, logits_factor;
     float logits_cap;     // 0: none; else logits are cap * tanh(logit / cap)
-    int32_t int8_inputs;  // of all products with packed weights, as of a linear
+    int32_t int8_inputs, batch_invariant;  // of all products with packed weights, as of a linear
 };
 
 // New tokens of a batch of sequences; kernels/decoder/types.py describes the arrays.
@@ -431,6 +433,9 @@ MINIFLOAT_API int32_t minifloat_abi_version(void);
 MINIFLOAT_API int32_t minifloat_isa_count(void);
 MINIFLOAT_API const char* minifloat_isa_name(int32_t isa);
 MINIFLOAT_API int32_t minifloat_isa_supported(int32_t isa);
+// The instruction set that batch-invariant calls for `isa` run with: that one or, as tiles (AMX) have an order of sums of
+// their own, a slower one.
+MINIFLOAT_API int32_t minifloat_invariant_isa(int32_t isa);
 
 MINIFLOAT_API int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args* args);
 MINIFLOAT_API int32_t minifloat_round_inputs(int32_t isa, const struct minifloat_round_inputs_args* args);

@@ -130,6 +130,19 @@ const Isa& isa_of(int32_t isa) { return table().isa[isa]; }
 
 bool runs_here(int32_t isa) { return isa >= 0 && isa < kIsaCount && table().supported[isa]; }
 
+bool has_tiles([[maybe_unused]] const Isa& isa) {
+#if defined(MINIFLOAT_WITH_amx)
+    return isa.supported == minifloat::has_amx;
+#else
+    return false;
+#endif
+}
+
+int32_t invariant_isa(int32_t isa) {
+    while (isa + 1 < kIsaCount && (has_tiles(isa_of(isa)) || !runs_here(isa))) ++isa;
+    return isa;
+}
+
 bool valid(const minifloat_pack_args& a) { return a.codes != nullptr && a.packed != nullptr; }
 
 bool valid(const minifloat_linear_args& a) {
@@ -186,6 +199,8 @@ int32_t minifloat_isa_count(void) { return kIsaCount; }
 const char* minifloat_isa_name(int32_t isa) { return isa >= 0 && isa < kIsaCount ? isa_of(isa).name : nullptr; }
 
 int32_t minifloat_isa_supported(int32_t isa) { return runs_here(isa); }
+
+int32_t minifloat_invariant_isa(int32_t isa) { return runs_here(isa) ? invariant_isa(isa) : -1; }
 
 int32_t minifloat_quantize_rows(int32_t isa, struct minifloat_quantize_rows_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
@@ -250,13 +265,13 @@ int32_t minifloat_unpack(int32_t isa, const struct minifloat_pack_args* args) {
 int32_t minifloat_linear(int32_t isa, const struct minifloat_linear_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return isa_of(isa).linear(*args);
+    return isa_of(args->batch_invariant ? invariant_isa(isa) : isa).linear(*args);
 }
 
 int32_t minifloat_moe(int32_t isa, const struct minifloat_moe_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
-    return isa_of(isa).moe(*args);
+    return isa_of(args->batch_invariant ? invariant_isa(isa) : isa).moe(*args);
 }
 
 int32_t minifloat_rounds_inputs(int32_t isa, const uint8_t* weight, int64_t m, int32_t x_dtype) {
@@ -267,7 +282,7 @@ int32_t minifloat_step(int32_t isa, const struct minifloat_step_args* args) {
     if (!runs_here(isa)) return MINIFLOAT_UNSUPPORTED_ISA;
     if (!valid(*args)) return MINIFLOAT_BAD_ARGUMENT;
     const minifloat::DefaultFloatEnvironment environment;
-    return isa_of(isa).step(*args);
+    return isa_of(args->decoder->batch_invariant ? invariant_isa(isa) : isa).step(*args);
 }
 
 int32_t minifloat_read(int32_t isa, struct minifloat_read_args* args) {

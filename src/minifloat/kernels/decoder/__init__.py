@@ -73,8 +73,8 @@ def step(
     With `Decoder.int8_inputs` they round inputs and weights to int8 where the kernels do, and in the reference always.
 
     The logits of a sequence do not depend on other sequences of the batch, nor on how its tokens are divided into
-    steps, up to the order of float32 sums. Neither NaN of another sequence nor old contents of the cache reach a
-    sequence.
+    steps, up to the order of float32 sums; with `Decoder.batch_invariant`, to the last bit. Neither NaN of another
+    sequence nor old contents of the cache reach a sequence.
 
     Args:
         decoder: The model.
@@ -90,7 +90,8 @@ def step(
 
     Raises:
         UnknownNameError: If there is no such `impl`.
-        KernelUnavailable: If ``impl="cpu"`` cannot run here.
+        KernelUnavailable: If ``impl="cpu"`` cannot run here, or the decoder is batch-invariant and the reference would
+            run it.
         ShapeError: If the cache or the states do not fit the decoder or the batch, or the batch is inconsistent;
             nothing was written.
         UnsupportedTensorError: If a tensor of the batch is not int32, contiguous, on the CPU; nothing was written.
@@ -100,6 +101,8 @@ def step(
     reason = cpu.why_not()
     if impl == "cpu" and reason:
         raise KernelUnavailable(f"step(impl='cpu') cannot run: {reason}")
+    if decoder.batch_invariant and (impl == "reference" or reason):
+        raise KernelUnavailable(f"the reference is not batch-invariant{f': {reason}' if reason else ''}")
     check(decoder, cache, batch, states)
     if states is not None and batch.slots is not None:
         states.begin(batch.slots)

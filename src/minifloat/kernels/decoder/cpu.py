@@ -122,6 +122,7 @@ class _Described:
             logits_factor=decoder.logits_factor,
             logits_cap=decoder.logits_cap or 0.0,
             int8_inputs=decoder.int8_inputs,
+            batch_invariant=decoder.batch_invariant,
         )
 
     def _layer(self, decoder: Decoder, index: int) -> structs.LayerArgs:

@@ -104,6 +104,9 @@ class Decoder:
         int8_inputs: Whether the products with packed weights, `lm_head` included, may round their inputs to int8 as
             `minifloat.kernels.linear.linear` does.
         inputs: What layers read of a token besides x; None where no layer has an `input`.
+        batch_invariant: Whether the bits of the logits of a sequence depend on its tokens alone: not on other sequences
+            of a batch, on how its tokens are divided into steps, or on the number of threads. The native library has
+            such products; the reference does not. Excludes `int8_inputs`.
 
     Raises:
         ShapeError: If sizes do not match; the error names the field.
@@ -120,6 +123,7 @@ class Decoder:
     logits_cap: float | None = None
     int8_inputs: bool = False
     inputs: LayerInputs | None = None
+    batch_invariant: bool = False
 
     @property
     def hidden(self) -> int:
@@ -172,6 +176,10 @@ class Decoder:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UnsupportedTensorError("dtype", f"expected bfloat16, float16 or float32, got {self.dtype}")
+        if self.batch_invariant and self.int8_inputs:
+            raise UnsupportedTensorError(
+                "batch_invariant", "excludes int8_inputs, which are rounded only where a batch has many rows"
+            )
         if self.embedding.ndim != 2:
             raise ShapeError("embedding", f"expected [vocab, hidden], got {list(self.embedding.shape)}")
         expect("embedding", self.embedding, (self.vocab, self.hidden), tuple(DTYPES))

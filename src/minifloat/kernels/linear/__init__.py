@@ -43,9 +43,10 @@ def linear(
 
     Weight-only (no `activation`), packed weights: the weight is exactly the product of its codes and scales, sum and
     bias are float32, and the result is rounded once to the dtype of `x`. The bits do not depend on the number of
-    threads, but on the instruction set, and those of a row of `x` also on the number of rows. On a GPU the same holds,
-    and the bits depend on the device and on M; but above some hundred rows of `x` (512 on Hopper) the weight is decoded
-    once into memory, rounded to the dtype of `x`, as in the reference.
+    threads, but on the instruction set, and those of a row of `x` also on the number of rows (not for some weights, and
+    not in a decoder with `Decoder.batch_invariant`). On a GPU the same holds, and the bits depend on the device and on
+    M; but above some hundred rows of `x` (512 on Hopper) the weight is decoded once into memory, rounded to the dtype
+    of `x`, as in the reference.
 
     Weight-only, not packed (the reference): the weight is decoded and scaled in float32 and rounded once to the dtype
     of `x`; the product is that of `torch.nn.functional.linear` in this dtype. With float32 `x` nothing is rounded

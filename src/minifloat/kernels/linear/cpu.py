@@ -106,6 +106,7 @@ def run(x: Tensor, pointers: Pointers, biases: Sequence[Tensor | None] | None, i
             bias_dtype,
             threads.count(),
             int8_inputs,
+            False,  # batch_invariant, of decoders
         )
     )
     return y

@@ -65,6 +65,7 @@ def run(
             bias_dtype,
             threads.count(),
             int8_inputs,
+            False,  # batch_invariant, of decoders
         )
     )
     return y

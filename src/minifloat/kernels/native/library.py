@@ -52,6 +52,13 @@ class Library:
         """
         return Library(self._cdll, isa)
 
+    @property
+    def invariant_isa(self) -> str:
+        """The instruction set that batch-invariant calls run with: `isa`, or a slower one beside AMX."""
+        index: int = self._cdll.minifloat_invariant_isa(self._index)
+        name: bytes = self._cdll.minifloat_isa_name(index)
+        return name.decode()
+
     def quantize_rows(self, args: structs.QuantizeRowsArgs) -> None:
         """Quantize a slab of rows."""
         _check(self._cdll.minifloat_quantize_rows(self._index, ctypes.byref(args)))

@@ -159,6 +159,7 @@ class LinearArgs(ctypes.Structure):
         ("bias_dtype", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("int8_inputs", ctypes.c_int32),
+        ("batch_invariant", ctypes.c_int32),
     ]
 
 
@@ -179,6 +180,7 @@ class MoeArgs(ctypes.Structure):
         ("bias_dtype", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("int8_inputs", ctypes.c_int32),
+        ("batch_invariant", ctypes.c_int32),
     ]
 
 
@@ -424,6 +426,7 @@ class DecoderArgs(ctypes.Structure):
         ("logits_factor", ctypes.c_float),
         ("logits_cap", ctypes.c_float),
         ("int8_inputs", ctypes.c_int32),
+        ("batch_invariant", ctypes.c_int32),
     ]
 
 

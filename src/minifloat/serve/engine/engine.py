@@ -100,6 +100,9 @@ class Engine:
             followed the same tokens before) or "draft"; None: no.
         draft: Folder or model of the hub that drafts; its tokenizer is that of the model.
         draft_tokens: Drafts per sequence and step at most; measured times and acceptance choose how many.
+        deterministic: The same bits of logits for a sequence whatever else runs: other requests, chunks of prompts,
+            prefixes from the cache, drafts, threads. Greedy answers, and sampled ones with a seed, then depend on the
+            request and the instruction set alone. Only the native decoder of the CPU has it; it costs some speed.
 
     Attributes:
         info: Name, formats and sizes of the model.
@@ -138,6 +141,7 @@ class Engine:
         speculate: str | None = None,
         draft: str | None = None,
         draft_tokens: int = DRAFT_TOKENS,
+        deterministic: bool = False,
     ) -> None:
         options = EngineOptions(
             dtype=dtype,
@@ -155,6 +159,7 @@ class Engine:
             speculate=speculate,
             draft=draft,
             draft_tokens=draft_tokens,
+            deterministic=deterministic,
         )
         self._device = device_named(options.device)
         on_cpu = self._device.type == "cpu"

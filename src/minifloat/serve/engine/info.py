@@ -39,6 +39,8 @@ class ModelInfo:
         load_seconds: Seconds that loading took.
         speculation: What proposes tokens: "self", "model" or "prompt"; empty if nothing does.
         draft_bytes: Bytes of memory that drafts take beside the model.
+        deterministic: Whether answers do not depend on the other requests, to the last bit.
+        isa: Instruction set of the kernels of the CPU; empty where another runner computes.
     """
 
     name: str
@@ -68,6 +70,8 @@ class ModelInfo:
     state_bytes: int = 0
     state_copies: int = 0
     reason_no_prefix_cache: str = ""
+    deterministic: bool = False
+    isa: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as JSON values."""

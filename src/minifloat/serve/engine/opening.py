@@ -25,6 +25,7 @@ from minifloat.architecture.multimodal import TEXT_ONLY, has_towers
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import UsageError
 from minifloat.hub import model_name
+from minifloat.kernels import native
 from minifloat.kernels.decoder import BLOCK_TOKENS, Decoder, KVCache
 from minifloat.kernels.paged import PagedCache
 from minifloat.layouts import Description, describe
@@ -98,10 +99,13 @@ def open_model(
     Raises:
         CheckpointError: If the folder cannot be loaded.
         UsageError: If the options do not go together with the model, or the KV cache does not hold one sequence.
-        KernelUnavailable: If `device` is not here, or `impl` names kernels that cannot run here.
+        KernelUnavailable: If `device` is not here, `impl` names kernels that cannot run here, or `deterministic` has no
+            kernels.
     """
     started = time.perf_counter()
     device = device_named(options.device)
+    if options.deterministic:
+        native.require()
     folder = Path(path)
     with Checkpoint.open(folder) if checkpoint is None else nullcontext(checkpoint) as checkpoint:
         description = describe(checkpoint)
@@ -116,6 +120,8 @@ def open_model(
         loaded, reason = _load_decoder(checkpoint, description, options, device)
         if options.packed_cache is not None and (loaded is None or loaded.runner.name != "native"):
             _LOG.warning("packed_cache is not used: only the native decoder of the CPU maps packed weights")
+        if options.deterministic and loaded is None:
+            raise UsageError(f"deterministic: the native decoder of the CPU does not run this model: {reason}")
         if loaded is None:
             loaded = _load_transformers(checkpoint, description, options, device, reason, inspection.nbytes)
     formats = sorted({row.format for row in inspection.rows if row.kind == "quantized"})
@@ -146,8 +152,16 @@ def open_model(
         state_bytes=runner.state_bytes,
         state_copies=loaded.size.copies,
         reason_no_prefix_cache=runner.reason_no_prefixes,
+        deterministic=options.deterministic,
+        isa=_isa(options.deterministic) if runner.name == "native" else "",
     )
     return OpenedModel(runner, info, loaded.config, loaded.generation_config)
+
+
+def _isa(deterministic: bool) -> str:
+    """Return the instruction set that the native decoder computes with."""
+    library = native.load()
+    return "none" if library is None else library.invariant_isa if deterministic else library.isa
 
 
 def _load_decoder(
@@ -285,6 +299,7 @@ def _load_native(
             impl=options.impl,
             lm_head=head,
             int8_inputs=options.activations == "int8",
+            batch_invariant=options.deterministic,
             cache=cache,
         )
     per_block = KVCache.bytes_per_block(decoder.cache_shapes, element)

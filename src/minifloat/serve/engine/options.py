@@ -43,6 +43,7 @@ class EngineKeywords(TypedDict, total=False):
     speculate: str | None
     draft: str | None
     draft_tokens: int
+    deterministic: bool
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,11 @@ class EngineOptions:
             before, "draft" by the checkpoint `draft`; None: no drafts.
         draft: Folder of a draft model; sets `speculate`.
         draft_tokens: Drafts per sequence and step at most.
+        deterministic: Whether answers must not depend on the other requests, to the last bit.
 
     Raises:
         UnknownNameError: If a name is none of those.
-        UsageError: If a number is less than 1.
+        UsageError: If a number is less than 1, or `deterministic` excludes another option.
     """
 
     dtype: str | None = None
@@ -87,6 +89,7 @@ class EngineOptions:
     speculate: str | None = None
     draft: str | None = None
     draft_tokens: int = DRAFT_TOKENS
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.speculate not in (None, "draft"):
@@ -107,6 +110,25 @@ class EngineOptions:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise UsageError(f"{field}: expected at least 1, got {value}")
+
+        if self.deterministic:
+            self._check_deterministic()
+
+    def _check_deterministic(self) -> None:
+        if self.device != "cpu" or self.runner == "device":
+            where = "runner 'device'" if self.device == "cpu" else f"device {self.device}"
+            raise UsageError(
+                f"deterministic: only the native decoder of the CPU has it, and not {where}: its products choose the "
+                "order of their sums by the number of rows"
+            )
+        if self.runner == "transformers":
+            raise UsageError("deterministic: runner 'transformers' multiplies with torch, which does not promise it")
+        if self.impl == "reference":
+            raise UsageError("deterministic: impl 'reference' multiplies with torch, which does not promise it")
+        if self.activations == "int8":
+            raise UsageError(
+                "deterministic: excludes activations int8, which rounds inputs only where a step has many rows"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype | None:

@@ -94,6 +94,8 @@ def _log_model(info: ModelInfo, settings: ServerSettings) -> None:
     )
     if info.state_bytes:
         _LOG.info("states of sequences: %s, %d copies for equal prefixes", _mib(info.state_bytes), info.state_copies)
+    if info.deterministic:
+        _LOG.info("deterministic: the same bits whatever else runs, by batch-invariant kernels of %s", info.isa)
     if info.activations != info.dtype:
         _LOG.info("inputs of the linears are rounded to %s where that is faster: --activations", info.activations)
     if info.reason_not_native:

@@ -157,6 +157,34 @@ inline void score_chunk(const Tile& tile, int dims, Chunk& chunk) {
     for (; b < chunk.blocks; ++b) score_blocks<Element, kRows, 1>(tile, chunk, dims, b);
 }
 
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+
+// Adds the values of a chunk. Every row adds the same keys in pairs and the same keys alone whatever the others see: pairs
+// from the first even key on, and a key alone at an odd beginning or end.
+template <class Element, int kRows>
+inline void add_in_pairs(const Chunk& chunk, int padded_dim, Sums& out) {
+    const SplitWeights weights(chunk, kRows, chunk.first[0], chunk.last[kRows - 1]);
+    const auto pairs_of = [&](int r, int begin, int end) {
+        begin = max(begin, static_cast<int>(round_up(chunk.first[r], Element::kPair)));
+        end = min(end, chunk.last[r] / Element::kPair * Element::kPair);
+        if (begin < end) add_rows_by_dots<1>(chunk, weights, r, padded_dim, begin, end, out);
+    };
+    for (int r = 0; r < kRows; ++r) {
+        const int even = static_cast<int>(round_up(chunk.first[r], Element::kPair));
+        add_own<Element>(chunk, padded_dim, r, chunk.first[r], min(even, chunk.last[r]), out);
+        pairs_of(r, even, chunk.common_begin);
+    }
+    add_by_dots<kRows>(chunk, weights, padded_dim, chunk.common_begin, chunk.common_end, out);
+    for (int r = 0; r < kRows; ++r) {
+        const int even = static_cast<int>(round_up(chunk.first[r], Element::kPair));
+        pairs_of(r, chunk.common_end, kChunkKeys);
+        add_own<Element>(chunk, padded_dim, r, max(even, chunk.last[r] / Element::kPair * Element::kPair), chunk.last[r],
+                         out);
+    }
+}
+
+#endif
+
 template <class Element, int kRows>
 inline void attend_chunk(const Tile& tile, const LayerCache& cache, Chunk& chunk, Sums& out) {
     const int padded = cache.padded_dim;
@@ -164,25 +192,29 @@ inline void attend_chunk(const Tile& tile, const LayerCache& cache, Chunk& chunk
     if (tile.score_cap > 0.0f) cap_scores(chunk, kRows, tile.score_cap);
     hide(chunk, kRows);
     weigh(chunk, kRows, padded, out);
-    int begin = chunk.common_begin;
 #if defined(__AMX_BF16__)
+    int begin = chunk.common_begin;
     const int first = static_cast<int>(ceil_div(begin, kBlockTokens)), last = chunk.common_end / kBlockTokens;
     if (tile.q16 != nullptr && first < last) {
         add_by_tiles(chunk, kRows, padded, first, last, out);
         add_common<Element, kRows>(chunk, padded, begin, first * kBlockTokens, out);
         begin = last * kBlockTokens;
     }
-#elif defined(__AVX512BF16__)
-    if (tile.q16 != nullptr) {
-        add_by_dots<kRows>(chunk, padded, begin, chunk.common_end, out);
-        begin = chunk.common_end;
-    }
-#endif
     add_common<Element, kRows>(chunk, padded, begin, chunk.common_end, out);
     for (int r = 0; r < kRows; ++r) {
         add_own<Element>(chunk, padded, r, chunk.first[r], min(chunk.common_begin, chunk.last[r]), out);
         add_own<Element>(chunk, padded, r, max(chunk.common_end, chunk.first[r]), chunk.last[r], out);
     }
+#else
+#if defined(__AVX512BF16__)
+    if (tile.q16 != nullptr) return add_in_pairs<Element, kRows>(chunk, padded, out);
+#endif
+    for (int r = 0; r < kRows; ++r)
+        add_own<Element>(chunk, padded, r, chunk.first[r], min(chunk.common_begin, chunk.last[r]), out);
+    add_common<Element, kRows>(chunk, padded, chunk.common_begin, chunk.common_end, out);
+    for (int r = 0; r < kRows; ++r)
+        add_own<Element>(chunk, padded, r, max(chunk.common_end, chunk.first[r]), chunk.last[r], out);
+#endif
 }
 
 // Sets the keys that the rows of a tile see in the chunk that begins at block `block`.
@@ -212,8 +244,9 @@ void attend_rows(const Tile& tile, const LayerCache& cache, int64_t begin, int64
     for (int64_t block = begin; block < min(begin + kAheadBlocks, end); ++block)
         for (int64_t i = 0; i < cache.values_at; i += kVectorBytes) __builtin_prefetch(head(block) + i);
     const int most = cache.latent ? kLatentBlocks : kChunkBlocks;
-    for (int64_t block = begin; block < end; block += most) {
-        chunk.blocks = static_cast<int>(min<int64_t>(most, end - block));
+    // Chunks end at multiples of `most`, wherever the first begins: the sums of a row have the same order in every tile.
+    for (int64_t block = begin; block < end; block += chunk.blocks) {
+        chunk.blocks = static_cast<int>(min<int64_t>(most - block % most, end - block));
         for (int b = 0; b < chunk.blocks + kAheadBlocks; ++b) chunk.heads[b] = head(block + b);
         for (int b = 0; b < chunk.blocks; ++b) {
             uint8_t* turned = tile.turned + b * value_bytes;

@@ -146,9 +146,8 @@ inline void score_by_dots(const Tile& tile, int dims, Chunk& chunk) {
 
 // Adds the values of keys begin .. end - 1, pairs of keys that all rows see.
 template <int kRows>
-inline void add_by_dots(const Chunk& chunk, int padded_dim, int begin, int end, Sums& out) {
+inline void add_by_dots(const Chunk& chunk, const SplitWeights& weights, int padded_dim, int begin, int end, Sums& out) {
     if (begin >= end) return;
-    const SplitWeights weights(chunk, kRows, begin, end);
     for_dot_rows<kRows>([&](auto count, int row) {
         add_rows_by_dots<decltype(count)::kValue>(chunk, weights, row, padded_dim, begin, end, out);
     });

@@ -1,8 +1,9 @@
 // Cuts the attention of a step into tiles (attend.h) and distributes them to the threads.
 //
-// If a sequence has one tile of rows per key-value head, as in decoding, its keys are cut into ranges too, so that one
-// long context keeps all threads busy; the sums are merged at the end. The cuts depend on the sequence alone: the bits
-// of a result depend neither on the number of threads nor on the rest of the batch.
+// The keys are cut into ranges of kRangeBlocks, each summed by itself and then merged in order. If a sequence has one tile
+// of rows per key-value head, as in decoding, the ranges are work of their own, so that one long context keeps all threads
+// busy. The cuts depend on the positions of keys alone: the bits of a result depend neither on the number of threads, nor
+// on the rest of the batch, nor on how many tokens of the sequence the step has (with AMX tiles: on the last).
 #include "attention.h"
 
 #include "../threads.h"
@@ -20,7 +21,7 @@ struct Piece {
     int32_t sequence, head;
     int64_t row;         // of the sequence, [token, head of the group]
     int64_t begin, end;  // blocks
-    float* partial;      // where the sums of a range go; null for a whole tile
+    float* partial;      // where the sums of the range go; null for a whole tile
     int64_t ranges;      // of the tile, in the first piece of it; else 0
 };
 
@@ -54,6 +55,8 @@ int64_t first_key(const Work& work, int32_t s, int64_t row) {
     return work.layer.window > 0 ? max<int64_t>(0, last_key(work, s, row) - work.layer.window) : 0;
 }
 
+int64_t end_of_range(int64_t block) { return (block / kRangeBlocks + 1) * kRangeBlocks; }
+
 // Writes the pieces of a sequence for one head; only counts them if there is no memory yet.
 void cut(Work& work, int32_t s, int32_t head, float*& partials) {
     const int64_t rows = rows_of(work, s);
@@ -61,11 +64,11 @@ void cut(Work& work, int32_t s, int32_t head, float*& partials) {
         const int64_t last_row = min(row + kQueryRows, rows) - 1;
         const int64_t begin = first_key(work, s, row) / kBlockTokens;
         const int64_t end = ceil_div(last_key(work, s, last_row), kBlockTokens);
-        const int64_t ranges = rows <= kQueryRows ? ceil_div(end - begin, kRangeBlocks) : 1;
+        const int64_t ranges = rows <= kQueryRows ? ceil_div(end, kRangeBlocks) - begin / kRangeBlocks : 1;
         work.products += (end - begin) * kBlockTokens * (last_row + 1 - row) * work.cache.head_dim * 2;
         for (int64_t i = 0; i < ranges; ++i) {
-            const int64_t from = begin + i * kRangeBlocks;
-            const int64_t to = i + 1 == ranges ? end : from + kRangeBlocks;
+            const int64_t from = i == 0 ? begin : (begin / kRangeBlocks + i) * kRangeBlocks;
+            const int64_t to = i + 1 == ranges ? end : end_of_range(from);
             if (work.pieces != nullptr)
                 work.pieces[work.count] = {s, head, row, from, to, ranges > 1 ? partials : nullptr, i == 0 ? ranges : 0};
             if (ranges > 1 && work.pieces != nullptr) partials += partial_floats(work);
@@ -135,32 +138,47 @@ void keep(const Work& work, const Piece& piece, const Sums& sums) {
     }
 }
 
-// Adds the sums of a range to other sums, both rescaled to the larger of their largest scores.
+// Adds the sums of a row over a range to other sums, both rescaled to the larger of their largest scores. Not inlined:
+// all callers get the same bits.
+__attribute__((noinline)) void merge_row(float largest_there, float total_there, const float* values, int padded_dim,
+                                         Sums& sums, int64_t r) {
+    const float largest = max(largest_there, sums.largest[r]);
+    const float reference = largest == minus_infinity() ? 0.0f : largest;
+    const float ours = exp(broadcast(sums.largest[r] - reference))[0];
+    const float theirs = exp(broadcast(largest_there - reference))[0];
+    sums.largest[r] = largest;
+    sums.total[r] = sums.total[r] * ours + total_there * theirs;
+    for (int i = 0; i < padded_dim; ++i) sums.values[r][i] = sums.values[r][i] * ours + values[i] * theirs;
+}
+
 void merge(const Work& work, const Piece& piece, Sums& sums) {
     const float* from = piece.partial;
-    for (int64_t r = 0; r < tile_rows(work, piece); ++r, from += work.cache.padded_dim + 2) {
-        const float largest = max(from[0], sums.largest[r]);
-        const float reference = largest == minus_infinity() ? 0.0f : largest;
-        const float ours = exp(broadcast(sums.largest[r] - reference))[0];
-        const float theirs = exp(broadcast(from[0] - reference))[0];
-        sums.largest[r] = largest;
-        sums.total[r] = sums.total[r] * ours + from[1] * theirs;
-        for (int i = 0; i < work.cache.padded_dim; ++i)
-            sums.values[r][i] = sums.values[r][i] * ours + from[2 + i] * theirs;
-    }
+    for (int64_t r = 0; r < tile_rows(work, piece); ++r, from += work.cache.padded_dim + 2)
+        merge_row(from[0], from[1], from + 2, work.cache.padded_dim, sums, r);
+}
+
+// Adds blocks begin .. end - 1 of a tile, which are within a range, to cleared sums.
+void attend_range(const Work& work, const Tile& tile, int64_t begin, int64_t end, Sums& sums) {
+    clear(sums, tile.rows, work.cache.padded_dim);
+    attend(tile, work.cache, work.a.decoder->dtype, begin, end, sums);
 }
 
 void run_piece(const Work& work, const Piece& piece, int thread) {
     Sums sums;
     Tile tile = tile_of(work, piece);
     tile.turned = work.turned + thread * turned_bytes(work);
-    clear(sums, tile.rows, work.cache.padded_dim);
-    attend(tile, work.cache, work.a.decoder->dtype, piece.begin, piece.end, sums);
-    if (piece.partial == nullptr) {
-        finish(work, piece, sums);
-    } else {
-        keep(work, piece, sums);
+    int64_t end = min(piece.end, end_of_range(piece.begin));
+    attend_range(work, tile, piece.begin, end, sums);
+    if (piece.partial != nullptr) return keep(work, piece, sums);
+    while (end < piece.end) {
+        const int64_t begin = end;
+        end = min(piece.end, end_of_range(begin));
+        Sums next;
+        attend_range(work, tile, begin, end, next);
+        for (int r = 0; r < tile.rows; ++r)
+            merge_row(next.largest[r], next.total[r], next.values[r], work.cache.padded_dim, sums, r);
     }
+    finish(work, piece, sums);
 }
 
 void merge_ranges(const Work& work, const Piece* first) {

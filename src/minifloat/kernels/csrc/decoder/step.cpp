@@ -240,6 +240,7 @@ class Step {
         args.bias_dtype = p.bias_dtype;
         args.threads = a_.threads;
         args.int8_inputs = d_.int8_inputs;
+        args.batch_invariant = d_.batch_invariant;
         fail(linear(args));
         watch_.lap(MINIFLOAT_STEP_LINEARS);
     }
@@ -261,6 +262,7 @@ class Step {
         args.x_dtype = d_.dtype;
         args.threads = a_.threads;
         args.int8_inputs = d_.int8_inputs;
+        args.batch_invariant = d_.batch_invariant;
         fail(moe(args));
         watch_.lap(MINIFLOAT_STEP_LINEARS);
     }
@@ -360,6 +362,7 @@ class Step {
         args.x_dtype = d_.dtype;
         args.threads = a_.threads;
         args.int8_inputs = d_.int8_inputs;
+        args.batch_invariant = d_.batch_invariant;
         fail(moe(args));
         watch_.lap(MINIFLOAT_STEP_LINEARS);
     }

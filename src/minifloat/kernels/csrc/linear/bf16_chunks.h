@@ -5,6 +5,9 @@
 // For each chunk of columns all panels of a call are processed, so that x is read from beyond L2 only once per call; the
 // columns that the next chunks need are prefetched meanwhile. Rows of x that do not fit L2 form another block. With few
 // rows, panels are processed one after the other, in the order of memory.
+//
+// Sums of a chunk go on where those of the chunk before ended, in one chain of dot products: the order is that of
+// bf16_small.cpp's batch-invariant path. Where blocks of columns have scales, sums of a chunk are scaled, then added.
 #pragma once
 
 #include "../threads.h"

@@ -41,9 +41,9 @@ inline __m512bh broadcast_pair(const uint8_t* x) {
 constexpr int chains_of(int rows) { return rows <= 3 ? 2 : 1; }
 
 // Sums of kRows rows of x and the panel, [row][tile of W][chain].
-template <int kRows>
+template <int kRows, int kChains_ = chains_of(kRows)>
 struct DotSums {
-    static constexpr int kChains = chains_of(kRows);
+    static constexpr int kChains = kChains_;
     __m512 v[kRows][2][kChains];
 
     void clear() {
@@ -51,6 +51,12 @@ struct DotSums {
         for (int r = 0; r < kRows; ++r)
             for (int t = 0; t < 2; ++t)
                 for (int c = 0; c < kChains; ++c) v[r][t][c] = _mm512_setzero_ps();
+    }
+    // With one chain: goes on with sums [kRows][kPanelRows] in memory.
+    void load(const float* sums) {
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r)
+            for (int t = 0; t < 2; ++t) v[r][t][0] = _mm512_load_ps(sums + r * kPanelRows + t * kTileRows);
     }
     void multiply(float factor) {
 #pragma GCC unroll 16
@@ -65,9 +71,9 @@ struct DotSums {
 
 // Adds the products of 32 columns, half a step, which are decoded in registers. watch.line(p) is called for every line
 // that is read, in the order of memory, and watch.keep(tile, pair, w) for every decoded vector.
-template <int kRows, class Format, class Watch>
+template <int kRows, class Format, class Watch, int kChains>
 inline __attribute__((always_inline)) void add_half(const Format& format, const uint8_t* step, int32_t scale_bytes,
-                                                    int half, const uint8_t* x, DotSums<kRows>& sums,
+                                                    int half, const uint8_t* x, DotSums<kRows, kChains>& sums,
                                                     const Watch& watch) {
     constexpr int kVectors = kUnitPairs / Format::kPairs, kGroupVectors = kVectors / Format::kGroups;
     constexpr int kTile = kVectors * kVectorBytes;
@@ -87,7 +93,7 @@ inline __attribute__((always_inline)) void add_half(const Format& format, const 
                 for (int r = 0; r < kRows; ++r) {
                     const __m512bh factor = broadcast_pair(x + r * kVectorBytes + p * 4);
                     for (int t = 0; t < 2; ++t) {
-                        __m512& sum = sums.v[r][t][p % DotSums<kRows>::kChains];
+                        __m512& sum = sums.v[r][t][p % kChains];
                         sum = _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(pairs[t][p]), factor);
                     }
                 }

@@ -22,13 +22,18 @@ struct Large {
     static constexpr int64_t kChunkSteps = 8, kSums = kRows * kPanelRows;
     static constexpr bool kKeeps = true, kAhead = true;
 
-    // sums [kRows][kPanelRows] (+)= kRows rows of x times units, times their scales.
+    // sums [kRows][kPanelRows] (+)= kRows rows of x times units, times their scales. One chain of sums, as in
+    // bf16_small.cpp.
     template <int kRows, class Format>
     __attribute__((noinline)) static void multiply(const Format& format, const uint8_t* x, int64_t unit_bytes,
                                                    const Units& units, Ahead& ahead, float* sums) {
-        DotSums<kRows> dots;
-        dots.clear();
-        for (int i = 0; i < kRows * kPanelRows; i += kTileRows)
+        DotSums<kRows, 1> dots;
+        if (Format::kBlocks || units.first) {
+            dots.clear();
+        } else {
+            dots.load(sums);
+        }
+        for (int i = 0; Format::kBlocks && i < kRows * kPanelRows; i += kTileRows)
             _mm_prefetch(reinterpret_cast<const char*>(sums + i), _MM_HINT_T0);
         const uint8_t* step = units.step;
         uint8_t* tiles = units.tiles + units.begin * 2 * kTileBytes;
@@ -42,27 +47,24 @@ struct Large {
                 if (u & 1) step += units.step_bytes;
             }
         } else {
-            constexpr int kChains = DotSums<kRows>::kChains;
             for (int64_t u = units.begin; u < units.end; ++u, x += unit_bytes, tiles += 2 * kTileBytes) {
                 ahead.w.unit();
                 ahead.x.unit();
                 if (Format::kBlocks && u == units.middle) dots.multiply(units.ratio);
-                for (int p = 0; p < kUnitPairs; p += kChains)
-#pragma GCC unroll 2
-                    for (int c = 0; c < kChains; ++c) {
-                        const uint8_t* w = tiles + (p + c) * kVectorBytes;
-                        const __m512bh a = bit_cast<__m512bh>(_mm512_load_si512(w));
-                        const __m512bh b = bit_cast<__m512bh>(_mm512_load_si512(w + kTileBytes));
+                for (int p = 0; p < kUnitPairs; ++p) {
+                    const uint8_t* w = tiles + p * kVectorBytes;
+                    const __m512bh a = bit_cast<__m512bh>(_mm512_load_si512(w));
+                    const __m512bh b = bit_cast<__m512bh>(_mm512_load_si512(w + kTileBytes));
 #pragma GCC unroll 16
-                        for (int r = 0; r < kRows; ++r) {
-                            const __m512bh factor = broadcast_pair(x + r * kVectorBytes + (p + c) * 4);
-                            dots.v[r][0][c] = _mm512_dpbf16_ps(dots.v[r][0][c], a, factor);
-                            dots.v[r][1][c] = _mm512_dpbf16_ps(dots.v[r][1][c], b, factor);
-                        }
+                    for (int r = 0; r < kRows; ++r) {
+                        const __m512bh factor = broadcast_pair(x + r * kVectorBytes + p * 4);
+                        dots.v[r][0][0] = _mm512_dpbf16_ps(dots.v[r][0][0], a, factor);
+                        dots.v[r][1][0] = _mm512_dpbf16_ps(dots.v[r][1][0], b, factor);
                     }
+                }
             }
         }
-        if (units.first) {
+        if (!Format::kBlocks || units.first) {
             store<kRows, Format>(dots, units, sums, [](const float*, __m512 total) { return total; });
         } else {
             store<kRows, Format>(dots, units, sums,
@@ -73,7 +75,7 @@ struct Large {
   private:
     // sums = add(sums, dots times the scales of the units)
     template <int kRows, class Format, class Add>
-    static inline __attribute__((always_inline)) void store(const DotSums<kRows>& dots, const Units& units,
+    static inline __attribute__((always_inline)) void store(const DotSums<kRows, 1>& dots, const Units& units,
                                                             float* sums, const Add& add) {
 #pragma GCC unroll 2
         for (int t = 0; t < 2; ++t) {

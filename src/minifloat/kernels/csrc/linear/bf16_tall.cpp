@@ -30,8 +30,9 @@ struct Tall {
         __m512 dots[kRows];
 #pragma GCC unroll 32
         for (int r = 0; r < kRows; ++r) {
-            dots[r] = _mm512_setzero_ps();
-            _mm_prefetch(reinterpret_cast<const char*>(sums + r * kPanelRows), _MM_HINT_T0);
+            const bool goes_on = !Format::kBlocks && !units.first;
+            dots[r] = goes_on ? _mm512_load_ps(sums + r * kPanelRows) : _mm512_setzero_ps();
+            if (Format::kBlocks) _mm_prefetch(reinterpret_cast<const char*>(sums + r * kPanelRows), _MM_HINT_T0);
         }
         const uint8_t* step = units.step;
         x += units.begin * unit_bytes;
@@ -55,7 +56,7 @@ struct Tall {
                 _mm512_store_ps(to, add(to, Format::kBlocks ? _mm512_mul_ps(dots[r], scale) : dots[r]));
             }
         };
-        if (units.first) {
+        if (!Format::kBlocks || units.first) {
             store([](const float*, __m512 total) { return total; });
         } else {
             store([](const float* to, __m512 total) { return _mm512_add_ps(_mm512_load_ps(to), total); });

@@ -4,7 +4,7 @@
 namespace MINIFLOAT_ISA {
 
 extern const Path kFloatPath, kFewRowsPath, kDigitsPath, kGemvPath, kGemvInt8Path, kAmxSmallPath, kAmxLargePath,
-    kBf16SmallPath, kBf16TallPath, kBf16LargePath, kMmlaPath, kInt8Path;
+    kBf16SmallPath, kBf16TallPath, kBf16LargePath, kMmlaPath, kInt8Path, kBf16InvariantPath, kFewRowsInvariantPath;
 
 const Path* choose_int8_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
                              [[maybe_unused]] int32_t x_dtype) {
@@ -19,9 +19,43 @@ const Path* choose_int8_path([[maybe_unused]] const Weight& w, [[maybe_unused]] 
 #endif
 }
 
+namespace {
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+
+constexpr int64_t kMaxPaired = 3;  // up to it the small path has two chains of sums, and the invariant one
+constexpr int64_t kMaxSmall = 12;  // rows of x that share the decoding in registers, with two vectors of W
+constexpr int64_t kMaxTall = 48;   // the same with one vector of W: two tiles
+
+const Path& choose_invariant_bf16_path(const Weight& w, int64_t m) {
+    // Where blocks of columns have scales, the other paths sum them in another order.
+    if (m <= kMaxPaired || (m > kMaxSmall && w.grid == MINIFLOAT_GRID_BLOCK)) return kBf16InvariantPath;
+    return m <= kMaxSmall ? kBf16SmallPath : m <= kMaxTall ? kBf16TallPath : kBf16LargePath;
+}
+
+#endif
+
+// Paths in which the order of the sums of a row does not depend on the number of rows.
+const Path& choose_invariant_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
+                                  [[maybe_unused]] int32_t x_dtype) {
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+    if (x_dtype == MINIFLOAT_BF16) return choose_invariant_bf16_path(w, m);
+#endif
+#if defined(__AVX512F__)
+    return kGemvPath;
+#elif defined(__AVX2__) || defined(__aarch64__)
+    return kFewRowsInvariantPath;
+#else
+    return kFloatPath;
+#endif
+}
+
+}  // namespace
+
 const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64_t m,
-                        [[maybe_unused]] int32_t x_dtype, bool int8_inputs) {
-    if (const Path* path = int8_inputs ? choose_int8_path(w, m, x_dtype) : nullptr) return *path;
+                        [[maybe_unused]] int32_t x_dtype, const Freedom& freedom) {
+    if (freedom.batch_invariant) return choose_invariant_path(w, m, x_dtype);
+    if (const Path* path = freedom.int8_inputs ? choose_int8_path(w, m, x_dtype) : nullptr) return *path;
 #if defined(__AVX512F__)
     [[maybe_unused]] const bool is_bf16 = x_dtype == MINIFLOAT_BF16;
 #if defined(__AMX_BF16__)
@@ -29,7 +63,7 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
     [[maybe_unused]] constexpr int64_t kMaxGemvInt8 = 2;  // above, tiles are faster
 #elif defined(__AVX512BF16__)
     // In two or three bf16 parts, x of other types would take as long as float32 multiply-adds, or longer.
-    const int64_t kMaxGemv = is_bf16 ? 1 : 8;
+    const int64_t kMaxGemv = is_bf16 ? 0 : 8;
     constexpr int64_t kMaxGemvInt8 = 3;
 #else
     constexpr int64_t kMaxGemv = 8;
@@ -51,8 +85,8 @@ const Path& choose_path([[maybe_unused]] const Weight& w, [[maybe_unused]] int64
     constexpr int64_t kMaxSmall = 32;  // two tiles of x
     return m <= kMaxSmall ? kAmxSmallPath : kAmxLargePath;
 #elif defined(__AVX512BF16__)
-    constexpr int64_t kMaxSmall = 12;  // rows of x that share the decoding in registers, with two vectors of W
-    constexpr int64_t kMaxTall = 48;   // the same with one vector of W: two tiles
+    // Batch-invariant where that is not slower: so are BF16 and E4M3, except blocks of columns with scales.
+    if (is_bf16 && m <= kMaxPaired) return kBf16InvariantPath;
     if (is_bf16) return m <= kMaxSmall ? kBf16SmallPath : m <= kMaxTall ? kBf16TallPath : kBf16LargePath;
 #endif
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

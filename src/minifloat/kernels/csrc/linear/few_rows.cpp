@@ -18,8 +18,8 @@ constexpr int kMaxRows = 4;  // rows of x that share the decoding
 // Parts of a panel whose sums are in registers together.
 constexpr int parts_at_once(int rows) { return rows <= 2 ? kPanelParts : kTileParts; }
 
-// With one row, sums of alternate columns hide the latency of the multiply-add.
-constexpr int chains_of(int rows) { return rows == 1 ? 2 : 1; }
+// With one row, sums of alternate columns hide the latency of the multiply-add; the batch-invariant path leaves that out.
+constexpr int chains_of(int rows, bool invariant) { return rows == 1 && !invariant ? 2 : 1; }
 
 // A way of decoding: vectors for which all_normal() is true are decoded by Normal, the others by Any, to the same values.
 template <class Part>
@@ -97,9 +97,9 @@ inline const float* opaque(const float* x) {
 }
 
 // Adds the products of a vector of kParts parts at addresses p(i) and its columns of x.
-template <class Part, int kRows, int kParts, class Address>
+template <class Part, int kRows, int kParts, int kChains, class Address>
 inline __attribute__((always_inline)) void add_vector(const Address& p, const float* x, int64_t x_stride,
-                                                      F32 (&sums)[kRows][kParts][chains_of(kRows)]) {
+                                                      F32 (&sums)[kRows][kParts][kChains]) {
 #pragma GCC unroll 8
     for (int i = 0; i < kParts; ++i) {
         F32 cols[Part::kCols];
@@ -108,19 +108,19 @@ inline __attribute__((always_inline)) void add_vector(const Address& p, const fl
 #pragma GCC unroll 8
         for (int k = 0; k < Part::kCols; ++k)
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) sums[r][i][k % chains_of(kRows)] += cols[k] * x[r * x_stride + k];
+            for (int r = 0; r < kRows; ++r) sums[r][i][k % kChains] += cols[k] * x[r * x_stride + k];
     }
 }
 
 // out [kRows][kPanelParts] += scales times the sums of a group: kVectors vectors of each tile from `data` on, of which a
 // tile of a half step has `tile_vectors`. Prefetches as many lines from `line` on.
-template <class Decoder, int kVectors, int kRows>
+template <class Decoder, int kVectors, int kRows, int kChains>
 inline __attribute__((always_inline)) void add_group(const uint8_t* data, int64_t tile_bytes, const uint8_t*& line,
                                                      const float* x, int64_t x_stride,
                                                      const F32 (&scales)[kPanelParts], F32 (*out)[kPanelParts]) {
     typedef typename Decoder::Any Any;
     typedef typename Decoder::Normal Normal;
-    constexpr int kChains = chains_of(kRows), kAtOnce = parts_at_once(kRows);
+    constexpr int kAtOnce = parts_at_once(kRows);
     for (int first = 0; first < kPanelParts; first += kAtOnce) {
         F32 sums[kRows][kAtOnce][kChains] = {};
         for (int v = 0; v < kVectors; ++v) {
@@ -132,9 +132,9 @@ inline __attribute__((always_inline)) void add_group(const uint8_t* data, int64_
             };
             const float* columns = x + v * Any::kCols;
             if (__builtin_expect(Decoder::template all_normal<kAtOnce>(part), 1)) {
-                add_vector<Normal, kRows>(part, columns, x_stride, sums);
+                add_vector<Normal>(part, columns, x_stride, sums);
             } else {
-                add_vector<Any, kRows>(part, columns, x_stride, sums);
+                add_vector<Any>(part, columns, x_stride, sums);
             }
         }
 #pragma GCC unroll 8
@@ -150,7 +150,7 @@ inline __attribute__((always_inline)) void add_group(const uint8_t* data, int64_
 
 // out [kRows][kPanelParts] = kRows rows of x times panel `p`. Not inlined: next to other loops the compiler spills
 // registers.
-template <class Decoder, int kGroupCols, int kRows>
+template <class Decoder, int kGroupCols, int kChains, int kRows>
 __attribute__((noinline)) void multiply_panel(const Weight& w, int64_t p, const float* x, int64_t x_stride,
                                               F32 (&out)[kRows][kPanelParts]) {
     constexpr int kCols = Decoder::Any::kCols, kVectors = kGroupCols / kCols;
@@ -166,16 +166,16 @@ __attribute__((noinline)) void multiply_panel(const Weight& w, int64_t p, const 
             for (int group = 0; group < kHalfCols; group += kGroupCols, x += kGroupCols) {
                 F32 scales[kPanelParts];
                 for (int i = 0; i < kPanelParts; ++i) scales[i] = scales_of(w, p, s, col + group, i * kWidth);
-                add_group<Decoder, kVectors, kRows>(half + group / kCols * kVectorBytes, kTileBytes, line, x, x_stride,
+                add_group<Decoder, kVectors, kRows, kChains>(half + group / kCols * kVectorBytes, kTileBytes, line, x, x_stride,
                                                     scales, out);
             }
     }
 }
 
-template <class Decoder, int kGroupCols, int kRows>
+template <class Decoder, int kGroupCols, int kChains, int kRows>
 void multiply_rows(const Weight& w, const float* x, int64_t x_stride, int64_t row, const Output& y, int64_t p) {
     F32 sums[kRows][kPanelParts];
-    multiply_panel<Decoder, kGroupCols>(w, p, x + row * x_stride, x_stride, sums);
+    multiply_panel<Decoder, kGroupCols, kChains>(w, p, x + row * x_stride, x_stride, sums);
     for (int r = 0; r < kRows; ++r) {
         alignas(64) float floats[kPanelRows];
         for (int i = 0; i < kPanelParts; ++i) store_as(floats + i * kWidth, sums[r][i] * Decoder::Any::kFactor);
@@ -183,35 +183,36 @@ void multiply_rows(const Weight& w, const float* x, int64_t x_stride, int64_t ro
     }
 }
 
-template <class Decoder, int kGroupCols = kHalfCols>
+template <class Decoder, bool kInvariant, int kGroupCols = kHalfCols>
 void multiply_all(const Weight& w, const float* x, int64_t m, const Output& y, int64_t p) {
     const int64_t x_stride = w.steps * kStepCols;
     // All rows for one panel before the next panel: rows after the first find the weights in the cache.
     for (int64_t row = 0; row < m; row += kMaxRows) {
         const int64_t rows = min<int64_t>(kMaxRows, m - row);
-        if (rows == 1) multiply_rows<Decoder, kGroupCols, 1>(w, x, x_stride, row, y, p);
-        if (rows == 2) multiply_rows<Decoder, kGroupCols, 2>(w, x, x_stride, row, y, p);
-        if (rows == 3) multiply_rows<Decoder, kGroupCols, 3>(w, x, x_stride, row, y, p);
-        if (rows == 4) multiply_rows<Decoder, kGroupCols, 4>(w, x, x_stride, row, y, p);
+        if (rows == 1) multiply_rows<Decoder, kGroupCols, chains_of(1, kInvariant), 1>(w, x, x_stride, row, y, p);
+        if (rows == 2) multiply_rows<Decoder, kGroupCols, 1, 2>(w, x, x_stride, row, y, p);
+        if (rows == 3) multiply_rows<Decoder, kGroupCols, 1, 3>(w, x, x_stride, row, y, p);
+        if (rows == 4) multiply_rows<Decoder, kGroupCols, 1, 4>(w, x, x_stride, row, y, p);
     }
 }
 
+template <bool kInvariant>
 bool multiply(const Weight& w, const Input& in, const uint8_t* prepared, const Output& y, int64_t first,
               int64_t last) {
     const float* x = reinterpret_cast<const float*>(prepared);
     for (int64_t p = first; p < last; ++p) {
         if (w.element == MINIFLOAT_WEIGHT_BF16) {
-            multiply_all<Always<Bf16Part>>(w, x, in.m, y, p);
+            multiply_all<Always<Bf16Part>, kInvariant>(w, x, in.m, y, p);
         } else if (w.element == MINIFLOAT_E2M1 && w.grid == MINIFLOAT_GRID_E4M3) {
-            multiply_all<Always<E2M1Part>, kE4M3Cols>(w, x, in.m, y, p);
+            multiply_all<Always<E2M1Part>, kInvariant, kE4M3Cols>(w, x, in.m, y, p);
         } else if (w.element == MINIFLOAT_E2M1) {
-            multiply_all<Always<E2M1Part>>(w, x, in.m, y, p);
+            multiply_all<Always<E2M1Part>, kInvariant>(w, x, in.m, y, p);
 #if defined(__AVX2__)
         } else if (mostly_normal(w.panel(p) + w.scale_bytes)) {
-            multiply_all<MostlyNormal>(w, x, in.m, y, p);
+            multiply_all<MostlyNormal, kInvariant>(w, x, in.m, y, p);
 #endif
         } else {
-            multiply_all<Always<E4M3Part>>(w, x, in.m, y, p);
+            multiply_all<Always<E4M3Part>, kInvariant>(w, x, in.m, y, p);
         }
     }
     return true;
@@ -219,8 +220,9 @@ bool multiply(const Weight& w, const Input& in, const uint8_t* prepared, const O
 
 }  // namespace
 
-extern const Path kFewRowsPath;
-const Path kFewRowsPath = {"few rows", float_rows_bytes, to_float_rows, multiply};
+extern const Path kFewRowsPath, kFewRowsInvariantPath;
+const Path kFewRowsPath = {"few rows", float_rows_bytes, to_float_rows, multiply<false>};
+const Path kFewRowsInvariantPath = {"few rows invariant", float_rows_bytes, to_float_rows, multiply<true>};
 
 }  // namespace MINIFLOAT_ISA
 

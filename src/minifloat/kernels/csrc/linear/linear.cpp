@@ -16,6 +16,7 @@ constexpr int64_t kBytesPerPiece = 1 << 20;
 // panels per call get larger pieces: with two panels instead of eight they take a third longer.
 constexpr int kPiecesPerThread = 32;
 constexpr int kLargePiecesPerThread = 4;
+constexpr int64_t kSmallPiecePanels = 2;
 // Bytes of prepared input up to which the calling thread prepares alone, which is faster than a barrier of all threads.
 constexpr int64_t kBytesAlone = 64 << 10;
 // Bytes of prepared input per wave of experts, about the size of the caches, so that scratch memory does not grow with
@@ -58,9 +59,10 @@ void cut(Call& call, int threads) {
         Job& job = call.jobs[i];
         const Weight& w = job.weight;
         const int64_t by_size = max(kBytesPerPiece / w.panel_bytes, job.path->piece_panels);
-        const int pieces = call.threads * (job.path->piece_panels == 1 ? kPiecesPerThread : kLargePiecesPerThread);
+        const bool small = job.path->piece_panels <= kSmallPiecePanels;
+        const int pieces = call.threads * (small ? kPiecesPerThread : kLargePiecesPerThread);
         const int64_t by_count = w.panels * call.count / pieces;
-        job.piece_panels = max<int64_t>(1, min(by_size, by_count));
+        job.piece_panels = max(small ? job.path->piece_panels : 1, min(by_size, by_count));
         // Whole groups of panels, of which more threads get equally many.
         if (job.piece_panels > job.path->piece_panels) job.piece_panels -= job.piece_panels % job.path->piece_panels;
         job.pieces = ceil_div(w.panels, job.piece_panels);
@@ -129,13 +131,18 @@ int32_t check(const uint8_t* const* weights, int64_t count) {
 
 Weight view_of(const uint8_t* packed) { return view(*reinterpret_cast<const Header*>(packed)); }
 
+template <class Args>
+Freedom freedom_of(const Args& a) {
+    return {a.int8_inputs != 0, a.batch_invariant != 0};
+}
+
 int64_t rows_of(const minifloat_moe_args& a, int32_t e) { return a.offsets[e + 1] - a.offsets[e]; }
 
 int64_t prepared_bytes(const minifloat_moe_args& a, int32_t e) {
     const int64_t m = rows_of(a, e);
     if (m == 0) return 0;
     const Weight w = view_of(a.weights[e]);
-    return align(choose_path(w, m, a.x_dtype, a.int8_inputs != 0).prepared_bytes(w, m, a.x_dtype));
+    return align(choose_path(w, m, a.x_dtype, freedom_of(a)).prepared_bytes(w, m, a.x_dtype));
 }
 
 // Checks the experts that have rows; looking at the others would cost a cache miss each.
@@ -179,7 +186,7 @@ int32_t run_wave(const minifloat_moe_args& a, int32_t begin, int32_t end, int64_
         const bool shares = before != nullptr && same_input(before->x, in);  // all experts of a single token do
         uint8_t* prepared = shares ? before->prepared : memory + call.prepared_bytes;
         if (!shares) call.prepared_bytes += prepared_bytes(a, e);
-        const Path& path = choose_path(w, m, a.x_dtype, a.int8_inputs != 0);
+        const Path& path = choose_path(w, m, a.x_dtype, freedom_of(a));
         call.jobs[call.count++] = {w, in, out, &path, prepared, !shares, 0, 0, 0};
     }
     return call.count == 0 ? static_cast<int32_t>(MINIFLOAT_OK) : run(call, a.threads);
@@ -191,7 +198,7 @@ int32_t linear(const minifloat_linear_args& a) {
     const int32_t status = check(a.weights, a.count);
     if (status != MINIFLOAT_OK || a.m == 0) return status;
     const Weight first = view_of(a.weights[0]);
-    const Path& path = choose_path(first, a.m, a.x_dtype, a.int8_inputs != 0);
+    const Path& path = choose_path(first, a.m, a.x_dtype, freedom_of(a));
     Call call = {nullptr, a.count, align(path.prepared_bytes(first, a.m, a.x_dtype)), 0, 1};
     const int64_t job_bytes = align(a.count * static_cast<int64_t>(sizeof(Job)));
     const int64_t bytes_needed = job_bytes + call.prepared_bytes;

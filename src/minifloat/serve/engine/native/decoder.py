@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from minifloat.architecture.decoder.plan import NotNative
@@ -33,6 +35,7 @@ def build_native_decoder(
     impl: str = "auto",
     lm_head: WeightSpec | None = None,
     int8_inputs: bool = False,
+    batch_invariant: bool = False,
     cache: PackedCache | None = None,
 ) -> Decoder:
     """Read and pack the weights of a model, or map those that were packed before.
@@ -44,6 +47,7 @@ def build_native_decoder(
         impl: As in `minifloat.runtime.load.load`.
         lm_head: The format that the last linear is quantized to, unless it is stored quantized; None: it is not.
         int8_inputs: Whether the kernels may round inputs of quantized weights to int8.
+        batch_invariant: Whether logits must not depend on other sequences, as `Decoder.batch_invariant`.
         cache: Where packed weights are kept; not used where the kernels cannot run.
 
     Raises:
@@ -54,7 +58,8 @@ def build_native_decoder(
 
     def build(mapped: MappedWeights | None) -> tuple[Decoder, NativeWeights]:
         packed = NativeWeights(blueprint, weights, Packing(impl, _CPU, int8_inputs=int8_inputs), mapped)
-        return _build(packed, scales, lm_head, int8_inputs=int8_inputs), packed
+        decoder = _build(packed, scales, lm_head, int8_inputs=int8_inputs)
+        return replace(decoder, batch_invariant=batch_invariant), packed
 
     container = None if cache is None or native.why_unavailable() else cache.load()
     if cache is not None and container is not None:
