@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from minifloat.kernels import native
@@ -13,11 +11,11 @@ E4M3 = (8, 3, -6, 448.0)
 
 
 @pytest.fixture
-def kernels() -> Iterator[native.Library]:
+def kernels() -> native.Library:
     library = native.load()
     if library is None:
         pytest.skip("no native library")
-    yield library
+    return library
 
 
 def rounding(element: tuple[int, int, int, float]) -> structs.RoundInputsArgs:
