@@ -13,6 +13,7 @@ from minifloat.architecture.decoder import NATIVE
 from minifloat.architecture.decoder_config import DecoderConfig, read_decoder_config
 from minifloat.architecture.full_config import full_config
 from minifloat.checkpoint import Checkpoint
+from minifloat.errors import ConfigError
 from minifloat.runtime.config import read_generation_config
 from minifloat.runtime.generation_config import read_generation
 
@@ -140,4 +141,5 @@ def test_generation_values_are_those_of_transformers(
         assert vars(ours) == {name: getattr(theirs, name) for name in vars(ours)}
         for text in ("[]", "{", '{"temperature": "hot"}', '{"eos_token_id": "</s>"}', '{"do_sample": 3}'):
             (tmp_path / "generation_config.json").write_text(text)
-            assert isinstance(read_generation(checkpoint), str)
+            with pytest.raises(ConfigError, match=r"generation_config\.json: "):
+                read_generation(checkpoint)

@@ -232,8 +232,8 @@ def test_an_up_projection_without_its_gate_is_an_error(make_mixtral: MakeModel, 
 
 
 def test_a_tensor_without_a_place_is_named(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.update({"model.layers.7.extra.weight": torch.ones(2)}))
-    with pytest.raises(CheckpointError, match=r"no place in LlamaForCausalLM: model\.layers\.7\.extra\.weight"):
+    edit_tensors(folder, lambda tensors: tensors.update({"model.layers.1.extra.weight": torch.ones(2)}))
+    with pytest.raises(CheckpointError, match=r"no place in LlamaForCausalLM: model\.layers\.1\.extra\.weight"):
         load(folder)
 
 
@@ -318,8 +318,8 @@ def test_a_config_does_not_choose_kernels_from_the_hub(folder: Path, key: str) -
     [
         ({"model_type": "nobody_knows"}, "model_type nobody_knows: transformers .* does not have it"),
         ({"model_type": None}, "model_type None"),
-        ({"hidden_size": "wide"}, "transformers .* cannot"),
-        ({"num_attention_heads": 0}, "transformers .* cannot"),
+        ({"hidden_size": "wide"}, "hidden_size: expected a positive integer, found 'wide'"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected a positive integer, found 0"),
         ({"dtype": "int8"}, "dtype: expected a floating dtype"),
         ({"dtype": "load"}, "dtype: expected a floating dtype"),
         ({"model_type": "vit", "architectures": ["ViTModel"]}, "transformers .* cannot"),

@@ -31,6 +31,8 @@ _ROUTER = re.compile(r"(^|\.)(gate|router|gating|shared_expert_gate|gate\.wg|rou
 #: layers/mamba/gdn/qwen_gdn_linear_attn.py: create_ba_proj; SGLang 0.5.23, layers/attention/dsa/dsa_indexer.py,
 #: models/deepseek_nextn.py, models/qwen3_5.py: create_ba_proj.
 _UNQUANTIZED = re.compile(r"\.(indexer\.(wk|weights_proj)|eh_proj|in_proj_ba|linear_attn\.in_proj_[ab])\.weight$")
+#: Names of the field with the number of routed experts of a layer.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _DENSE_FLOATS = ("BF16", "F16", "F32")
 
 

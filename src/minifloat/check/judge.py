@@ -20,8 +20,8 @@ from minifloat.checkpoint import Checkpoint
 from minifloat.errors import TensorError, UsageError
 from minifloat.hub import open_headers
 from minifloat.layouts import choose_writer, gpt_oss
+from minifloat.layouts.contradictions import refuse_contradictions
 from minifloat.numerics.scheme import get_scheme
-from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import make_plan
 from minifloat.plan.tensor_plan import QuantizationPlan

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias
 
@@ -156,6 +156,24 @@ def read_small(root: Path, name: str, limit: int, error: type[CheckpointError]) 
     return bytes(data)
 
 
+def refuse_irregular(root: Path, names: Iterable[str]) -> None:
+    """Raise an error unless files of a checkpoint are regular files inside its folder; those that are missing are not.
+
+    For libraries that open them without looking: a FIFO would have them wait forever.
+
+    Args:
+        root: The resolved folder.
+        names: Relative names of the files.
+
+    Raises:
+        UnsafeFileError: If a file is a folder, FIFO, socket or device, or its link leads out of the folder.
+        StorageError: If the operating system refuses.
+    """
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.close(open_regular(resolve_inside(root, name))[0])
+
+
 def parse_object(
     data: bytes, path: Path, error: type[CheckpointError], loads: Callable[[str], Any] = json.loads
 ) -> dict[str, Any]:
@@ -169,9 +187,13 @@ def parse_object(
     """
     try:
         loaded = loads(data.decode("utf-8"))
+        if b"\\u" in data:
+            json.dumps(loaded, ensure_ascii=False).encode()  # an escape can spell half a surrogate pair
     except RecursionError:
         raise error(path, "nested too deeply") from None
-    except ValueError as reason:  # including UnicodeDecodeError and JSONDecodeError
+    except UnicodeError as reason:
+        raise error(path, f"not UTF-8: {reason}") from None
+    except ValueError as reason:  # including JSONDecodeError
         raise error(path, f"not valid JSON: {reason}") from None
     if not isinstance(loaded, dict):
         raise error(path, f"expected a JSON object, found {type(loaded).__name__}")

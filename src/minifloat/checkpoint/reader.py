@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from minifloat.checkpoint.config_schema import check_config, check_quantization
 from minifloat.checkpoint.files import (
     byte_view,
     list_folder,
@@ -144,7 +145,7 @@ class Checkpoint:
 
     @classmethod
     def _open(cls, root: Path, names: list[str], read: Callable[[str], _Shard]) -> Checkpoint:
-        config = _read_config(root)
+        config = read_config(root)
         weight_map = read_index(root)
         shards = {name: read(name) for name in shard_names(root, names, weight_map)}
         if weight_map is not None:
@@ -266,7 +267,16 @@ def _read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
             os.posix_fadvise(descriptor, offset + READ_AHEAD_BYTES, nbytes, os.POSIX_FADV_WILLNEED)
 
 
-def _read_config(root: Path) -> dict[str, Any]:
+def read_config(root: Path) -> dict[str, Any]:
+    """Return the content of config.json, whose fields are checked.
+
+    Args:
+        root: An existing folder, links resolved.
+
+    Raises:
+        ConfigError: If it is not JSON, or a field that is read has a value that no model has.
+        NotACheckpointError: If there is no such file.
+    """
     try:
         data = read_small(root, CONFIG_FILE, _CONFIG_LIMIT, ConfigError)
     except FileNotFoundError:
@@ -276,7 +286,9 @@ def _read_config(root: Path) -> dict[str, Any]:
         elif gguf := sorted(filter(is_gguf, list_folder(root))):
             raise NotACheckpointError(root / gguf[0], GGUF_HINT) from None
         raise NotACheckpointError(root, f"no {CONFIG_FILE}; {hint}") from None
-    return parse_object(data, root / CONFIG_FILE, ConfigError)
+    config = parse_object(data, root / CONFIG_FILE, ConfigError)
+    check_config(config, root / CONFIG_FILE)
+    return config
 
 
 def _quantization_config(root: Path, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -285,15 +297,16 @@ def _quantization_config(root: Path, config: dict[str, Any]) -> dict[str, Any] |
     for place in (config, text_config if isinstance(text_config, dict) else {}):
         for key in ("quantization_config", "compression_config"):
             value = place.get(key)
-            if isinstance(value, dict):
-                return value
             if value is not None:
-                raise ConfigError(root / CONFIG_FILE, f"{key}: expected a JSON object, found {type(value).__name__}")
+                check_quantization(value, root / CONFIG_FILE)
+                return dict(value)
     try:
         data = read_small(root, HF_QUANT_CONFIG_FILE, _CONFIG_LIMIT, ConfigError)
     except FileNotFoundError:
         return None
-    return parse_object(data, root / HF_QUANT_CONFIG_FILE, ConfigError)
+    config_of_modelopt = parse_object(data, root / HF_QUANT_CONFIG_FILE, ConfigError)
+    check_quantization(config_of_modelopt, root / HF_QUANT_CONFIG_FILE)
+    return config_of_modelopt
 
 
 def _read_shard(root: Path, name: str) -> _Shard:

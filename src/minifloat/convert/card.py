@@ -8,8 +8,10 @@ from typing import Any
 from minifloat.check import ENGINES
 from minifloat.check.deployment import Reports, deployment_section, engine_tags, library_name
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.files import read_small
 from minifloat.checkpoint.rewrite import CARD_FILE
 from minifloat.convert.report import ConvertReport
+from minifloat.errors import CheckpointError
 from minifloat.hub import model_name
 from minifloat.layouts import TARGETS
 from minifloat.numerics.scheme import SCHEMES
@@ -17,6 +19,7 @@ from minifloat.report.card import read_metadata, replace_metadata, without_secti
 
 #: Name of the model in the card's commands until `push` knows its id.
 MODEL = "MODEL"
+_CARD_LIMIT = 1 << 24  #: bytes
 #: The line in which the card of `quantize` names the layout.
 _LAYOUT_LINE = re.compile(r"^(Elements .*), layout `[^`]*`\.$", re.MULTILINE)
 _MAKER = "minifloat"  #: a tag that stays true after a conversion
@@ -31,9 +34,11 @@ def model_card(checkpoint: Checkpoint, report: ConvertReport, engines: Reports) 
         report: The report of the conversion.
         engines: The reports of `check_everywhere` on the output.
     """
-    card = checkpoint.path / CARD_FILE
     name = model_name(checkpoint.path)
-    source_card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else f"# {name}\n"
+    try:
+        source_card = read_small(checkpoint.path, CARD_FILE, _CARD_LIMIT, CheckpointError).decode(errors="replace")
+    except FileNotFoundError:
+        source_card = f"# {name}\n"
     if report.layout is None:
         conversion = f"dequantized from layout `{report.source_layout}` to {report.dtype}"
     else:

@@ -21,6 +21,7 @@ from minifloat.architecture.roles import text_config
 from minifloat.checkpoint import Checkpoint
 from minifloat.errors import ConfigError, UnsupportedTensorError, lookup
 from minifloat.layouts import compressed_tensors, fp8, gpt_oss, modelopt
+from minifloat.layouts.contradictions import refuse_contradictions
 from minifloat.layouts.reading import read_weight
 from minifloat.layouts.stored import Description, StoredWeight
 from minifloat.layouts.writing import WeightTensors, WriteLayout
@@ -85,12 +86,14 @@ def choose_writer(name: str | None, config: Mapping[str, Any], scheme: Scheme) -
 def describe(checkpoint: Checkpoint) -> Description:
     """Describe the quantized weights of a checkpoint from its config and headers.
 
-    A checkpoint without a quantization_config is described as not quantized.
+    A checkpoint without a quantization_config is described as not quantized. The sizes in the config are compared with
+    the tensors first.
 
     Raises:
         ConfigError: If the quant_method is not in `READERS`, or the config contradicts the tensors.
         UnsupportedTensorError: If a tensor of 8-bit float or packed codes belongs to no weight.
     """
+    refuse_contradictions(checkpoint.config, checkpoint.tensors, checkpoint.path)
     config = checkpoint.quantization_config
     if config is None:
         description = Description(layout=None)

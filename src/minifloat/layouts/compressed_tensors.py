@@ -17,7 +17,15 @@ from minifloat.checkpoint import Checkpoint, OutputTensor
 from minifloat.errors import ConfigError, UsageError
 from minifloat.layouts import int_pack
 from minifloat.layouts.exclusion import by_name_or_pattern, refuse_excluded
-from minifloat.layouts.stored import Description, StoredWeight, stored_spec, tensors_with_suffix, weight_shape
+from minifloat.layouts.stored import (
+    Description,
+    StoredWeight,
+    global_scale_name,
+    refuse_groups,
+    stored_spec,
+    tensors_with_suffix,
+    weight_shape,
+)
 from minifloat.layouts.writing import NO_NAMES, WeightTensors, codes_tensor, scale_tensor, with_names
 from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, INT4, INT8, ElementFormat, IntegerFormat
 from minifloat.numerics.granularity import CHANNEL, TENSOR, TOKEN, Granularity, block_granularity
@@ -219,13 +227,15 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             shape = weight_shape(codes, element)
         spec = stored_spec(shape, scale, element, granularity)
         activation = _parse_activation(group.get("input_activations"), spec, config_path)
+        if activation is not None:
+            refuse_groups(f"inputs of {module}", activation.element, activation.granularity, activation.scale, shape[1])
         weights[module] = StoredWeight(
             module=module,
             spec=spec,
             shape=shape,
             codes=codes.name,
             scale=scale.name,
-            global_scale=_present(checkpoint, f"{module}.weight_global_scale"),
+            global_scale=global_scale_name(checkpoint, f"{module}.weight_global_scale", spec),
             activation=activation,
             input_scale=_present(checkpoint, f"{module}.{_input_scale_name(activation)}"),
             zero_point=zero_point,

@@ -44,17 +44,15 @@ def refuse_excluded(config_path: Path, key: str, entries: Any, modules: Iterable
     Args:
         config_path: The config file, for the message.
         key: Key of the list in the config.
-        entries: The value of the key; None if the config has no such key.
+        entries: The value of the key, a list of names; None if the config has no such key.
         modules: Names of the quantized modules.
         covers: Match function of the layout.
 
     Raises:
-        ConfigError: If the list matches a quantized module, is not a list of strings, or holds an invalid pattern.
+        ConfigError: If the list matches a quantized module, or holds an invalid pattern.
     """
     if entries is None:
         return
-    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        raise ConfigError(config_path, f"{key}: expected a list of names, found {entries!r}")
     for module in modules:
         for entry in entries:
             try:

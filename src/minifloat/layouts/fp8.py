@@ -147,10 +147,15 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     """Describe a `quant_method: fp8` or `mxfp8` checkpoint.
 
     Raises:
-        ConfigError: If weight_block_size is not two positive numbers, or a list of unquantized modules matches a
-            quantized weight.
+        ConfigError: If weight_block_size is not that of MXFP8, or a list of unquantized modules matches a quantized
+            weight.
     """
-    block = _block_size(checkpoint, config)
+    block = _block_size(config)
+    if config.get("quant_method") == MXFP8_NAME and block not in (None, GROUP_32):
+        raise ConfigError(
+            checkpoint.path / "config.json",
+            f"weight_block_size: MXFP8 has {GROUP_32}, found {config['weight_block_size']!r}",
+        )
     dynamic = config.get("activation_scheme", "dynamic") != "static"
     weights = {}
     for module, codes in tensors_with_suffix(checkpoint, ".weight"):
@@ -178,17 +183,11 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
     return Description(str(config.get("quant_method", NAME)), weights, auxiliary)
 
 
-def _block_size(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Granularity | None:
+def _block_size(config: Mapping[str, Any]) -> Granularity | None:
     size = config.get("weight_block_size")
     if size is None:
         return None
-    try:
-        rows, cols = (int(extent) for extent in size)
-        return block_granularity(rows, cols)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            checkpoint.path / "config.json", f"weight_block_size: expected two positive numbers, found {size!r}"
-        ) from error
+    return block_granularity(*size)
 
 
 def _activation(block: Granularity | None, dynamic: bool, weight_scale: ElementFormat) -> ActivationSpec:

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from minifloat._version import __version__
 from minifloat.checkpoint import Checkpoint, OutputTensor, TensorInfo
 from minifloat.checkpoint.layout import HF_QUANT_CONFIG_FILE
-from minifloat.errors import ShapeError, UsageError
+from minifloat.errors import ConfigError, ShapeError, UsageError
 from minifloat.layouts.exclusion import by_wildcard, refuse_excluded
 from minifloat.layouts.stored import (
     Description,
     StoredWeight,
+    global_scale_name,
     granularity_of,
     stored_spec,
     tensors_with_suffix,
@@ -273,6 +275,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
         element = E2M1 if codes.dtype == "U8" else E4M3
         shape = weight_shape(codes, element)
         spec = stored_spec(shape, scale, element, _granularity(scale, shape, element))
+        _refuse_group_size(checkpoint.path / "config.json", quantization, module, spec)
         input_scale = f"{module}.input_scale"
         algorithm = algorithm_of(quantization, module)
         weight_only = algorithm.endswith("_WO") or "A16" in algorithm
@@ -282,7 +285,7 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
             shape=shape,
             codes=codes.name,
             scale=scale.name,
-            global_scale=f"{module}.weight_scale_2" if spec.has_global_scale else None,
+            global_scale=global_scale_name(checkpoint, f"{module}.weight_scale_2", spec),
             global_divides=False,
             activation=None if weight_only else _activation(spec, input_scale in checkpoint.tensors),
             input_scale=input_scale if input_scale in checkpoint.tensors else None,
@@ -291,6 +294,29 @@ def describe(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Description:
         refuse_excluded(checkpoint.path / "config.json", key, quantization.get(key), weights, by_wildcard)
     auxiliary = frozenset(name for name in checkpoint.tensors if name.endswith(_AUXILIARY))
     return Description(NAME, weights, auxiliary, _kv(quantization))
+
+
+def _refuse_group_size(path: Path, quantization: Mapping[str, Any], module: str, spec: WeightSpec) -> None:
+    """Raise a ConfigError if the config declares another group size than the scales of a weight have."""
+    groups = spec.granularity.rows == 1 and spec.granularity.cols is not None
+    layers = quantization.get("quantized_layers") or {}
+    stated = layers.get(module, quantization).get("group_size") if groups else None
+    if stated is not None and stated != spec.granularity.cols:
+        raise ConfigError(
+            path,
+            f"group_size is {stated}, and the scales of {module} are {spec.granularity}: take both from the same "
+            "checkpoint",
+        )
+    for name, group in (quantization.get("config_groups") or {}).items():
+        for part in ("weights", "input_activations"):
+            args = group.get(part) or {}
+            right = GROUP_16.cols if args.get("num_bits") == E2M1.bits else GROUP_32.cols
+            if args.get("group_size") not in (None, right):
+                raise ConfigError(
+                    path,
+                    f"config_groups.{name}.{part}.group_size is {args['group_size']}; groups of {args.get('num_bits')} "
+                    f"bits in this layout are {right}",
+                )
 
 
 def algorithm_of(quantization: Mapping[str, Any], module: str) -> str:

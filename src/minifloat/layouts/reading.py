@@ -16,10 +16,14 @@ from minifloat.checkpoint.tensors import DTYPES
 from minifloat.errors import NonFiniteError, UnsupportedTensorError
 from minifloat.layouts.stored import SCALE_FORMATS, StoredWeight
 from minifloat.layouts.values import Bytes, Floats, decode_elements, value_table, widen
-from minifloat.numerics.formats import FLOAT32
+from minifloat.numerics.formats import E4M3, FLOAT32, IntegerFormat
 
 if TYPE_CHECKING:
     from minifloat.numerics.tensor import QuantizedTensor
+
+
+#: The bit of the sign in a code of E4M3.
+_SIGN = np.uint8(1 << (E4M3.bits - 1))
 
 
 def read_weight(checkpoint: Checkpoint, stored: StoredWeight) -> QuantizedTensor:
@@ -109,7 +113,7 @@ def read_scales(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: 
     """Return the scales of the blocks of some rows ``[block rows, block columns]``: float32, or codes of their format.
 
     Raises:
-        NonFiniteError: If a scale is NaN or Inf.
+        NonFiniteError: If a scale is NaN or Inf, or not positive.
         UnsupportedTensorError: If the scales have an unsupported dtype.
     """
     info = checkpoint.tensors[stored.scale]
@@ -125,10 +129,20 @@ def read_scales(checkpoint: Checkpoint, stored: StoredWeight, start: int, stop: 
     scales: npt.NDArray[Any] = data
     if stored.spec.scale is FLOAT32:
         scales = widen(data, info.dtype)
-        invalid = scales.size - np.count_nonzero(np.isfinite(scales))
+        invalid = int(scales.size - np.count_nonzero(np.isfinite(scales)))
+        signed = isinstance(stored.spec.element, IntegerFormat)  # AutoRound writes negative scales of integers
+        not_positive = int(np.count_nonzero(scales == 0 if signed else scales <= 0))
     else:
         nan_code = stored.spec.scale.nan_code or 0
-        invalid = np.count_nonzero((data & nan_code) == nan_code)
+        invalid = int(np.count_nonzero((data & nan_code) == nan_code))
+        # a small block's scale may round to zero in E4M3; E8M0 has neither zero nor sign
+        not_positive = int(np.count_nonzero(data & _SIGN)) if stored.spec.scale is E4M3 else 0
+    if not_positive:
+        raise NonFiniteError(
+            stored.scale,
+            f"{not_positive} of {scales.size} scales are zero or negative, and a scale is positive; the checkpoint is "
+            "damaged, download it again",
+        )
     if invalid:
         raise NonFiniteError(
             stored.scale, f"{invalid} of {scales.size} scales are NaN or Inf; the checkpoint is damaged"
@@ -140,7 +154,7 @@ def read_global_scale(checkpoint: Checkpoint, stored: StoredWeight) -> np.float3
     """Return the global scale of a weight (NVFP4); None if it has none.
 
     Raises:
-        NonFiniteError: If it is NaN or Inf.
+        NonFiniteError: If it is NaN or Inf, or not positive.
         UnsupportedTensorError: If it has an unsupported dtype.
     """
     if stored.global_scale is None:
@@ -149,8 +163,10 @@ def read_global_scale(checkpoint: Checkpoint, stored: StoredWeight) -> np.float3
     if SCALE_FORMATS.get(info.dtype) is not FLOAT32:
         raise UnsupportedTensorError(info.name, f"expected a float of 16 or 32 bits; found {info.dtype}")
     value = np.float32(widen(_read(checkpoint, info, 0, info.nbytes), info.dtype)[0])
-    if not np.isfinite(value):
-        raise NonFiniteError(stored.global_scale, f"the global scale is {value}")
+    if not (np.isfinite(value) and value > 0):
+        raise NonFiniteError(
+            stored.global_scale, f"expected a positive, finite global scale, found {value}; the checkpoint is damaged"
+        )
     return value
 
 

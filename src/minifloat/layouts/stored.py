@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from minifloat.checkpoint import Checkpoint, TensorInfo
 from minifloat.errors import ShapeError, UnsupportedTensorError
-from minifloat.numerics.formats import E4M3, E8M0, FLOAT32, ElementFormat
-from minifloat.numerics.granularity import CHANNEL, TENSOR, Granularity
+from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32, ElementFormat
+from minifloat.numerics.granularity import CHANNEL, GROUP_16, GROUP_32, TENSOR, Granularity
 from minifloat.numerics.scheme import ActivationSpec, KVSpec, WeightSpec
 
 #: Format of stored scales by their safetensors dtype. 16-bit scales are converted to float32, which is exact.
@@ -156,13 +156,15 @@ def stored_spec(
 
     Raises:
         UnsupportedTensorError: If no layout uses the dtype for scales.
-        ShapeError: If the shape of the tensor, without extents of one, is not that of the granularity's scale grid.
+        ShapeError: If the shape of the tensor, without extents of one, is not that of the granularity's scale grid, or
+            the format of its scales has groups of another size, or of one that does not divide K.
     """
     try:
         scale_format = SCALE_FORMATS[scale.dtype]
     except KeyError:
         known = ", ".join(SCALE_FORMATS)
         raise UnsupportedTensorError(scale.name, f"scales are stored as one of {known}; found {scale.dtype}") from None
+    refuse_groups(scale.name, element, granularity, scale_format, shape[1])
     grid = granularity.scale_shape(shape)
     if _squeezed(scale.shape) != _squeezed((experts, *grid)):
         raise ShapeError(
@@ -171,6 +173,71 @@ def stored_spec(
             f"found shape {list(scale.shape)}: config and tensors are not of the same checkpoint, download both again",
         )
     return WeightSpec(element, granularity, scale_format)
+
+
+def refuse_groups(
+    tensor: str, element: ElementFormat, granularity: Granularity, scale: ElementFormat, cols: int | None = None
+) -> None:
+    """Raise unless groups are those of the format: 32 elements for MX (E8M0 scales), 16 for NVFP4 (E4M3 scales).
+
+    A size near the right one can fit the number of scales, and would multiply elements by the scale of a neighbour.
+    Blocks of several rows with E8M0 scales, which DeepSeek has, are no MX format and of any size.
+
+    Args:
+        tensor: Name of the scales, or of the module of an input, for the message.
+        element: Format of the elements.
+        granularity: Block of elements that share a scale.
+        scale: Format of the scales.
+        cols: K of a weight, which groups divide; None for inputs.
+
+    Raises:
+        ShapeError: If they are not.
+    """
+    in_groups = granularity.rows == 1 and granularity.cols is not None
+    if scale is E4M3:
+        name, required = "NVFP4", GROUP_16
+    elif scale is E8M0 and (in_groups or element is E2M1):
+        name, required = "MX", GROUP_32
+    else:
+        return
+    if granularity != required:
+        raise ShapeError(
+            tensor,
+            f"{element.name} with {scale.name} scales is an {name} format, whose groups are {required}; the config "
+            f"declares {granularity}: config and tensors are not of the same checkpoint, download both again",
+        )
+    if cols is not None and cols % (required.cols or 1):
+        raise ShapeError(
+            tensor,
+            f"{name} formats have whole groups of {required.cols} columns; found {cols} columns: the checkpoint is "
+            "damaged, download it again",
+        )
+
+
+def global_scale_name(checkpoint: Checkpoint, name: str, spec: WeightSpec) -> str | None:
+    """Return the name of a weight's global scale; None if its format has none.
+
+    Args:
+        checkpoint: The checkpoint.
+        name: Name that the layout gives the tensor.
+        spec: Format of the weight.
+
+    Raises:
+        ShapeError: If the tensor is missing, though the format needs it, or does not hold exactly one number.
+        UnsupportedTensorError: If the format has no global scale, and the tensor is there.
+    """
+    info = checkpoint.tensors.get(name)
+    if not spec.has_global_scale:
+        if info is not None:
+            raise UnsupportedTensorError(
+                name, f"weights with {spec.scale.name} scales have no global scale: config and tensors contradict"
+            )
+        return None
+    if info is None:
+        raise ShapeError(name, "missing: NVFP4 weights have a global scale; download the checkpoint again")
+    if math.prod(info.shape) != 1:
+        raise ShapeError(name, f"expected one global scale, found the shape {list(info.shape)}")
+    return name
 
 
 def _squeezed(shape: Sequence[int]) -> list[int]:

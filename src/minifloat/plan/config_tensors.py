@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minifloat.architecture.roles import text_config
+from minifloat.architecture.roles import EXPERTS, text_config
 from minifloat.checkpoint import CONFIG_FILE, OutputTensor
 from minifloat.errors import ConfigError
-from minifloat.plan.shape import EXPERTS, Fields, head_size, is_known
+from minifloat.plan.shape import Fields, head_size, is_known
 
 _Shapes = dict[str, tuple[int, ...]]
 

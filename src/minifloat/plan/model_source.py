@@ -19,16 +19,15 @@ from minifloat.architecture.families import family_of
 from minifloat.architecture.mtp import is_mtp, mtp_layers
 from minifloat.architecture.roles import role_of, text_config
 from minifloat.checkpoint import CONFIG_FILE, TensorInfo
-from minifloat.checkpoint.files import parse_object, read_small
 from minifloat.checkpoint.layout import is_weights
-from minifloat.errors import ConfigError, NotACheckpointError
+from minifloat.checkpoint.reader import read_config
+from minifloat.errors import ConfigError
 from minifloat.hub import list_model_files
+from minifloat.layouts.contradictions import refuse_contradictions
 from minifloat.plan.config_tensors import derive_tensors
-from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.quantized_model import QuantizedModel, quantized_model
 from minifloat.plan.tensor_plan import TensorPlan
 
-_CONFIG_LIMIT = 16 * 2**20
 _NUMBER = re.compile(r"\.\d+\.")
 _MATRIX = 2
 
@@ -94,12 +93,7 @@ def open_source(model: str | os.PathLike[str], *, revision: str | None = None) -
                 else (tensors, dict.fromkeys(tensors, 1))
             )
             return ModelSource(root, checkpoint.config, quantization, *distinct, stored, estimated=False)
-    try:
-        config = parse_object(
-            read_small(root, CONFIG_FILE, _CONFIG_LIMIT, ConfigError), root / CONFIG_FILE, ConfigError
-        )
-    except FileNotFoundError:
-        raise NotACheckpointError(root, f"no {CONFIG_FILE}; give the folder that holds it") from None
+    config = read_config(root)
     try:
         outputs, left_out = derive_tensors(config, root)
     except ConfigError as error:

@@ -13,14 +13,13 @@ from minifloat.architecture.families import family_of
 from minifloat.architecture.family import GENERAL, Family, Role
 from minifloat.architecture.groups import expert_group, fused_group
 from minifloat.architecture.mtp import is_mtp
-from minifloat.architecture.roles import is_dense_float, is_matrix, role_of, text_config
+from minifloat.architecture.roles import EXPERTS, is_dense_float, is_matrix, role_of, text_config
 from minifloat.checkpoint import TensorInfo
 from minifloat.errors import AlreadyQuantizedError, PatternError, UnsupportedTensorError, UsageError
 from minifloat.layouts import WriteLayout, compressed_tensors
 from minifloat.numerics.scheme import Scheme, without_static_scales
 from minifloat.plan.overrides import KEEP, Override
 from minifloat.plan.parts import ModelHeaders, expert_parts, make_part
-from minifloat.plan.shape import EXPERTS
 from minifloat.plan.tensor_plan import MTP, Part, QuantizationPlan, TensorPlan, module_name
 
 #: Reason for copying fused experts whose rows and columns are unknown.

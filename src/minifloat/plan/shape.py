@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minifloat.architecture.roles import text_config
+from minifloat.architecture.roles import EXPERTS, text_config
 from minifloat.checkpoint import CONFIG_FILE
 from minifloat.errors import ConfigError
 from minifloat.plan.cache import CacheLayer
@@ -21,8 +21,6 @@ from minifloat.plan.cache import CacheLayer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-#: Names of the field with the number of routed experts of a layer.
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: Model types whose tensors and caches follow from the fields of config.json alone, without transformers.
 KNOWN_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "granite"),

@@ -48,11 +48,11 @@ from minifloat.errors import UsageError
 from minifloat.hub import is_hub_id, model_folder
 from minifloat.kernels import processors
 from minifloat.layouts import get_writer
+from minifloat.layouts.contradictions import refuse_contradictions
 from minifloat.layouts.decoded import DecodedCheckpoint
 from minifloat.layouts.model_config import quantized_model_config
 from minifloat.layouts.plain_view import plain_view
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme, without_static_scales
-from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import kept_experts
 from minifloat.plan.share import QuantizedShare

@@ -19,9 +19,9 @@ from minifloat.checkpoint.rewrite import refuse_inside
 from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.hub import model_folder
 from minifloat.layouts import choose_writer
+from minifloat.layouts.contradictions import refuse_contradictions
 from minifloat.layouts.plain_view import plain_view
 from minifloat.numerics.scheme import DEFAULT_SCHEME, Scheme, get_scheme
-from minifloat.plan.contradictions import refuse_contradictions
 from minifloat.plan.overrides import Override
 from minifloat.plan.quantization import make_plan
 from minifloat.plan.share import QuantizedShare, require_share

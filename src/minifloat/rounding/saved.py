@@ -28,6 +28,7 @@ from minifloat.checkpoint.files import (
     open_regular,
     parse_object,
     read_exactly,
+    read_small,
     storage_errors,
     written_whole,
 )
@@ -40,6 +41,7 @@ from minifloat.runtime.tensors import TORCH_DTYPES
 _FORMAT = "minifloat Hessians"
 _VERSION = 1
 _MANIFEST = "hessians.json"
+_MANIFEST_LIMIT = 1 << 28  #: bytes
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -249,15 +251,14 @@ class SavedHessians:
             raise StatsError(
                 folder, "no Hessians: `minifloat calibrate MODEL STATS --data DATA --hessians` writes them beside STATS"
             )
-        with storage_errors(path, "read it"):
-            raw = path.read_bytes()
+        raw = read_small(folder.resolve(), _MANIFEST, _MANIFEST_LIMIT, StatsError)
         try:
-            manifest = json.loads(raw)
+            manifest = parse_object(raw, path, StatsError)
             version, content = manifest["version"], manifest["content"]
             is_whole = manifest["format"] == _FORMAT and manifest["sha256"] == _sha256(
                 json.dumps(content, sort_keys=True)
             )
-        except (ValueError, KeyError, TypeError):
+        except (KeyError, TypeError, RecursionError, StatsError):
             raise StatsError(path, "damaged: not what `calibrate --hessians` writes; calibrate again") from None
         _require_version(path, str(version))
         if not is_whole:

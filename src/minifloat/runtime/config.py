@@ -12,11 +12,10 @@ import torch
 from minifloat.architecture.full_config import full_config
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint
 from minifloat.errors import ConfigError
+from minifloat.runtime.generation_config import GENERATION_FILE, generation_values
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
-
-_GENERATION_FILE = "generation_config.json"
 
 
 def plain_config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -51,12 +50,12 @@ def read_generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
     """Return the content of generation_config.json, or None if there is no such file.
 
     Raises:
-        ConfigError: If transformers cannot use the file.
+        ConfigError: If a field has a value that sampling cannot use, or transformers cannot use the file.
     """
     from transformers import GenerationConfig
 
-    path = checkpoint.path / _GENERATION_FILE
-    if not path.is_file():
+    path = checkpoint.path / GENERATION_FILE
+    if generation_values(checkpoint) is None:
         return None
     try:
         return GenerationConfig.from_pretrained(str(checkpoint.path), local_files_only=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from minifloat.checkpoint import Checkpoint
-from minifloat.checkpoint.files import list_folder, resolve_folder
+from minifloat.checkpoint.files import list_folder, refuse_irregular, resolve_folder
+from minifloat.checkpoint.layout import CONFIG_FILE, is_sidecar
 from minifloat.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -44,10 +45,14 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder; code in the folder is not run.
 
     Raises:
-        CheckpointError: If transformers finds no tokenizer, or cannot load it.
+        CheckpointError: If transformers finds no tokenizer, or cannot load it, or a file of it is no regular file.
     """
     from transformers import AutoTokenizer
 
+    if Path(path).is_dir():
+        root = resolve_folder(path)
+        names = [name for name in list_folder(root) if is_sidecar(name) or name == CONFIG_FILE]
+        refuse_irregular(root, names)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(path), trust_remote_code=False, local_files_only=True

@@ -11,7 +11,6 @@ and `Qwen2Tokenizer`, with which tests/runtime/test_file_tokenizer.py compares t
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from minifloat.checkpoint import CONFIG_FILE
-from minifloat.checkpoint.files import list_folder, read_small
+from minifloat.checkpoint.config_schema import check_depth
+from minifloat.checkpoint.files import list_folder, parse_object, read_small
 from minifloat.errors import CheckpointError, StorageError
 from minifloat.runtime.file_tokenizer import FileTokenizer
 
@@ -163,9 +163,8 @@ def _read(folder: Path) -> FileTokenizer:
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:
-    value = json.loads(read_small(folder, name, _LIMIT, CheckpointError))
-    if not isinstance(value, dict):
-        raise _OtherTokenizer(f"{name} is no object")
+    value = parse_object(read_small(folder, name, _LIMIT, CheckpointError), folder / name, CheckpointError)
+    check_depth(value, folder / name, CheckpointError)
     return value
 
 

@@ -214,9 +214,14 @@ def _read_header(descriptor: int, size: int) -> tuple[dict[str, Any], int]:
     data = os.pread(descriptor, length, _PREFIX.size) if length <= min(size, _MAX_HEADER) else b""
     if hashlib.sha256(data).digest() != digest:
         raise UnusableCache("its header is damaged")
-    header: dict[str, Any] = json.loads(data)
-    if header["bytes"] != size:
-        raise UnusableCache(f"it has {size} bytes instead of {header['bytes']}")
+    try:
+        header = json.loads(data)
+    except (ValueError, RecursionError):
+        raise UnusableCache("its header is no JSON") from None
+    if not isinstance(header, dict):
+        raise UnusableCache("its header is no object")
+    if header.get("bytes") != size:
+        raise UnusableCache(f"it has {size} bytes instead of {header.get('bytes')}")
     return header, _PREFIX.size + length
 
 

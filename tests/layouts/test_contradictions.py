@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minifloat.check import check_checkpoint
+from minifloat.compare.models import Predictor
 from minifloat.errors import ConfigError
+from minifloat.layouts.inspection import inspect_checkpoint
 from minifloat.plan import plan_model
 from minifloat.quantize.job import quantize_checkpoint
+from minifloat.quantize.preview import preview_quantization
+from minifloat.runtime.load import load
+from minifloat.serve.engine.opening import open_model
+from minifloat.serve.engine.options import EngineOptions
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +76,33 @@ def test_sizes_that_contradict_the_tensors_are_refused(
         plan_model(folder, hardware="h100")
     with pytest.raises(ConfigError, match=message):
         check_checkpoint(folder, "vllm:h100", scheme="fp8")
+
+
+READERS: dict[str, Callable[[Path, Path], Any]] = {
+    "load": lambda folder, _: load(folder),
+    "serve": lambda folder, _: open_model(folder, EngineOptions()),
+    "inspect": lambda folder, _: inspect_checkpoint(folder),
+    "check": lambda folder, _: check_checkpoint(folder, "vllm:h100"),
+    "plan": lambda folder, _: plan_model(folder, hardware="h100"),
+    "quantize": lambda folder, out: quantize_checkpoint(folder, out, "fp8"),
+    "dry run": lambda folder, out: preview_quantization(folder, out, "fp8"),
+    "compare": lambda folder, _: Predictor.of(folder, {}),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("layers", [300, 16_000, 1_000_000])
+@pytest.mark.parametrize("reader", READERS)
+def test_layers_without_tensors_are_refused_before_anything_is_built(
+    reader: str, layers: int, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def built(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was built")
+
+    monkeypatch.setattr(torch.nn.Linear, "__init__", built)
+    folder = changed(models["llama"], tmp_path / "changed", num_hidden_layers=layers)
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        READERS[reader](folder, tmp_path / "out")
 
 
 def test_layers_of_multi_token_prediction_contradict_nothing(models: dict[str, Path], tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """`refuse_contradictions`: an error for a config.json whose sizes contradict the tensors beside it.
 
-A wrong number of layers would be quantized in silence and fail in the engine, hours later. Compared are the sizes that
-every family means alike; a size that the config does not tell is not compared.
+A wrong number of layers would be quantized in silence and fail in the engine, hours later, and a million of them would
+be built before the first is missed. So `describe` compares before anything is built. Compared are the sizes that every
+family means alike; a size that the config does not tell is not compared.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import Any
 
 from minifloat.architecture.families import family_of
 from minifloat.architecture.mtp import decoder_layer, is_own_part, mtp_layers
-from minifloat.architecture.roles import text_config
+from minifloat.architecture.roles import EXPERTS, text_config
 from minifloat.checkpoint import CONFIG_FILE, TensorInfo
 from minifloat.errors import ConfigError
-from minifloat.plan.shape import EXPERTS
 
 _EXPERT = re.compile(r"^(?P<block>.*\.experts)\.(?P<index>\d+)\.")
 _NORM = re.compile(r"^((model|language_model)\.)*layers\.\d+\.input_layernorm\.weight$")
 _FUSED_DIMENSIONS = 3
+#: Names of the number of layers, by family.
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+#: Layers that may be more than there are tensors, because some families have one layer's weights many times.
+_FEW_LAYERS = 256
 
 
 def refuse_contradictions(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], folder: Path) -> None:
@@ -49,7 +53,11 @@ def _size(config: Mapping[str, Any], *names: str) -> tuple[str, int] | None:
 
 
 def _check_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], path: Path) -> None:
-    declared = _size(config, "num_hidden_layers")
+    declared = _size(config, *_LAYERS)
+    if declared is not None and declared[1] > max(len(tensors), _FEW_LAYERS):
+        raise ConfigError(
+            path, f"{declared[0]} is {declared[1]}, and there are only {len(tensors)} tensors: correct {declared[0]}"
+        )
     layers: dict[int, list[str]] = defaultdict(list)
     for name in tensors:
         index = decoder_layer(name)
@@ -57,21 +65,21 @@ def _check_layers(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], 
             layers[index].append(name)
     if declared is None or not layers:
         return
-    count = declared[1]
+    field, count = declared
     missing = next((index for index in range(count) if index not in layers), None)
     if missing is not None:
         raise ConfigError(
             path,
-            f"num_hidden_layers is {count}, and no tensor belongs to layer {missing}; found layers "
-            f"{min(layers)} to {max(layers)}: download the missing shards, or correct num_hidden_layers",
+            f"{field} is {count}, and no tensor belongs to layer {missing}; found layers "
+            f"{min(layers)} to {max(layers)}: download the missing shards, or correct {field}",
         )
     for index in range(count, max(layers) + 1):
         names = layers.get(index, [])
         if names and index >= count + mtp_layers(config) and not any(is_own_part(name) for name in names):
             raise ConfigError(
                 path,
-                f"num_hidden_layers is {count}, and {names[0]} belongs to layer {index}, which is no layer of "
-                "multi-token prediction (num_nextn_predict_layers): correct num_hidden_layers",
+                f"{field} is {count}, and {names[0]} belongs to layer {index}, which is no layer of "
+                f"multi-token prediction (num_nextn_predict_layers): correct {field}",
             )
 
 

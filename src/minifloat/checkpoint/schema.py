@@ -1,0 +1,160 @@
+"""Schemas of the JSON files that come with a checkpoint: which values a field may have.
+
+A file of a checkpoint may hold anything. Whatever reads one checks the fields that any part of this package reads
+before the first of them is used, so that a value of another type, a number that is not finite or a list of another
+length is an error that names file, field, rule and value, and not a traceback far from the file.
+
+A schema names the fields that are read and lets all others pass: models have thousands of fields of their own. A field
+that is missing or null passes too; what needs it says so. This is a table of small functions and no library, because
+the one that is made for this, pydantic, is needed by `serve` alone and takes longer to import than `inspect` to run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from minifloat.errors import CheckpointError
+
+#: Checks a value of a field; raises `Unfit`. Arguments: the value, and its place for the message.
+Check = Callable[[Any, str], None]
+
+_LARGEST = 2**31 - 1  #: of any size, so that it fits the integers of C
+
+
+class Unfit(ValueError):
+    """A value is not what its field allows; the message says where, what was expected, and what was found."""
+
+    def __init__(self, where: str, expected: str, found: object) -> None:
+        text = repr(found)
+        super().__init__(f"{where}: expected {expected}, found {text if len(text) <= 60 else f'{text[:57]}...'}")
+
+
+def check_fields(
+    values: Mapping[str, Any], schema: Mapping[str, Check], path: Path, error: type[CheckpointError], where: str = ""
+) -> None:
+    """Check the fields of an object.
+
+    Args:
+        values: The object.
+        schema: Check of each field that is read.
+        path: The file, for the message.
+        error: Error class to raise.
+        where: Place of the object in the file, for the message.
+    """
+    try:
+        fields(schema)(values, where)
+    except Unfit as unfit:
+        raise error(path, str(unfit)) from None
+
+
+def fields(schema: Mapping[str, Check]) -> Check:
+    """Return the check of an object by the checks of its fields."""
+
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, Mapping):
+            raise Unfit(where, "an object", value)
+        for name, check_field in schema.items():
+            if value.get(name) is not None:
+                check_field(value[name], f"{where}.{name}" if where else name)
+
+    return check
+
+
+def integer(low: int, high: int = _LARGEST, expected: str = "") -> Check:
+    """Return the check of an integer from `low` to `high`; true and false are none."""
+
+    def check(value: Any, where: str) -> None:
+        if type(value) is not int or not low <= value <= high:
+            raise Unfit(where, expected or f"an integer from {low} to {high}", value)
+
+    return check
+
+
+def number(low: float, high: float = math.inf, *, above: bool = False) -> Check:
+    """Return the check of a finite number from `low`, or `above` it, to `high`."""
+    rule = "a finite number" + (f" {'above' if above else 'of at least'} {low:g}" if low > -math.inf else "")
+    rule += f" and at most {high:g}" if high < math.inf else ""
+
+    def check(value: Any, where: str) -> None:
+        if type(value) not in (int, float) or not math.isfinite(_as_float(value)):
+            raise Unfit(where, rule, value)
+        if value < low or value > high or (above and value == low):
+            raise Unfit(where, rule, value)
+
+    return check
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
+
+
+def flag(value: Any, where: str) -> None:
+    """Check true or false."""
+    if type(value) is not bool:
+        raise Unfit(where, "true or false", value)
+
+
+def text(value: Any, where: str) -> None:
+    """Check a string of characters; half of a surrogate pair, which JSON can spell, is none."""
+    if not isinstance(value, str):
+        raise Unfit(where, "a string", value)
+    if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+        raise Unfit(where, "a string of characters", value)
+
+
+def any_object(value: Any, where: str) -> None:
+    """Check an object of any fields."""
+    fields({})(value, where)
+
+
+def list_of(check_item: Check, length: int | None = None, *, nullable: bool = False, of: str = "") -> Check:
+    """Return the check of a list.
+
+    Args:
+        check_item: Check of each item.
+        length: Number of items; None: any.
+        nullable: Whether an item may be null.
+        of: What the items are, for the message.
+    """
+    expected = " ".join(("a list", *(["of"] if length or of else []), *([str(length)] if length else []), of)).strip()
+
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, list) or (length is not None and len(value) != length):
+            raise Unfit(where, expected, value)
+        for index, item in enumerate(value):
+            if item is not None or not nullable:
+                check_item(item, f"{where}[{index}]")
+
+    return check
+
+
+def map_of(check_value: Check) -> Check:
+    """Return the check of an object whose values all pass a check."""
+
+    def check(value: Any, where: str) -> None:
+        any_object(value, where)
+        for name, item in value.items():
+            check_value(item, f"{where}.{name}")
+
+    return check
+
+
+def either(expected: str, *checks: Check) -> Check:
+    """Return the check of a value that passes one of several checks."""
+
+    def check(value: Any, where: str) -> None:
+        for alternative in checks:
+            try:
+                alternative(value, where)
+            except Unfit:
+                continue
+            return
+        raise Unfit(where, expected, value)
+
+    return check
