@@ -67,7 +67,16 @@ def test_names_are_as_short_as_possible_while_they_differ(paths: list[str], name
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0.0 KiB"), (1536, "1.5 KiB"), (5 << 20, "5.00 MiB"), (16060 << 20, "15.68 GiB")]
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (5 << 20, "5.00 MiB"),
+        (16060 << 20, "15.68 GiB"),
+    ],
 )
 def test_sizes_are_in_the_unit_that_fits(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text

@@ -47,7 +47,7 @@ def full_config(values: Mapping[str, Any], folder: Path) -> PreTrainedConfig:
             value.
     """
     import transformers
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     path = folder / CONFIG_FILE
     model_type = _model_type(values)
@@ -60,6 +60,8 @@ def full_config(values: Mapping[str, Any], folder: Path) -> PreTrainedConfig:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(_plain(values) | {"model_type": model_type})
     except Exception as error:  # config classes validate with errors of several libraries
         raise ConfigError(path, f"transformers {transformers.__version__} cannot use it: {error}") from error
+    if not isinstance(config.get_text_config(decoder=True), PreTrainedConfig):
+        raise ConfigError(path, f"model_type {model_type}: text_config is stated, and the type has no such part")
     config.name_or_path = str(folder)
     return config
 

@@ -32,6 +32,7 @@ from minifloat.layouts import describe
 from minifloat.numerics.activation import describe_activation
 from minifloat.numerics.cast import torch_dtype
 from minifloat.numerics.formats import BFLOAT16, FLOAT16, FLOAT32
+from minifloat.report.text import size_text
 from minifloat.runtime.activations import INT8_INPUTS
 from minifloat.runtime.experts import QuantizedExperts
 from minifloat.runtime.forward import replace_forward
@@ -170,7 +171,7 @@ class Predictor:
         """
         if self._runs_whole and window * self.vocab_size > _WHOLE_LOGITS:
             raise UsageError(
-                f"{self.name}: a window of {window:,} tokens has {window * self.vocab_size * 4 / 2**30:.1f} GiB of "
+                f"{self.name}: a window of {window:,} tokens has {size_text(window * self.vocab_size * 4)} of "
                 f"logits, and the output layer of {type(self.model).__name__} cannot run apart from its other layers: "
                 f"use windows of at most {_WHOLE_LOGITS // self.vocab_size:,} tokens"
             )

@@ -79,7 +79,9 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def size_text(nbytes: float) -> str:
-    """Return a number of bytes in the unit that fits: ``3.5 KiB``, ``1,023.25 MiB``, ``14.96 GiB``."""
+    """Return a number of bytes in the unit that fits: ``512 B``, ``3.5 KiB``, ``1,023.25 MiB``, ``14.96 GiB``."""
+    if nbytes < _KIBI:
+        return f"{nbytes:.0f} B"
     if nbytes < _KIBI**2:
         return f"{nbytes / _KIBI:.1f} KiB"
     if nbytes < _KIBI**3 * 10:

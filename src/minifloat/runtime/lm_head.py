@@ -26,6 +26,7 @@ from minifloat.numerics.formats import E2M1, E4M3, E8M0, FLOAT32
 from minifloat.numerics.granularity import CHANNEL
 from minifloat.numerics.scheme import WeightSpec
 from minifloat.numerics.tensor import QuantizedTensor
+from minifloat.report.text import size_text
 from minifloat.runtime.linear import QuantizedLinear
 from minifloat.runtime.packing import Packing
 from minifloat.runtime.round_weight import round_weight
@@ -96,8 +97,8 @@ def quantize_lm_head(weight: Tensor, spec: WeightSpec, *, tied: bool) -> Quantiz
     _LOG.info(
         "lm_head is quantized to %s: %s instead of %s%s; --lm-head bf16 keeps it as it is stored",
         format_name(spec, None),
-        _mib(quantized.codes.nbytes + quantized.scale.nbytes),
-        _mib(weight.nbytes),
+        size_text(quantized.codes.nbytes + quantized.scale.nbytes),
+        size_text(weight.nbytes),
         ", beside the embedding that it is tied to, which stays as it is" if tied else "",
     )
     return quantized
@@ -170,7 +171,3 @@ def lm_head_of(model: PreTrainedModel) -> str:
 def _output_layer(model: Any) -> nn.Module | None:
     head: nn.Module | None = model.get_output_embeddings()
     return head
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.1f} MiB"
