@@ -112,6 +112,13 @@ def test_equal_grammars_share_a_process_and_others_are_refused_when_there_are_to
     assert len(grammars) == 2
 
 
+def test_padding_and_truncation_of_the_tokenizer_change_no_grammar(case: Case) -> None:
+    expected = allowed(case.begin(case.grammars(), pattern("ab")), case.vocab)
+    case.tokenizer.backend.enable_padding(length=8)
+    case.tokenizer.backend.enable_truncation(1)
+    assert allowed(case.begin(case.grammars(), pattern("ab")), case.vocab) == expected
+
+
 def test_texts_of_one_grammar_are_independent(case: Case) -> None:
     grammars = case.grammars()
     first, second = case.begin(grammars, pattern("(a|bc)")), case.begin(grammars, pattern("(a|bc)"))

@@ -7,6 +7,7 @@ process. Processes that no text needs are kept for the next request if they are 
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import socket
@@ -291,14 +292,15 @@ class Grammars:
 
     def _settings(self) -> dict[str, Any]:
         """Return what `worker.main` receives."""
-        tokenizer, end = self._tokenizer, self._end_tokens
-        if isinstance(tokenizer, FileTokenizer):
-            text, end = tokenizer.backend.to_str(), end or _as_list(tokenizer.eos_token_id)
-        else:
-            backend = getattr(tokenizer, "backend_tokenizer", None)
-            if backend is None:
-                raise KernelUnavailable("JSON output needs a fast tokenizer, which this model does not have")
-            text, end = backend.to_str(), end or _as_list(tokenizer.eos_token_id)
+        tokenizer = self._tokenizer
+        own = isinstance(tokenizer, FileTokenizer)
+        backend = tokenizer.backend if own else getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise KernelUnavailable("JSON output needs a fast tokenizer, which this model does not have")
+        text = backend.to_str()
+        if backend.padding or backend.truncation:
+            text = json.dumps(json.loads(text) | {"padding": None, "truncation": None})
+        end = self._end_tokens or _as_list(tokenizer.eos_token_id)
         return {"tokenizer": text, "vocab": self._vocab, "end_tokens": end, **asdict(self.limits)}
 
     def _receive(self, compiled: Compiled, message: bytes | None) -> None:
