@@ -62,7 +62,7 @@ def test_a_disk_that_is_too_small_is_said_after_the_table(tmp_path: Path, monkey
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1000, 0, 1000))  # type: ignore[attr-defined]
     result = run(BASE, tmp_path / "out", "--dry-run")
     assert result.exit_code == 2
-    assert "Disk: 1.0 KiB free, too little: " in result.output
+    assert "Disk: 1000 B free, too little: " in result.output
 
 
 def test_a_preview_finds_the_mistakes_that_quantize_finds_before_it_reads_weights(tmp_path: Path) -> None:
