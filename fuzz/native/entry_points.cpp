@@ -311,6 +311,7 @@ void linear(Fields& fields) {
     a.x = x.data(), a.y = y.data();
     const int32_t isa = fields.isa();
     if (!damaged) minifloat_rounds_inputs(isa, pointers[0], a.m, a.x_dtype);
+    minifloat_invariant_isa(isa);
     const int32_t status = minifloat_linear(isa, &a);
     require(!damaged || status != MINIFLOAT_OK, "multiplied with a damaged weight");
 }
