@@ -34,10 +34,10 @@ class _Transport(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 80)})
-        self.written, self.closed, self.reading = b"", False, True
+        self.written, self.closed, self.ended, self.reading = b"", False, False, True
 
     def write(self, data: Any) -> None:
-        assert not self.closed, "written after the connection was closed"
+        assert not self.closed and not self.ended, "written after the connection was closed"
         self.written += bytes(data)
         assert len(self.written) < _MOST_BYTES
 
@@ -45,6 +45,12 @@ class _Transport(asyncio.Transport):
         self.closed = True
 
     abort = close
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.ended = True
 
     def is_closing(self) -> bool:
         return self.closed

@@ -19,6 +19,7 @@ from fuzzing import small
 from fuzzing.mutation import decoded, encoded, json_mutator
 from fuzzing.target import Target
 from minifloat import quantize_checkpoint
+from minifloat.checkpoint.journal import sealed_line
 
 _SHARDS = 3
 _JOURNAL, _STATE = "journal.jsonl", "minifloat-state.json"
@@ -84,7 +85,7 @@ def _run(data: bytes) -> None:
     expected = _expected()
     shutil.copytree(_interrupted(), work)
     lines = value.get("journal")
-    (work / _JOURNAL).write_bytes(b"".join(map(_line, lines)) if isinstance(lines, list) else _line(lines))
+    (work / _JOURNAL).write_bytes(b"".join(map(_journal_line, lines)) if isinstance(lines, list) else _line(lines))
     (work / _STATE).write_bytes(_line(value.get("state")))
     _flip(work / "output", value.get("flips"))
     quantize_checkpoint(_source(), output, "fp8-dynamic", workers=1)
@@ -97,6 +98,11 @@ def _line(value: Any) -> bytes:
     if isinstance(value, str):
         return value.encode("utf-8", "surrogatepass")
     return encoded(value) + b"\n"
+
+
+def _journal_line(value: Any) -> bytes:
+    """Return a line of the journal; an object gets its right digest, so that what it says is read."""
+    return sealed_line(encoded(value)) if isinstance(value, dict) and value else _line(value)
 
 
 def _flip(folder: Path, flips: Any) -> None:
@@ -113,6 +119,8 @@ def _flip(folder: Path, flips: Any) -> None:
 def _seeds() -> dict[str, bytes]:
     folder = _interrupted()
     journal = [json.loads(line) for line in (folder / _JOURNAL).read_text().splitlines()]
+    for entry in journal:
+        del entry["line"]  # its digest, which `_journal_line` adds
     state = decoded((folder / _STATE).read_bytes())
     assert journal, "the run was not interrupted after a shard"
     whole = {"journal": journal, "state": state, "flips": []}

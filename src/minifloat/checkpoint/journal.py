@@ -76,7 +76,7 @@ class Journal:
         Raises:
             StorageError: If the operating system refuses; the journal is then unchanged.
         """
-        line = _line(json.dumps(entry, separators=(",", ":")).encode())
+        line = sealed_line(json.dumps(entry, separators=(",", ":")).encode())
         with self._lock, storage_errors(self._path, "write the journal"):
             try:
                 count = 0
@@ -98,7 +98,7 @@ class Journal:
             os.close(self._descriptor)
 
 
-def _line(text: bytes) -> bytes:
+def sealed_line(text: bytes) -> bytes:
     """Return the line of a JSON object: the object with one more member, the digest of its text."""
     return b'%s,"line":"%s"}\n' % (text[:-1], digest_bytes(text).hex().encode())
 
@@ -109,7 +109,7 @@ def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
     size = 0
     for line in data.splitlines(keepends=True):
         text = line[: line.rfind(b',"line":"')] + b"}"
-        if line != _line(text):
+        if line != sealed_line(text):
             break
         try:
             entry = json.loads(text)
