@@ -37,7 +37,8 @@ class _Transport(asyncio.Transport):
         self.written, self.closed, self.ended, self.reading = b"", False, False, True
 
     def write(self, data: Any) -> None:
-        assert not self.closed and not self.ended, "written after the connection was closed"
+        assert not self.closed, "written after the connection was closed"
+        assert not self.ended, "written after the end of the stream was announced"
         self.written += bytes(data)
         assert len(self.written) < _MOST_BYTES
 
