@@ -111,7 +111,7 @@ def test_logits_are_those_of_the_rounded_weight(
     loaded = load(tmp_path / "q", dtype=torch.float32, lm_head="auto")
     assert torch.equal(loaded.model.embed_tokens.weight, embedding)
     assert lm_head_of(loaded) == "fp8 (quantized while loading)"
-    assert "lm_head is quantized to fp8: 0.0 MiB instead of 0.1 MiB" in caplog.text
+    assert "lm_head is quantized to fp8: 19.1 KiB instead of 72.0 KiB" in caplog.text
     assert ("beside the embedding that it is tied to" in caplog.text) == tied
     assert isinstance(loaded.get_output_embeddings(), LoadedLmHead)
 

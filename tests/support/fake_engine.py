@@ -7,13 +7,15 @@ token by token, so that a test knows every answer beforehand.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from minifloat.errors import ContextLengthError, UsageError
 from minifloat.serve.engine import (
     Delivery,
     EngineListener,
+    Grammar,
     ModelInfo,
     Request,
     SamplingParams,
@@ -22,6 +24,7 @@ from minifloat.serve.engine import (
     TokenLogprob,
     TokenUsage,
 )
+from minifloat.serve.engine.grammar import GrammarState
 from minifloat.serve.engine.text import TextStream
 
 INFO = ModelInfo(
@@ -47,6 +50,19 @@ INFO = ModelInfo(
     vocab_size=288,
     load_seconds=0.1,
 )
+
+
+class _NoGrammars:
+    """Stands in for `Grammars`; the texts of this engine follow no grammar."""
+
+    def wait(self, states: Collection[GrammarState], seconds: float, *, until_added: bool = False) -> None:
+        pass
+
+    def add(self, state: GrammarState, token: int) -> None:
+        pass
+
+    def close_state(self, state: GrammarState) -> None:
+        pass
 
 
 class FakeEngine:
@@ -95,7 +111,15 @@ class FakeEngine:
             if any(not 0 <= token < self.info.vocab_size for token in tokens):
                 raise UsageError(f"{name}: expected token ids of 0 .. {self.info.vocab_size - 1}")
 
-    def begin(self, request: Request) -> _Work:
+    def prepare_grammars(self) -> None:
+        """Do nothing: texts of grammars are not bound to them."""
+
+    def compile(self, grammar: Grammar) -> GrammarState:
+        ready: Future[None] = Future()
+        ready.set_result(None)
+        return GrammarState(_NoGrammars(), 1, ready)
+
+    def begin(self, request: Request, grammar: GrammarState | None = None) -> _Work:
         self.check(request.prompt, request.params)
         return _Work(request, self.tokenizer)
 

@@ -114,7 +114,7 @@ def read_stats(path: str | os.PathLike[str]) -> ActivationStats:
     arrays = _read_arrays(source, header.tensors)
     if metadata.get("sha256") != _digest(metadata["content"], arrays):
         raise StatsError(source, "damaged: its content does not match its SHA-256; copy it again or calibrate again")
-    content = parse_object(metadata["content"].encode(), source, StatsError, strict_json)
+    content = parse_object(metadata["content"].encode(), source, StatsError, strict_json, surrogates=True)
     try:
         return _decode(content, arrays)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError) as error:

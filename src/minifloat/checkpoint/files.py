@@ -175,7 +175,12 @@ def refuse_irregular(root: Path, names: Iterable[str]) -> None:
 
 
 def parse_object(
-    data: bytes, path: Path, error: type[CheckpointError], loads: Callable[[str], Any] = json.loads
+    data: bytes,
+    path: Path,
+    error: type[CheckpointError],
+    loads: Callable[[str], Any] = json.loads,
+    *,
+    surrogates: bool = False,
 ) -> dict[str, Any]:
     """Return the JSON object in `data`.
 
@@ -184,10 +189,11 @@ def parse_object(
         path: The file of the text, for messages.
         error: Error class to raise if the text is not a JSON object.
         loads: JSON parser.
+        surrogates: Whether a text may have half a surrogate pair, as names of files that are not UTF-8 do.
     """
     try:
         loaded = loads(data.decode("utf-8"))
-        if b"\\u" in data:
+        if not surrogates and b"\\u" in data:
             json.dumps(loaded, ensure_ascii=False).encode()  # an escape can spell half a surrogate pair
     except RecursionError:
         raise error(path, "nested too deeply") from None

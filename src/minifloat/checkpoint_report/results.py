@@ -152,6 +152,7 @@ def _read_stored(root: Path) -> dict[str, Any]:
 def _read(root: Path, name: str) -> dict[str, Any] | None:
     """Return the content of a JSON file; None without the file."""
     try:
-        return parse_object(read_small(root, name, _LARGEST, CheckpointError), root / name, CheckpointError)
+        data = read_small(root, name, _LARGEST, CheckpointError)
+        return parse_object(data, root / name, CheckpointError, surrogates=True)
     except FileNotFoundError:
         return None

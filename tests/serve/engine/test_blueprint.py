@@ -167,9 +167,9 @@ def folder(make_llama: MakeModel, tmp_path: Path) -> Path:
             r"1 parameters of LlamaForCausalLM have no tensor: model\.layers\.1\.mlp\.up_proj\.weight$",
         ),
         (
-            lambda t: t.update({"model.layers.7.extra.weight": torch.ones(2)}),
+            lambda t: t.update({"model.layers.1.extra.weight": torch.ones(2)}),
             CheckpointError,
-            r"no place in LlamaForCausalLM: model\.layers\.7\.extra\.weight",
+            r"no place in LlamaForCausalLM: model\.layers\.1\.extra\.weight",
         ),
         (
             lambda t: t.update({"norm.weight": torch.ones(64)}),

@@ -17,6 +17,7 @@ from minifloat.serve.vllm.options import _OWN_OPTIONS, _TRANSLATED, ONLY_VLLM
 
 #: Options of minifloat's engine that vLLM lacks or defines differently.
 ONLY_MINIFLOAT = {
+    "deterministic",
     "allowed_host",
     "device",
     "draft",

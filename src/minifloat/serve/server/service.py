@@ -44,7 +44,7 @@ class BoundedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def bounded(request: HTTPRequest) -> Response:
-            if (await request.body()).count(b",") > _MAX_COMMAS:
+            if request.method == "POST" and (await request.body()).count(b",") > _MAX_COMMAS:
                 raise APIError(
                     413, f"the body has more than {_MAX_COMMAS} commas; send fewer prompts at a time, or texts"
                 )
