@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+from fuzzing.headers import opens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,30 +30,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / "config.json").write_text("{}")
     return folder
-
-
-def opens(folder, content):
-    """Return whether the folder opens; if it does, check that it is consistent and that safetensors opens it too."""
-    path = folder / "model.safetensors"
-    path.write_bytes(content)
-    try:
-        checkpoint = Checkpoint.open(folder)
-    except CheckpointError:
-        return False
-    with checkpoint:
-        infos = list(checkpoint.tensors.values())
-        end = 8 + struct.unpack("<Q", content[:8])[0]
-        for info in infos:
-            assert info.offset == end
-            end += info.nbytes
-            assert checkpoint.read(info.name).tobytes() == content[info.offset : end]
-        assert end == len(content)
-        with safetensors.safe_open(path, "np") as reference:
-            assert set(reference.keys()) == set(checkpoint.tensors)
-            for info in infos:
-                assert tuple(reference.get_slice(info.name).get_shape()) == info.shape
-                assert reference.get_slice(info.name).get_dtype() == info.dtype
-    return True
 
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

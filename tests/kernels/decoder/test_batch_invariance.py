@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from decoder_cases import Session, Shape, prompt, random_decoder
 from delta_cases import decoder_of as delta_decoder
-from kernel_cases import ISAS
 
 from minifloat.errors import KernelUnavailable, UnsupportedTensorError
-from minifloat.kernels import native, threads
+from minifloat.kernels import threads
 from minifloat.kernels.decoder import Decoder
 
 #: Tokens of a sequence: more than the keys of a range of `csrc/decoder/attention.cpp` and not a multiple of anything.
@@ -59,14 +58,6 @@ def divided(decoder: Decoder, element: str, sizes: Sequence[int], others: Sequen
 def pieces(first: int, size: int) -> list[int]:
     whole = [first, *itertools.repeat(size, (LENGTH - first) // size)]
     return whole if sum(whole) == LENGTH else [*whole, LENGTH - sum(whole)]
-
-
-@pytest.fixture(params=ISAS or ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "none":
-        pytest.skip(native.why_unavailable())
-    with native.using(request.param):
-        yield request.param
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # BF16 hides most differences of sums

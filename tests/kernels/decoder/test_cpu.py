@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import pytest
 import torch
 from decoder_cases import VOCAB, Session, Shape, prompt, random_decoder
 from kernel_cases import ISAS
 
-from minifloat.kernels import native
 from minifloat.kernels.decoder import Decoder, KVCache, cpu, step
 
 #: Largest relative L2 distance of logits: sums in another order; with a narrow dtype or cache, what rounds the other
@@ -68,14 +66,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch, "empty", lambda *size, **how: empty(*size, **how) if how else torch.full(size, torch.nan)
     )
-
-
-@pytest.fixture(params=ISAS or ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "none":
-        pytest.skip(native.why_unavailable())
-    with native.using(request.param):
-        yield request.param
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

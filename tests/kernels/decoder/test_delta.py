@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,6 @@ from minifloat.kernels.decoder import Attention, Decoder, DeltaNet, SequenceStat
 from minifloat.kernels.pack import FusedWeights, pack
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-
-
-@pytest.fixture(params=ISAS or ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "none":
-        pytest.skip(native.why_unavailable())
-    with native.using(request.param):
-        yield request.param
 
 
 PIECES = ({"a": 5}, {"a": 1, "b": 3}, {"b": 40, "a": 1}, {"c": 70}, {"a": 1, "b": 1, "c": 1}, {"c": 2, "a": 33})

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from decoder_cases import VOCAB, Session, Shape, prompt, random_decoder
-from kernel_cases import ISAS
 
 from minifloat.errors import ShapeError, UnsupportedTensorError
-from minifloat.kernels import native
 from minifloat.kernels.decoder import Activation, Decoder, ExpertNorms, Experts, LayerInput, LayerInputs, Norm, step
 from minifloat.kernels.pack import PackedWeight, pack
 
 SIZE, HIDDEN = 37, 72
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DECODERS = ["inputs", "experts", "both"]
-
-
-@pytest.fixture(params=ISAS or ["none"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "none":
-        pytest.skip(native.why_unavailable())
-    with native.using(request.param):
-        yield request.param
 
 
 def decoder_of(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
