@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from converting import INTEROP, interrupt_after, sharded, stored
+from converting import INTEROP, change_record, interrupt_after, sharded, stored
 from safetensors.torch import load_file, save_file
 
 from minifloat.convert import convert_checkpoint
@@ -50,6 +50,27 @@ def test_a_changed_source_is_converted_from_the_start_with_a_note(
     assert report.resumed_shards == 0
     assert "of the source changed" in report.notes[-1]
     convert_checkpoint(source, tmp_path / "whole", **options)
+    assert stored(tmp_path / "out") == stored(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "resumed"),
+    [(["tensors"], {}, 1), (["tensors", 0, "becomes"], 3, 1), (["amax"], {}, 1), (["tensors", 0, "name"], "other", 0)],
+)
+def test_a_finished_shard_whose_record_is_not_one_of_this_package_is_converted_again(
+    keys: list[str | int], value: object, resumed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
+    whole = convert_checkpoint(source, tmp_path / "whole", dequantize=True)
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(StorageError):
+            convert_checkpoint(source, tmp_path / "out", dequantize=True)
+    change_record(tmp_path / "out", keys, value)
+    report = convert_checkpoint(source, tmp_path / "out", dequantize=True)
+    assert report.resumed_shards == resumed
+    assert len(report.notes) == len(whole.notes) + 1
+    assert report.tensors == whole.tensors
     assert stored(tmp_path / "out") == stored(tmp_path / "whole")
 
 

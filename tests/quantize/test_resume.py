@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from converting import interrupt_after
+from converting import DELETED, change_record, interrupt_after
 
 from minifloat.checkpoint import Checkpoint, rewrite
 from minifloat.errors import CheckpointError, StorageError
@@ -166,6 +166,65 @@ def test_a_finished_shard_with_a_flipped_bit_is_written_again_with_a_note(
     quantize_checkpoint(source, tmp_path / "fresh", scheme)
     weights = [name for name in digests(tmp_path / "fresh") if name.endswith(".safetensors")]
     assert all(digests(tmp_path / "out")[name] == digests(tmp_path / "fresh")[name] for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "reason"),
+    [
+        (["amax"], 3, "record.amax: expected an object, found 3"),
+        (["amax"], {"group": "1"}, "record.amax.group: expected a finite number of at least 0, found '1'"),
+        (["amax"], DELETED, "record: expected the fields amax, tensors, found ['tensors']"),
+        (["tensors"], None, "record.tensors: expected a list, found None"),
+        (["tensors", 0], 7, "record.tensors[0]: expected an object, found 7"),
+        (["tensors", 0, "detail"], 255, "record.tensors[0].detail: expected a string, found 255"),
+        (["tensors", 0, "shape"], {}, "record.tensors[0].shape: expected a list, found {}"),
+        (["tensors", 0, "source_digest"], DELETED, "record.tensors[0]: expected the fields name, action"),
+        (["tensors", 0, "more"], 1, "record.tensors[0]: expected the fields name, action"),
+        (["tensors", 0, "stats"], [], "record.tensors[0].stats: expected an object, found []"),
+        (["tensors", 2, "stats", "signal"], "", "signal: expected a finite number of at least 0, found ''"),
+        (["tensors", 2, "stats", "noise"], float("nan"), "noise: expected a finite number of at least 0, found nan"),
+        (["tensors", 2, "stats", "elements"], True, "elements: expected an integer from 0 to"),
+    ],
+)
+def test_a_finished_shard_whose_record_is_not_one_of_this_package_is_written_again(
+    make_checkpoint: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: list[str | int],
+    value: object,
+    reason: str,
+) -> None:
+    source = make_checkpoint(shards=4)
+    whole = quantize_checkpoint(source, tmp_path / "whole", "fp8-static")
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(StorageError):
+            quantize_checkpoint(source, tmp_path / "out", "fp8-static")
+    shard = change_record(tmp_path / "out", keys, value)
+    report = quantize_checkpoint(source, tmp_path / "out", "fp8-static")
+    assert report.resumed_shards == 1
+    (note,) = (note for note in report.notes if shard in note)
+    assert "was written again, because the file has an unusable line in the journal" in note
+    assert reason in note
+    assert report.tensors == whole.tensors
+    assert [path.read_bytes() for path in sorted((tmp_path / "out").glob("*.safetensors"))] == [
+        path.read_bytes() for path in sorted((tmp_path / "whole").glob("*.safetensors"))
+    ]
+
+
+def test_a_record_of_other_tensors_than_the_source_has_starts_over(
+    make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_checkpoint(shards=4)
+    whole = quantize_checkpoint(source, tmp_path / "whole", "fp8")
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, 2)
+        with pytest.raises(StorageError):
+            quantize_checkpoint(source, tmp_path / "out", "fp8")
+    change_record(tmp_path / "out", ["tensors", 0, "name"], "another")
+    report = quantize_checkpoint(source, tmp_path / "out", "fp8")
+    assert report.resumed_shards == 0
+    assert report.tensors == whole.tensors
 
 
 @pytest.mark.parametrize("change", ["weights", "scheme", "version", "config"])

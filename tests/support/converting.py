@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from minifloat.checkpoint import Checkpoint
+from minifloat.checkpoint.journal import sealed_line
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.errors import StorageError
 from minifloat.layouts import describe, read_weight
 
 INTEROP = Path(__file__).parents[1] / "data" / "interop"
 FIXTURES = sorted(path.parent.name for path in INTEROP.glob("*/expected.json"))
+
+
+#: Stands for a value that is to be removed.
+DELETED = object()
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
@@ -33,6 +38,32 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
         done[0] += 1
 
     monkeypatch.setattr(ShardWriter, "commit", commit)
+
+
+def change_record(destination: Path, keys: Sequence[str | int], value: object) -> str:
+    """Change a value in the first record of an interrupted run's journal, with a right digest of the line.
+
+    Args:
+        destination: Where the run was to write.
+        keys: Keys from the record to the value; the last one may be new.
+        value: The value that it gets; DELETED: none.
+
+    Returns:
+        Name of the shard.
+    """
+    journal = destination.with_name(f"{destination.name}.minifloat-work") / "journal.jsonl"
+    first, *others = journal.read_bytes().splitlines(keepends=True)
+    entry = json.loads(first)
+    del entry["line"]
+    place = entry["record"]
+    for key in keys[:-1]:
+        place = place[key]
+    if value is DELETED:
+        del place[keys[-1]]
+    else:
+        place[keys[-1]] = value
+    journal.write_bytes(sealed_line(json.dumps(entry).encode()) + b"".join(others))
+    return str(entry["file"])
 
 
 def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

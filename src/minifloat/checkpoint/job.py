@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.reader import Checkpoint
 from minifloat.checkpoint.rewrite import restart_if_source_changed
+from minifloat.checkpoint.schema import Check, exact_fields, list_of
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.tensors import OutputTensor, TensorInfo
 from minifloat.checkpoint.writer import CheckpointWriter
@@ -28,6 +29,16 @@ _SHARDS_IN_FLIGHT = 2
 Item = TypeVar("Item")
 #: A row of the report, as JSON values.
 Entry = dict[str, Any]
+
+
+def record_check(entry: Check, **beside: Check) -> Check:
+    """Return the check of the record of a shard, for `CheckpointWriter`.
+
+    Args:
+        entry: Check of a row of the report.
+        beside: Checks of the values that `RewriteJob.record_beside` returns.
+    """
+    return exact_fields({**beside, "tensors": list_of(entry)})
 
 
 @dataclass
@@ -84,8 +95,12 @@ class RewriteJob(ABC, Generic[Item]):
         """Return the output tensors of an item."""
 
     @abstractmethod
-    def digests(self, item: Item) -> list[Future[str]]:
-        """Submit the hashing of the source tensors of an item, without other work; one future per entry, in order."""
+    def digests(self, item: Item) -> dict[str, Future[str]]:
+        """Submit the hashing of the source tensors of an item, without other work.
+
+        Returns:
+            A future for each row of the report on the item, by the row's name and in the order of `entries`.
+        """
 
     @abstractmethod
     def submit(self, item: Item, shard: ShardWriter | None) -> list[Future[Any]]:
@@ -98,7 +113,7 @@ class RewriteJob(ABC, Generic[Item]):
 
     @abstractmethod
     def entries(self, item: Item, results: list[Any]) -> list[Entry]:
-        """Return the rows of the report on an item, each with a ``source_digest``.
+        """Return the rows of the report on an item, each with a ``name`` and a ``source_digest``.
 
         Args:
             item: The item.
@@ -147,7 +162,7 @@ class RewriteJob(ABC, Generic[Item]):
         finished = [name for name in self.shards if name in self.writer.finished]
         restart_if_source_changed(
             self.writer,
-            {name: [digest for item in self.shards[name] for digest in self.digests(item)] for name in finished},
+            {name: [pair for item in self.shards[name] for pair in self.digests(item).items()] for name in finished},
         )
 
     def _start(self, name: str, items: Sequence[Item]) -> OpenShard[Item]:

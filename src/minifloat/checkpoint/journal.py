@@ -18,6 +18,7 @@ from minifloat.checkpoint.digest import digest_bytes, name_digest, new_hasher
 from minifloat.checkpoint.files import is_safe_name, read_exactly, storage_errors
 from minifloat.checkpoint.header import header_of
 from minifloat.checkpoint.own_folder import OwnFolder
+from minifloat.checkpoint.schema import Check, Unfit
 from minifloat.errors import CheckpointError, DestinationError, StorageError
 
 #: Largest journal that is read: that of a model with millions of tensors.
@@ -139,30 +140,42 @@ def discarded_entry(name: str) -> dict[str, Any]:
 
 
 def finished_shards(
-    entries: Sequence[Mapping[str, Any]], output: OwnFolder
+    entries: Sequence[Mapping[str, Any]], output: OwnFolder, check_record: Check
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Return the records of the journaled shards that hold what was written, and why each other one does not.
 
     Args:
         entries: Objects of the journal.
         output: The folder of the shards, of which every byte is read.
+        check_record: Check of a record; a shard whose record fails it counts as damaged.
 
     Returns:
         The record by name of a finished shard; the reason by name of a shard that has to be written again.
     """
     shards: dict[str, tuple[WrittenShard, dict[str, Any]]] = {}
+    reasons: dict[str, str] = {}
     for entry in entries:
         name = entry.get("file")
         if not isinstance(name, str) or not is_safe_name(name):
             continue
         shards.pop(name, None)
+        reasons.pop(name, None)
+        if "discarded" in entry:
+            continue
         written, record = _written(entry), entry.get("record")
-        if written is not None and isinstance(record, dict):
-            shards[name] = (written, record)
+        try:
+            check_record(record, "record")
+        except Unfit as unfit:
+            reasons[name] = f"has an unusable line in the journal ({unfit})"
+            continue
+        if written is None or not isinstance(record, dict):
+            reasons[name] = "has an unusable line in the journal"
+            continue
+        shards[name] = (written, record)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="minifloat-verify") as pool:
-        reasons = dict(zip(shards, pool.map(lambda name: _damage(output, name, shards[name][0]), shards), strict=True))
-    finished = {name: record for name, (_, record) in shards.items() if not reasons[name]}
-    return finished, {name: reason for name, reason in reasons.items() if reason}
+        found = dict(zip(shards, pool.map(lambda name: _damage(output, name, shards[name][0]), shards), strict=True))
+    finished = {name: record for name, (_, record) in shards.items() if not found[name]}
+    return finished, reasons | {name: reason for name, reason in found.items() if reason}
 
 
 def _written(entry: Mapping[str, Any]) -> WrittenShard | None:

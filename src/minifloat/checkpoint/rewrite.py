@@ -73,19 +73,21 @@ def worker_pool(threads: int, writer: CheckpointWriter) -> Iterator[ThreadPoolEx
             raise
 
 
-def restart_if_source_changed(writer: CheckpointWriter, digests: Mapping[str, Sequence[Future[str]]]) -> None:
+def restart_if_source_changed(
+    writer: CheckpointWriter, digests: Mapping[str, Sequence[tuple[str, Future[str]]]]
+) -> None:
     """Discard all finished shards if the source of one of them has changed.
 
     Args:
-        writer: A writer whose shard records hold the ``source_digest`` of every entry of ``tensors``.
-        digests: Current digests of the source tensors, by finished shard.
+        writer: A writer whose shard records hold the ``name`` and ``source_digest`` of every entry of ``tensors``.
+        digests: Names of the entries and current digests of the source tensors, by finished shard.
 
     Raises:
         StorageError: If the operating system refuses.
     """
-    for shard, futures in digests.items():
-        recorded = [entry["source_digest"] for entry in writer.finished[shard]["tensors"]]
-        if [future.result() for future in futures] != recorded:
+    for shard, current in digests.items():
+        recorded = [(entry["name"], entry["source_digest"]) for entry in writer.finished[shard]["tensors"]]
+        if [(name, digest.result()) for name, digest in current] != recorded:
             writer.start_over(f"{shard} of the source changed")
             return
 

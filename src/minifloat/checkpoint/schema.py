@@ -5,8 +5,9 @@ before the first of them is used, so that a value of another type, a number that
 length is an error that names file, field, rule and value, and not a traceback far from the file.
 
 A schema names the fields that are read and lets all others pass: models have thousands of fields of their own. A field
-that is missing or null passes too; what needs it says so. This is a table of small functions and no library, because
-the one that is made for this, pydantic, is needed by `serve` alone and takes longer to import than `inspect` to run.
+that is missing or null passes too; what needs it says so. Only what this package alone writes has exact fields. This is
+a table of small functions and no library, because the one that is made for this, pydantic, is needed by `serve` alone
+and takes longer to import than `inspect` to run.
 """
 
 from __future__ import annotations
@@ -59,6 +60,29 @@ def fields(schema: Mapping[str, Check]) -> Check:
         for name, check_field in schema.items():
             if value.get(name) is not None:
                 check_field(value[name], f"{where}.{name}" if where else name)
+
+    return check
+
+
+def exact_fields(schema: Mapping[str, Check]) -> Check:
+    """Return the check of an object that has each of these fields, of which none is skipped, and no other."""
+
+    def check(value: Any, where: str) -> None:
+        any_object(value, where)
+        if value.keys() != schema.keys():
+            raise Unfit(where, f"the fields {', '.join(schema)}", list(value))
+        for name, check_field in schema.items():
+            check_field(value[name], f"{where}.{name}" if where else name)
+
+    return check
+
+
+def or_null(check_value: Check) -> Check:
+    """Return the check of a value that may be null."""
+
+    def check(value: Any, where: str) -> None:
+        if value is not None:
+            check_value(value, where)
 
     return check
 

@@ -39,6 +39,7 @@ from minifloat.checkpoint.layout import CONFIG_FILE, SHARD_SUFFIX, STATE_FILE
 from minifloat.checkpoint.lock import FolderLock
 from minifloat.checkpoint.own_folder import OwnFolder
 from minifloat.checkpoint.reader import Checkpoint
+from minifloat.checkpoint.schema import Check, any_object
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.tensors import OutputTensor
 from minifloat.errors import CheckpointError, DestinationError, StorageError
@@ -71,7 +72,13 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, destination: str | os.PathLike[str], *, fingerprint: str, total_bytes: int, overwrite: bool = False
+        self,
+        destination: str | os.PathLike[str],
+        *,
+        fingerprint: str,
+        total_bytes: int,
+        overwrite: bool = False,
+        check_record: Check = any_object,
     ) -> None:
         """Lock the work folder, and resume an interrupted run with the same fingerprint.
 
@@ -80,6 +87,7 @@ class CheckpointWriter:
             fingerprint: A digest of everything that determines the result.
             total_bytes: Size of the result; the disk must have that much free space.
             overwrite: Whether `commit` may replace an existing checkpoint.
+            check_record: Check of a shard's record; a shard of an earlier run whose record fails it is written again.
 
         Raises:
             DestinationError: If the destination exists, its parent does not, or another process is writing it.
@@ -93,6 +101,7 @@ class CheckpointWriter:
         self.restarted_because: str | None = None
         self.damaged: dict[str, str] = {}
         self._overwrite = overwrite
+        self._check_record = check_record
         self._mutex = threading.Lock()
         self._open_shards: dict[str, ShardWriter] = {}
         self._journal: Journal | None = None
@@ -338,7 +347,7 @@ class CheckpointWriter:
                 work.move(_STATE_DRAFT, work, STATE_FILE)
         self._journal = Journal(work, _JOURNAL)
         self._output = work.folder(_OUTPUT)
-        self.finished, self.damaged = finished_shards(self._journal.entries, self._output)
+        self.finished, self.damaged = finished_shards(self._journal.entries, self._output, self._check_record)
         for name in self._output.names():
             if name not in self.finished:
                 self._output.remove(name)

@@ -19,7 +19,7 @@ from minifloat._version import __version__
 from minifloat.check.deployment import Reports
 from minifloat.check.engine_verdict import engine_verdicts
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, CheckpointWriter, OutputTensor, TensorInfo
-from minifloat.checkpoint.job import RewriteJob
+from minifloat.checkpoint.job import RewriteJob, record_check
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.rewrite import (
     CARD_FILE,
@@ -38,7 +38,7 @@ from minifloat.convert.dequantize_plan import make_dequantize_plan
 from minifloat.convert.engines import check_output, warnings_of
 from minifloat.convert.layout_plan import make_layout_plan
 from minifloat.convert.plan import Change, Conversion, ConvertPlan
-from minifloat.convert.report import ConvertedTensor, ConvertReport
+from minifloat.convert.report import TENSOR_ROW, ConvertedTensor, ConvertReport
 from minifloat.convert.stream import run_conversion
 from minifloat.errors import UsageError
 from minifloat.hub import model_folder
@@ -117,6 +117,7 @@ def convert_checkpoint(
             fingerprint=fingerprint(checkpoint, options),
             total_bytes=plan.output_bytes,
             overwrite=overwrite,
+            check_record=record_check(TENSOR_ROW),
         ) as writer:
             with worker_pool(threads, writer) as pool:
                 metadata = {"format": "pt", "minifloat": __version__}
@@ -180,9 +181,9 @@ class ConvertJob(RewriteJob[Conversion]):
         """Return the output tensor, if there is one."""
         return _outputs([item])
 
-    def digests(self, item: Conversion) -> list[Future[str]]:
+    def digests(self, item: Conversion) -> dict[str, Future[str]]:
         """Hash each source tensor."""
-        return [self.pool.submit(copy_digest, self.checkpoint, info) for info in item.sources]
+        return {info.name: self.pool.submit(copy_digest, self.checkpoint, info) for info in item.sources}
 
     def submit(self, item: Conversion, shard: ShardWriter | None) -> list[Future[Any]]:
         """Hand the conversion to the pool."""

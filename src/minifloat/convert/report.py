@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minifloat.check.engine_verdict import EngineVerdict
+from minifloat.checkpoint.schema import Check, exact_fields, integer, or_null, text
 from minifloat.report.short import ShortReport
 
 #: Version of the JSON that `ConvertReport.to_dict` returns.
@@ -33,6 +34,20 @@ class ConvertedTensor:
     source_bytes: int
     output_bytes: int
     source_digest: str
+
+
+#: Check of the fields of a `ConvertedTensor` as JSON values.
+TENSOR_ROW: Check = exact_fields(
+    {
+        "name": text,
+        "action": text,
+        "detail": text,
+        "becomes": or_null(text),
+        "source_bytes": integer(0, 2**63),
+        "output_bytes": integer(0, 2**63),
+        "source_digest": text,
+    }
+)
 
 
 @dataclass(frozen=True)

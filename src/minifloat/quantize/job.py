@@ -27,7 +27,7 @@ from minifloat.check.deployment import Reports, check_everywhere
 from minifloat.check.engine_verdict import engine_verdicts
 from minifloat.check.subject import Subject
 from minifloat.checkpoint import CONFIG_FILE, Checkpoint, OutputTensor, TensorInfo
-from minifloat.checkpoint.job import RewriteJob
+from minifloat.checkpoint.job import RewriteJob, record_check
 from minifloat.checkpoint.progress import Progress
 from minifloat.checkpoint.rewrite import (
     CARD_FILE,
@@ -42,6 +42,7 @@ from minifloat.checkpoint.rewrite import (
     write_index,
     write_sidecars,
 )
+from minifloat.checkpoint.schema import map_of, number
 from minifloat.checkpoint.shard import ShardWriter
 from minifloat.checkpoint.writer import CheckpointWriter
 from minifloat.errors import UsageError
@@ -67,7 +68,7 @@ from minifloat.quantize.quantized_source import (
     dropped_tensors,
     source_notes,
 )
-from minifloat.quantize.report import QuantizeReport, TensorReport
+from minifloat.quantize.report import TENSOR_ROW, QuantizeReport, TensorReport, name_of_part
 from minifloat.quantize.static_scales import apply_calibration
 from minifloat.quantize.stream import (
     Caster,
@@ -240,6 +241,7 @@ def quantize_checkpoint(
                     ),
                     total_bytes=plan.output_bytes,
                     overwrite=overwrite,
+                    check_record=record_check(TENSOR_ROW, amax=map_of(number(0))),
                 )
             )
             with worker_pool(threads, writer) as pool:
@@ -445,11 +447,14 @@ class QuantizeJob(RewriteJob[TensorPlan]):
         """Return the codes, scales and constants, or the copy."""
         return item.outputs
 
-    def digests(self, item: TensorPlan) -> list[Future[str]]:
+    def digests(self, item: TensorPlan) -> dict[str, Future[str]]:
         """Hash the rows of each weight, or the tensor that is copied."""
         if not item.parts:
-            return [self.pool.submit(copy_digest, self.checkpoint, item.source)]
-        return [self.pool.submit(part_digest, self.checkpoint, item.source, part) for part in item.parts]
+            return {item.source.name: self.pool.submit(copy_digest, self.checkpoint, item.source)}
+        return {
+            name_of_part(item, part): self.pool.submit(part_digest, self.checkpoint, item.source, part)
+            for part in item.parts
+        }
 
     def submit(self, item: TensorPlan, shard: ShardWriter | None) -> list[Future[Any]]:
         """Write the constants of a tensor, and hand its weights or its copy to the pool."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minifloat.check.engine_verdict import EngineVerdict
+from minifloat.checkpoint.schema import Check, exact_fields, integer, list_of, number, or_null, text
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.plan.share import QuantizedShare
 from minifloat.plan.tensor_plan import Part, TensorPlan
@@ -23,6 +24,11 @@ SCHEMA_VERSION = 1
 COPIED_CODES = "codes of the source"
 #: Says of a copy that it has other values than the source.
 CHANGED = "changed by rounding"
+
+
+def name_of_part(plan: TensorPlan, part: Part) -> str:
+    """Return the name of a weight in the report: that of its tensor, or of its module where the tensor is split."""
+    return plan.source.name if len(plan.parts) == 1 else part.module
 
 
 @dataclass(frozen=True)
@@ -75,14 +81,13 @@ class TensorReport:
             copied: Whether codes and scales are those of the source.
         """
         info = plan.source
-        name = info.name if len(plan.parts) == 1 else part.module
         elements = part.shape[0] * part.shape[1]
         share = source_bytes * elements // math.prod(info.shape)
         detail = f"{part.scheme.name}, {COPIED_CODES}" if copied else part.scheme.name
         first = part is plan.parts[0]  # the scales of inputs and KV cache are counted with the first part
         constants = sum(constant.tensor.nbytes for constant in plan.constants) if first else 0
         output_bytes = sum(tensor.nbytes for tensor in part.tensors.all) + constants
-        return cls(name, "quantized", detail, part.shape, share, output_bytes, digest, stats)
+        return cls(name_of_part(plan, part), "quantized", detail, part.shape, share, output_bytes, digest, stats)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> TensorReport:
@@ -93,6 +98,26 @@ class TensorReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
         return asdict(self)
+
+
+_COUNT = integer(0, 2**63)
+#: Check of what `TensorReport.to_dict` returns.
+TENSOR_ROW: Check = exact_fields(
+    {
+        "name": text,
+        "action": text,
+        "detail": text,
+        "shape": list_of(_COUNT),
+        "source_bytes": _COUNT,
+        "output_bytes": _COUNT,
+        "source_digest": text,
+        "stats": or_null(
+            exact_fields(
+                {"elements": _COUNT, "signal": number(0), "noise": number(0), "saturated": _COUNT, "flushed": _COUNT}
+            )
+        ),
+    }
+)
 
 
 @dataclass(frozen=True, repr=False)
