@@ -5,7 +5,8 @@ A schema is untrusted input, and compiling it, or finding the tokens that may fo
 `state.py` is one text, which an engine asks after each token and never waits for longer than a step bears.
 """
 
-from minifloat.serve.engine.grammar.grammars import GrammarLimits, Grammars
+from minifloat.serve.engine.grammar.grammars import Grammars
+from minifloat.serve.engine.grammar.limits import GrammarLimits
 from minifloat.serve.engine.grammar.rules import Grammar
 from minifloat.serve.engine.grammar.state import GrammarPending, GrammarState
 

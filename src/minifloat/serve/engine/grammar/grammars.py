@@ -10,102 +10,24 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import socket
 import threading
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from minifloat.errors import KernelUnavailable, MinifloatError, QueueFull, UsageError
 from minifloat.runtime.file_tokenizer import FileTokenizer
 from minifloat.serve.engine.grammar import worker
+from minifloat.serve.engine.grammar.compiled import Compiled, grammar_error, why_ended
+from minifloat.serve.engine.grammar.limits import GrammarLimits
 from minifloat.serve.engine.grammar.processes import Forker, Reader
 from minifloat.serve.engine.grammar.rules import Grammar
 from minifloat.serve.engine.grammar.state import GrammarState
 
 _LOG = logging.getLogger(__name__)
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class GrammarLimits:
-    """What grammars may take.
-
-    Attributes:
-        step_seconds: Processor time of one token, or of compiling a grammar.
-        seconds: Processor time that the texts of a grammar may have in store; they begin with it.
-        seconds_per_token: Processor time that each of their tokens adds to it.
-        memory: Bytes of a grammar's process.
-        processes: Different grammars at a time; more are refused.
-        compiling: Grammars that are compiled at a time; more wait.
-        idle: Compiled grammars that are kept when no text needs them.
-        idle_memory: Bytes up to which a compiled grammar is kept.
-        nice: Added to the priority value of the processes.
-        parser: Limits of llguidance itself (`LLParserLimits`).
-    """
-
-    step_seconds: float = 2.0
-    seconds: float = 10.0
-    seconds_per_token: float = 0.02
-    memory: int = 256 * _MIB
-    processes: int = 16
-    compiling: int = 2
-    idle: int = 8
-    idle_memory: int = 32 * _MIB
-    nice: int = 19
-    parser: dict[str, int] = field(default_factory=dict)
-
-
-class Compiled:
-    """A grammar and its process.
-
-    Args:
-        source: The grammar.
-
-    Attributes:
-        ready: Done when the grammar is compiled.
-        first: Mask of the first token; None: not yet.
-        states: Texts by their number.
-        asked: Numbers of the texts whose answers are awaited, in order.
-        began: The texts that the process knows.
-        connection: Connection to the process; None: it has not been started, or has ended.
-        process: Number of the process, see `Forker`.
-        pid: Id of the process.
-        data: Bytes of the process's own memory when it began.
-    """
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.ready: Future[None] = Future()
-        self.ready.set_running_or_notify_cancel()  # one that stops waiting must not cancel it for the others
-        self.first: bytes | None = None
-        self.states: dict[int, GrammarState] = {}
-        self.asked: deque[int] = deque()
-        self.began: set[int] = set()
-        self.connection: socket.socket | None = None
-        self.process = self.pid = self.data = 0
-
-    def ask(self, state: GrammarState) -> None:
-        """Send the last token of a text, or all its tokens if the process does not know the text."""
-        if self.connection is None or not self.ready.done():
-            return  # all tokens are sent when the grammar is compiled
-        kind, tokens = worker.ADD, state.tokens[-1:]
-        if state.number not in self.began:
-            kind, tokens = worker.REPLAY, state.tokens
-            self.began.add(state.number)
-        self.asked.append(state.number)
-        self.send(worker.HEADER.pack(kind, state.number), *map(worker.TOKEN.pack, tokens))
-
-    def send(self, *parts: bytes) -> None:
-        """Send a message. A process that has ended does not receive it; the reader notices."""
-        if self.connection is not None:
-            try:
-                worker.send_frame(self.connection, *parts)
-            except OSError as error:
-                _LOG.debug("a grammar's process does not read: %s", error)
 
 
 class Grammars:
@@ -223,7 +145,7 @@ class Grammars:
             gone, self._compiled = list(self._compiled.values()), {}
             for compiled in gone:
                 compiled.connection = None
-                _fail(compiled, UsageError("response_format: the engine has been closed"))
+                compiled.fail(UsageError("response_format: the engine has been closed"))
             self._answers.notify_all()
         _close(self._open)
         self._forker = self._reader = None
@@ -311,7 +233,7 @@ class Grammars:
         kind, number = worker.HEADER.unpack_from(message)
         content = message[worker.HEADER.size :]
         if number == 0 and kind == worker.ERROR:
-            self._forget(compiled, _error(content.decode(errors="replace")))
+            self._forget(compiled, grammar_error(content.decode(errors="replace")))
             self._end(compiled)
             return
         with self._answers:
@@ -325,18 +247,14 @@ class Grammars:
                     else:
                         state.mask = content
             else:
-                is_last = compiled.asked.count(number) == 1  # else a token was added meanwhile
-                if kind != worker.ADDED or content != b"\0":
-                    compiled.asked.popleft()
-                if is_last and (text := compiled.states.get(number)) is not None:
-                    _note(text, kind, content)
+                compiled.note(number, kind, content)
             self._answers.notify_all()
 
     def _ended(self, compiled: Compiled) -> None:
         """Note that a process has ended: by its limits, by a fault of llguidance, or by a third party."""
         forker = self._forker
         status = forker.end(compiled.process) if forker is not None else -signal.SIGKILL
-        error = _error(_reason(status, self.limits))
+        error = grammar_error(why_ended(status, self.limits))
         compiled.connection = None
         if not compiled.ready.done():
             self._forget(compiled, error)
@@ -364,7 +282,7 @@ class Grammars:
         with self._answers:
             if self._compiled.get(compiled.source) is compiled:
                 del self._compiled[compiled.source]
-            _fail(compiled, error)
+            compiled.fail(error)
             self._compile_next()
             self._answers.notify_all()
 
@@ -395,45 +313,6 @@ class Grammars:
                 self._forker.end(compiled.process)
         with self._answers:
             self._compile_next()
-
-
-def _note(state: GrammarState, kind: bytes, content: bytes) -> None:
-    """Note an answer about a text."""
-    if kind == worker.MASK:
-        state.mask = content
-    elif kind == worker.ADDED:
-        state.added, state.done = True, content == b"\1"
-    else:
-        state.error = _error(content.decode(errors="replace"))
-
-
-def _fail(compiled: Compiled, error: MinifloatError) -> None:
-    """Let all texts of a grammar fail."""
-    for state in compiled.states.values():
-        state.error = error if isinstance(error, UsageError) else _error(str(error))
-    if not compiled.ready.done():
-        compiled.ready.set_exception(error)
-
-
-def _error(text: str) -> UsageError:
-    """Return the error of a grammar; llguidance adds lines about its own state."""
-    if text.startswith("NoExtension"):
-        text = "no text follows this grammar; a $ref may refer to itself, or rules may exclude each other"
-    return UsageError(f"response_format: {text.splitlines()[0][:400] if text else 'the grammar cannot be used'}")
-
-
-def _reason(status: int, limits: GrammarLimits) -> str:
-    """Say why a process has ended.
-
-    Args:
-        status: Its exit status.
-        limits: The limits of its grammar.
-    """
-    if status == -signal.SIGPROF:
-        return f"the grammar took more than {limits.step_seconds} s for one token; simplify it"
-    if status in (-signal.SIGABRT, worker.OUT_OF_MEMORY):
-        return f"the grammar took more than {limits.memory >> 20} MiB, or is one that llguidance fails on; simplify it"
-    return f"the process of the grammar has ended with status {status}; llguidance fails on the grammar"
 
 
 def _data(pid: int) -> int:
