@@ -6,8 +6,9 @@ import inspect
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 from minifloat.commands.main import COMMANDS, main
 from minifloat.commands.options import SIZE
 from minifloat.commands.serve import serve
+from minifloat.serve.server.settings import ServerSettings
 
 BASE = Path(__file__).parents[1] / "data" / "interop" / "base-llama"
 
@@ -349,6 +351,21 @@ def test_serve_listens_before_it_imports_torch() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--keep-alive-timeout", "--read-timeout", "--write-timeout", "--request-timeout", "--shutdown-timeout"],
+)
+def test_a_timeout_of_serve_reaches_the_server(option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = option.removeprefix("--").replace("-", "_")
+    served: list[Any] = []
+    monkeypatch.setattr(
+        "minifloat.serve.server.start.serve_checkpoint", lambda _, settings, **__: served.append(settings)
+    )
+    assert run("serve", tmp_path, option, "7.5").exit_code == 0
+    (settings,) = served
+    assert settings == replace(ServerSettings(settings.model_name), **{name: 7.5})
 
 
 def test_compare_writes_a_report_and_the_cards_of_candidates(llama_folder: Path, tmp_path: Path) -> None:

@@ -98,6 +98,9 @@ class ServeParams(_VllmParams, SpeculationParams):
     max_body_size: int
     max_prompt_characters: int | None
     max_connections: int
+    keep_alive_timeout: float
+    read_timeout: float
+    write_timeout: float
     request_timeout: float
     shutdown_timeout: float
     threads: int | None
@@ -157,6 +160,17 @@ class ServeParams(_VllmParams, SpeculationParams):
     show_default=True,
     type=COUNT,
     help="Open connections; idle ones make room, then 503.",
+)
+@env_option(
+    "--keep-alive-timeout",
+    default=30.0,
+    show_default=True,
+    type=POSITIVE,
+    help="Seconds until an idle connection is closed; more than a proxy keeps it.",
+)
+@env_option("--read-timeout", default=30.0, show_default=True, type=POSITIVE, help="Seconds for a head, for a body.")
+@env_option(
+    "--write-timeout", default=30.0, show_default=True, type=POSITIVE, help="Seconds to take 64 KiB of an answer."
 )
 @env_option("--request-timeout", default=600.0, show_default=True, type=POSITIVE, help="Seconds for one answer.")
 @env_option("--shutdown-timeout", default=30.0, show_default=True, type=_SECONDS, help="Seconds to finish at SIGTERM.")
@@ -233,6 +247,9 @@ def _serve_here(params: ServeParams) -> None:
         max_body_bytes=params.max_body_size,
         max_prompt_characters=params.max_prompt_characters,
         max_connections=params.max_connections,
+        keep_alive_timeout=params.keep_alive_timeout,
+        read_timeout=params.read_timeout,
+        write_timeout=params.write_timeout,
         request_timeout=params.request_timeout,
         shutdown_timeout=params.shutdown_timeout,
     )

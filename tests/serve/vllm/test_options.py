@@ -29,9 +29,12 @@ ONLY_MINIFLOAT = {
     "max_num_queued_reqs",
     "max_prompt_characters",
     "packed_cache",
+    "keep_alive_timeout",
+    "read_timeout",
     "request_timeout",
     "speculate",
     "threads",
+    "write_timeout",
 }
 
 
