@@ -113,7 +113,9 @@ def test_progress_counts_tokens_over_batches(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("declared", "expected"), [(None, {257}), (7, {7}), ([7, 9], {7, 9})], ids=["config", "one", "several"]
+    ("declared", "expected"),
+    [(None, {257}), (7, {7}), ([7, 9], {7, 9}), (-1, set())],
+    ids=["config", "one", "several", "none"],
 )
 def test_end_tokens_come_from_the_generation_config_or_else_from_the_config(
     llama_folder: Path, declared: Any, expected: set[int]

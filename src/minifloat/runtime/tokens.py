@@ -16,11 +16,14 @@ def end_tokens(generation_config: Any, config: Any, tokenizer: TextTokenizer | N
         generation_config: transformers' generation config, or None. Its tokens count first.
         config: transformers' config of the model. Its tokens count where the generation config names none.
         tokenizer: Its end token counts where neither config names one; by default none does.
+
+    Returns:
+        The tokens; -1, which stands for none in some configs, is left out.
     """
     for owner in (generation_config, config.get_text_config(decoder=True), tokenizer):
         tokens = getattr(owner, "eos_token_id", None)
         if tokens is not None:
-            return frozenset([tokens] if isinstance(tokens, int) else tokens)
+            return frozenset(token for token in ([tokens] if isinstance(tokens, int) else tokens) if token >= 0)
     return frozenset()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,21 @@ def test_end_tokens_end_the_text_unless_ignored_or_before_min_tokens(llama_folde
     assert engine.generate(["abc"], own)[0].stop_reason == 65
 
 
+def test_end_tokens_that_the_model_does_not_have_are_left_out_with_a_warning(
+    llama_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama_folder, folder)
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(values | {"eos_token_id": [65, -1, 2**31 - 1]}))
+    engine = Engine(folder, dtype="float32")
+    assert "no answer ends with the tokens [2147483647]: the model has " in caplog.text
+    params = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=4, logit_bias={65: 100.0})
+    completion = engine.generate(["abc"], params)[0]
+    assert (len(completion.tokens), completion.finish_reason) == (5, "stop")
+
+
 def test_a_text_ends_where_the_context_does(llama_folder: Path) -> None:
     engine = Engine(llama_folder, dtype="float32", max_model_len=20)
     completion = engine.generate([tuple(range(15))], SamplingParams(temperature=0.0, ignore_eos=True))[0]
@@ -227,8 +244,6 @@ def test_draws_depend_on_the_seed_and_on_nothing_else(llama_folder: Path) -> Non
 
 
 def test_json_output_is_json_of_the_schema(llama_folder: Path) -> None:
-    import json
-
     from minifloat.serve.engine import Grammar
 
     pytest.importorskip("llguidance")

@@ -180,8 +180,11 @@ class Engine:
         self._reporter = Reporter(observer)
         self._texts = TokenTexts(self.tokenizer)
         self._decoder = TokenDecoder(self.tokenizer)
-        self._end_tokens = end_tokens(opened.generation_config, opened.config, self.tokenizer)
-        self._grammars = Grammars(self.tokenizer, self._runner.vocab, sorted(self._end_tokens))
+        ends, vocab = end_tokens(opened.generation_config, opened.config, self.tokenizer), self._runner.vocab
+        self._end_tokens = frozenset(token for token in ends if token < vocab)
+        if self._end_tokens != ends:
+            _LOG.warning("no answer ends with the tokens %s: the model has %d", sorted(ends - self._end_tokens), vocab)
+        self._grammars = Grammars(self.tokenizer, vocab, sorted(self._end_tokens))
         if not prefix_cache:
             self.info = dataclasses.replace(self.info, reason_no_prefix_cache="it is switched off")
         elif self._runner.name != "transformers" and self.info.reason_no_prefix_cache:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from minifloat.hub import model_name
+from minifloat.report.text import size_text
 from minifloat.serve.server.log import logging_to_stderr
 from minifloat.serve.server.settings import ServerSettings
 from minifloat.serve.sockets import bind
@@ -67,10 +68,6 @@ def serve_checkpoint(
         serve(AsyncEngine(loaded, max_queue), settings, listening)
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.1f} MiB"
-
-
 def _log_model(info: ModelInfo, settings: ServerSettings) -> None:
     """Log the served model and its cache, and warn of a slow runner or a missing API key."""
     _LOG.info(
@@ -79,21 +76,23 @@ def _log_model(info: ModelInfo, settings: ServerSettings) -> None:
         info.architecture,
         info.scheme,
         info.lm_head,
-        _mib(info.weight_bytes),
-        _mib(info.bf16_bytes),
+        size_text(info.weight_bytes),
+        size_text(info.bf16_bytes),
         info.runner,
         info.load_seconds,
     )
     _LOG.info(
         "KV cache: %s in %s, %d tokens; context %d tokens, %d requests at a time",
-        _mib(info.kv_bytes),
+        size_text(info.kv_bytes),
         info.kv_element,
         info.kv_bytes // max(info.kv_bytes_per_token, 1),
         info.max_model_len,
         info.max_num_seqs,
     )
     if info.state_bytes:
-        _LOG.info("states of sequences: %s, %d copies for equal prefixes", _mib(info.state_bytes), info.state_copies)
+        _LOG.info(
+            "states of sequences: %s, %d copies for equal prefixes", size_text(info.state_bytes), info.state_copies
+        )
     if info.deterministic:
         _LOG.info("deterministic: the same bits whatever else runs, by batch-invariant kernels of %s", info.isa)
     if info.activations != info.dtype:
