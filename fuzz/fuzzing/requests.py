@@ -78,6 +78,9 @@ def _run(data: bytes) -> None:
     application = _application()
     client = Client(value["path"], raw, leave if type(leave) is int else None)
     application.wait(application.app(client.scope, client.receive, client.send))
+    if not application.engine.alive:
+        _application.cache_clear()  # the next input finds an engine that works
+        raise AssertionError("the request has stopped the engine")
     application.wait(application.idle())
     if not client.left:
         _judge(client)

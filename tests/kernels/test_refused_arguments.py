@@ -46,6 +46,25 @@ def test_a_format_whose_values_are_no_normal_numbers_is_refused(
         kernels.round_inputs(rounding(element))
 
 
+def cast(**changes: float) -> structs.QuantizeRowsArgs:
+    """Arguments of a cast of no rows with coded scales (NVFP4)."""
+    args = structs.QuantizeRowsArgs()
+    args.rows, args.cols, args.block_rows, args.block_cols, args.dtype, args.scaling = 0, 16, 1, 16, 0, 1
+    args.element, args.scale = structs.Format(4, 1, 0, 6.0), structs.Format(*E4M3)
+    args.divisor, args.zero_scale, args.one_scale, args.tensor_amax = 2.0, 1.0, 1, 1.0
+    for name, value in changes.items():
+        setattr(args, name, value)
+    return args
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), -float("nan"), float("inf"), -0.0])
+@pytest.mark.parametrize("name", ["divisor", "zero_scale", "tensor_amax"])
+def test_a_cast_with_a_factor_that_is_no_magnitude_is_refused(kernels: native.Library, name: str, value: float) -> None:
+    kernels.quantize_rows(cast())
+    with pytest.raises(ValueError, match="status 2"):
+        kernels.quantize_rows(cast(**{name: value}))
+
+
 @pytest.mark.parametrize(("rows", "cols"), [(2**62, 32), (32, 2**62), (2**31, 2**31)])
 def test_a_weight_of_impossible_sizes_has_no_packed_form(kernels: native.Library, rows: int, cols: int) -> None:
     args = structs.PackArgs()

@@ -22,7 +22,7 @@ _SCHEMA: dict[str, Check] = {
     "top_p": number(0, 1),
     "top_k": integer(-1),
     "min_p": number(0, 1),
-    "repetition_penalty": number(0, above=True),
+    "repetition_penalty": number(0.01, 100),
     "do_sample": flag,
     "bos_token_id": TOKENS,
     "eos_token_id": TOKENS,

@@ -300,6 +300,36 @@ def test_one_failing_sequence_ends_alone(llama_folder: Path, monkeypatch: pytest
     assert engine.kv_usage == 0.0
 
 
+@pytest.mark.parametrize("place", ["choice", "text"])
+def test_a_sequence_whose_choice_or_text_fails_ends_alone(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    engine = Engine(llama_folder, dtype="float32")
+    prompts = prompts_of(4)
+    answers = tokens(engine, prompts)
+    add = engine.add
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    def poisoned(request: Any) -> None:
+        add(request)
+        if request.request_id == "2":
+            sequence = engine._sequences["2"]
+            sequence.sampling.params = SamplingParams(temperature=float(place == "choice"))
+            sequence.sampling.draw = fail  # type: ignore[method-assign]
+            if place == "text":
+                sequence.text.add = fail  # type: ignore[method-assign,assignment]
+
+    monkeypatch.setattr(engine, "add", poisoned)
+    deliveries = collect(engine, prompts)
+    assert (deliveries["2"].finish_reason, deliveries["2"].error) == ("error", "injected")
+    assert "Traceback" in caplog.text
+    for index in (0, 1, 3):
+        assert list(deliveries[str(index)].tokens) == answers[index]
+    assert engine.kv_usage == 0.0
+
+
 def test_nan_logits_end_their_own_sequence_only(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(llama_folder, dtype="float32")
     prompts = prompts_of(4)

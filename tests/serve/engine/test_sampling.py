@@ -29,8 +29,8 @@ from minifloat.serve.engine.sampling import NonFiniteLogits, SamplingParams, Sam
         "temperature": [-0.1, math.nan, math.inf, 1e9],
         "top_p": [0.0, 1.1, -1.0, math.nan],
         "min_p": [-0.1, 1.5, math.nan],
-        "top_k": [-1],
-        "repetition_penalty": [0.0, -1.0, math.inf],
+        "top_k": [-1, 2**31],
+        "repetition_penalty": [0.0, -1.0, 1e-30, 0.0099, 101.0, math.inf],
         "presence_penalty": [2.1, -2.1, math.nan],
         "frequency_penalty": [2.1, -2.1, math.nan],
         "seed": [2**64, -(2**63) - 1],
@@ -148,6 +148,35 @@ def test_logits_that_are_not_finite_are_an_error_of_their_own_row() -> None:
     logits[3, 4] = -torch.inf
     choices = sample(logits, [SamplingState(SamplingParams(temperature=0.0), [])] * 4)
     assert [type(choice) for choice in choices] == [TokenChoice, NonFiniteLogits, NonFiniteLogits, TokenChoice]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-40, 1e-3, 100.0])
+@pytest.mark.parametrize(
+    "limits", [{}, {"top_k": 3}, {"top_p": 1e-300}, {"min_p": 0.5}, {"top_p": 0.9, "min_p": 1e-320}]
+)
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e38])
+def test_no_temperature_makes_weights_that_are_no_numbers(
+    temperature: float, limits: dict[str, Any], size: float
+) -> None:
+    logits = torch.tensor([-3.0, 1.0, 0.5, -torch.inf, 0.0]) * size
+    params = SamplingParams(temperature=temperature, **limits)
+    state = SamplingState(params, [], races=True)
+    with np.errstate(all="raise", under="ignore"):
+        tokens = {draw(logits.numpy(), params, uniform) for uniform in (0.0, 0.5, 1 - 2**-53)} | {
+            state.draw(logits.numpy())
+        }
+    assert 3 not in tokens
+    if temperature * 100 < size:
+        assert tokens == {1}
+
+
+def test_logits_that_penalties_make_infinite_are_an_error_of_their_own_row() -> None:
+    logits = torch.full((2, 4), 3e38)
+    states = [SamplingState(SamplingParams(repetition_penalty=penalty), [1]) for penalty in (0.01, 2.0)]
+    with np.errstate(over="ignore"):
+        choices = sample(logits, states)
+    assert [type(choice) for choice in choices] == [NonFiniteLogits, TokenChoice]
+    assert "after penalties" in str(choices[0])
 
 
 def test_numbers_of_draws_are_those_of_philox_at_each_position_in_any_order() -> None:

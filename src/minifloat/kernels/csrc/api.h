@@ -55,10 +55,10 @@ struct minifloat_quantize_rows_args {
     int32_t scaling;                 // minifloat_scaling
     struct minifloat_format element;
     struct minifloat_format scale;  // only of CODED and CODED_SEARCH
-    float divisor;                  // only of CODED and CODED_SEARCH
-    float zero_scale;               // scale of a block of zeros, of FLOAT32, CODED and CODED_SEARCH
+    float divisor;                  // above 0 and finite; only of CODED and CODED_SEARCH
+    float zero_scale;               // 0 or above and finite; scale of a block of zeros, of FLOAT32, CODED and CODED_SEARCH
     int32_t one_scale;              // not 0: every element is scaled by `tensor_amax`, the grid is [1, 1]
-    float tensor_amax;
+    float tensor_amax;              // 0 or above and finite
     uint8_t* codes;  // [rows, cols], or [rows, cols / 2] where element.bits == 4 (low nibble = even column)
     void* scales;    // [ceil(rows / block_rows), ceil(cols / block_cols)]: float for FLOAT32, else uint8_t
     // Results.

@@ -65,6 +65,13 @@ bool known_format(const minifloat_format& f) {
     return f.max >= __builtin_ldexpf(1.0f, f.emin) && f.max <= kLargest;  // no NaN either
 }
 
+// A finite number without a sign, whose bits are in the order of the values.
+bool is_magnitude(float value) {
+    int32_t bits;
+    __builtin_memcpy(&bits, &value, sizeof bits);
+    return bits >= 0 && bits < 0x7f800000;
+}
+
 bool valid(const minifloat_quantize_rows_args& a) {
     const int lanes = 16;
     const bool whole_row = a.one_scale || a.block_cols >= a.cols;
@@ -73,7 +80,9 @@ bool valid(const minifloat_quantize_rows_args& a) {
     if (a.scaling < MINIFLOAT_SCALE_FLOAT32 || a.scaling > MINIFLOAT_SCALE_CODED_SEARCH) return false;
     if (!known_format(a.element)) return false;
     const bool coded_search = a.scaling == MINIFLOAT_SCALE_CODED_SEARCH;
-    if ((a.scaling == MINIFLOAT_SCALE_CODED || coded_search) && !known_format(a.scale)) return false;
+    const bool coded = a.scaling == MINIFLOAT_SCALE_CODED || coded_search;
+    if (coded && (!known_format(a.scale) || !is_magnitude(a.divisor) || a.divisor == 0.0f)) return false;
+    if (!is_magnitude(a.zero_scale) || (a.one_scale && !is_magnitude(a.tensor_amax))) return false;
     if (a.element.bits == 4 && a.cols % 2 != 0) return false;
     const bool groups = a.block_rows == 1 && !a.one_scale;
     if (coded_search) return groups && a.block_cols == lanes;

@@ -409,9 +409,9 @@ class Engine:
                 choice: TokenChoice | Exception
                 try:
                     choice = choose(logits, sequence.sampling, int(logits.argmax()))
-                except (NonFiniteLogits, UsageError) as error:
+                except Exception as error:
                     choice = error
-                deliveries.append(self._deliver(sequence, choice, time.monotonic()))
+                deliveries.append(self._deliver_all(sequence, [choice], time.monotonic()))
         return deliveries
 
     def _settle(self) -> list[Delivery]:
@@ -445,7 +445,15 @@ class Engine:
         return self._finish(self._sequences[request_id], last, "error", str(error))
 
     def _deliver_all(self, sequence: Sequence, choices: Choices, now: float) -> Delivery:
-        """Add tokens to a sequence until it ends, and return one delivery."""
+        """Add tokens to a sequence until it ends, and return one delivery; an error ends this sequence alone."""
+        try:
+            return self._deliver_each(sequence, choices, now)
+        except Exception as error:
+            _LOG.exception("request %s", sequence.request_id)
+            return self._fail(sequence.request_id, error)
+
+    def _deliver_each(self, sequence: Sequence, choices: Choices, now: float) -> Delivery:
+        """Do the work of `_deliver_all`."""
         delivery = self._deliver(sequence, choices[0], now)
         for choice in choices[1:]:
             if delivery.finish_reason is not None:
@@ -472,7 +480,8 @@ class Engine:
         """
         name, params = sequence.request_id, sequence.request.params
         if isinstance(choice, Exception):
-            _LOG.error("request %s: %s", name, choice)
+            expected = isinstance(choice, (NonFiniteLogits, UsageError))
+            _LOG.error("request %s: %s", name, choice, exc_info=None if expected else choice)
             return self._fail(name, choice)
         prompt_logprobs = None
         if params.prompt_logprobs is not None and not sequence.output_length:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from minifloat.errors import UsageError
 from minifloat.serve.engine.grammar import GrammarPending
 from minifloat.serve.engine.sampling.draw import Logits
 from minifloat.serve.engine.sampling.state import SamplingState, await_grammars
@@ -44,7 +43,7 @@ class TokenChoice(NamedTuple):
 
 
 class NonFiniteLogits(Exception):
-    """The model's logits for a sequence are NaN or Inf."""
+    """The logits of a sequence are NaN or Inf, those of the model or after the changes that the request asks for."""
 
 
 class Postponed(Exception):
@@ -69,8 +68,8 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
         states: States of the sequences.
 
     Returns:
-        For each sequence the choice, or the error: `NonFiniteLogits`, `Postponed`, or UsageError for a grammar at its
-        limits.
+        For each sequence the choice, or the error: `NonFiniteLogits`, `Postponed`, UsageError for a grammar at its
+        limits, or whatever else its choice raises.
     """
     await_grammars(states)
     rows: Logits = logits.numpy()
@@ -78,7 +77,7 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[TokenChoice 
     for row, token, state in zip(rows, rows.argmax(axis=-1).tolist(), states, strict=True):
         try:
             choices.append(choose(row, state, token))
-        except (NonFiniteLogits, Postponed, UsageError) as error:  # of this sequence; the others continue
+        except Exception as error:  # of this sequence; the others continue
             choices.append(error)
     return choices
 
@@ -93,7 +92,7 @@ def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0) -> T
         ahead: Number of tokens between the last one added to `state` and this one; 0 if `state` changes logits.
 
     Raises:
-        NonFiniteLogits: If the largest logit is NaN or Inf.
+        NonFiniteLogits: If the largest logit is NaN or Inf, or becomes it by what the request asks for.
         Postponed: If the grammar does not say yet which tokens may follow.
         UsageError: For a grammar at its limits.
     """
@@ -105,6 +104,8 @@ def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0) -> T
             changed = state.change(logits) if params.changes_logits else logits
         except GrammarPending:
             raise Postponed(logits) from None
+        if params.changes_logits and not math.isfinite(largest := changed.max()):
+            raise NonFiniteLogits(f"the largest logit after penalties, biases and grammar is {largest}")
         token = int(changed.argmax()) if params.is_greedy else state.draw(changed, ahead)
     if params.logprobs is None:
         return TokenChoice(token)

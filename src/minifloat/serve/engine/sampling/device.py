@@ -119,15 +119,14 @@ def draw(logits: Tensor, settings: Tensor, *, most: int) -> Tensor:
     """
     temperature, top_k, top_p, min_p, uniform = settings[:, :, None].unbind(1)
     if not most:
-        scaled = logits.double() / temperature
-        return _invert((scaled - scaled.amax(dim=1, keepdim=True)).exp(), uniform)[:, 0]
+        shifted = logits.double() - logits.amax(dim=1, keepdim=True)
+        return _invert((shifted / temperature).exp(), uniform)[:, 0]
     if most < logits.shape[1]:
         tokens = _most_probable(logits, most)
         ordered = logits.gather(1, tokens)
     else:
         ordered, tokens = logits.sort(dim=1, descending=True, stable=True)
-    scaled = ordered.double() / temperature
-    weights = (scaled - scaled[:, :1]).exp()
+    weights = ((ordered.double() - ordered[:, :1]) / temperature).exp()
     rank = torch.arange(ordered.shape[1], device=logits.device)
     kept = ((top_k == 0) | (rank < top_k)) & (weights >= min_p)
     weights = torch.where(kept, weights, 0.0)

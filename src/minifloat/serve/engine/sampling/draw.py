@@ -73,8 +73,9 @@ def _distribution(logits: Logits, params: SamplingParams) -> tuple[Tokens | None
 def _weights(logits: Logits, largest: np.float32, temperature: float) -> Weights:
     """Return the probabilities of tokens, divided by that of the most probable token."""
     scaled = logits.astype(np.float64)
-    scaled /= temperature
-    scaled -= np.float64(largest) / temperature
+    scaled -= np.float64(largest)  # before the division, by which both may become infinite
+    with np.errstate(over="ignore"):
+        scaled /= temperature
     return np.exp(scaled, out=scaled)
 
 

@@ -19,6 +19,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  #: characters
 MAX_LOGIT_BIAS = 1024  #: entries
 SEED_BITS = 64
+_MAX_TOP_K = 2**31 - 1
 #: Parameters whose defaults generation_config.json may contain.
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -32,7 +33,7 @@ class SamplingParams:
         top_p: Draw from the smallest set of most probable tokens that together have this probability.
         top_k: Draw from this number of most probable tokens; 0: all.
         min_p: Draw from tokens that are at least this fraction as probable as the most probable one.
-        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output; 0.01 .. 100.
         presence_penalty: Subtracted from the logits of tokens that are in the output.
         frequency_penalty: Subtracted from the logits of tokens in the output, once for each occurrence.
         seed: Makes draws repeatable; None: a random seed for each request.
@@ -79,7 +80,7 @@ class SamplingParams:
             ("temperature", 0.0, 100.0, False),
             ("top_p", 0.0, 1.0, True),
             ("min_p", 0.0, 1.0, False),
-            ("repetition_penalty", 0.0, 100.0, True),
+            ("repetition_penalty", 0.01, 100.0, False),
             ("presence_penalty", -2.0, 2.0, False),
             ("frequency_penalty", -2.0, 2.0, False),
         ):
@@ -87,8 +88,8 @@ class SamplingParams:
             is_valid = math.isfinite(value) and low <= value <= high and not (open_low and value == low)
             if not is_valid:
                 raise UsageError(f"{name}: expected {low} {'<' if open_low else '<='} {name} <= {high}, got {value}")
-        if self.top_k < 0:
-            raise UsageError(f"top_k: expected at least 0, got {self.top_k}")
+        if not 0 <= self.top_k <= _MAX_TOP_K:
+            raise UsageError(f"top_k: expected 0 .. {_MAX_TOP_K}, got {self.top_k}")
         if self.seed is not None and not -(2 ** (SEED_BITS - 1)) <= self.seed < 2**SEED_BITS:
             raise UsageError(f"seed: expected {SEED_BITS} bits, got {self.seed}")
         if self.max_tokens is not None and self.max_tokens < 0:

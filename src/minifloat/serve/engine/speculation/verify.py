@@ -6,11 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from minifloat.errors import UsageError
 from minifloat.serve.engine.sampling import (
     Logits,
-    NonFiniteLogits,
-    Postponed,
     SamplingState,
     TokenChoice,
     await_grammars,
@@ -43,7 +40,7 @@ def verify(logits: Tensor, states: Sequence[SamplingState], drafts: Sequence[Seq
         for ahead, draft in enumerate((*proposed, None)):
             try:
                 choice = choose(rows[first + ahead], state, best[first + ahead], ahead)
-            except (NonFiniteLogits, Postponed, UsageError) as error:  # of this sequence; the others continue
+            except Exception as error:  # of this sequence; the others continue
                 choices.append(error)
                 break
             choices.append(choice)
