@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from killing import finished_in, run_and_kill
+from killing import damage_file, finished_in, run_and_kill
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -413,16 +413,18 @@ def test_work_with_other_data_options_or_weights_is_not_continued(
     assert any("not continued" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("damage", ["statistics cut short", "hidden states gone"])
-def test_damaged_work_is_done_again(deep_folder: Path, tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("file", ["layer-1.safetensors", "hidden-3", "hidden-3.digest"])
+@pytest.mark.parametrize("damage", ["a flipped bit", "cut short", "gone"])
+def test_damaged_work_is_done_again(
+    deep_folder: Path, tmp_path: Path, file: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     work = tmp_path / "work"
     interrupt(deep_folder, work, 4)
-    if damage == "hidden states gone":
-        (work / "hidden-3").unlink()
-    else:
-        os.truncate(work / "layer-1.safetensors", 100)
+    damage_file(work / file, damage)
+    assert (work / file).exists() == (damage != "gone")
     seen, stats = layers_run(deep_folder, work)
     assert len(seen) == 10
+    assert ("holds other bytes than were written: check the disk" in caplog.text) == (damage != "gone")
     assert stats == calibrate_set(deep_folder, DATA)
     assert not work.exists()
 

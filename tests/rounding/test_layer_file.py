@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from minifloat.calibration.layerwise.work_folder import WorkFolder
 from minifloat.errors import CheckpointError, StorageError
-from minifloat.rounding.layer_file import LayerResult, read_layer, write_layer
+from minifloat.rounding.layer_file import LayerFile, LayerResult, read_layer, write_layer
 
 RESULT = LayerResult(
     {
@@ -39,16 +40,24 @@ def test_a_layer_without_tensors_is_its_record(tmp_path: Path) -> None:
     assert file.record == {"held_out": {"tokens": 3}}
 
 
-def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
-    path, draw = tmp_path / "layer-0.safetensors", random.Random(0)
-    write_layer(RESULT, path)
-    original = path.read_bytes()
-    for position in range(len(original)):
-        damaged = bytearray(original)
-        damaged[position] ^= 1 << draw.randrange(8)
-        path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"layer-0\.safetensors"):
-            read_layer(path)
+def test_with_a_flipped_bit_anywhere_a_layer_is_not_finished(tmp_path: Path) -> None:
+    def folder() -> WorkFolder[LayerFile | LayerResult]:
+        return WorkFolder(tmp_path / "work", "fingerprint", read_layer, write_layer)
+
+    with folder() as work:
+        work.finish(0, RESULT)
+    with folder() as work:
+        assert [result.record for result in work.finished] == [RESULT.record]
+    path, draw = work.results(0), random.Random(0)
+    for file in (path, path.with_name(f"{path.name}.digest")):
+        original = file.read_bytes()
+        for position in range(len(original)):
+            damaged = bytearray(original)
+            damaged[position] ^= 1 << draw.randrange(8)
+            file.write_bytes(damaged)
+            with folder() as work:
+                assert work.finished == []
+        file.write_bytes(original)
 
 
 @pytest.mark.parametrize("length", [0, 7, 100, -1])

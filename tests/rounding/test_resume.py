@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killing import finished_in, run_and_kill
+from killing import damage_file, finished_in, run_and_kill
 from rounding_cases import Rounding, make_text, round_model, write_model
 
 from minifloat.calibration.layerwise import storage
@@ -130,17 +130,14 @@ def test_a_run_whose_caller_failed_is_not_computed_again(
     assert result == undisturbed
 
 
-@pytest.mark.parametrize("damage", ["a flipped bit", "cut short", "hidden states gone"])
-def test_damaged_work_is_done_again(folder: Path, undisturbed: Rounding, tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("file", ["layer-1.safetensors", "hidden-3"])
+@pytest.mark.parametrize("damage", ["a flipped bit", "cut short", "gone"])
+def test_damaged_work_is_done_again(
+    folder: Path, undisturbed: Rounding, tmp_path: Path, file: str, damage: str
+) -> None:
     work = tmp_path / "work"
     interrupt(folder, work, 4)
-    if damage == "hidden states gone":
-        (work / "hidden-3").unlink()
-    else:
-        path = work / "layer-1.safetensors"
-        content = bytearray(path.read_bytes())
-        content[-5] ^= 1
-        path.write_bytes(content if damage == "a flipped bit" else content[:-5])
+    damage_file(work / file, damage)
     seen, result = rounded_again(folder, work)
     assert seen == list(range(1, LAYERS + 1))
     assert result == undisturbed

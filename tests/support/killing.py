@@ -11,7 +11,19 @@ from pathlib import Path
 
 def finished_in(work: Path) -> int:
     """The number of layers that are finished in a work folder."""
-    return len(list(work.glob("layer-*.safetensors")))
+    return len(list(work.glob("layer-*.digest")))
+
+
+def damage_file(path: Path, damage: str) -> None:
+    """Damage a file: "a flipped bit", "cut short" or "gone"."""
+    content = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    elif damage == "cut short":
+        path.write_bytes(content[:-5])
+    else:
+        content[-5] ^= 1
+        path.write_bytes(content)
 
 
 def run_and_kill(server: subprocess.Popen[str], log: Path, steps: int) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ try:
 except ImportError:  # no wheel for this platform, or minifloat runs from its source tree without dependencies
     _new = hashlib.sha256  # type: ignore[assignment,misc]
     ALGORITHM = "sha256"
+
+
+_PIECE_BYTES = 1 << 24
 
 
 class Hasher(Protocol):
@@ -46,6 +50,15 @@ def digest_bytes(data: Any) -> bytes:
     """Return the digest of a contiguous buffer."""
     hasher = _new(data)
     return hasher.digest()
+
+
+def digest_file(descriptor: int) -> str:
+    """Return the digest of a whole file, with the name of its algorithm; the file is read from its beginning."""
+    hasher, offset, buffer = new_hasher(parallel=True), 0, bytearray(_PIECE_BYTES)
+    while count := os.preadv(descriptor, [buffer], offset):
+        hasher.update(memoryview(buffer)[:count])
+        offset += count
+    return name_digest(hasher)
 
 
 def name_digest(hasher: Hasher) -> str:

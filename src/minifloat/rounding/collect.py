@@ -240,9 +240,7 @@ class _CollectingWalk:
 
     def _start(self, folder: WorkFolder[LayerHessians | SavedLayer], pool: ArgumentPool) -> list[tuple[LayerCall, ...]]:
         """Return the calls of all layers, and write the inputs of layer 0 unless a run is continued."""
-        resumed = folder.hidden(len(folder.finished)).exists()
-        if not resumed:
-            folder.restart()
+        resumed = folder.continues()
         self.places: list[StoredTensor] = []
         with TensorFile(folder.draft) as draft:
 

@@ -130,9 +130,7 @@ class RoundingWalk:
         self, folder: WorkFolder[LayerFile | LayerResult], pool: ArgumentPool
     ) -> tuple[_Streams, list[tuple[LayerCall, ...]]]:
         """Return the places of all hidden states, and the calls of all layers; write the inputs of layer 0."""
-        resumed = folder.hidden(len(folder.finished)).exists()
-        if not resumed:
-            folder.restart()
+        resumed = folder.continues()
         streams, end = _Streams(), 0
         if self.damage is not None:
             records = [result.record for result in folder.finished]

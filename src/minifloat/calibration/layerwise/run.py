@@ -133,10 +133,8 @@ class _LayerwiseRun:
         Also write the hidden states that enter the first layer, unless the folder has those of the first unfinished
         one.
         """
-        resumed = folder.hidden(len(folder.finished)).exists()
-        if not resumed:
-            folder.restart()
-        elif folder.finished:
+        resumed = folder.continues()
+        if folder.finished:
             _LOG.info("%s: %d of %d layers are finished", folder.path, len(folder.finished), len(self.stack))
         locations: list[StoredTensor] = []
         with TensorFile(folder.draft) as draft:

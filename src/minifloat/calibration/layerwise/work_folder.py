@@ -1,9 +1,9 @@
 """The work folder of a run that goes layer by layer, from which a killed run continues.
 
 The folder holds the hidden states that enter the next layer, and a file of results for each finished layer: the
-statistics of a calibration, or the codes that rounding chose. A layer's results are written last, so a layer is
-finished exactly if that file exists; all other files of a killed run are written again. Two runs cannot use one folder
-at a time, and a folder with files of any other kind is refused.
+statistics of a calibration, or the codes that rounding chose. Each has a file with its digest. A layer's results and
+then their digest are written last, so a layer is finished exactly if both exist and agree; all other files of a killed
+run are written again. Two runs cannot use one folder at a time, and a folder with files of any other kind is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from minifloat.checkpoint.digest import digest_file
 from minifloat.checkpoint.files import parse_object, storage_errors
 from minifloat.checkpoint.lock import FolderLock
 from minifloat.checkpoint.own_folder import OwnFolder
@@ -27,6 +28,8 @@ _LOG = logging.getLogger(__name__)
 _LOCK = "lock"
 _STATE = "calibration.json"
 _STATE_LIMIT = 1 << 16  #: bytes
+_DIGEST = ".digest"  #: ends the name of the file with the digest of a file
+_DIGEST_LIMIT = 256  #: bytes
 _ARGUMENTS = "arguments"
 _DRAFT = "draft"
 _REFERENCE = "reference"
@@ -34,7 +37,8 @@ _ROWS = "rows"
 _CLOSINGS = "closings"
 _SCRATCH = (_ARGUMENTS, _DRAFT, _REFERENCE, _ROWS, _CLOSINGS)
 _OURS = re.compile(
-    rf"{_LOCK}|{_STATE}|{'|'.join(_SCRATCH)}|hidden-\d+|layer-\d+\.safetensors|\.layer-\d+\.safetensors\.\d+\.tmp"
+    rf"{_LOCK}|{_STATE}|{'|'.join(_SCRATCH)}|(hidden-\d+|layer-\d+\.safetensors)({re.escape(_DIGEST)})?"
+    r"|\.layer-\d+\.safetensors\.\d+\.tmp"
 )
 
 
@@ -117,17 +121,32 @@ class WorkFolder(Generic[Result]):
         """The file of the hidden states that enter a layer."""
         return self.path / f"hidden-{layer}"
 
+    def continues(self) -> bool:
+        """Return whether the hidden states that enter the first unfinished layer are there, as they were written.
+
+        All work is deleted if they are not, since only the first layer can be computed without them.
+        """
+        is_whole = self._is_whole(self.hidden(len(self.finished)).name)
+        if not is_whole:
+            self.restart()
+        return is_whole
+
     def keep_draft(self, layer: int) -> None:
         """Rename the draft, which must be synced, to the hidden states that enter a layer."""
+        self._write_digest(_DRAFT, self.hidden(layer).name)
         with storage_errors(self.draft, "rename"):
             self._folder.move(_DRAFT, self._folder, self.hidden(layer).name)
         self._folder.sync()
 
     def finish(self, layer: int, result: Result) -> None:
         """Record a layer as finished, and delete the hidden states that entered it."""
-        self._write(result, self.results(layer))
-        self.finished.append(self._read(self.results(layer)))
-        self._folder.remove(self.hidden(layer).name)
+        results = self.results(layer)
+        self._write(result, results)
+        self._write_digest(results.name, results.name)
+        self._folder.sync()
+        self.finished.append(self._read(results))
+        for name in (self.hidden(layer).name, self.hidden(layer).name + _DIGEST):
+            self._folder.remove(name)
 
     def restart(self) -> None:
         """Delete all work."""
@@ -166,11 +185,42 @@ class WorkFolder(Generic[Result]):
             with storage_errors(self.path / _STATE, "write"):
                 folder.move(_DRAFT, folder, _STATE)
             folder.sync()
-        while self.results(len(self.finished)).exists():
+        while self._is_whole((results := self.results(len(self.finished))).name):
             try:
-                self.finished.append(self._read(self.results(len(self.finished))))
+                self.finished.append(self._read(results))
             except CheckpointError:
                 break
+
+    def _write_digest(self, name: str, final_name: str) -> None:
+        """Write the digest of a file that has, or will get, its final name."""
+        self._folder.write(final_name + _DIGEST, self._digest(name).encode())
+
+    def _is_whole(self, name: str) -> bool:
+        """Return whether there is a file with the digest that was written for it; warn of one with another."""
+        try:
+            stated = self._folder.read(name + _DIGEST, _DIGEST_LIMIT)
+            found = self._digest(name).encode()
+        except FileNotFoundError:
+            return False
+        if found != stated:
+            _LOG.warning(
+                "%s holds other bytes than were written: check the disk. It is computed again", self.path / name
+            )
+        return found == stated
+
+    def _digest(self, name: str) -> str:
+        try:
+            descriptor = self._folder.open_file(name, os.O_RDONLY)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            with storage_errors(self.path / name, "open it"):
+                raise
+        try:
+            with storage_errors(self.path / name, "read"):
+                return digest_file(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _read_fingerprint(self) -> str | None:
         """Return the fingerprint of earlier work; None if there is none, or it cannot be read."""
