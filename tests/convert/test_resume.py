@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from converting import INTEROP, change_record, interrupt_after, sharded, stored
+from converting import INTEROP, change_record, interrupted, sharded, stored
 from safetensors.torch import load_file, save_file
 
 from minifloat.convert import convert_checkpoint
-from minifloat.errors import StorageError
 
 OPTIONS = [{"layout": "compressed-tensors"}, {"dequantize": True}]
 
@@ -21,10 +20,7 @@ def test_a_resumed_conversion_keeps_finished_shards_and_gives_the_same_result(
 ) -> None:
     source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
     whole = convert_checkpoint(source, tmp_path / "whole", **options)
-    with monkeypatch.context() as patched:
-        interrupt_after(patched, 2)
-        with pytest.raises(StorageError):
-            convert_checkpoint(source, tmp_path / "out", **options)
+    interrupted(monkeypatch, 2, convert_checkpoint, source, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     report = convert_checkpoint(source, tmp_path / "out", **options)
     assert report.resumed_shards == 2
@@ -37,10 +33,7 @@ def test_a_changed_source_is_converted_from_the_start_with_a_note(
     options: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
-    with monkeypatch.context() as patched:
-        interrupt_after(patched, 2)
-        with pytest.raises(StorageError):
-            convert_checkpoint(source, tmp_path / "out", **options)
+    interrupted(monkeypatch, 2, convert_checkpoint, source, tmp_path / "out", **options)
     first = min(source.glob("model-*.safetensors"))
     tensors = load_file(first)
     name = next(name for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16)
@@ -62,10 +55,7 @@ def test_a_finished_shard_whose_record_is_not_one_of_this_package_is_converted_a
 ) -> None:
     source = sharded(INTEROP / "modelopt-fp8-kv", tmp_path / "model", 4)
     whole = convert_checkpoint(source, tmp_path / "whole", dequantize=True)
-    with monkeypatch.context() as patched:
-        interrupt_after(patched, 2)
-        with pytest.raises(StorageError):
-            convert_checkpoint(source, tmp_path / "out", dequantize=True)
+    interrupted(monkeypatch, 2, convert_checkpoint, source, tmp_path / "out", dequantize=True)
     change_record(tmp_path / "out", keys, value)
     report = convert_checkpoint(source, tmp_path / "out", dequantize=True)
     assert report.resumed_shards == resumed

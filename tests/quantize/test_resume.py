@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from converting import DELETED, change_record, interrupt_after
+from converting import DELETED, change_record, interrupted
 
 from minifloat.checkpoint import Checkpoint, rewrite
-from minifloat.errors import CheckpointError, StorageError
+from minifloat.errors import CheckpointError
 from minifloat.quantize import stream
 from minifloat.quantize.job import quantize_checkpoint
 
@@ -136,10 +136,7 @@ def test_a_failed_run_is_resumed_and_reports_its_finished_shards(
     make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_checkpoint(shards=4)
-    with monkeypatch.context() as patched:
-        interrupt_after(patched, 2)
-        with pytest.raises(StorageError):
-            quantize_checkpoint(source, tmp_path / "out", "fp8")
+    interrupted(monkeypatch, 2, quantize_checkpoint, source, tmp_path / "out", "fp8")
     assert not (tmp_path / "out").exists()
     report = quantize_checkpoint(source, tmp_path / "out", "fp8")
     assert report.resumed_shards == 2
@@ -151,10 +148,7 @@ def test_a_finished_shard_with_a_flipped_bit_is_written_again_with_a_note(
     make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     source = make_checkpoint(shards=4)
-    with monkeypatch.context() as patched:
-        interrupt_after(patched, 2)
-        with pytest.raises(StorageError):
-            quantize_checkpoint(source, tmp_path / "out", scheme)
+    interrupted(monkeypatch, 2, quantize_checkpoint, source, tmp_path / "out", scheme)
     shard = "model-00001-of-00004.safetensors"
     flip_last_byte(tmp_path / "out.minifloat-work" / "output" / shard)
     report = quantize_checkpoint(source, tmp_path / "out", scheme)
@@ -196,10 +190,7 @@ def test_a_finished_shard_whose_record_is_not_one_of_this_package_is_written_aga
 ) -> None:
     source = make_checkpoint(shards=4)
     whole = quantize_checkpoint(source, tmp_path / "whole", "fp8-static")
-    with monkeypatch.context() as patched:
-        interrupt_after(patched, 2)
-        with pytest.raises(StorageError):
-            quantize_checkpoint(source, tmp_path / "out", "fp8-static")
+    interrupted(monkeypatch, 2, quantize_checkpoint, source, tmp_path / "out", "fp8-static")
     shard = change_record(tmp_path / "out", keys, value)
     report = quantize_checkpoint(source, tmp_path / "out", "fp8-static")
     assert report.resumed_shards == 1
@@ -217,10 +208,7 @@ def test_a_record_of_other_tensors_than_the_source_has_starts_over(
 ) -> None:
     source = make_checkpoint(shards=4)
     whole = quantize_checkpoint(source, tmp_path / "whole", "fp8")
-    with monkeypatch.context() as patched:
-        interrupt_after(patched, 2)
-        with pytest.raises(StorageError):
-            quantize_checkpoint(source, tmp_path / "out", "fp8")
+    interrupted(monkeypatch, 2, quantize_checkpoint, source, tmp_path / "out", "fp8")
     change_record(tmp_path / "out", ["tensors", 0, "name"], "another")
     report = quantize_checkpoint(source, tmp_path / "out", "fp8")
     assert report.resumed_shards == 0
@@ -232,10 +220,7 @@ def test_a_changed_source_scheme_or_version_starts_over_with_a_note(
     make_checkpoint: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     source = make_checkpoint(shards=4)
-    with monkeypatch.context() as patched:
-        interrupt_after(patched, 2)
-        with pytest.raises(StorageError):
-            quantize_checkpoint(source, tmp_path / "out", "fp8")
+    interrupted(monkeypatch, 2, quantize_checkpoint, source, tmp_path / "out", "fp8")
     scheme = "fp8"
     if change == "weights":
         flip_last_byte(source / "model-00001-of-00004.safetensors")
@@ -259,10 +244,7 @@ def test_a_changed_shared_scale_starts_over(
     """The shared amax of a finished q changes when k, in an unfinished shard, changes."""
     tensors = llama()
     source = make_checkpoint(tensors=tensors, shards=4)
-    with monkeypatch.context() as patched:
-        interrupt_after(patched, 1)
-        with pytest.raises(StorageError):
-            quantize_checkpoint(source, tmp_path / "out", "fp8-static")
+    interrupted(monkeypatch, 1, quantize_checkpoint, source, tmp_path / "out", "fp8-static")
     with Checkpoint.open(source) as checkpoint:
         first = {name for name, info in checkpoint.tensors.items() if info.shard == checkpoint.shards[0]}
     family = [f"model.layers.{layer}.self_attn.{name}_proj.weight" for layer in range(2) for name in "qkv"]

@@ -40,6 +40,16 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
     monkeypatch.setattr(ShardWriter, "commit", commit)
 
 
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch, shards: int, run: Callable[..., object], *args: Any, **kwargs: Any
+) -> None:
+    """Call a function that writes a checkpoint, and let it fail as on a full disk after a number of shards."""
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, shards)
+        with pytest.raises(StorageError):
+            run(*args, **kwargs)
+
+
 def change_record(destination: Path, keys: Sequence[str | int], value: object) -> str:
     """Change a value in the first record of an interrupted run's journal, with a right digest of the line.
 

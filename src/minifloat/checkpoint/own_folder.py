@@ -8,10 +8,12 @@ kind than expected is refused, not replaced.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from minifloat.checkpoint.files import read_exactly, storage_errors
@@ -107,11 +109,12 @@ class OwnFolder:
             raise DestinationError(f"{self.path / name}: {reason}; {_CURE}")
         return descriptor
 
-    def read(self, name: str, limit: int) -> bytes:
-        """Return the content of a file.
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[int]:
+        """Yield a descriptor for reading a file, which is closed afterwards.
 
         Raises:
-            DestinationError: If `open_file` refuses it, or it has more than `limit` bytes.
+            DestinationError: If `open_file` refuses it.
             StorageError: If the operating system refuses.
             FileNotFoundError: If there is no such file.
         """
@@ -123,13 +126,24 @@ class OwnFolder:
             with storage_errors(self.path / name, "open it"):
                 raise
         try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            DestinationError: If `open_file` refuses it, or it has more than `limit` bytes.
+            StorageError: If the operating system refuses.
+            FileNotFoundError: If there is no such file.
+        """
+        with self.reading(name) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > limit:
                 raise DestinationError(f"{self.path / name}: {size} bytes, at most {limit} are credible; {_CURE}")
             data = bytearray(size)
             read_exactly(descriptor, memoryview(data), 0, self.path / name)
-        finally:
-            os.close(descriptor)
         return bytes(data)
 
     def write(self, name: str, data: bytes) -> None:

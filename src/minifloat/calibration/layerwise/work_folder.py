@@ -209,18 +209,8 @@ class WorkFolder(Generic[Result]):
         return found == stated
 
     def _digest(self, name: str) -> str:
-        try:
-            descriptor = self._folder.open_file(name, os.O_RDONLY)
-        except FileNotFoundError:
-            raise
-        except OSError:
-            with storage_errors(self.path / name, "open it"):
-                raise
-        try:
-            with storage_errors(self.path / name, "read"):
-                return digest_file(descriptor)
-        finally:
-            os.close(descriptor)
+        with self._folder.reading(name) as descriptor, storage_errors(self.path / name, "read"):
+            return digest_file(descriptor)
 
     def _read_fingerprint(self) -> str | None:
         """Return the fingerprint of earlier work; None if there is none, or it cannot be read."""
