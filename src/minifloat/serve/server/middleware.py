@@ -161,7 +161,7 @@ class Guard:
         if scope["method"] != "POST":
             return  # no other method has a route that reads a body
         length = headers.get("content-length", "0")
-        if not length.isdigit() or len(length) > 18 or int(length) > self._settings.max_body_bytes:
+        if not length.isdecimal() or len(length) > 18 or int(length) > self._settings.max_body_bytes:
             raise _too_large(self._settings)
 
 
