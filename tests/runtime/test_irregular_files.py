@@ -49,7 +49,7 @@ def test_a_fifo_in_the_place_of_the_generation_config_is_refused_at_once(folder:
         ({"temperature": -1}, "temperature: expected"),
         ({"top_p": 2.0}, "top_p: expected a finite number of at least 0 and at most 1, found 2.0"),
         ({"top_k": "50"}, "top_k: expected an integer"),
-        ({"repetition_penalty": 0}, "repetition_penalty: expected a finite number above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected a finite number of at least 0.01"),
         ({"eos_token_id": {"a": 1}}, "eos_token_id: expected a token or a list of tokens"),
         ({"do_sample": "yes"}, "do_sample: expected true or false"),
         ([], "expected a JSON object"),

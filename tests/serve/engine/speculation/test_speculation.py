@@ -134,6 +134,19 @@ def test_drafts_of_a_model_that_knows_nothing_are_rejected_and_change_nothing(
     assert counts(engine).acceptance < 0.1
 
 
+def test_a_failing_draft_costs_the_drafts_and_not_the_texts(
+    greedy: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(speculate="prompt")
+    assert engine.speculator is not None
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(engine.speculator.drafter, "propose", fail)
+    assert tokens(engine) == greedy
+
+
 def test_texts_end_where_they_would_without_drafts() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=60, stop=(" the", "."), logprobs=3)
     plain, drafted = engine_of(), engine_of(speculate="self", draft_tokens=6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
@@ -11,6 +12,8 @@ from minifloat.serve.engine.scheduler import WorkItem
 from minifloat.serve.engine.sequence import Sequence
 from minifloat.serve.engine.speculation.draft_length import DraftLength
 from minifloat.serve.engine.speculation.stats import SpeculationStats
+
+_LOG = logging.getLogger(__name__)
 
 
 class Drafter(Protocol):
@@ -87,7 +90,12 @@ class Speculator:
         if not drafted:
             return items
         sequences = [sequence for sequence, _ in drafted]
-        proposals = self.drafter.propose(sequences, [count for _, count in drafted])
+        try:
+            proposals = self.drafter.propose(sequences, [count for _, count in drafted])
+        except Exception:  # the model does not need the drafts
+            _LOG.exception("a step has no drafts, because drafting failed")
+            self._started = 0.0
+            return items
         now = time.perf_counter()
         self.last.seconds = now - self._started
         self._length.drafted(len(sequences), (now - self._started) / max(count for _, count in drafted))
