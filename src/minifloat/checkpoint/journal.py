@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from minifloat.checkpoint import schema
 from minifloat.checkpoint.digest import digest_bytes, name_digest, new_hasher
 from minifloat.checkpoint.files import is_safe_name, read_exactly, storage_errors
 from minifloat.checkpoint.header import header_of
@@ -154,6 +155,15 @@ def finished_shards(
     """
     shards: dict[str, tuple[WrittenShard, dict[str, Any]]] = {}
     reasons: dict[str, str] = {}
+    check_entry = schema.exact_fields(
+        {
+            "file": schema.text,
+            "size": schema.natural,
+            "digest": schema.text,
+            "pieces": schema.list_of(schema.integer(1, 2**63)),
+            "record": check_record,
+        }
+    )
     for entry in entries:
         name = entry.get("file")
         if not isinstance(name, str) or not is_safe_name(name):
@@ -162,29 +172,19 @@ def finished_shards(
         reasons.pop(name, None)
         if "discarded" in entry:
             continue
-        written, record = _written(entry), entry.get("record")
         try:
-            check_record(record, "record")
+            check_entry(entry, "line")
+            if sum(entry["pieces"]) != entry["size"]:
+                raise Unfit("line.pieces", "sizes whose sum is that of the file", entry["pieces"])
         except Unfit as unfit:
             reasons[name] = f"has an unusable line in the journal ({unfit})"
             continue
-        if written is None or not isinstance(record, dict):
-            reasons[name] = "has an unusable line in the journal"
-            continue
-        shards[name] = (written, record)
+        written = WrittenShard(entry["size"], tuple(entry["pieces"]), entry["digest"])
+        shards[name] = (written, entry["record"])
     with ThreadPoolExecutor(_READERS, thread_name_prefix="minifloat-verify") as pool:
         found = dict(zip(shards, pool.map(lambda name: _damage(output, name, shards[name][0]), shards), strict=True))
     finished = {name: record for name, (_, record) in shards.items() if not found[name]}
     return finished, reasons | {name: reason for name, reason in found.items() if reason}
-
-
-def _written(entry: Mapping[str, Any]) -> WrittenShard | None:
-    size, pieces, digest = entry.get("size"), entry.get("pieces"), entry.get("digest")
-    if type(size) is not int or not isinstance(pieces, list) or not isinstance(digest, str):
-        return None
-    if not all(type(piece) is int and piece > 0 for piece in pieces) or sum(pieces) != size:
-        return None
-    return WrittenShard(size, tuple(pieces), digest)
 
 
 def _damage(output: OwnFolder, name: str, written: WrittenShard) -> str:

@@ -97,6 +97,10 @@ def integer(low: int, high: int = _LARGEST, expected: str = "") -> Check:
     return check
 
 
+#: Checks a number of bytes or elements.
+natural = integer(0, 2**63)
+
+
 def number(low: float, high: float = math.inf, *, above: bool = False) -> Check:
     """Return the check of a finite number from `low`, or `above` it, to `high`."""
     rule = "a finite number" + (f" {'above' if above else 'of at least'} {low:g}" if low > -math.inf else "")

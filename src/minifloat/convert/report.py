@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minifloat.check.engine_verdict import EngineVerdict
-from minifloat.checkpoint.schema import Check, exact_fields, integer, or_null, text
+from minifloat.checkpoint.schema import Check, exact_fields, natural, or_null, text
 from minifloat.report.short import ShortReport
 
 #: Version of the JSON that `ConvertReport.to_dict` returns.
@@ -43,8 +43,8 @@ TENSOR_ROW: Check = exact_fields(
         "action": text,
         "detail": text,
         "becomes": or_null(text),
-        "source_bytes": integer(0, 2**63),
-        "output_bytes": integer(0, 2**63),
+        "source_bytes": natural,
+        "output_bytes": natural,
         "source_digest": text,
     }
 )

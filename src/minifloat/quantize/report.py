@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minifloat.check.engine_verdict import EngineVerdict
-from minifloat.checkpoint.schema import Check, exact_fields, integer, list_of, number, or_null, text
+from minifloat.checkpoint.schema import Check, exact_fields, list_of, natural, number, or_null, text
 from minifloat.numerics.cast_stats import CastStats
 from minifloat.plan.share import QuantizedShare
 from minifloat.plan.tensor_plan import Part, TensorPlan
@@ -100,20 +100,19 @@ class TensorReport:
         return asdict(self)
 
 
-_COUNT = integer(0, 2**63)
 #: Check of what `TensorReport.to_dict` returns.
 TENSOR_ROW: Check = exact_fields(
     {
         "name": text,
         "action": text,
         "detail": text,
-        "shape": list_of(_COUNT),
-        "source_bytes": _COUNT,
-        "output_bytes": _COUNT,
+        "shape": list_of(natural),
+        "source_bytes": natural,
+        "output_bytes": natural,
         "source_digest": text,
         "stats": or_null(
             exact_fields(
-                {"elements": _COUNT, "signal": number(0), "noise": number(0), "saturated": _COUNT, "flushed": _COUNT}
+                {"elements": natural, "signal": number(0), "noise": number(0), "saturated": natural, "flushed": natural}
             )
         ),
     }

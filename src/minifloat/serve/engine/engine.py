@@ -447,20 +447,16 @@ class Engine:
     def _deliver_all(self, sequence: Sequence, choices: Choices, now: float) -> Delivery:
         """Add tokens to a sequence until it ends, and return one delivery; an error ends this sequence alone."""
         try:
-            return self._deliver_each(sequence, choices, now)
+            delivery = self._deliver(sequence, choices[0], now)
+            for choice in choices[1:]:
+                if delivery.finish_reason is not None:
+                    return delivery
+                delivery += self._deliver(sequence, choice, now)
+            if len(choices) > 1 and sequence.state is State.RUNNING:
+                self._scheduler.accepted(sequence)
         except Exception as error:
             _LOG.exception("request %s", sequence.request_id)
             return self._fail(sequence.request_id, error)
-
-    def _deliver_each(self, sequence: Sequence, choices: Choices, now: float) -> Delivery:
-        """Do the work of `_deliver_all`."""
-        delivery = self._deliver(sequence, choices[0], now)
-        for choice in choices[1:]:
-            if delivery.finish_reason is not None:
-                return delivery
-            delivery += self._deliver(sequence, choice, now)
-        if len(choices) > 1 and sequence.state is State.RUNNING:
-            self._scheduler.accepted(sequence)
         return delivery
 
     def _release(self, sequence: Sequence) -> None:

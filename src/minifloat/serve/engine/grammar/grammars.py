@@ -8,7 +8,6 @@ process. Processes that no text needs are kept for the next request if they are 
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import threading
 import weakref
@@ -25,9 +24,6 @@ from minifloat.serve.engine.grammar.limits import GrammarLimits
 from minifloat.serve.engine.grammar.processes import Forker, Reader
 from minifloat.serve.engine.grammar.rules import Grammar
 from minifloat.serve.engine.grammar.state import GrammarState
-
-_LOG = logging.getLogger(__name__)
-_MIB = 1 << 20
 
 
 class Grammars:

@@ -104,9 +104,12 @@ def choose(logits: Logits, state: SamplingState, best: int, ahead: int = 0) -> T
             changed = state.change(logits) if params.changes_logits else logits
         except GrammarPending:
             raise Postponed(logits) from None
-        if params.changes_logits and not math.isfinite(largest := changed.max()):
-            raise NonFiniteLogits(f"the largest logit after penalties, biases and grammar is {largest}")
-        token = int(changed.argmax()) if params.is_greedy else state.draw(changed, ahead)
+        if params.changes_logits:
+            token = int(changed.argmax())
+            if not math.isfinite(changed[token]):
+                raise NonFiniteLogits(f"the largest logit after penalties, biases and grammar is {changed[token]}")
+        if not params.is_greedy:
+            token = state.draw(changed, ahead)
     if params.logprobs is None:
         return TokenChoice(token)
     shifted = logits.astype(np.float64) - logits[best]
